@@ -1,0 +1,300 @@
+"""From a composed Hydra configuration to frozen values. The only place that sees OmegaConf.
+
+Every YAML under conf/ spells out every key of the dataclass it becomes; a missing, unknown or mistyped one is a
+ConfigError that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, Union, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least, require_choice
+from moe_ckpt.errors import ConfigError
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train")
+AUTO = "auto"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture. Key by key explained in conf/model/tiny.yaml."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None
+    kv_channels: int | None
+    attention: str
+    mla_q_lora_rank: int | None
+    mla_kv_lora_rank: int | None
+    mla_qk_head_dim: int | None
+    mla_qk_pos_emb_head_dim: int | None
+    mla_v_head_dim: int | None
+    num_experts: int
+    moe_topk: int
+    moe_ffn_hidden_size: int
+    shared_expert_ffn_hidden_size: int
+    num_dense_layers: int
+    dense_ffn_hidden_size: int
+    moe_capacity_factor: float | None
+    moe_pad_to_capacity: bool
+    moe_balancing: str
+    moe_aux_loss_coeff: float
+    moe_bias_update_rate: float
+    moe_z_loss_coeff: float | None
+    moe_score_function: str
+    moe_router_dtype: str
+    moe_grouped_gemm: bool
+    normalization: str
+    activation: str
+    position_embedding: str
+    rotary_base: int
+    tied_embeddings: bool
+    linear_bias: bool
+    qkv_bias: bool
+    hidden_dropout: float
+    attention_dropout: float
+    init_std: float
+    vocab_size: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_choice("model.attention", self.attention, ["mha", "mla"])
+        balancing = ["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "bias"]
+        require_choice("model.moe_balancing", self.moe_balancing, balancing)
+        require_choice("model.moe_score_function", self.moe_score_function, ["softmax", "sigmoid"])
+        require_choice("model.moe_router_dtype", self.moe_router_dtype, ["fp32", "fp64", "model"])
+        require_choice("model.normalization", self.normalization, ["RMSNorm", "LayerNorm"])
+        require_choice("model.activation", self.activation, ["swiglu", "gelu"])
+        require_choice("model.position_embedding", self.position_embedding, ["rope", "learned"])
+        require_at_least("model.num_experts", self.num_experts, 0)
+        if self.num_experts:
+            wanted = f"between 1 and model.num_experts={self.num_experts}"
+            require(1 <= self.moe_topk <= self.num_experts, "model.moe_topk", self.moe_topk, wanted)
+        if self.moe_balancing == "bias":
+            wanted = "sigmoid where model.moe_balancing=bias (Megatron updates the bias for sigmoid scores only)"
+            require(self.moe_score_function == "sigmoid", "model.moe_score_function", self.moe_score_function, wanted)
+        if self.moe_pad_to_capacity:
+            wanted = "a number where model.moe_pad_to_capacity=true"
+            require(self.moe_capacity_factor is not None, "model.moe_capacity_factor", None, wanted)
+        if isinstance(self.vocab_size, str):
+            require_choice("model.vocab_size", self.vocab_size, [AUTO, "a number"])
+        if self.attention == "mla":
+            for name in ("mla_kv_lora_rank", "mla_qk_head_dim", "mla_qk_pos_emb_head_dim", "mla_v_head_dim"):
+                require(getattr(self, name) is not None, f"model.{name}", None, "a number where model.attention=mla")
+        else:
+            head_dim_given = self.kv_channels is not None or self.hidden_size % self.num_attention_heads == 0
+            wanted = f"a divisor of model.hidden_size={self.hidden_size}, or model.kv_channels"
+            require(head_dim_given, "model.num_attention_heads", self.num_attention_heads, wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Degrees of parallelism, `auto` where they follow from the number of processes. See conf/parallel/auto.yaml."""
+
+    pp: Union[int, str]  # noqa: UP007
+    dp: Union[int, str]  # noqa: UP007
+    ep: Union[int, str]  # noqa: UP007
+    tp: Union[int, str]  # noqa: UP007
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            degree = getattr(self, field.name)
+            valid = degree == AUTO or (isinstance(degree, int) and degree >= 1)
+            require(valid, f"parallel.{field.name}", degree, "auto or a number of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats. See conf/precision/bf16.yaml."""
+
+    dtype: str
+    grad_reduce_in_fp32: bool
+    initial_loss_scale: float
+    min_loss_scale: float
+    loss_scale_window_iters: int
+    loss_scale_hysteresis: int
+
+    def __post_init__(self) -> None:
+        require_choice("precision.dtype", self.dtype, ["fp32", "bf16", "fp16"])
+        require_at_least("precision.min_loss_scale", self.min_loss_scale, 1.0)
+        require_at_least("precision.initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
+        require_at_least("precision.loss_scale_window_iters", self.loss_scale_window_iters, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from. See conf/data/*.yaml."""
+
+    source: str
+    path: str | None
+    tokenizer: str | None
+    eval_fraction: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        require_choice("data.source", self.source, ["stdlib", "text", "megatron"])
+        require(0.0 < self.eval_fraction < 1.0, "data.eval_fraction", self.eval_fraction, "between 0 and 1")
+        require_at_least("data.seed", self.seed, 0)
+        if self.source == "stdlib":
+            require(self.path is None, "data.path", self.path, "null where data.source=stdlib")
+        else:
+            require(bool(self.path), "data.path", self.path, f"a path where data.source={self.source}")
+        if self.source == "stdlib":
+            require(self.tokenizer is None, "data.tokenizer", self.tokenizer, "null (bytes) where data.source=stdlib")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length, batch, optimizer, schedule. See conf/train/default.yaml."""
+
+    iterations: int
+    micro_batch_size: int
+    global_batch_size: int
+    sequence_length: int
+    seed: int
+    optimizer: str
+    distributed_optimizer: bool
+    lr: float
+    min_lr: float
+    lr_schedule: str
+    lr_warmup_iters: int
+    lr_decay_iters: Union[int, str]  # noqa: UP007
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    clip_grad: float
+    recompute: str
+    eval_every_iters: int
+    eval_batches: int
+    deterministic: bool
+    resume: str
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "micro_batch_size", "global_batch_size", "sequence_length", "eval_batches"):
+            require_at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("seed", "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "eval_every_iters"):
+            require_at_least(f"train.{name}", getattr(self, name), 0)
+        require_choice("train.optimizer", self.optimizer, ["adam", "sgd"])
+        require_choice("train.lr_schedule", self.lr_schedule, ["constant", "linear", "cosine"])
+        require_choice("train.recompute", self.recompute, ["none", "selective", "full"])
+        require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
+        if isinstance(self.lr_decay_iters, str):
+            require_choice("train.lr_decay_iters", self.lr_decay_iters, [AUTO, "a number"])
+        wanted = f"less than the {self.num_decay_iters} iterations that the learning rate decays over"
+        require(self.lr_warmup_iters < self.num_decay_iters, "train.lr_warmup_iters", self.lr_warmup_iters, wanted)
+        require(bool(self.resume), "train.resume", self.resume, "auto, never or the path of a checkpoint")
+
+    @property
+    def num_decay_iters(self) -> int:
+        return self.iterations if self.lr_decay_iters == AUTO else int(self.lr_decay_iters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run leaves its files and how it shows progress. See conf/config.yaml."""
+
+    dir: str | None
+    name: str
+    progress: str
+    tensorboard: bool
+
+    def __post_init__(self) -> None:
+        require_choice("run.progress", self.progress, [AUTO, "bar", "lines", "none"])
+        require(bool(re.fullmatch(r"[\w.-]+", self.name)), "run.name", self.name, "letters, digits, '_', '-' and '.'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A whole run. `composed_yaml` is the configuration as composed, for the run folder."""
+
+    ckpt: CkptConfig
+    model: ModelConfig
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    data: DataConfig
+    train: TrainConfig
+    run: RunConfig
+    composed_yaml: str
+
+
+def compose_settings(arguments: Sequence[str]) -> Settings:
+    """Return the run that command-line overrides describe.
+
+    Raises ConfigError naming the setting and, for a closed set of choices, the choices.
+    """
+    overrides = [group_choice_without_plus(argument) for argument in arguments]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return to_settings(compose("config", overrides=overrides))
+    except HydraException as error:
+        raise ConfigError(_explain(str(error))) from None
+
+
+def group_choice_without_plus(argument: str) -> str:
+    """Make `+ckpt=X` mean `ckpt=X`: every group has a default here, which Hydra refuses to append to."""
+    bare = argument.lstrip("+")
+    return bare if bare.partition("=")[0] in GROUPS else argument
+
+
+def to_settings(config: DictConfig) -> Settings:
+    """Convert a composed configuration; raises ConfigError naming the first key that is wrong."""
+    composed_yaml = OmegaConf.to_yaml(config)
+    OmegaConf.resolve(config)
+    policy = OmegaConf.select(config, "ckpt.policy")
+    require_choice("ckpt.policy", policy, list(CKPT_CONFIGS))
+    return Settings(
+        ckpt=_section(config, "ckpt", CKPT_CONFIGS[policy]),
+        model=_section(config, "model", ModelConfig),
+        parallel=_section(config, "parallel", ParallelConfig),
+        precision=_section(config, "precision", PrecisionConfig),
+        data=_section(config, "data", DataConfig),
+        train=_section(config, "train", TrainConfig),
+        run=_section(config, "run", RunConfig),
+        composed_yaml=composed_yaml,
+    )
+
+
+def _section(config: DictConfig, name: str, kind: type[T]) -> T:
+    known = {field.name for field in fields(cast("Any", kind))}
+    for key in config[name]:
+        require(key in known, f"{name}.{key}", config[name][key], f"one of the keys {', '.join(sorted(known))}")
+    try:
+        return cast("T", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config[name])))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{name}.{error.full_key}: {error.msg or error}".split("\n")[0]) from None
+
+
+def _explain(message: str) -> str:
+    """Add what Hydra leaves out: the keys that there are, where one is not."""
+    missing = re.search(r"Could not override '([\w.]+)'", message)
+    if missing is None:
+        return message.strip()
+    group, _, key = missing[1].rpartition(".")
+    sections = {**{field.name: field for field in fields(Settings)}}
+    kinds = {"model": ModelConfig, "parallel": ParallelConfig, "precision": PrecisionConfig, "data": DataConfig}
+    kinds |= {"train": TrainConfig, "run": RunConfig}
+    if group == "ckpt":
+        known = sorted({field.name for kind in CKPT_CONFIGS.values() for field in fields(kind)})
+    elif group in kinds:
+        known = sorted(field.name for field in fields(kinds[group]))
+    else:
+        known = sorted(set(sections) - {"composed_yaml"})
+    return f"{missing[1]}: no such setting, wanted one of the keys {', '.join(known)}" + (f" in {group}" if group else "")

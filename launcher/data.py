@@ -1,0 +1,218 @@
+"""Tokens to train on, addressed by (iteration, micro-batch, data-parallel rank): any batch can be asked for again.
+
+A source is a function of a sample's number; a batch is a range of numbers. So the data position is the iteration, there
+is no reader state to save, and the samples of an iteration are the same at every parallel layout.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from launcher.config import DataConfig, TrainConfig
+from moe_ckpt.errors import DataError
+
+Tokens = npt.NDArray[np.integer[Any]]
+_BYTE_VOCABULARY = 256
+_TRAIN, _EVAL = 0, 1
+
+
+class TokenSource(Protocol):
+    """Samples of `sequence_length + 1` tokens: inputs and, one further, targets."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        ...
+
+    def train_sample(self, number: int) -> Tokens:
+        """Return training sample `number`: the same tokens whenever it is asked for."""
+        ...
+
+    def eval_sample(self, number: int) -> Tokens:
+        """Return held-out sample `number`."""
+        ...
+
+
+class FlatText:
+    """A long array of tokens; a sample is a window at a place that its number and the seed determine."""
+
+    def __init__(self, train: Tokens, held_out: Tokens, *, vocab_size: int, length: int, seed: int) -> None:
+        for part, tokens in (("training", train), ("held-out", held_out)):
+            if len(tokens) <= length:
+                raise DataError(f"data.path: {len(tokens)} {part} tokens, wanted more than a sample's {length}")
+        self._parts = (train, held_out)
+        self._vocab_size = vocab_size
+        self._length = length
+        self._seed = seed
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def train_sample(self, number: int) -> Tokens:
+        return self._window(_TRAIN, number)
+
+    def eval_sample(self, number: int) -> Tokens:
+        return self._window(_EVAL, number)
+
+    def _window(self, part: int, number: int) -> Tokens:
+        tokens = self._parts[part]
+        draw = np.random.Philox(key=self._seed, counter=[number, part, 0, 0]).random_raw()
+        start = int(draw) % (len(tokens) - self._length)
+        return tokens[start : start + self._length]
+
+
+class MegatronCorpus:
+    """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own GPTDataset."""
+
+    def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path) -> None:
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+        assert config.path is not None
+        for suffix in (".bin", ".idx"):
+            if not Path(config.path + suffix).is_file():
+                raise DataError(f"data.path: got {config.path!r}, wanted the prefix of a .bin and .idx file")
+        self.vocab_size = vocab_size
+        dataset_config = GPTDatasetConfig(
+            random_seed=config.seed,
+            sequence_length=train.sequence_length,
+            blend=([config.path], None),
+            split=f"{1 - config.eval_fraction},{config.eval_fraction},0",
+            path_to_cache=str(cache),
+            tokenizer=SimpleNamespace(vocab_size=vocab_size, eod=None, pad=-1, unique_identifiers={}),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
+        sizes = [train.iterations * train.global_batch_size, train.eval_batches * train.global_batch_size, 0]
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
+        self._train, self._eval, _ = builder.build()
+        if self._train is None or self._eval is None:
+            raise DataError(f"data.path: {config.path!r} has too few documents for data.eval_fraction")
+
+    def train_sample(self, number: int) -> Tokens:
+        return _with_target(self._train[number])
+
+    def eval_sample(self, number: int) -> Tokens:
+        return _with_target(self._eval[number])
+
+
+def _with_target(sample: dict[str, torch.Tensor]) -> Tokens:
+    return torch.cat([sample["tokens"], sample["labels"][-1:]]).numpy()
+
+
+def open_source(config: DataConfig, train: TrainConfig, vocab_size: int | None, cache: Path) -> TokenSource:
+    """Return the source that the settings name; `vocab_size` is the model's, where it is set.
+
+    Raises DataError, with the setting's name, where data is missing, empty or too short.
+    """
+    length = train.sequence_length + 1
+    match config.source:
+        case "stdlib":
+            kept, held_out = split_files(standard_library_files(), config.eval_fraction)
+            texts = (_bytes_of(kept), _bytes_of(held_out))
+            return FlatText(*texts, vocab_size=_BYTE_VOCABULARY, length=length, seed=config.seed)
+        case "text":
+            tokens, num_tokens = _tokenize(config)
+            cut = int(len(tokens) * (1 - config.eval_fraction))
+            return FlatText(tokens[:cut], tokens[cut:], vocab_size=num_tokens, length=length, seed=config.seed)
+        case _:
+            return MegatronCorpus(config, train, _corpus_vocabulary(config, vocab_size), cache)
+
+
+def standard_library_files() -> list[Path]:
+    """Return the .py files of the running Python's standard library, without its tests, in the order of their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
+    return sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+
+
+def split_files(files: Iterable[Path], held_out_fraction: float) -> tuple[list[Path], list[Path]]:
+    """Return (kept, held out), decided file by file from the file's name alone."""
+    kept, held_out = [], []
+    for path in files:
+        fate = zlib.crc32("/".join(path.parts[-2:]).encode()) / 2**32
+        (held_out if fate < held_out_fraction else kept).append(path)
+    return kept, held_out
+
+
+def _bytes_of(files: Iterable[Path]) -> Tokens:
+    return np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8)
+
+
+def _tokenize(config: DataConfig) -> tuple[Tokens, int]:
+    assert config.path is not None
+    files = _text_files(Path(config.path))
+    if config.tokenizer is None:
+        return _bytes_of(files), _BYTE_VOCABULARY
+    tokenizer = _load_tokenizer(config.tokenizer)
+    encode: Callable[[Path], list[int]] = lambda path: tokenizer.encode(path.read_text(errors="replace")).ids  # noqa: E731
+    tokens = np.concatenate([np.asarray(encode(path), dtype=np.int32) for path in files])
+    return tokens, tokenizer.get_vocab_size()
+
+
+def _text_files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DataError(f"data.path: got {str(path)!r}, wanted an existing file or folder")
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    if not any(file.stat().st_size for file in files):
+        raise DataError(f"data.path: {str(path)!r} holds no text")
+    return files
+
+
+def _load_tokenizer(path: str) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"data.tokenizer: got {path!r}, wanted a Hugging Face tokenizer.json ({error})") from error
+
+
+def _corpus_vocabulary(config: DataConfig, vocab_size: int | None) -> int:
+    if config.tokenizer is not None:
+        return _load_tokenizer(config.tokenizer).get_vocab_size()
+    if vocab_size is None:
+        raise DataError("model.vocab_size: got 'auto', wanted a number where data=megatron has no data.tokenizer")
+    return vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The batches of a run, for one data-parallel rank of `dp`. Tensors are int64 [micro_batch_size, sequence + 1]."""
+
+    source: TokenSource
+    train: TrainConfig
+    dp: int
+    dp_rank: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches an iteration on every rank."""
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.dp)
+
+    def training(self, iteration: int, micro_batch: int) -> torch.Tensor:
+        """Return a micro-batch of training iteration `iteration`, which counts from 1."""
+        return self._gather(self.source.train_sample, iteration - 1, micro_batch)
+
+    def evaluation(self, batch: int, micro_batch: int) -> torch.Tensor:
+        """Return a micro-batch of held-out global batch `batch`, which counts from 0."""
+        return self._gather(self.source.eval_sample, batch, micro_batch)
+
+    def _gather(self, sample: Callable[[int], Tokens], global_batch: int, micro_batch: int) -> torch.Tensor:
+        size = self.train.micro_batch_size
+        first = global_batch * self.train.global_batch_size + (micro_batch * self.dp + self.dp_rank) * size
+        rows = [sample(number) for number in range(first, first + size)]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))

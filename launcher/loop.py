@@ -1,0 +1,143 @@
+"""One training iteration after another, through Megatron's own schedules.
+
+`Trainer.run_iteration` is the story of an iteration; everything else here is what it needs. The loop knows the hooks of
+`moe_ckpt.ports.TrainingHooks` and nothing else of checkpointing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from launcher.data import Batches
+from moe_ckpt.adapters.megatron_pipeline import ObservedP2PCommunicator
+from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.adapters.megatron_step import ReadyGradients, apply_update, finish_gradients
+from moe_ckpt.events import IterationCommitted
+from moe_ckpt.ports import TrainingHooks
+
+
+class Trainer:
+    """Runs iterations of one rank's stage. All methods are collective over all ranks."""
+
+    def __init__(self, state: TrainingState, batches: Batches, hooks: TrainingHooks) -> None:
+        self._state = state
+        self._batches = batches
+        self._hooks = hooks
+        self._groups = ProcessGroupCollection.use_mpu_process_groups()
+        self._p2p = ObservedP2PCommunicator(self._groups.pp, _config(state))
+        self._schedule = get_forward_backward_func()
+
+    def run_iteration(self, iteration: int) -> IterationCommitted:
+        """Train on the batch of `iteration`, which counts from 1, and commit the step."""
+        started_s, sent = time.monotonic(), self._p2p.sent
+        stall_s = self._timed(self._hooks.iteration_started, iteration)
+
+        self._clear_gradients()
+        losses = self._forward_backward(lambda micro_batch: self._batches.training(iteration, micro_batch))
+        gradients = finish_gradients(self._state)
+        stall_s += self._timed(self._hooks.gradients_ready, iteration)
+
+        learning_rate = _learning_rate(self._state)
+        apply_update(self._state, gradients)
+        self._advance_schedule(gradients)
+        stall_s += self._timed(self._hooks.step_committed, iteration)
+
+        return IterationCommitted(
+            iteration=iteration,
+            loss=self._mean_over_job(losses),
+            grad_norm=gradients.total_norm,
+            loss_scale=gradients.loss_scale,
+            learning_rate=learning_rate,
+            skipped=gradients.overflow,
+            seconds=time.monotonic() - started_s,
+            stall_s=stall_s,
+            sent_activation_bytes=self._p2p.sent.activation_bytes - sent.activation_bytes,
+            sent_gradient_bytes=self._p2p.sent.gradient_bytes - sent.gradient_bytes,
+        )
+
+    def evaluate(self, num_batches: int) -> float:
+        """Return the mean cross-entropy, nats per token, over the held-out batches."""
+        losses: list[torch.Tensor] = []
+        for chunk in self._state.model:
+            chunk.eval()
+        for batch in range(num_batches):
+            draw = lambda micro_batch, batch=batch: self._batches.evaluation(batch, micro_batch)  # noqa: E731
+            losses += self._forward_backward(draw, forward_only=True)
+        for chunk in self._state.model:
+            chunk.train()
+        return self._mean_over_job(losses)
+
+    def _timed(self, hook: Callable[[int], None], iteration: int) -> float:
+        started_s = time.monotonic()
+        hook(iteration)
+        return time.monotonic() - started_s
+
+    def _clear_gradients(self) -> None:
+        for chunk in self._state.model:
+            chunk.zero_grad_buffer()
+        self._state.optimizer.zero_grad()
+
+    def _forward_backward(
+        self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False
+    ) -> list[torch.Tensor]:
+        """Run Megatron's schedule over all micro-batches; return their losses on the last stage, else nothing."""
+        outputs = self._schedule(
+            forward_step_func=_forward_step,
+            data_iterator=self._micro_batches(draw),
+            model=self._state.model if len(self._state.model) > 1 else self._state.model[0],
+            num_microbatches=self._batches.num_micro_batches,
+            seq_length=self._batches.train.sequence_length,
+            micro_batch_size=self._batches.train.micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=self._p2p,
+            pg_collection=self._groups,
+        )
+        return [output["loss"] for output in outputs]
+
+    def _micro_batches(self, draw: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor | None]:
+        """Yield the micro-batches in order, on the stages that look at tokens; None elsewhere."""
+        for micro_batch in range(self._batches.num_micro_batches):
+            on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+            yield draw(micro_batch).to(torch.cuda.current_device()) if on_edge else None
+
+    def _advance_schedule(self, gradients: ReadyGradients) -> None:
+        if not gradients.overflow:
+            self._state.scheduler.step(increment=1)
+
+    def _mean_over_job(self, losses: list[torch.Tensor]) -> float:
+        """Average what the last stages measured, and tell all ranks."""
+        total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+        for loss in losses:
+            total += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+def _forward_step(micro_batches: Iterator[torch.Tensor | None], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    tokens = next(micro_batches)
+    if tokens is None:
+        return model(input_ids=None, position_ids=None, attention_mask=None), _mean_loss
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    return model(input_ids=inputs, position_ids=positions, attention_mask=None, labels=targets), _mean_loss
+
+
+def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = per_token.float().mean()
+    return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
+
+
+def _config(state: TrainingState) -> Any:
+    return state.model[0].config
+
+
+def _learning_rate(state: TrainingState) -> float:
+    return max((float(group["lr"]) for group in state.optimizer.param_groups), default=0.0)

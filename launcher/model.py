@@ -1,0 +1,265 @@
+"""A model, its optimizer and its schedule from their settings, with Megatron-Core's own builders.
+
+Transformer Engine's layers are used where it is installed and there is a GPU, Megatron's own elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
+from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.types import ParallelLayout
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ROUTER_DTYPES = {"fp32": "fp32", "fp64": "fp64", "model": None}
+
+
+def build_training(settings: Settings, layout: ParallelLayout, vocab_size: int) -> TrainingState:
+    """Return this rank's stage of the model, its optimizer and its schedule. Collective; groups must be formed."""
+    config = transformer_config(settings, layout)
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=settings.precision.grad_reduce_in_fp32,
+            use_distributed_optimizer=settings.train.distributed_optimizer,
+        ),
+        _build_stage(settings, config, vocab_size),
+    )
+    model.broadcast_params()
+    optimizer = get_megatron_optimizer(_optimizer_config(settings), [model], use_gloo_process_groups=False)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    return TrainingState(model=[model], optimizer=optimizer, scheduler=_build_scheduler(settings.train, optimizer))
+
+
+def transformer_config(settings: Settings, layout: ParallelLayout) -> TransformerConfig:
+    """Return Megatron's own configuration for these settings."""
+    model, precision = settings.model, settings.precision
+    kind = MLATransformerConfig if model.attention == "mla" else TransformerConfig
+    return kind(
+        **_architecture(model),
+        **(_experts(model) if model.num_experts else {}),
+        **(_latent_attention(model) if model.attention == "mla" else {}),
+        **_recompute(settings.train),
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1 and model.num_experts > 0,  # Megatron's MoE layers ask for it
+        params_dtype=_DTYPES[precision.dtype],
+        pipeline_dtype=_DTYPES[precision.dtype],
+        bf16=precision.dtype == "bf16",
+        fp16=precision.dtype == "fp16",
+        deterministic_mode=settings.train.deterministic and torch.cuda.is_available(),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+    )
+
+
+def _architecture(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "ffn_hidden_size": model.dense_ffn_hidden_size or model.moe_ffn_hidden_size,
+        "normalization": model.normalization,
+        "gated_linear_unit": model.activation == "swiglu",
+        "activation_func": F.silu if model.activation == "swiglu" else F.gelu,
+        "add_bias_linear": model.linear_bias,
+        "add_qkv_bias": model.qkv_bias,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_std,
+    }
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    has_aux_loss = model.moe_balancing not in ("none", "bias")
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size or None,
+        "moe_layer_freq": [int(layer >= model.num_dense_layers) for layer in range(model.num_layers)],
+        "moe_router_topk": model.moe_topk,
+        "moe_router_load_balancing_type": model.moe_balancing if has_aux_loss else "none",
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff if has_aux_loss else 0.0,
+        "moe_router_enable_expert_bias": model.moe_balancing == "bias",
+        "moe_router_bias_update_rate": model.moe_bias_update_rate,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_router_score_function": model.moe_score_function,
+        "moe_router_dtype": _ROUTER_DTYPES[model.moe_router_dtype],
+        "moe_expert_capacity_factor": model.moe_capacity_factor,
+        "moe_pad_expert_input_to_capacity": model.moe_pad_to_capacity,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": model.moe_grouped_gemm and _use_transformer_engine(),
+    }
+
+
+def _latent_attention(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": model.mla_q_lora_rank,
+        "kv_lora_rank": model.mla_kv_lora_rank,
+        "qk_head_dim": model.mla_qk_head_dim,
+        "qk_pos_emb_head_dim": model.mla_qk_pos_emb_head_dim,
+        "v_head_dim": model.mla_v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": model.rotary_base,
+        "apply_rope_fusion": False,
+    }
+
+
+def _recompute(train: TrainConfig) -> dict[str, Any]:
+    match train.recompute:
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        case "selective":
+            return {"recompute_granularity": "selective"}
+        case _:
+            return {}
+
+
+def _build_stage(settings: Settings, config: TransformerConfig, vocab_size: int) -> torch.nn.Module:
+    model = settings.model
+    stage = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(
+            config, use_transformer_engine=_use_transformer_engine(), normalization=model.normalization
+        ),
+        vocab_size=vocab_size,
+        max_sequence_length=settings.train.sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        position_embedding_type="rope" if model.position_embedding == "rope" else "learned_absolute",
+        rotary_base=model.rotary_base,
+    )
+    if torch.cuda.is_available():
+        stage.cuda(torch.cuda.current_device())
+    return stage if settings.precision.dtype == "fp32" else Float16Module(config, stage)
+
+
+def _use_transformer_engine() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def _optimizer_config(settings: Settings) -> OptimizerConfig:
+    train, precision = settings.train, settings.precision
+    return OptimizerConfig(
+        optimizer=train.optimizer,
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_eps,
+        clip_grad=train.clip_grad,
+        bf16=precision.dtype == "bf16",
+        fp16=precision.dtype == "fp16",
+        params_dtype=_DTYPES[precision.dtype],
+        use_distributed_optimizer=train.distributed_optimizer,
+        **_loss_scaling(precision),
+    )
+
+
+def _loss_scaling(precision: PrecisionConfig) -> dict[str, Any]:
+    return {
+        "initial_loss_scale": precision.initial_loss_scale,
+        "min_loss_scale": precision.min_loss_scale,
+        "loss_scale_window": precision.loss_scale_window_iters,
+        "hysteresis": precision.loss_scale_hysteresis,
+    }
+
+
+def _build_scheduler(train: TrainConfig, optimizer: Any) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=train.lr_warmup_iters,
+        lr_decay_steps=train.num_decay_iters,
+        lr_decay_style=train.lr_schedule,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=train.num_decay_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+
+
+def padded_vocab_size(num_tokens: int, layout: ParallelLayout) -> int:
+    """Return the vocabulary rounded up to what tensor parallelism divides, and to 64 for the kernels' sake."""
+    multiple = math.lcm(64, layout.tp)
+    return -(-num_tokens // multiple) * multiple
+
+
+def count_parameters(model: ModelConfig, vocab_size: int, max_sequence_length: int = 0) -> tuple[int, int]:
+    """Return (total, active) parameters: active are those that a token meets, with the routed experts it goes to.
+
+    Worked example, `tiny` with 256 byte tokens: 4 layers of 8 experts with 3 * 64 * 128 weights each are 786,432.
+    """
+    expert = _mlp_parameters(model, model.moe_ffn_hidden_size)
+    moe_layer = model.num_experts * model.hidden_size  # the gate
+    if model.shared_expert_ffn_hidden_size:
+        moe_layer += _mlp_parameters(model, model.shared_expert_ffn_hidden_size)
+    num_moe_layers = model.num_layers - model.num_dense_layers if model.num_experts else 0
+    num_dense_layers = model.num_layers - num_moe_layers
+    dense = _mlp_parameters(model, model.dense_ffn_hidden_size or model.moe_ffn_hidden_size)
+    norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+    rest = (
+        model.num_layers * (_attention_parameters(model) + 2 * norm)
+        + num_dense_layers * dense
+        + num_moe_layers * moe_layer
+        + norm
+        + vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+        + (max_sequence_length * model.hidden_size if model.position_embedding == "learned" else 0)
+    )
+    return rest + num_moe_layers * model.num_experts * expert, rest + num_moe_layers * model.moe_topk * expert
+
+
+def _mlp_parameters(model: ModelConfig, inner: int) -> int:
+    num_input_matrices = 2 if model.activation == "swiglu" else 1
+    biases = num_input_matrices * inner + model.hidden_size if model.linear_bias else 0
+    return (num_input_matrices + 1) * model.hidden_size * inner + biases
+
+
+def _attention_parameters(model: ModelConfig) -> int:
+    if model.attention == "mla":
+        return _latent_attention_parameters(model)
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    query = model.num_attention_heads * head
+    key_value = 2 * (model.num_query_groups or model.num_attention_heads) * head
+    biases = query + key_value if model.qkv_bias or model.linear_bias else 0
+    biases += model.hidden_size if model.linear_bias else 0
+    return model.hidden_size * (query + key_value) + query * model.hidden_size + biases
+
+
+def _latent_attention_parameters(model: ModelConfig) -> int:
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    assert model.mla_kv_lora_rank is not None
+    assert model.mla_qk_head_dim is not None
+    assert model.mla_qk_pos_emb_head_dim is not None
+    assert model.mla_v_head_dim is not None
+    query = heads * (model.mla_qk_head_dim + model.mla_qk_pos_emb_head_dim)
+    rank = model.mla_q_lora_rank
+    queries = hidden * query if rank is None else hidden * rank + rank * query
+    keys_values = hidden * (model.mla_kv_lora_rank + model.mla_qk_pos_emb_head_dim)
+    keys_values += model.mla_kv_lora_rank * heads * (model.mla_qk_head_dim + model.mla_v_head_dim)
+    return queries + keys_values + heads * model.mla_v_head_dim * hidden

@@ -1,0 +1,116 @@
+"""How the processes of a job share the work: degrees fitted to the world size, and Megatron's process groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from launcher.config import AUTO, ModelConfig, ParallelConfig, TrainConfig
+from moe_ckpt.adapters import megatron_cpu
+from moe_ckpt.config import require
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.types import ParallelLayout
+
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What torchrun told this process. `attempt` counts torchrun's restarts of the whole job."""
+
+    global_rank: int
+    local_rank: int
+    world_size: int
+    attempt: int
+
+
+def read_launch() -> Launch:
+    """Return what torchrun told this process; raises ConfigError, with the command to use, without torchrun."""
+    missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this process was not started by torchrun ({', '.join(missing)} not set); start it like this:\n"
+            "  torchrun --nproc-per-node=4 launcher/train.py"
+        )
+    return Launch(
+        global_rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+def fit_layout(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
+    """Return the degrees for `world_size` processes; `auto` takes 2 stages from 4 processes on, and 2-way experts.
+
+    Raises ConfigError, with the numbers, where the product or a division does not work out.
+    """
+    tp = 1 if parallel.tp == AUTO else int(parallel.tp)
+    dp = None if parallel.dp == AUTO else int(parallel.dp)
+    pp = _auto_pp(world_size, tp, dp) if parallel.pp == AUTO else int(parallel.pp)
+    require(world_size % (pp * tp) == 0, "parallel.pp * parallel.tp", pp * tp, f"a divisor of {world_size} processes")
+    dp = world_size // (pp * tp) if dp is None else dp
+    product = f"pp={pp} * dp={dp} * tp={tp}"
+    require(pp * dp * tp == world_size, f"parallel: {product}", pp * dp * tp, f"{world_size}, the number of processes")
+    ep = (2 if dp * tp % 2 == 0 else 1) if parallel.ep == AUTO else int(parallel.ep)
+    require(dp * tp % ep == 0, "parallel.ep", ep, f"a divisor of dp * tp = {dp * tp}")
+    return ParallelLayout(pp=pp, dp=dp, ep=ep, tp=tp)
+
+
+def _auto_pp(world_size: int, tp: int, dp: int | None) -> int:
+    replicas = world_size // tp
+    if dp is not None and replicas % dp == 0:
+        return replicas // dp
+    return 2 if replicas >= 4 and replicas % 2 == 0 else 1
+
+
+def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ConfigError, with the numbers, unless model and batch divide over the layout."""
+    require(model.num_layers % layout.pp == 0, "parallel.pp", layout.pp, f"a divisor of {model.num_layers} layers")
+    if model.num_experts:
+        wanted = f"a divisor of model.num_experts={model.num_experts}"
+        require(model.num_experts % layout.ep == 0, "parallel.ep", layout.ep, wanted)
+    else:
+        require(layout.ep == 1, "parallel.ep", layout.ep, "1 where model.num_experts=0")
+    heads = model.num_query_groups or model.num_attention_heads
+    require(heads % layout.tp == 0, "parallel.tp", layout.tp, f"a divisor of {heads} attention heads or query groups")
+    step = train.micro_batch_size * layout.dp
+    wanted = f"a multiple of train.micro_batch_size={train.micro_batch_size} * dp={layout.dp}"
+    require(train.global_batch_size % step == 0, "train.global_batch_size", train.global_batch_size, wanted)
+
+
+def join_job(launch: Launch, *, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Choose this process's device and form the world: NCCL where there is CUDA, gloo elsewhere."""
+    if megatron_cpu.enable():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        device = torch.device("cuda", launch.local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+
+
+def form_groups(layout: ParallelLayout, seed: int) -> None:
+    """Form Megatron's process groups and seed its generators, differently on each stage, as Megatron does."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        create_gloo_process_groups=False,
+    )
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def leave_job() -> None:
+    """Undo `form_groups` and `join_job`, whatever of them was done."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,128 @@
+"""What a person sees of a run, on global rank 0: a progress bar or lines, TensorBoard scalars, and the last line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from launcher.config import AUTO, RunConfig
+from moe_ckpt.events import IterationCommitted
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Display(Protocol):
+    """Shows iterations as they come."""
+
+    def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
+        """Show one more iteration."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it should be."""
+        ...
+
+
+class Bar:
+    """A rich progress bar, for terminals."""
+
+    def __init__(self, total: int, done: int) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[facts]}"))
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task("", total=total, completed=done, facts="")
+        self._progress.start()
+
+    def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
+        facts = _facts(committed, tokens_per_s)
+        self._progress.update(self._task, completed=committed.iteration, facts=facts)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class Lines:
+    """A line every few seconds, for logs."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._next_s = 0.0
+
+    def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
+        last = committed.iteration == self._total
+        if time.monotonic() >= self._next_s or last:
+            self._next_s = time.monotonic() + _SECONDS_BETWEEN_LINES
+            self.note(f"iteration {committed.iteration:>6}/{self._total}  {_facts(committed, tokens_per_s)}")
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Silent:
+    """Nothing: every rank but 0, and `run.progress=none`."""
+
+    def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def open_display(run: RunConfig, *, global_rank: int, total: int, done: int) -> Display:
+    """Return what shows this rank's progress."""
+    if global_rank != 0 or run.progress == "none":
+        return Silent()
+    if run.progress == "bar" or (run.progress == AUTO and sys.stderr.isatty()):
+        return Bar(total, done)
+    return Lines(total)
+
+
+def _facts(committed: IterationCommitted, tokens_per_s: float) -> str:
+    skipped = "  overflow, skipped" if committed.skipped else ""
+    return f"loss {committed.loss:.4f}  {tokens_per_s:,.0f} tokens/s  {committed.seconds:.2f} s/iteration{skipped}"
+
+
+class Scalars:
+    """TensorBoard scalars; purges what an earlier life wrote for iterations that are run again."""
+
+    def __init__(self, folder: Path, first_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_iteration)
+
+    def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
+        values = {
+            "train/loss": committed.loss,
+            "train/learning_rate": committed.learning_rate,
+            "train/loss_scale": committed.loss_scale,
+            "time/iteration_s": committed.seconds,
+            "time/stall_s": committed.stall_s,
+            "time/tokens_per_s": tokens_per_s,
+        }
+        if committed.grad_norm is not None:
+            values["train/grad_norm"] = committed.grad_norm
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, committed.iteration)
+
+    def evaluated(self, iteration: int, loss: float) -> None:
+        self._writer.add_scalar("eval/loss", loss, iteration)
+
+    def close(self) -> None:
+        self._writer.close()

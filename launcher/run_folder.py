@@ -1,0 +1,166 @@
+"""The folder of a run: one for all ranks and all lives of a job.
+
+    run.json            identity of the run, clock origin, command line, versions
+    config.yaml         the configuration as composed
+    events/rankNNNN.jsonl   what happened, per rank, over all lives
+    checkpoints/        what `ckpt` saves
+    tensorboard/        scalars
+    result.json         at the end: losses, wall time, digest
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from launcher.config import RunConfig, Settings
+from launcher.parallel import Launch
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.runtime.agree import from_rank_zero
+
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """Where this run's files are, and its identity."""
+
+    path: Path
+    run_id: str
+    clock_origin_unix_s: float
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def cache(self) -> Path:
+        return self.path / "cache"
+
+    def events(self, global_rank: int) -> Path:
+        return self.path / "events" / f"rank{global_rank:04d}.jsonl"
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        _write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+
+
+def open_run_folder(settings: Settings, launch: Launch) -> RunFolder:
+    """Create the run folder, or find the one that an earlier life of this job made; the same on all ranks. Collective.
+
+    Raises ConfigError, naming run.dir, where it cannot be written.
+    """
+    remembered = _remembered_folder() if launch.attempt > 0 else None
+    return from_rank_zero(lambda: _create_or_find(settings, remembered), ConfigError)
+
+
+def _create_or_find(settings: Settings, remembered: str | None) -> RunFolder:
+    path = Path(remembered) if remembered else _choose_path(settings.run)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / "run.json").exists():
+            _write_whole(path / "config.yaml", settings.composed_yaml)
+            _write_whole(path / "run.json", json.dumps(_describe_run(), indent=1) + "\n")
+        _point_latest(path)
+    except OSError as error:
+        raise ConfigError(f"run.dir: got {str(path)!r}, wanted a folder that can be written ({error})") from error
+    _remember_folder(path)
+    return read_run_folder(path)
+
+
+def read_run_folder(path: Path) -> RunFolder:
+    """Return an existing run folder; raises ConfigError where run.json is missing or damaged."""
+    try:
+        described = json.loads((path / "run.json").read_text())
+        return RunFolder(
+            path=path, run_id=described["run_id"], clock_origin_unix_s=float(described["clock_origin_unix_s"])
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"run.dir: {str(path)!r} is not the folder of a run ({error!r})") from error
+
+
+def _choose_path(run: RunConfig) -> Path:
+    if run.dir is not None:
+        return Path(run.dir).resolve()
+    now = datetime.now()
+    base = Path("outputs").resolve() / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{run.name}"
+    return next(path for path in _numbered(base) if not path.exists())
+
+
+def _numbered(base: Path) -> Any:
+    yield base
+    number = 2
+    while True:
+        yield base.with_name(f"{base.name}-{number}")
+        number += 1
+
+
+def _describe_run() -> dict[str, Any]:
+    return {
+        "run_id": uuid.uuid4().hex,
+        "clock_origin_unix_s": time.time(),
+        "command": sys.argv,
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _point_latest(path: Path) -> None:
+    """Let outputs/latest name this run; a run elsewhere is named too, if there is an outputs folder to name it in."""
+    outputs = Path("outputs")
+    if not outputs.is_dir():
+        return
+    temporary = outputs / f".latest-{os.getpid()}"
+    temporary.symlink_to(os.path.relpath(path, outputs.resolve()))
+    temporary.replace(outputs / "latest")
+
+
+def _write_whole(path: Path, content: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(content)
+    temporary.replace(path)
+
+
+def _agent_store() -> dist.Store | None:
+    """Return the store that torchrun keeps over restarts of its workers, where it keeps one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore("moe_ckpt", tcp)
+
+
+def _remember_folder(path: Path) -> None:
+    store = _agent_store()
+    if store is not None:
+        store.set("run_folder", str(path))
+
+
+def _remembered_folder() -> str | None:
+    store = _agent_store()
+    if store is None or not store.check(["run_folder"]):
+        return None
+    return store.get("run_folder").decode()

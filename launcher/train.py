@@ -1,0 +1,50 @@
+"""Train a Mixture-of-Experts model with Megatron-Core and a checkpoint policy.
+
+    torchrun --nproc-per-node=4 launcher/train.py [ckpt=dense] [model=small] [train.iterations=50] ...
+
+`python launcher/train.py --help` lists every setting.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+import hydra
+
+from launcher.config import CONF_DIR, compose_settings, group_choice_without_plus
+from moe_ckpt.errors import MoeCkptError
+
+_FAILED = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train, show help, or say in one message why not; return the exit status."""
+    if any(argument.startswith("-") for argument in arguments):
+        return _show_with_hydra(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # every rank would say what a CPU lacks
+    try:
+        settings = compose_settings(arguments)
+        from launcher.run import run  # torch and Megatron take seconds to import: not for help, not for a mistyped key
+
+        run(settings)
+    except MoeCkptError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return _FAILED
+    return 0
+
+
+def _show_with_hydra(arguments: Sequence[str]) -> int:
+    """Let Hydra answer `--help`, `--cfg job`, `--info` and the like."""
+    sys.argv[1:] = [group_choice_without_plus(argument) for argument in arguments]
+    hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(lambda _: None)()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,182 @@
+"""The state of one rank's Megatron-Core training: what it consists of, its digest, its sharded form.
+
+Owns: knowing every tensor and number that the next iteration depends on - parameters, FP32 master weights, Adam moments
+and step counts, module buffers (persistent or not), loss scaler, learning-rate schedule, RNG states. Must not: write
+files or talk to other ranks, except through Megatron's own gathering of a sharded optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+_SHARDING_METADATA: dict[str, Any] = {
+    "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """What a training loop built with Megatron-Core: `model` holds this rank's chunks, wrapped for data parallelism."""
+
+    model: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def inner_optimizers(self) -> list[MegatronOptimizer]:
+        if isinstance(self.optimizer, ChainedOptimizer):
+            return list(self.optimizer.chained_optimizers)
+        return [self.optimizer]
+
+
+def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor that the next iteration depends on, under a name that is stable over restarts."""
+    for index, chunk in enumerate(state.model):
+        for name, parameter in chunk.named_parameters():
+            yield f"model{index}.{name}", parameter.detach()
+        for name, buffer in chunk.named_buffers():
+            yield f"model{index}.{name}", buffer
+    for index, optimizer in enumerate(state.inner_optimizers):
+        yield from _optimizer_tensors(f"optimizer{index}", optimizer)
+    yield "rng.cpu", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield "rng.cuda", torch.cuda.get_rng_state()
+    for name, rng_state in sorted(tensor_parallel.get_cuda_rng_tracker().get_states().items()):
+        yield f"rng.{name}", rng_state
+
+
+def _optimizer_tensors(prefix: str, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    inner = _torch_optimizer(optimizer)
+    for group_index, group in enumerate(inner.param_groups if inner else []):
+        yield f"{prefix}.{group_index}.lr", torch.tensor(group["lr"], dtype=torch.float64)
+        for index, parameter in enumerate(group["params"]):
+            name = f"{prefix}.{group_index}.{index}"
+            yield f"{name}.master", parameter.detach()
+            for key, value in sorted(cast("Any", inner).state[parameter].items()):
+                yield f"{name}.{key}", torch.as_tensor(value)
+    scaler = getattr(optimizer, "grad_scaler", None)
+    for key, value in sorted((scaler.state_dict() if scaler else {}).items()):
+        yield f"{prefix}.scaler.{key}", torch.as_tensor(value)
+
+
+def _torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:
+    return optimizer.optimizer  # None on a rank that holds no parameter of this kind
+
+
+def digest_of(state: TrainingState) -> str:
+    """Return a SHA-256, in hex, over names, types, shapes and bytes of this rank's whole state."""
+    total = hashlib.sha256()
+    for name, tensor in named_state(state):
+        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        total.update(_bytes_of(tensor))
+    return total.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def allocate_optimizer_state(state: TrainingState) -> None:
+    """Give a fresh Adam zero moments and step 0, as its first step would, so that saved ones have where to go."""
+    for optimizer in state.inner_optimizers:
+        inner = _torch_optimizer(optimizer)
+        for group in inner.param_groups if inner else []:
+            for parameter in group["params"]:
+                _allocate_moments(cast("Any", inner).state[parameter], parameter, inner)
+
+
+def _allocate_moments(slots: dict[str, Any], parameter: torch.Tensor, inner: Any) -> None:
+    if slots or not isinstance(inner, torch.optim.Adam):
+        return
+    slots["step"] = torch.tensor(0.0, dtype=torch.float32)
+    slots["exp_avg"] = torch.zeros_like(parameter)
+    slots["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
+    """Return the state as a sharded state dict for `dist_checkpointing`.
+
+    Model and optimizer are in Megatron's own form, which its other tools load; what Megatron leaves out and exactness
+    needs is in per-rank objects beside it.
+    """
+    model = {}
+    for index, chunk in enumerate(state.model):
+        key = "model" if len(state.model) == 1 else f"model{index}"
+        model[key] = cast("Any", chunk).module.sharded_state_dict(metadata=_SHARDING_METADATA)
+    if is_loading:
+        allocate_optimizer_state(state)
+    return {
+        **model,
+        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA),
+        "opt_param_scheduler": state.scheduler.state_dict(),
+        "rng_state": _per_rank("rng_state", _rng_state()),
+        "buffers": _per_rank("buffers", _buffers(state)),
+    }
+
+
+def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
+    """Put a loaded sharded state dict back in place."""
+    for index, chunk in enumerate(state.model):
+        key = "model" if len(state.model) == 1 else f"model{index}"
+        cast("Any", chunk).module.load_state_dict(loaded[key])
+    state.optimizer.load_state_dict(loaded["optimizer"])
+    _give_each_parameter_its_step_count(state)
+    state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    _restore_buffers(state, loaded["buffers"])
+    _restore_rng_state(loaded["rng_state"])
+
+
+def _per_rank(name: str, value: Any) -> ShardedObject:
+    world_size, global_rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return ShardedObject(f"moe_ckpt.{name}", value, (world_size,), (global_rank,), replica_id=0)
+
+
+def _give_each_parameter_its_step_count(state: TrainingState) -> None:
+    """Megatron's loader hands one step tensor to all parameters; torch's Adam would count it up once for each."""
+    for optimizer in state.inner_optimizers:
+        inner = _torch_optimizer(optimizer)
+        for slots in cast("Any", inner).state.values() if inner else []:
+            if torch.is_tensor(slots.get("step")):
+                slots["step"] = slots["step"].detach().clone()
+
+
+def _buffers(state: TrainingState) -> dict[str, torch.Tensor]:
+    named = ((f"{index}.{name}", buffer) for index, chunk in enumerate(state.model) for name, buffer in chunk.named_buffers())
+    return {name: buffer.detach().cpu().clone() for name, buffer in named}
+
+
+def _restore_buffers(state: TrainingState, saved: dict[str, torch.Tensor]) -> None:
+    for index, chunk in enumerate(state.model):
+        for name, buffer in chunk.named_buffers():
+            buffer.copy_(saved[f"{index}.{name}"])
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_rng_state(saved: dict[str, Any]) -> None:
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["cpu"])
+    torch.cuda.set_rng_state(saved["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(saved["tracker"])

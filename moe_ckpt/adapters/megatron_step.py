@@ -1,0 +1,46 @@
+"""Megatron's optimizer step, split where fault tolerance needs to look in.
+
+    finish_gradients   unscale, look for overflow, total gradient norm     (communicates)
+    apply_update       clip by that norm, Adam, master -> compute weights  (local, or with a parameter all-gather)
+
+Called back to back the two do what `MegatronOptimizer.step` does, bit for bit. A replay calls `apply_update` with a
+logged norm instead of measuring one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from moe_ckpt.adapters.megatron_state import TrainingState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyGradients:
+    """What a step needs to know beside the gradients: `overflow` means that fp16 found inf or NaN: no update."""
+
+    overflow: bool
+    total_norm: float | None
+    loss_scale: float
+
+
+def finish_gradients(state: TrainingState) -> ReadyGradients:
+    """Bring reduced gradients into their final form and measure them. Collective over all ranks."""
+    loss_scale = float(state.optimizer.get_loss_scale().item())
+    overflow = bool(state.optimizer.prepare_grads())
+    total_norm = None if overflow else float(state.optimizer.get_grad_norm())
+    return ReadyGradients(overflow=overflow, total_norm=total_norm, loss_scale=loss_scale)
+
+
+def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
+    """Clip by the given norm and update the parameters, unless the gradients overflowed."""
+    if gradients.overflow:
+        return
+    assert gradients.total_norm is not None
+    for optimizer in state.inner_optimizers:
+        config, parameters = optimizer.config, optimizer.get_parameters()
+        if parameters and config.clip_grad > 0.0:
+            decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, config.clip_grad, gradients.total_norm, decoupled)
+    state.optimizer.step_with_ready_grads()

@@ -1,0 +1,21 @@
+"""Every error that moe_ckpt raises on purpose, each also a kind that the standard library knows."""
+
+
+class MoeCkptError(Exception):
+    """Root of all errors that a caller may want to catch; the message says what, got and wanted."""
+
+
+class ConfigError(MoeCkptError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class DataError(MoeCkptError, ValueError):
+    """Training data that is missing, empty or does not fit the model."""
+
+
+class CheckpointSaveError(MoeCkptError, OSError):
+    """A checkpoint could not be written; what was saved before is untouched."""
+
+
+class CheckpointLoadError(MoeCkptError, RuntimeError):
+    """A checkpoint is incomplete, damaged, or belongs to another run, model or layout."""

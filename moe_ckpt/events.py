@@ -1,0 +1,188 @@
+"""What happened in a run: typed events, one JSON line each, one file per rank.
+
+Owns: the event types and their file format. A rank appends to its own file over all its lives, so the log survives
+restarts; a line that a dying process left half-written is cut off when the file is opened again. All ranks and all lives
+of a run share one clock origin.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerStarted:
+    """A trainer process came up. `life` counts this rank's processes, from 0."""
+
+    pid: int
+    host: str
+    life: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateResumed:
+    """Training continues after `iteration`, from a checkpoint."""
+
+    iteration: int
+    source: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSkipped:
+    """A checkpoint that could not be used, and why."""
+
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationCommitted:
+    """One optimizer step. `skipped` is fp16 overflow; `stall_s` is what checkpointing took from training."""
+
+    iteration: int
+    loss: float
+    grad_norm: float | None
+    loss_scale: float
+    learning_rate: float
+    skipped: bool
+    seconds: float
+    stall_s: float
+    sent_activation_bytes: int
+    sent_gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Mean cross-entropy, nats per token, over the held-out batches."""
+
+    iteration: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint was committed. `seconds` from start to commit, `stall_s` of it on the training thread."""
+
+    iteration: int
+    directory: str
+    size_bytes: int
+    seconds: float
+    stall_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFailed:
+    """A checkpoint could not be saved; training went on unless `ckpt.strict` forbids it."""
+
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventsLost:
+    """The file could not be written for a while (a full disk, say): `count` events before this one are missing."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFinished:
+    """All iterations are done. Never written on a fault."""
+
+    iteration: int
+    digest: str
+
+
+Event = (
+    TrainerStarted
+    | StateResumed
+    | CheckpointSkipped
+    | IterationCommitted
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointFailed
+    | EventsLost
+    | RunFinished
+)
+_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedEvent:
+    """An event with when (seconds since the run's origin) and on which global rank it happened."""
+
+    t_s: float
+    global_rank: int
+    event: Event
+
+
+class EventLog:
+    """Appends one rank's events to its file; each line reaches the kernel before `append` returns.
+
+    A file that cannot be written never stops training: the loss is logged once and counted in the file later.
+    """
+
+    def __init__(self, path: Path, *, global_rank: int, clock_origin_unix_s: float) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(self._fd, _complete_length(path.read_bytes()))
+        self._path = path
+        self._global_rank = global_rank
+        self._origin = clock_origin_unix_s
+        self._num_lost = 0
+
+    def append(self, event: Event) -> None:
+        lines = self._line(event)
+        if self._num_lost:
+            lines = self._line(EventsLost(count=self._num_lost)) + lines
+        if self._write_whole(lines):
+            self._num_lost = 0
+        else:
+            self._num_lost += 1
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _line(self, event: Event) -> bytes:
+        record = {
+            "t_s": round(time.time() - self._origin, 6),
+            "global_rank": self._global_rank,
+            "event": type(event).__name__,
+            **asdict(event),
+        }
+        return (json.dumps(record) + "\n").encode()
+
+    def _write_whole(self, lines: bytes) -> bool:
+        try:
+            written = os.write(self._fd, lines)
+            if written < len(lines):
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            return written == len(lines)
+        except OSError as error:
+            if not self._num_lost:
+                _log.warning("%s: %s; events are lost until it can be written again", self._path, error)
+            return False
+
+
+def read_events(path: Path) -> Iterator[LoggedEvent]:
+    """Yield the complete events of one rank's file, in order, without a half-written last line."""
+    content = path.read_bytes()
+    for line in content[: _complete_length(content)].splitlines():
+        record = json.loads(line)
+        kind = _TYPES[record.pop("event")]
+        yield LoggedEvent(t_s=record.pop("t_s"), global_rank=record.pop("global_rank"), event=kind(**record))
+
+
+def _complete_length(content: bytes) -> int:
+    return content.rfind(b"\n") + 1

@@ -1,0 +1,40 @@
+"""Policies that save the whole state at an interval, or never."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from moe_ckpt.config import CkptConfig, DenseConfig, NoneConfig
+from moe_ckpt.ports import Policy
+from moe_ckpt.types import SnapshotPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """`ckpt=none`."""
+
+    def plan(self, iteration: int) -> SnapshotPlan:
+        return SnapshotPlan(durable=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EveryInterval:
+    """`ckpt=dense`: after every `every_iters`-th iteration, and after the last one."""
+
+    every_iters: int
+    last_iteration: int
+
+    def plan(self, iteration: int) -> SnapshotPlan:
+        return SnapshotPlan(durable=iteration % self.every_iters == 0 or iteration == self.last_iteration)
+
+
+def make_policy(config: CkptConfig, *, last_iteration: int) -> Policy:
+    """Return the decider that a configuration names."""
+    match config:
+        case NoneConfig():
+            return Never()
+        case DenseConfig():
+            return EveryInterval(every_iters=config.every_iters, last_iteration=last_iteration)
+        case _:
+            assert_never(config)

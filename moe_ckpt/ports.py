@@ -1,0 +1,57 @@
+"""The seams between the engine and what it is attached to. Each has at least two implementations, tests included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from moe_ckpt.types import SnapshotPlan
+
+
+class TrainingHooks(Protocol):
+    """What a training loop calls, on every rank, in this order, once per iteration (iterations count from 1)."""
+
+    def iteration_started(self, iteration: int) -> None:
+        """Before the first micro-batch's forward. The state is that after `iteration - 1` steps."""
+        ...
+
+    def gradients_ready(self, iteration: int) -> None:
+        """Gradients are reduced and unscaled, the norm is known, no parameter has changed yet."""
+        ...
+
+    def step_committed(self, iteration: int) -> None:
+        """Parameters, optimizer state and schedule are those after `iteration` steps."""
+        ...
+
+
+class Policy(Protocol):
+    """A pure decider: same calls, same answers, on every rank."""
+
+    def plan(self, iteration: int) -> SnapshotPlan:
+        """Return what to save of the state after `iteration` optimizer steps."""
+        ...
+
+
+class DurableState(Protocol):
+    """Writes and reads the whole training state as one directory. Every call is collective over all ranks."""
+
+    def start_save(self, directory: Path, iteration: int) -> None:
+        """Begin writing the state into an existing empty directory. Afterwards the state may change again.
+
+        Raises CheckpointSaveError on all ranks if it failed on any.
+        """
+        ...
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Return whether the started save is complete on all ranks; with `wait`, block until it is.
+
+        Raises CheckpointSaveError on all ranks if it failed on any.
+        """
+        ...
+
+    def load(self, directory: Path) -> int:
+        """Replace the training state by the saved one and return its iteration.
+
+        Raises CheckpointLoadError on all ranks if it failed on any.
+        """
+        ...

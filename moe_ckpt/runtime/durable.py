@@ -1,0 +1,173 @@
+"""The durable tier: whole checkpoints on the file system that all ranks share.
+
+Owns: one save from empty directory to commit marker, dropping old ones, and finding the newest usable one. Every method
+is collective. Must not: decide when to save, or know the format inside a directory (`ports.DurableState` does).
+
+    save      prepare directory -> start writing ->(async: training goes on)-> checksum files -> marker -> drop old
+    resume    newest committed -> marker fits this run? -> checksums -> load       on any failure: report, next older
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, EventLog, StateResumed
+from moe_ckpt.ports import DurableState
+from moe_ckpt.runtime.agree import from_rank_zero, on_all_ranks
+from moe_ckpt.store import disk
+from moe_ckpt.store.disk import CheckpointFolder, FileRecord, Manifest
+from moe_ckpt.types import CheckpointRef, RunIdentity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SaveInFlight:
+    iteration: int
+    directory: Path
+    started_s: float
+    stall_s: float
+
+
+class DurableTier:
+    """Saves and loads through `state`, in `folder`, on behalf of the run `identity`."""
+
+    def __init__(
+        self, state: DurableState, folder: CheckpointFolder, identity: RunIdentity, events: EventLog, *, keep: int
+    ) -> None:
+        self._state = state
+        self._folder = folder
+        self._identity = identity
+        self._events = events
+        self._keep = keep
+        self._in_flight: _SaveInFlight | None = None
+
+    def save(self, iteration: int) -> None:
+        """Start saving the state after `iteration` steps; a synchronous state is committed on return.
+
+        There must be no older save in flight. Raises CheckpointSaveError on all ranks; it is in the event log then.
+        """
+        assert self._in_flight is None, self._in_flight
+        started_s = time.monotonic()
+        directory = self._folder.directory(iteration)
+        with _reported(self._events, iteration):
+            from_rank_zero(lambda: self._folder.prepare(iteration), CheckpointSaveError)
+            self._state.start_save(directory, iteration)
+        stall_s = time.monotonic() - started_s
+        self._in_flight = _SaveInFlight(
+            iteration=iteration, directory=directory, started_s=started_s, stall_s=stall_s
+        )
+        self.poll(wait=False)
+
+    def poll(self, *, wait: bool) -> None:
+        """Commit the save in flight if it has been written everywhere; with `wait`, block until it is."""
+        flight = self._in_flight
+        if flight is None:
+            return
+        started_s = time.monotonic()
+        with _reported(self._events, flight.iteration):
+            try:
+                if not self._state.finish_save(wait=wait):
+                    return
+                self._in_flight = None
+                manifest = self._commit(flight)
+            except CheckpointSaveError:
+                self._in_flight = None
+                raise
+        now_s = time.monotonic()
+        self._events.append(
+            CheckpointSaved(
+                iteration=flight.iteration,
+                directory=str(flight.directory),
+                size_bytes=manifest.size_bytes,
+                seconds=now_s - flight.started_s,
+                stall_s=flight.stall_s + now_s - started_s,
+            )
+        )
+
+    def resume_newest(self) -> int:
+        """Load the newest usable checkpoint of this run and return its iteration, or 0 if none was ever committed.
+
+        Raises CheckpointLoadError on all ranks if there are checkpoints and none can be used, saying why for each.
+        """
+        torn = from_rank_zero(self._folder.torn, CheckpointLoadError)
+        for ref in torn:
+            self._skip(ref.directory, f"no {disk.MARKER}: the save was not finished")
+        refused: list[str] = []
+        for ref in from_rank_zero(self._folder.committed, CheckpointLoadError):
+            try:
+                return self._resume(ref, run_id=self._identity.run_id)
+            except CheckpointLoadError as error:
+                self._skip(ref.directory, str(error))
+                refused.append(str(error))
+        if refused:
+            raise CheckpointLoadError("no usable checkpoint, tried:\n  " + "\n  ".join(refused))
+        return 0
+
+    def resume_from(self, path: Path) -> int:
+        """Load one checkpoint directory, of any run with the same model and layout, and return its iteration.
+
+        Raises CheckpointLoadError on all ranks if it cannot be used.
+        """
+        manifest = from_rank_zero(lambda: disk.read_manifest(path), CheckpointLoadError)
+        return self._resume(CheckpointRef(iteration=manifest.iteration, directory=str(path)), run_id=None)
+
+    def _commit(self, flight: _SaveInFlight) -> Manifest:
+        directory = flight.directory
+        names = from_rank_zero(lambda: disk.file_names(directory), CheckpointSaveError)
+        records = on_all_ranks(lambda: disk.describe_files(directory, _my_share(names)), CheckpointSaveError)
+        files = sorted((record for share in records for record in share), key=lambda record: record.name)
+        manifest = Manifest(iteration=flight.iteration, identity=self._identity, files=tuple(files))
+        from_rank_zero(lambda: disk.commit(directory, manifest), CheckpointSaveError)
+        from_rank_zero(lambda: self._folder.keep_newest(self._keep), CheckpointSaveError)
+        return manifest
+
+    def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> int:
+        started_s = time.monotonic()
+        directory = Path(ref.directory)
+        manifest = from_rank_zero(lambda: disk.read_manifest(directory), CheckpointLoadError)
+        _require_fit(directory, manifest, self._identity, run_id)
+        on_all_ranks(lambda: disk.verify_files(directory, _my_share(manifest.files)), CheckpointLoadError)
+        iteration = self._state.load(directory)
+        if iteration != ref.iteration:
+            raise CheckpointLoadError(f"{directory}: got the state after iteration {iteration}, wanted {ref.iteration}")
+        self._events.append(
+            StateResumed(iteration=iteration, source=ref.directory, seconds=time.monotonic() - started_s)
+        )
+        return iteration
+
+    def _skip(self, source: str, reason: str) -> None:
+        self._events.append(CheckpointSkipped(source=source, reason=reason))
+
+
+class _reported:
+    """Puts a failed save into the event log before the error travels on."""
+
+    def __init__(self, events: EventLog, iteration: int) -> None:
+        self._events = events
+        self._iteration = iteration
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, _: object) -> None:
+        if isinstance(error, CheckpointSaveError):
+            self._events.append(CheckpointFailed(iteration=self._iteration, reason=str(error)))
+
+
+def _my_share(items: list[str] | tuple[FileRecord, ...]) -> list:
+    return list(items[dist.get_rank() :: dist.get_world_size()])
+
+
+def _require_fit(directory: Path, manifest: Manifest, mine: RunIdentity, run_id: str | None) -> None:
+    theirs = manifest.identity
+    for what, got, wanted in (
+        ("run", theirs.run_id, theirs.run_id if run_id is None else run_id),
+        ("model", theirs.model, mine.model),
+        ("parallel layout", theirs.layout, mine.layout),
+    ):
+        if got != wanted:
+            raise CheckpointLoadError(f"{directory}: saved by {what} {got}, wanted {what} {wanted}")

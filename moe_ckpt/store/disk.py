@@ -1,0 +1,189 @@
+"""Checkpoint directories on a file system that all ranks share.
+
+Owns: names, the commit marker, which checkpoints exist, and dropping old ones. A directory counts only once its marker
+is there; the marker is written last and lists every file with its size and checksum. Must not: know what is inside the
+files, or talk to other ranks.
+
+    iter_0000050/            a checkpoint, committed
+        COMMITTED.json       identity, iteration, and per file: bytes and CRC-32
+    iter_0000100/            without the marker: torn, or still being written; never read
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.types import CheckpointRef, ParallelLayout, RunIdentity
+
+MARKER = "COMMITTED.json"
+_NAME = re.compile(r"iter_(\d{7,})")
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """One file of a checkpoint: its path inside the directory, size and CRC-32."""
+
+    name: str
+    size_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The content of a commit marker."""
+
+    iteration: int
+    identity: RunIdentity
+    files: tuple[FileRecord, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+class CheckpointFolder:
+    """The checkpoints of one run. Only the rank that writes markers calls the methods that change anything."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def directory(self, iteration: int) -> Path:
+        return self.root / f"iter_{iteration:07d}"
+
+    def prepare(self, iteration: int) -> Path:
+        """Return an empty directory for a checkpoint, dropping what a torn save left there."""
+        directory = self.directory(iteration)
+        if directory.exists():
+            remove_checkpoint(directory)
+        directory.mkdir(parents=True)
+        return directory
+
+    def committed(self) -> list[CheckpointRef]:
+        """Return the committed checkpoints, newest first."""
+        return [ref for ref in self._all() if is_committed(Path(ref.directory))]
+
+    def torn(self) -> list[CheckpointRef]:
+        """Return the checkpoints without a marker, newest first."""
+        return [ref for ref in self._all() if not is_committed(Path(ref.directory))]
+
+    def keep_newest(self, count: int) -> None:
+        """Drop all committed checkpoints but the newest `count`."""
+        for ref in self.committed()[count:]:
+            remove_checkpoint(Path(ref.directory))
+
+    def _all(self) -> list[CheckpointRef]:
+        if not self.root.is_dir():
+            return []
+        named = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())
+        found = [CheckpointRef(iteration=int(name[1]), directory=str(entry)) for name, entry in named if name]
+        return sorted(found, key=lambda ref: ref.iteration, reverse=True)
+
+
+def is_committed(directory: Path) -> bool:
+    """Return whether a directory holds a commit marker."""
+    return (directory / MARKER).is_file()
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Drop a checkpoint: the marker first, so that a half-dropped one is torn and not damaged."""
+    (directory / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(directory)
+
+
+def file_names(directory: Path) -> list[str]:
+    """Return the paths, inside the directory, of all files but the marker, sorted."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(directory)) for path in files if path.name != MARKER)
+
+
+def describe_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
+    """Read the named files and return their sizes and checksums."""
+    return [_describe(directory, name) for name in names]
+
+
+def commit(directory: Path, manifest: Manifest) -> None:
+    """Make the checkpoint durable and visible: everything under it is synced before the marker appears."""
+    for name in file_names(directory):
+        _sync(directory / name)
+    marker = directory / MARKER
+    temporary = marker.with_suffix(".tmp")
+    content = {
+        "iteration": manifest.iteration,
+        "identity": manifest.identity.as_json(),
+        "files": [asdict(file) for file in manifest.files],
+    }
+    temporary.write_text(json.dumps(content, indent=1))
+    _sync(temporary)
+    _sync(directory)
+    temporary.rename(marker)
+    _sync(directory)
+    _sync(directory.parent)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return what the marker says.
+
+    Raises CheckpointLoadError if there is no marker or it cannot be understood.
+    """
+    try:
+        content = json.loads((directory / MARKER).read_text())
+        return _manifest_from(content)
+    except OSError as error:
+        raise CheckpointLoadError(f"{directory}: no readable {MARKER} ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointLoadError(f"{directory}/{MARKER}: not a commit marker ({error!r})") from error
+
+
+def verify_files(directory: Path, expected: Iterable[FileRecord]) -> None:
+    """Compare files with their records.
+
+    Raises CheckpointLoadError naming the first file that is missing or differs.
+    """
+    for record in expected:
+        try:
+            found = _describe(directory, record.name)
+        except OSError as error:
+            raise CheckpointLoadError(f"{directory}/{record.name}: {error.strerror}") from error
+        if found != record:
+            raise CheckpointLoadError(
+                f"{directory}/{record.name}: got {found.size_bytes} bytes with CRC-32 {found.crc32:08x}, "
+                f"wanted {record.size_bytes} bytes with {record.crc32:08x}"
+            )
+
+
+def _manifest_from(content: dict[str, Any]) -> Manifest:
+    identity = content["identity"]
+    return Manifest(
+        iteration=int(content["iteration"]),
+        identity=RunIdentity(
+            run_id=identity["run_id"], model=identity["model"], layout=ParallelLayout(**identity["layout"])
+        ),
+        files=tuple(FileRecord(**file) for file in content["files"]),
+    )
+
+
+def _describe(directory: Path, name: str) -> FileRecord:
+    size_bytes, crc32 = 0, 0
+    with open(directory / name, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size_bytes += len(chunk)
+            crc32 = zlib.crc32(chunk, crc32)
+    return FileRecord(name=name, size_bytes=size_bytes, crc32=crc32)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
