@@ -27,7 +27,7 @@ import torch.distributed as dist
 from launcher.config import RunConfig, Settings
 from launcher.parallel import Launch
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.runtime.agree import from_rank_zero
+from moe_ckpt.store.agree import from_rank_zero
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.startswith("-") for argument in arguments):
         return _show_with_hydra(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # every rank would say what a CPU lacks
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.adapters)\.")  # every rank: what a CPU lacks
     try:
         settings = compose_settings(arguments)
         from launcher.run import run  # torch and Megatron take seconds to import: not for help, not for a mistyped key

@@ -1,27 +1,53 @@
 """The training state as a directory in Megatron's `dist_checkpointing` format (torch_dist).
 
-Owns: one save at a time, in step with all ranks, and loading. Synchronous saves finish inside `start_save`;
-asynchronous ones write in forked processes while training goes on, and `finish_save` completes them. A failure on any
-rank is a failure on all. Must not: name directories, decide when to save, or mark anything as committed.
+Owns: one save at a time, in step with all ranks, and loading. Must not: name directories, decide when to save, or mark
+anything as committed.
+
+Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in this process: Megatron's own
+writer forks processes, which costs seconds on a CPU, and waits for ever for one that is killed. PyTorch's tells all
+ranks of a failure on any. An asynchronous save copies the state to host memory and is written by a thread, with a
+process group of its own, while training goes on.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_ckpt.adapters.megatron_state import TrainingState, load_sharded_state, named_state, sharded_state
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.store.agree import from_rank_zero
 
+_FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
+_LOAD_ERRORS = (
+    CheckpointException,
+    CheckpointingException,
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    AssertionError,  # Megatron's schedule asserts that its settings are those of the checkpoint
+)
 
 
 class MegatronDurableState:
@@ -29,66 +55,92 @@ class MegatronDurableState:
 
     def __init__(self, state: TrainingState, *, asynchronous: bool) -> None:
         self._state = state
-        self._asynchronous = asynchronous
-        self._queue = AsyncCallsQueue()
+        self._group = dist.new_group(backend="gloo")
+        self._writer_thread = ThreadPoolExecutor(1, "checkpoint-writer") if asynchronous else None
+        self._writing: Future[None] | None = None
 
     def start_save(self, directory: Path, iteration: int) -> None:
-        self._check_free_space(directory)
+        assert self._writing is None, "one save at a time"
+        self._refuse_without_space(directory)
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
-        try:
-            request: AsyncRequest | None = dist_checkpointing.save(
-                content, str(directory), async_sharded_save=self._asynchronous
-            )
-            if request is not None:
-                self._queue.schedule_async_request(request)
-        except (CheckpointException, CheckpointingException, OSError) as error:
-            raise _save_error(directory, error) from error
+        sharded, common = save_preprocess(content)
+        from_rank_zero(lambda: _write_common(directory, common), CheckpointSaveError)
+        if self._writer_thread is None:
+            self._write(directory, _as_dcp(sharded))
+        else:
+            self._writing = self._writer_thread.submit(self._write, directory, _as_dcp(_host_copy(sharded)))
 
     def finish_save(self, *, wait: bool) -> bool:
-        try:
-            self._queue.maybe_finalize_async_calls(blocking=wait)
-        except (CheckpointException, CheckpointingException, OSError) as error:
-            raise _save_error("an asynchronous save", error) from error
-        return self._queue.get_num_unfinalized_calls() == 0
+        writing = self._writing
+        if writing is None:
+            return True
+        if not wait and not _true_on_all_ranks(writing.done()):
+            return False
+        self._writing = None
+        writing.result()
+        return True
 
     def load(self, directory: Path) -> int:
         template: dict[str, Any] = {"iteration": 0, **sharded_state(self._state, is_loading=True)}
         try:
             loaded = dist_checkpointing.load(template, str(directory))
             load_sharded_state(self._state, loaded)
-        except (CheckpointException, CheckpointingException, OSError, KeyError, ValueError, RuntimeError) as error:
-            raise CheckpointLoadError(f"{directory}: {error}") from error
+        except _LOAD_ERRORS as error:
+            raise CheckpointLoadError(f"{directory}: {_reason(error)}") from error
         return int(loaded["iteration"])
 
-    def _check_free_space(self, directory: Path) -> None:
-        """Refuse on all ranks together what cannot fit; a disk that fills later is reported by the writers."""
-        needed = torch.tensor(sum(tensor.nbytes for _, tensor in named_state(self._state)), dtype=torch.int64)
-        needed = needed.to(torch.cuda.current_device())
-        dist.all_reduce(needed)
-        verdict: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            verdict = [_lack_of_space(directory, int(needed.item()) + _METADATA_RESERVE_BYTES)]
-        dist.broadcast_object_list(verdict, src=0)
-        if verdict[0] is not None:
-            raise CheckpointSaveError(verdict[0])
+    def _write(self, directory: Path, content: dict[str, Any]) -> None:
+        try:
+            dcp.save(
+                content,
+                storage_writer=dcp.FileSystemWriter(directory),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=self._group,
+            )
+        except CheckpointException as error:
+            raise CheckpointSaveError(f"{directory}: {_reason(error)}") from error
+
+    def _refuse_without_space(self, directory: Path) -> None:
+        """Refuse, on all ranks together, what cannot fit."""
+        size_bytes = torch.tensor(sum(tensor.nbytes for _, tensor in named_state(self._state)), dtype=torch.int64)
+        dist.all_reduce(size_bytes, group=self._group)
+        needed_bytes = int(size_bytes.item()) + _METADATA_RESERVE_BYTES
+        from_rank_zero(lambda: _require_space(directory, needed_bytes), CheckpointSaveError)
 
 
-def _lack_of_space(directory: Path, needed_bytes: int) -> str | None:
-    try:
-        free_bytes = shutil.disk_usage(directory).free
-    except OSError as error:
-        return f"{directory}: {error.strerror}"
-    if free_bytes >= needed_bytes:
-        return None
-    return f"{directory}: {free_bytes / 2**20:.0f} MiB free, a checkpoint takes up to {needed_bytes / 2**20:.0f} MiB"
+def _require_space(directory: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        free_mib, needed_mib = free_bytes / 2**20, needed_bytes / 2**20
+        raise CheckpointSaveError(f"{directory}: {free_mib:.0f} MiB free, a checkpoint may take {needed_mib:.0f} MiB")
 
 
-def _save_error(what: object, error: Exception) -> CheckpointSaveError:
-    causes = [str(cause) for cause in _root_causes(error)] or ["another rank failed to write"]
-    return CheckpointSaveError(f"{what}: {'; '.join(sorted(set(causes)))}")
+def _write_common(directory: Path, common: dict[str, Any]) -> None:
+    torch.save(common, os.path.join(directory, COMMON_STATE_FNAME))
+    save_config(_FORMAT, str(directory))
 
 
-def _root_causes(error: Exception) -> list[BaseException]:
+def _as_dcp(sharded: dict[str, Any]) -> dict[str, Any]:
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    return mcore_to_pyt_state_dict(by_key)
+
+
+def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:
+    """Copy the tensors, so that training may change the originals; objects are serialized right away anyway."""
+    for entry in nested_values(sharded):
+        if isinstance(entry, ShardedTensor) and entry.data is not None:
+            entry.data = entry.data.detach().to("cpu", copy=True)
+    return sharded
+
+
+def _true_on_all_ranks(mine: bool) -> bool:
+    votes = torch.tensor(int(mine), device=torch.cuda.current_device())
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())
+
+
+def _reason(error: BaseException) -> str:
+    """Return what lies behind an error: PyTorch wraps one per failing rank."""
     if isinstance(error, CheckpointException):
-        return [wrapped[0] for wrapped in error.failures.values()]
-    return [error]
+        return "; ".join(sorted({f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()}))
+    return str(error) or repr(error)

@@ -132,8 +132,9 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(state.model):
         key = "model" if len(state.model) == 1 else f"model{index}"
         cast("Any", chunk).module.load_state_dict(loaded[key])
-    state.optimizer.load_state_dict(loaded["optimizer"])
-    _give_each_parameter_its_step_count(state)
+    parts = loaded["optimizer"]
+    for index, optimizer in enumerate(state.inner_optimizers):
+        _load_optimizer(optimizer, parts if len(state.inner_optimizers) == 1 else parts[index])
     state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     _restore_buffers(state, loaded["buffers"])
     _restore_rng_state(loaded["rng_state"])
@@ -144,13 +145,22 @@ def _per_rank(name: str, value: Any) -> ShardedObject:
     return ShardedObject(f"moe_ckpt.{name}", value, (world_size,), (global_rank,), replica_id=0)
 
 
-def _give_each_parameter_its_step_count(state: TrainingState) -> None:
-    """Megatron's loader hands one step tensor to all parameters; torch's Adam would count it up once for each."""
-    for optimizer in state.inner_optimizers:
-        inner = _torch_optimizer(optimizer)
-        for slots in cast("Any", inner).state.values() if inner else []:
-            if torch.is_tensor(slots.get("step")):
-                slots["step"] = slots["step"].detach().clone()
+def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
+    """Load one inner optimizer around two faults of Megatron's loader with torch's Adam, whose step count is a tensor.
+
+    It hands the same tensor to all parameters, which Adam would then count up once for each; and it looks for step
+    counts among a sharded optimizer's tensors, where it did not save them.
+    """
+    sharded = part.pop("param_state", None)
+    optimizer.load_state_dict(part)
+    inner = _torch_optimizer(optimizer)
+    slots = list(cast("Any", inner).state.values()) if inner else []
+    steps = [slot.pop("step").detach().clone() if torch.is_tensor(slot.get("step")) else None for slot in slots]
+    if sharded is not None:
+        cast("Any", optimizer).load_parameter_state_from_fully_reshardable(sharded)
+    for slot, step in zip(slots, steps, strict=True):
+        if step is not None:
+            slot["step"] = step
 
 
 def _buffers(state: TrainingState) -> dict[str, torch.Tensor]:

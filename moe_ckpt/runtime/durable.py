@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, EventLog, StateResumed
 from moe_ckpt.ports import DurableState
-from moe_ckpt.runtime.agree import from_rank_zero, on_all_ranks
+from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store import disk
 from moe_ckpt.store.disk import CheckpointFolder, FileRecord, Manifest
 from moe_ckpt.types import CheckpointRef, RunIdentity
