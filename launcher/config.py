@@ -191,7 +191,7 @@ class TrainConfig:
             require_at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("seed", "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "eval_every_iters"):
             require_at_least(f"train.{name}", getattr(self, name), 0)
-        require_choice("train.optimizer", self.optimizer, ["adam", "sgd"])
+        require_choice("train.optimizer", self.optimizer, ["adam"])
         require_choice("train.lr_schedule", self.lr_schedule, ["constant", "linear", "cosine"])
         require_choice("train.recompute", self.recompute, ["none", "selective", "full"])
         require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
@@ -297,4 +297,6 @@ def _explain(message: str) -> str:
         known = sorted(field.name for field in fields(kinds[group]))
     else:
         known = sorted(set(sections) - {"composed_yaml"})
-    return f"{missing[1]}: no such setting, wanted one of the keys {', '.join(known)}" + (f" in {group}" if group else "")
+    return f"{missing[1]}: no such setting, wanted one of the keys {', '.join(known)}" + (
+        f" in {group}" if group else ""
+    )

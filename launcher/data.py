@@ -6,6 +6,7 @@ is no reader state to save, and the samples of an iteration are the same at ever
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from moe_ckpt.errors import DataError
 Tokens = npt.NDArray[np.integer[Any]]
 _BYTE_VOCABULARY = 256
 _TRAIN, _EVAL = 0, 1
+_NOT_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class TokenSource(Protocol):
@@ -134,9 +136,11 @@ def open_source(config: DataConfig, train: TrainConfig, vocab_size: int | None, 
 
 def standard_library_files() -> list[Path]:
     """Return the .py files of the running Python's standard library, without its tests, in the order of their names."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+    found = []
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY_TEXT]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def split_files(files: Iterable[Path], held_out_fraction: float) -> tuple[list[Path], list[Path]]:

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 
 from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
 from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.config import require
 from moe_ckpt.types import ParallelLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,8 +48,16 @@ def build_training(settings: Settings, layout: ParallelLayout, vocab_size: int) 
 
 
 def transformer_config(settings: Settings, layout: ParallelLayout) -> TransformerConfig:
-    """Return Megatron's own configuration for these settings."""
+    """Return Megatron's own configuration for these settings.
+
+    Raises ConfigError for what only Transformer Engine's layers can do, where they are not used.
+    """
     model, precision = settings.model, settings.precision
+    if not _use_transformer_engine():
+        wanted = "without Transformer Engine on a GPU"
+        require(model.attention == "mha", "model.attention", model.attention, f"mha {wanted}")
+        if model.num_experts:
+            require(layout.tp == 1, "parallel.tp", layout.tp, f"1 for a MoE model {wanted}")
     kind = MLATransformerConfig if model.attention == "mla" else TransformerConfig
     return kind(
         **_architecture(model),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -84,15 +83,23 @@ def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) ->
     require(train.global_batch_size % step == 0, "train.global_batch_size", train.global_batch_size, wanted)
 
 
-def join_job(launch: Launch, *, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Choose this process's device and form the world: NCCL where there is CUDA, gloo elsewhere."""
+def join_job(launch: Launch, store: dist.Store | None = None) -> None:
+    """Choose this process's device and form the world: NCCL where there is CUDA, gloo elsewhere.
+
+    The ranks meet through `store`, or torchrun's where none is given.
+    """
+    world = {"store": store, "rank": launch.global_rank, "world_size": launch.world_size} if store else {}
     if megatron_cpu.enable():
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        dist.init_process_group("gloo", timeout=timeout)
+        torch.set_num_threads(_threads_per_process())
+        dist.init_process_group("gloo", **world)
     else:
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("nccl", device_id=device, **world)
+
+
+def _threads_per_process() -> int:
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def form_groups(layout: ParallelLayout, seed: int) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from moe_ckpt.config import require
 from moe_ckpt.errors import DataError
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted, RunFinished, TrainerStarted, read_events
 from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
+from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.store.disk import CheckpointFolder, is_committed
 from moe_ckpt.types import ParallelLayout, RunIdentity
@@ -35,15 +37,22 @@ from moe_ckpt.types import ParallelLayout, RunIdentity
 _NEVER = "never"
 
 
-def run(settings: Settings) -> dict[str, Any]:
+def run(
+    settings: Settings,
+    *,
+    store: dist.Store | None = None,
+    around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
+) -> dict[str, Any]:
     """Train as the settings say and return what result.json holds.
+
+    Ranks meet through `store`, or torchrun's; `around_hooks` may wrap what the loop calls, to inject faults, say.
 
     Raises MoeCkptError on all ranks where a user can mend the cause.
     """
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size)
     check_fit(layout, settings.model, settings.train)
-    join_job(launch)
+    join_job(launch, store)
     folder = open_run_folder(settings, launch)
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)
@@ -63,7 +72,7 @@ def run(settings: Settings) -> dict[str, Any]:
     batches = Batches(
         source=source, train=settings.train, dp=layout.dp, dp_rank=parallel_state.get_data_parallel_rank()
     )
-    outcome = _train(Trainer(state, batches, session), settings, folder, log, done)
+    outcome = _train(Trainer(state, batches, around_hooks(session)), settings, folder, log, done)
     session.finish()
     result = _finish(outcome, state, settings, folder, log)
     leave_job()

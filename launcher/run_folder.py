@@ -1,11 +1,11 @@
 """The folder of a run: one for all ranks and all lives of a job.
 
-    run.json            identity of the run, clock origin, command line, versions
-    config.yaml         the configuration as composed
-    events/rankNNNN.jsonl   what happened, per rank, over all lives
-    checkpoints/        what `ckpt` saves
-    tensorboard/        scalars
-    result.json         at the end: losses, wall time, digest
+run.json            identity of the run, clock origin, command line, versions
+config.yaml         the configuration as composed
+events/rankNNNN.jsonl   what happened, per rank, over all lives
+checkpoints/        what `ckpt` saves
+tensorboard/        scalars
+result.json         at the end: losses, wall time, digest
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -26,11 +27,13 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.startswith("-") for argument in arguments):
         return _show_with_hydra(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.adapters)\.")  # every rank: what a CPU lacks
     try:
         settings = compose_settings(arguments)
         from launcher.run import run  # torch and Megatron take seconds to import: not for help, not for a mistyped key
 
+        gc.freeze()  # what was imported stays: Megatron collects garbage at every save
         run(settings)
     except MoeCkptError as error:
         if os.environ.get("RANK", "0") == "0":

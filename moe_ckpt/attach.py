@@ -1,9 +1,9 @@
 """The composition root: puts a checkpoint session together for a Megatron-Core training loop.
 
-    session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...), events=..., last_iteration=...)
-    first = session.resume(None) + 1
-    ... per iteration: session.iteration_started, session.gradients_ready, session.step_committed
-    session.finish()
+session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...), events=..., last_iteration=...)
+first = session.resume(None) + 1
+... per iteration: session.iteration_started, session.gradients_ready, session.step_committed
+session.finish()
 """
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ def enable() -> bool:
             _replace(path, stand_in)
         _take_plain_split_sizes()
         _skip_missing_transformer_engine()
+        _stay_active_in_backward()
         logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_shared_generator_note)
         _active = _CudaNamesOnCpu()
         _active.__enter__()
@@ -159,6 +160,19 @@ def _skip_missing_transformer_engine() -> None:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _stay_active_in_backward() -> None:
+    """`Tensor.backward` passes through the mode, which is off meanwhile; recomputation in backward needs it."""
+    functions = torch.autograd.function.BackwardCFunction
+    original = functions.apply
+
+    def apply(self: Any, *gradients: Any) -> Any:
+        assert _active is not None
+        with _active:
+            return original(self, *gradients)
+
+    functions.apply = apply  # type: ignore[method-assign]
 
 
 def _is_not_shared_generator_note(record: logging.LogRecord) -> bool:

@@ -164,7 +164,9 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
 
 
 def _buffers(state: TrainingState) -> dict[str, torch.Tensor]:
-    named = ((f"{index}.{name}", buffer) for index, chunk in enumerate(state.model) for name, buffer in chunk.named_buffers())
+    named = (
+        (f"{index}.{name}", buffer) for index, chunk in enumerate(state.model) for name, buffer in chunk.named_buffers()
+    )
     return {name: buffer.detach().cpu().clone() for name, buffer in named}
 
 

@@ -57,9 +57,7 @@ class DurableTier:
             from_rank_zero(lambda: self._folder.prepare(iteration), CheckpointSaveError)
             self._state.start_save(directory, iteration)
         stall_s = time.monotonic() - started_s
-        self._in_flight = _SaveInFlight(
-            iteration=iteration, directory=directory, started_s=started_s, stall_s=stall_s
-        )
+        self._in_flight = _SaveInFlight(iteration=iteration, directory=directory, started_s=started_s, stall_s=stall_s)
         self.poll(wait=False)
 
     def poll(self, *, wait: bool) -> None:

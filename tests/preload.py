@@ -1,0 +1,12 @@
+"""What the fork server imports once: everything slow that a rank needs."""
+
+import gc
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import launcher.run  # noqa: F401
+    import megatron.core.datasets.gpt_dataset  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
+
+gc.freeze()
