@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast
+from typing import Any, TypeVar, Union, cast, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -257,6 +257,8 @@ def group_choice_without_plus(argument: str) -> str:
 def to_settings(config: DictConfig) -> Settings:
     """Convert a composed configuration; raises ConfigError naming the first key that is wrong."""
     composed_yaml = OmegaConf.to_yaml(config)
+    for key in sorted(OmegaConf.missing_keys(config)):
+        raise ConfigError(f"{key}: not set, wanted a value; what it means stands beside it under conf/")
     OmegaConf.resolve(config)
     policy = OmegaConf.select(config, "ckpt.policy")
     require_choice("ckpt.policy", policy, list(CKPT_CONFIGS))
@@ -286,17 +288,15 @@ def _explain(message: str) -> str:
     """Add what Hydra leaves out: the keys that there are, where one is not."""
     missing = re.search(r"Could not override '([\w.]+)'", message)
     if missing is None:
-        return message.strip()
-    group, _, key = missing[1].rpartition(".")
-    sections = {**{field.name: field for field in fields(Settings)}}
-    kinds = {"model": ModelConfig, "parallel": ParallelConfig, "precision": PrecisionConfig, "data": DataConfig}
-    kinds |= {"train": TrainConfig, "run": RunConfig}
+        return message.partition("\nConfig search path")[0].strip()
+    group = missing[1].rpartition(".")[0]
+    return f"{missing[1]}: no such setting, wanted one of the keys {', '.join(sorted(_keys_of(group)))}"
+
+
+def _keys_of(group: str) -> set[str]:
+    kinds = {field.name: field.type for field in fields(Settings) if field.name != "composed_yaml"}
     if group == "ckpt":
-        known = sorted({field.name for kind in CKPT_CONFIGS.values() for field in fields(kind)})
-    elif group in kinds:
-        known = sorted(field.name for field in fields(kinds[group]))
-    else:
-        known = sorted(set(sections) - {"composed_yaml"})
-    return f"{missing[1]}: no such setting, wanted one of the keys {', '.join(known)}" + (
-        f" in {group}" if group else ""
-    )
+        return {field.name for kind in CKPT_CONFIGS.values() for field in fields(kind)}
+    if group in kinds:
+        return {field.name for field in fields(get_type_hints(Settings)[group])}
+    return set(kinds)

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from tokenizers import Tokenizer
 
 from launcher.config import DataConfig, TrainConfig
 from moe_ckpt.errors import DataError
@@ -78,9 +81,6 @@ class MegatronCorpus:
     """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own GPTDataset."""
 
     def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path) -> None:
-        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-
         assert config.path is not None
         for suffix in (".bin", ".idx"):
             if not Path(config.path + suffix).is_file():
@@ -92,7 +92,7 @@ class MegatronCorpus:
             blend=([config.path], None),
             split=f"{1 - config.eval_fraction},{config.eval_fraction},0",
             path_to_cache=str(cache),
-            tokenizer=SimpleNamespace(vocab_size=vocab_size, eod=None, pad=-1, unique_identifiers={}),
+            tokenizer=cast("Any", SimpleNamespace(vocab_size=vocab_size, eod=None, pad=-1, unique_identifiers={})),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -100,7 +100,7 @@ class MegatronCorpus:
         )
         sizes = [train.iterations * train.global_batch_size, train.eval_batches * train.global_batch_size, 0]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
-        self._train, self._eval, _ = builder.build()
+        self._train, self._eval, _ = cast("tuple[Any, Any, Any]", builder.build())
         if self._train is None or self._eval is None:
             raise DataError(f"data.path: {config.path!r} has too few documents for data.eval_fraction")
 
@@ -177,8 +177,6 @@ def _text_files(path: Path) -> list[Path]:
 
 
 def _load_tokenizer(path: str) -> Any:
-    from tokenizers import Tokenizer
-
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare Exception

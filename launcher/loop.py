@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ class Trainer:
 
     def _clear_gradients(self) -> None:
         for chunk in self._state.model:
-            chunk.zero_grad_buffer()
+            cast("Any", chunk).zero_grad_buffer()
         self._state.optimizer.zero_grad()
 
     def _forward_backward(

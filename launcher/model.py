@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -146,11 +146,10 @@ def _recompute(train: TrainConfig) -> dict[str, Any]:
 
 def _build_stage(settings: Settings, config: TransformerConfig, vocab_size: int) -> torch.nn.Module:
     model = settings.model
+    layers = get_gpt_decoder_block_spec(config, _use_transformer_engine(), normalization=model.normalization)
     stage = GPTModel(
         config,
-        get_gpt_decoder_block_spec(
-            config, use_transformer_engine=_use_transformer_engine(), normalization=model.normalization
-        ),
+        cast("Any", layers),  # annotated as one layer's spec, taken as a block's as well
         vocab_size=vocab_size,
         max_sequence_length=settings.train.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -86,8 +86,10 @@ def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) ->
 def join_job(launch: Launch, store: dist.Store | None = None) -> None:
     """Choose this process's device and form the world: NCCL where there is CUDA, gloo elsewhere.
 
-    The ranks meet through `store`, or torchrun's where none is given.
+    The ranks meet through `store`, or torchrun's where none is given. torchrun's outlives a restart of its workers,
+    with the addresses that the dead ones left in it: every attempt has a part of its own.
     """
+    store = store or agent_store(f"attempt-{launch.attempt}")
     world = {"store": store, "rank": launch.global_rank, "world_size": launch.world_size} if store else {}
     if megatron_cpu.enable():
         torch.set_num_threads(_threads_per_process())
@@ -96,6 +98,14 @@ def join_job(launch: Launch, store: dist.Store | None = None) -> None:
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **world)
+
+
+def agent_store(part: str) -> dist.Store | None:
+    """Return a part of the store that torchrun keeps over restarts of its workers, or None where it keeps none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore(f"moe_ckpt/{part}", tcp)
 
 
 def _threads_per_process() -> int:

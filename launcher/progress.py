@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
 
 from launcher.config import AUTO, RunConfig
 from moe_ckpt.events import IterationCommitted
@@ -103,8 +104,6 @@ class Scalars:
     """TensorBoard scalars; purges what an earlier life wrote for iterations that are run again."""
 
     def __init__(self, folder: Path, first_iteration: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self._writer = SummaryWriter(str(folder), purge_step=first_iteration)
 
     def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:

@@ -28,9 +28,9 @@ from moe_ckpt.attach import attach
 from moe_ckpt.config import require
 from moe_ckpt.errors import DataError
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted, RunFinished, TrainerStarted, read_events
-from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.session import Session
+from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store.disk import CheckpointFolder, is_committed
 from moe_ckpt.types import ParallelLayout, RunIdentity
 

@@ -25,11 +25,12 @@ from typing import Any
 import torch.distributed as dist
 
 from launcher.config import RunConfig, Settings
-from launcher.parallel import Launch
+from launcher.parallel import Launch, agent_store
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.store.agree import from_rank_zero
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
+_JOB = "job"  # what torchrun's store remembers over all lives of the job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,22 +146,14 @@ def _write_whole(path: Path, content: str) -> None:
     temporary.replace(path)
 
 
-def _agent_store() -> dist.Store | None:
-    """Return the store that torchrun keeps over restarts of its workers, where it keeps one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore("moe_ckpt", tcp)
-
-
 def _remember_folder(path: Path) -> None:
-    store = _agent_store()
+    store = agent_store(_JOB)
     if store is not None:
         store.set("run_folder", str(path))
 
 
 def _remembered_folder() -> str | None:
-    store = _agent_store()
+    store = agent_store(_JOB)
     if store is None or not store.check(["run_folder"]):
         return None
     return store.get("run_folder").decode()

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.adapters)\.")  # every rank: what a CPU lacks
     try:
         settings = compose_settings(arguments)
-        from launcher.run import run  # torch and Megatron take seconds to import: not for help, not for a mistyped key
+        from launcher.run import run  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
 
         gc.freeze()  # what was imported stays: Megatron collects garbage at every save
         run(settings)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_ckpt.adapters.megatron_durable import MegatronDurableState
-from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
 from moe_ckpt.config import CkptConfig, DenseConfig
 from moe_ckpt.events import EventLog
 from moe_ckpt.policies.dense import make_policy
@@ -31,6 +31,7 @@ def attach(
     last_iteration: int,
 ) -> Session:
     """Return the session that checkpoints `state` as `ckpt` says, with checkpoints in `folder`. Call on every rank."""
+    allocate_optimizer_state(state)
     dense = ckpt if isinstance(ckpt, DenseConfig) else None
     durable = DurableTier(
         MegatronDurableState(state, asynchronous=dense is not None and dense.async_save),

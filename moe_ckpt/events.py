@@ -1,8 +1,8 @@
 """What happened in a run: typed events, one JSON line each, one file per rank.
 
 Owns: the event types and their file format. A rank appends to its own file over all its lives, so the log survives
-restarts; a line that a dying process left half-written is cut off when the file is opened again. All ranks and all lives
-of a run share one clock origin.
+restarts; a line that a dying process left half-written is cut off when the file is opened again. All ranks and all
+lives of a run share one clock origin.
 """
 
 from __future__ import annotations

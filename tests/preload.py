@@ -5,8 +5,9 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import launcher.run  # noqa: F401
     import megatron.core.datasets.gpt_dataset  # noqa: F401
     import torch.distributed.checkpoint  # noqa: F401
+
+    import launcher.run  # noqa: F401
 
 gc.freeze()

@@ -56,7 +56,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
 
 
 def rank_store() -> dist.Store:
-    """Return, inside a rank, the store through which the ranks of one `run_ranks` meet: a file, so no port is raced for."""
+    """Return, inside a rank, the store where the ranks of one `run_ranks` meet: a file, so no port is raced for."""
     return dist.FileStore(os.environ["TEST_STORE"], int(os.environ["WORLD_SIZE"]))
 
 

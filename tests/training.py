@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.config import compose_settings
 from launcher.run import run
 from moe_ckpt.events import IterationCommitted, read_events
 from moe_ckpt.ports import TrainingHooks
 from tests.ranks import rank_store, run_ranks
+
+T = TypeVar("T")
 
 FAST = (
     "train.sequence_length=16",
@@ -24,13 +28,17 @@ FAST = (
     "model.attention_dropout=0.1",
     "train.eval_batches=1",
     "run.tensorboard=false",
+    "train.lr_warmup_iters=1",
     "run.progress=none",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """SIGKILL these ranks at this point of this iteration: a real death, with nothing flushed or closed."""
+    """SIGKILL these ranks at this point of this iteration: a real death, with nothing flushed or closed.
+
+    Phases: start, gradients, before-save, while-saving, after-save.
+    """
 
     ranks: tuple[int, ...]
     iteration: int
@@ -40,9 +48,10 @@ class Kill:
 class KillingHooks:
     """Dies on cue, else passes on."""
 
-    def __init__(self, inner: TrainingHooks, kill: Kill) -> None:
+    def __init__(self, inner: TrainingHooks, kill: Kill, folder: Path) -> None:
         self._inner = inner
         self._kill = kill
+        self._folder = folder
 
     def iteration_started(self, iteration: int) -> None:
         self._die_at(iteration, "start")
@@ -54,30 +63,64 @@ class KillingHooks:
 
     def step_committed(self, iteration: int) -> None:
         self._die_at(iteration, "before-save")
+        if (iteration, "while-saving") == (self._kill.iteration, self._kill.phase):
+            threading.Thread(target=self._die_once_a_directory_is_there, daemon=True).start()
         self._inner.step_committed(iteration)
         self._die_at(iteration, "after-save")
 
     def _die_at(self, iteration: int, phase: str) -> None:
-        if (iteration, phase) == (self._kill.iteration, self._kill.phase) and int(
-            os.environ["RANK"]
-        ) in self._kill.ranks:
+        if (iteration, phase) == (self._kill.iteration, self._kill.phase):
+            self._die()
+
+    def _die_once_a_directory_is_there(self) -> None:
+        directory = self._folder / "checkpoints" / f"iter_{self._kill.iteration:07d}"
+        while not directory.exists():
+            pass
+        self._die()
+
+    def _die(self) -> None:
+        if int(os.environ["RANK"]) in self._kill.ranks:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(
-    world_size: int, folder: Path, *overrides: str, kill: Kill | None = None, timeout_s: float = 90.0
+    world_size: int,
+    folder: Path,
+    *overrides: str,
+    kill: Kill | None = None,
+    max_file_bytes: int | None = None,
+    timeout_s: float = 90.0,
 ) -> dict[str, Any]:
-    """Run on forked ranks with run.dir=`folder` and return the result; raises RankFailedError where a rank fails."""
+    """Run on forked ranks with run.dir=`folder` and return the result; raises RankFailedError where a rank fails.
+
+    With `max_file_bytes` the kernel refuses to let any file grow larger, as a full disk would.
+    """
     arguments = (*FAST, f"run.dir={folder}", *overrides)
-    return run_ranks(world_size, _run_rank, arguments, kill, timeout_s=timeout_s)[0]
+    return run_ranks(world_size, _run_rank, arguments, kill, folder, max_file_bytes, timeout_s=timeout_s)[0]
 
 
-def _run_rank(arguments: tuple[str, ...], kill: Kill | None) -> dict[str, Any]:
-    wrap = (lambda hooks: KillingHooks(hooks, kill)) if kill else (lambda hooks: hooks)
+def _run_rank(
+    arguments: tuple[str, ...], kill: Kill | None, folder: Path, max_file_bytes: int | None
+) -> dict[str, Any]:
+    if max_file_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+    def wrap(hooks: TrainingHooks) -> TrainingHooks:
+        return KillingHooks(hooks, kill, folder) if kill else hooks
+
     return run(compose_settings(arguments), store=rank_store(), around_hooks=wrap)
 
 
-def committed(folder: Path, global_rank: int = 0) -> list[IterationCommitted]:
-    """Return what every iteration reported, in the order in which they ran."""
+def events_of(folder: Path, kind: type[T], global_rank: int = 0) -> list[T]:
+    """Return one rank's events of a kind, over all lives, in the order in which they happened."""
     logged = read_events(folder / "events" / f"rank{global_rank:04d}.jsonl")
-    return [entry.event for entry in logged if isinstance(entry.event, IterationCommitted)]
+    return [entry.event for entry in logged if isinstance(entry.event, kind)]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return the loss of every iteration; where one ran twice, both must agree."""
+    found: dict[int, float] = {}
+    for event in events_of(folder, IterationCommitted):
+        assert found.setdefault(event.iteration, event.loss) == event.loss, event
+    return found

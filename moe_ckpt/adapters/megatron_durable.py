@@ -15,7 +15,7 @@ import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ class MegatronDurableState:
 
     def __init__(self, state: TrainingState, *, asynchronous: bool) -> None:
         self._state = state
-        self._group = dist.new_group(backend="gloo")
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
         self._writer_thread = ThreadPoolExecutor(1, "checkpoint-writer") if asynchronous else None
         self._writing: Future[None] | None = None
 
@@ -63,7 +63,7 @@ class MegatronDurableState:
         assert self._writing is None, "one save at a time"
         self._refuse_without_space(directory)
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
-        sharded, common = save_preprocess(content)
+        sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
         from_rank_zero(lambda: _write_common(directory, common), CheckpointSaveError)
         if self._writer_thread is None:
             self._write(directory, _as_dcp(sharded))
@@ -83,7 +83,7 @@ class MegatronDurableState:
     def load(self, directory: Path) -> int:
         template: dict[str, Any] = {"iteration": 0, **sharded_state(self._state, is_loading=True)}
         try:
-            loaded = dist_checkpointing.load(template, str(directory))
+            loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
             load_sharded_state(self._state, loaded)
         except _LOAD_ERRORS as error:
             raise CheckpointLoadError(f"{directory}: {_reason(error)}") from error

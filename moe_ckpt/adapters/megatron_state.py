@@ -53,7 +53,7 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
     yield "rng.cpu", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "rng.cuda", torch.cuda.get_rng_state()
-    for name, rng_state in sorted(tensor_parallel.get_cuda_rng_tracker().get_states().items()):
+    for name, rng_state in sorted(_rng_tracker().get_states().items()):
         yield f"rng.{name}", rng_state
 
 
@@ -84,13 +84,15 @@ def digest_of(state: TrainingState) -> str:
     return total.hexdigest()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def allocate_optimizer_state(state: TrainingState) -> None:
-    """Give a fresh Adam zero moments and step 0, as its first step would, so that saved ones have where to go."""
+    """Give a fresh Adam zero moments and step 0, as its first step would.
+
+    Megatron can neither save nor load an Adam that has not stepped yet: a fresh one, or one whose steps all overflowed.
+    """
     for optimizer in state.inner_optimizers:
         inner = _torch_optimizer(optimizer)
         for group in inner.param_groups if inner else []:
@@ -116,8 +118,6 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
     for index, chunk in enumerate(state.model):
         key = "model" if len(state.model) == 1 else f"model{index}"
         model[key] = cast("Any", chunk).module.sharded_state_dict(metadata=_SHARDING_METADATA)
-    if is_loading:
-        allocate_optimizer_state(state)
     return {
         **model,
         "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA),
@@ -176,13 +176,17 @@ def _restore_buffers(state: TrainingState, saved: dict[str, torch.Tensor]) -> No
             buffer.copy_(saved[f"{index}.{name}"])
 
 
+def _rng_tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
 def _rng_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": _rng_tracker().get_states(),
     }
 
 
@@ -191,4 +195,4 @@ def _restore_rng_state(saved: dict[str, Any]) -> None:
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["cpu"])
     torch.cuda.set_rng_state(saved["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(saved["tracker"])
+    _rng_tracker().set_states(saved["tracker"])

@@ -10,7 +10,9 @@ logged norm instead of measuring one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
+import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from moe_ckpt.adapters.megatron_state import TrainingState
@@ -39,7 +41,7 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
         return
     assert gradients.total_norm is not None
     for optimizer in state.inner_optimizers:
-        config, parameters = optimizer.config, optimizer.get_parameters()
+        config, parameters = optimizer.config, cast("list[torch.Tensor]", optimizer.get_parameters())
         if parameters and config.clip_grad > 0.0:
             decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, config.clip_grad, gradients.total_norm, decoupled)

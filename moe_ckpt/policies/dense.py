@@ -14,7 +14,7 @@ from moe_ckpt.types import SnapshotPlan
 class Never:
     """`ckpt=none`."""
 
-    def plan(self, iteration: int) -> SnapshotPlan:
+    def plan(self, iteration: int) -> SnapshotPlan:  # noqa: ARG002 - whatever it is
         return SnapshotPlan(durable=False)
 
 

@@ -9,19 +9,24 @@ is collective. Must not: decide when to save, or know the format inside a direct
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, EventLog, StateResumed
 from moe_ckpt.ports import DurableState
-from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store import disk
-from moe_ckpt.store.disk import CheckpointFolder, FileRecord, Manifest
+from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
+from moe_ckpt.store.disk import CheckpointFolder, Manifest
 from moe_ckpt.types import CheckpointRef, RunIdentity
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +58,7 @@ class DurableTier:
         assert self._in_flight is None, self._in_flight
         started_s = time.monotonic()
         directory = self._folder.directory(iteration)
-        with _reported(self._events, iteration):
+        with _reporting(self._events, iteration):
             from_rank_zero(lambda: self._folder.prepare(iteration), CheckpointSaveError)
             self._state.start_save(directory, iteration)
         stall_s = time.monotonic() - started_s
@@ -66,7 +71,7 @@ class DurableTier:
         if flight is None:
             return
         started_s = time.monotonic()
-        with _reported(self._events, flight.iteration):
+        with _reporting(self._events, flight.iteration):
             try:
                 if not self._state.finish_save(wait=wait):
                     return
@@ -141,23 +146,18 @@ class DurableTier:
         self._events.append(CheckpointSkipped(source=source, reason=reason))
 
 
-class _reported:
-    """Puts a failed save into the event log before the error travels on."""
-
-    def __init__(self, events: EventLog, iteration: int) -> None:
-        self._events = events
-        self._iteration = iteration
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, _: object) -> None:
-        if isinstance(error, CheckpointSaveError):
-            self._events.append(CheckpointFailed(iteration=self._iteration, reason=str(error)))
+@contextlib.contextmanager
+def _reporting(events: EventLog, iteration: int) -> Iterator[None]:
+    """Put a failed save into the event log before the error travels on."""
+    try:
+        yield
+    except CheckpointSaveError as error:
+        events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
+        raise
 
 
-def _my_share(items: list[str] | tuple[FileRecord, ...]) -> list:
-    return list(items[dist.get_rank() :: dist.get_world_size()])
+def _my_share(items: Sequence[T]) -> Sequence[T]:
+    return items[dist.get_rank() :: dist.get_world_size()]
 
 
 def _require_fit(directory: Path, manifest: Manifest, mine: RunIdentity, run_id: str | None) -> None:

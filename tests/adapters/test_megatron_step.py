@@ -1,0 +1,46 @@
+"""The split step is Megatron's own step, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_ckpt.adapters import megatron_step
+from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
+from moe_ckpt.adapters.megatron_step import ReadyGradients
+from tests.adapters.stage import build_stage
+from tests.ranks import run_ranks
+
+
+def _digest_with_split_step(overrides: tuple[str, ...]) -> str:
+    state, trainer = build_stage(*overrides)
+    for iteration in (1, 2, 3):
+        trainer.run_iteration(iteration)
+    return digest_of(state)
+
+
+def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
+    import launcher.loop as loop  # noqa: PLC0415 - its two calls are replaced in this rank's process only
+
+    def step(state: TrainingState) -> ReadyGradients:
+        updated, norm, _ = state.optimizer.step()
+        return ReadyGradients(overflow=not updated, total_norm=norm, loss_scale=1.0)
+
+    loop.finish_gradients = step
+    loop.apply_update = lambda state, gradients: None
+    assert loop.finish_gradients is not megatron_step.finish_gradients
+    return _digest_with_split_step(overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("train.clip_grad=0.01",),
+        ("train.clip_grad=0",),
+        ("precision=fp32", "train.distributed_optimizer=false"),
+        ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1"),
+    ],
+    ids=lambda overrides: ", ".join(overrides) or "default",
+)
+def test_split_step_equals_megatrons_step(overrides: tuple[str, ...]) -> None:
+    assert run_ranks(4, _digest_with_split_step, overrides) == run_ranks(4, _digest_with_whole_step, overrides)

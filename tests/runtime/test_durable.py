@@ -1,0 +1,188 @@
+"""The durable tier on bad days: damage, strangers, failing saves. Nothing silent, nothing lost that was saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResumed
+from moe_ckpt.store.disk import MARKER
+from tests.ranks import RankFailedError
+from tests.training import events_of, train
+
+DENSE = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=6", "ckpt.keep=3")
+Run = tuple[Path, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run with checkpoints after iterations 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, train(2, folder, *DENSE)
+
+
+@pytest.fixture
+def interrupted(finished: Run, tmp_path: Path) -> Run:
+    """A copy that looks as if the run had died after iteration 4, and how it would have ended."""
+    folder = tmp_path / "interrupted"
+    shutil.copytree(finished[0], folder)
+    shutil.rmtree(folder / "checkpoints" / "iter_0000006")
+    return folder, finished[1]
+
+
+def _checkpoint(folder: Path, iteration: int) -> Path:
+    return folder / "checkpoints" / f"iter_{iteration:07d}"
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _damage(checkpoint: Path, how: str) -> None:
+    shard = checkpoint / "__1_0.distcp"
+    match how:
+        case "flipped bit":
+            _flip_a_bit(shard)
+        case "cut file":
+            shard.write_bytes(shard.read_bytes()[:-1])
+        case "missing file":
+            shard.unlink()
+        case "no marker":
+            (checkpoint / MARKER).unlink()
+        case "garbage in marker":
+            (checkpoint / MARKER).write_text("{")
+        case "flipped bit in common state":
+            _flip_a_bit(checkpoint / "common.pt")
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["flipped bit", "cut file", "missing file", "no marker", "garbage in marker", "flipped bit in common state"],
+)
+def test_a_damaged_checkpoint_is_reported_and_the_older_one_taken(how: str, interrupted: Run) -> None:
+    folder, expected = interrupted
+    damaged = _checkpoint(folder, 4)
+    _damage(damaged, how)
+
+    result = train(2, folder, *DENSE)
+
+    assert [event.source for event in events_of(folder, CheckpointSkipped)] == [str(damaged)]
+    assert [event.iteration for event in events_of(folder, StateResumed)] == [2]
+    assert result["digest_per_rank"] == expected["digest_per_rank"]
+
+
+def test_without_a_usable_checkpoint_the_error_says_what_was_tried(interrupted: Run) -> None:
+    folder, _ = interrupted
+    _damage(_checkpoint(folder, 2), "cut file")
+    _damage(_checkpoint(folder, 4), "flipped bit")
+    with pytest.raises(RankFailedError, match=r"(?s)no usable checkpoint.*iter_0000004/__1_0.*iter_0000002/__1_0"):
+        train(2, folder, *DENSE)
+    assert _checkpoint(folder, 4).exists(), "nothing that was saved is removed"
+
+
+def test_a_stranger_in_the_folder_is_refused_by_name(finished: Run, tmp_path: Path) -> None:
+    stranger_marker = _checkpoint(finished[0], 6)
+    train(2, tmp_path, "train.iterations=2")
+    shutil.copytree(stranger_marker, _checkpoint(tmp_path, 6))
+    with pytest.raises(RankFailedError, match=r"iter_0000006: saved by run"):
+        train(2, tmp_path, *DENSE)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "override", "what"),
+    [
+        (4, "train.global_batch_size=8", "parallel layout"),
+        (2, "model.hidden_size=64", "model"),
+        (2, "precision=fp32", "model"),
+    ],
+)
+def test_another_layout_or_model_is_refused(world_size: int, override: str, what: str, interrupted: Run) -> None:
+    with pytest.raises(RankFailedError, match=f"saved by {what} .* wanted {what}"):
+        train(world_size, interrupted[0], *DENSE, override)
+
+
+def test_another_learning_rate_is_refused_not_ignored(interrupted: Run) -> None:
+    with pytest.raises(RankFailedError, match="0.123"):
+        train(2, interrupted[0], *DENSE, "train.lr=0.123")
+
+
+def test_a_lost_iteration_number_is_noticed(interrupted: Run) -> None:
+    folder, _ = interrupted
+    shutil.rmtree(_checkpoint(folder, 4))
+    _checkpoint(folder, 2).rename(_checkpoint(folder, 4))
+    with pytest.raises(RankFailedError, match="state after iteration 2, wanted 4"):
+        train(2, folder, *DENSE)
+
+
+def test_resume_from_the_folder_of_another_run(interrupted: Run, tmp_path: Path) -> None:
+    folder, expected = interrupted
+    result = train(2, tmp_path / "new", *DENSE, f"train.resume={folder}")
+    assert [event.source for event in events_of(tmp_path / "new", StateResumed)] == [str(_checkpoint(folder, 4))]
+    assert result["digest_per_rank"] == expected["digest_per_rank"]
+
+
+def test_resume_from_one_checkpoint_and_then_from_own_ones(interrupted: Run, tmp_path: Path) -> None:
+    folder, expected = interrupted
+    new = tmp_path / "new"
+    resume = f"train.resume={_checkpoint(folder, 2)}"
+    train(2, new, *DENSE, resume)
+    shutil.rmtree(_checkpoint(new, 6))
+    result = train(2, new, *DENSE, resume)
+    assert [event.iteration for event in events_of(new, StateResumed)] == [2, 4]
+    assert result["digest_per_rank"] == expected["digest_per_rank"]
+
+
+def test_resume_from_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"train.resume: got .*nowhere"):
+        train(1, tmp_path, f"train.resume={tmp_path / 'nowhere'}", "train.iterations=2")
+
+
+def test_never_does_not_write_over_saved_checkpoints(interrupted: Run) -> None:
+    folder, _ = interrupted
+    with pytest.raises(RankFailedError, match=r"train.resume: got 'never'.*iter_0000004"):
+        train(2, folder, *DENSE, "train.resume=never")
+
+
+def test_fewer_iterations_than_done_is_an_error(interrupted: Run) -> None:
+    with pytest.raises(RankFailedError, match=r"train.iterations: got 3, wanted at least 4"):
+        train(2, interrupted[0], *DENSE, "train.iterations=3", "train.lr_decay_iters=6")
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous: str, finished: Run, tmp_path: Path) -> None:
+    result = train(2, tmp_path, *DENSE, f"ckpt.async_save={asynchronous}", max_file_bytes=200_000)
+    failed = events_of(tmp_path, CheckpointFailed)
+    assert [event.iteration for event in failed] == [2, 4, 6]
+    assert all("File too large" in event.reason for event in failed)
+    assert not events_of(tmp_path, CheckpointSaved)
+    assert result["digest_per_rank"] == finished[1]["digest_per_rank"]
+
+
+def test_a_save_that_fails_on_one_file_system_call_of_rank_zero_does_not_hang_the_others(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    train(2, tmp_path, *DENSE)
+    assert [event.iteration for event in events_of(tmp_path, CheckpointFailed, global_rank=1)] == [2, 4, 6]
+
+
+def test_strict_stops_the_run_and_keeps_what_was_saved(interrupted: Run) -> None:
+    folder, _ = interrupted
+    with pytest.raises(RankFailedError, match="File too large"):
+        train(2, folder, *DENSE, "ckpt.strict=true", max_file_bytes=200_000)
+    assert json.loads((_checkpoint(folder, 4) / MARKER).read_text())["iteration"] == 4
+
+
+def test_old_checkpoints_are_dropped_and_the_newest_kept(tmp_path: Path) -> None:
+    train(2, tmp_path, "ckpt=dense", "ckpt.every_iters=1", "train.iterations=5", "ckpt.keep=2")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iter_0000004", "iter_0000005"]
+
+
+def test_sizes_in_events_are_those_on_disk(finished: Run) -> None:
+    for event in events_of(finished[0], CheckpointSaved):
+        files = [path for path in Path(event.directory).iterdir() if path.name != MARKER]
+        assert event.size_bytes == sum(path.stat().st_size for path in files)
