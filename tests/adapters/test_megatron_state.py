@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -62,12 +63,12 @@ def _draw_from_the_default_generator(state: TrainingState) -> None:
 
 
 def _draw_from_the_tracked_generator(state: TrainingState) -> None:
-    with tensor_parallel.get_cuda_rng_tracker().fork():
+    with cast("Any", tensor_parallel.get_cuda_rng_tracker()).fork():
         torch.rand(1)
 
 
 def _change_loss_scale(state: TrainingState) -> None:
-    state.inner_optimizers[0].grad_scaler._scale *= 2
+    cast("Any", state.inner_optimizers[0]).grad_scaler._scale *= 2
 
 
 CHANGES: list[Callable[[TrainingState], None]] = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from moe_ckpt.adapters import megatron_step
@@ -22,7 +24,7 @@ def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
     import launcher.loop as loop  # noqa: PLC0415 - its two calls are replaced in this rank's process only
 
     def step(state: TrainingState) -> ReadyGradients:
-        updated, norm, _ = state.optimizer.step()
+        updated, norm, _ = cast("Any", state.optimizer).step()
         return ReadyGradients(overflow=not updated, total_norm=norm, loss_scale=1.0)
 
     loop.finish_gradients = step

@@ -103,12 +103,12 @@ def test_a_stranger_in_the_folder_is_refused_by_name(finished: Run, tmp_path: Pa
     ],
 )
 def test_another_layout_or_model_is_refused(world_size: int, override: str, what: str, interrupted: Run) -> None:
-    with pytest.raises(RankFailedError, match=f"saved by {what} .* wanted {what}"):
+    with pytest.raises(RankFailedError, match=rf"saved by {what} .* wanted {what}"):
         train(world_size, interrupted[0], *DENSE, override)
 
 
 def test_another_learning_rate_is_refused_not_ignored(interrupted: Run) -> None:
-    with pytest.raises(RankFailedError, match="0.123"):
+    with pytest.raises(RankFailedError, match=r"0\.123"):
         train(2, interrupted[0], *DENSE, "train.lr=0.123")
 
 
