@@ -83,7 +83,7 @@ def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) ->
     require(train.global_batch_size % step == 0, "train.global_batch_size", train.global_batch_size, wanted)
 
 
-def join_job(launch: Launch, store: dist.Store | None = None) -> None:
+def join_job(launch: Launch, *, deterministic: bool, store: dist.Store | None = None) -> None:
     """Choose this process's device and form the world: NCCL where there is CUDA, gloo elsewhere.
 
     The ranks meet through `store`, or torchrun's where none is given. torchrun's outlives a restart of its workers,
@@ -95,9 +95,19 @@ def join_job(launch: Launch, store: dist.Store | None = None) -> None:
         torch.set_num_threads(_threads_per_process())
         dist.init_process_group("gloo", **world)
     else:
+        if deterministic:
+            _make_deterministic()
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **world)
+
+
+def _make_deterministic() -> None:
+    """Make CUDA repeat itself bit for bit; call before CUDA starts. Kernels without such a form warn."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # the order of sums
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def agent_store(part: str) -> dist.Store | None:

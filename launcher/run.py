@@ -52,7 +52,7 @@ def run(
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size)
     check_fit(layout, settings.model, settings.train)
-    join_job(launch, store)
+    join_job(launch, deterministic=settings.train.deterministic, store=store)
     folder = open_run_folder(settings, launch)
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)

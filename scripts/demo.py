@@ -1,7 +1,7 @@
 """What `make demo` shows: a job on 4 local ranks that is killed in the middle and ends as if nothing had happened.
 
-Twice the same training, `ckpt=dense`: once left alone, once with `kill -9` on a rank. torchrun restarts the workers; they
-resume from the newest checkpoint, and the digest of the whole state at the end says whether anything was lost.
+Twice the same training, `ckpt=dense`: once left alone, once with `kill -9` on a rank. torchrun restarts the workers,
+they resume from the newest checkpoint, and the digest of the whole state says at the end whether anything was lost.
 """
 
 from __future__ import annotations

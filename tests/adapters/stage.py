@@ -37,7 +37,7 @@ def build_stage(*overrides: str) -> tuple[TrainingState, Trainer]:
     settings = compose_settings((*FAST, "model.num_layers=2", *overrides))
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size)
-    join_job(launch, rank_store())
+    join_job(launch, deterministic=True, store=rank_store())
     form_groups(layout, settings.train.seed)
     source = open_source(settings.data, settings.train, None, Path("unused"))
     state = build_training(settings, layout, padded_vocab_size(source.vocab_size, layout))
