@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tokenizers import Tokenizer
 
 from launcher.config import DataConfig, TrainConfig
@@ -82,9 +83,7 @@ class MegatronCorpus:
 
     def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path) -> None:
         assert config.path is not None
-        for suffix in (".bin", ".idx"):
-            if not Path(config.path + suffix).is_file():
-                raise DataError(f"data.path: got {config.path!r}, wanted the prefix of a .bin and .idx file")
+        _require_documents(config.path, config.eval_fraction)
         self.vocab_size = vocab_size
         dataset_config = GPTDatasetConfig(
             random_seed=config.seed,
@@ -101,14 +100,32 @@ class MegatronCorpus:
         sizes = [train.iterations * train.global_batch_size, train.eval_batches * train.global_batch_size, 0]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
         self._train, self._eval, _ = cast("tuple[Any, Any, Any]", builder.build())
-        if self._train is None or self._eval is None:
-            raise DataError(f"data.path: {config.path!r} has too few documents for data.eval_fraction")
 
     def train_sample(self, number: int) -> Tokens:
         return _with_target(self._train[number])
 
     def eval_sample(self, number: int) -> Tokens:
         return _with_target(self._eval[number])
+
+
+def _require_documents(prefix: str, eval_fraction: float) -> None:
+    """Refuse a corpus without text on either side of the split, which Megatron's builder would search for ever."""
+    for suffix in (".bin", ".idx"):
+        if not Path(prefix + suffix).is_file():
+            raise DataError(f"data.path: got {prefix!r}, wanted the prefix of a .bin and .idx file")
+    num_tokens = np.array(_sequence_lengths(prefix))
+    num_kept = round(len(num_tokens) * (1 - eval_fraction))
+    for part, tokens in (("training", num_tokens[:num_kept]), ("held-out", num_tokens[num_kept:])):
+        if tokens.sum() == 0:
+            raise DataError(
+                f"data.eval_fraction: got {eval_fraction}, which leaves no {part} text in the {len(num_tokens)} "
+                f"documents of {prefix!r}"
+            )
+
+
+def _sequence_lengths(prefix: str) -> list[int]:
+    dataset = IndexedDataset(prefix)
+    return dataset.sequence_lengths.tolist()  # a copy: the array is a view into a file that closes with the dataset
 
 
 def _with_target(sample: dict[str, torch.Tensor]) -> Tokens:

@@ -224,7 +224,7 @@ def count_parameters(model: ModelConfig, vocab_size: int, max_sequence_length: i
     Worked example, `tiny` with 256 byte tokens: 4 layers of 8 experts with 3 * 64 * 128 weights each are 786,432.
     """
     expert = _mlp_parameters(model, model.moe_ffn_hidden_size)
-    moe_layer = model.num_experts * model.hidden_size  # the gate
+    moe_layer = model.num_experts * (model.hidden_size + int(model.linear_bias))  # the gate
     if model.shared_expert_ffn_hidden_size:
         moe_layer += _mlp_parameters(model, model.shared_expert_ffn_hidden_size)
     num_moe_layers = model.num_layers - model.num_dense_layers if model.num_experts else 0

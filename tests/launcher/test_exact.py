@@ -129,6 +129,7 @@ def test_killed_run_resumes_exactly(
     )
     assert result["faults_survived"] == 1
     assert result["digest_per_rank"] == uninterrupted[0]["digest_per_rank"]
-    assert losses(tmp_path) == uninterrupted[1]
+    unlogged = {iteration} if phase == "after-save" else set()  # died between its save and its event
+    assert losses(tmp_path) == {i: loss for i, loss in uninterrupted[1].items() if i not in unlogged}
     torn = [event.source for event in events_of(tmp_path, CheckpointSkipped)]
     assert [Path(source).name for source in torn] == (["iter_0000004"] if phase == "while-saving" else [])

@@ -1,0 +1,343 @@
+"""Settings: every choice under conf/ composes and converts, and every mistake is an error that names its key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from launcher.config import (
+    CONF_DIR,
+    GROUPS,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    Settings,
+    TrainConfig,
+    compose_settings,
+    group_choice_without_plus,
+)
+from moe_ckpt.config import CKPT_CONFIGS
+from moe_ckpt.errors import ConfigError
+
+CHOICES = sorted((path.parent.name, path.stem) for path in CONF_DIR.glob("*/*.yaml"))
+NEEDS_A_PATH = {("data", "text"), ("data", "megatron")}
+KINDS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "run": RunConfig,
+}
+TRAIN_KEYS = sorted(field.name for field in fields(TrainConfig))
+
+
+@pytest.fixture(scope="module")
+def defaults() -> Settings:
+    return compose_settings([])
+
+
+def load(path: Path) -> DictConfig:
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
+    return config
+
+
+def message_of(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose_settings(arguments)
+    return str(caught.value)
+
+
+def test_every_group_has_choices_and_no_folder_is_left_out() -> None:
+    assert {group for group, _ in CHOICES} == set(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda name: name)
+def test_every_choice_composes_and_converts(group: str, choice: str) -> None:
+    path = ["data.path=/corpus"] if (group, choice) in NEEDS_A_PATH else []
+    settings = compose_settings([f"{group}={choice}", *path])
+    expected = OmegaConf.to_container(load(CONF_DIR / group / f"{choice}.yaml"))
+    assert isinstance(expected, dict)
+    if path:
+        expected["path"] = "/corpus"
+    assert asdict(getattr(settings, group)) == expected
+
+
+@pytest.mark.parametrize(("group", "choice"), dict(CHOICES).items(), ids=lambda name: name)  # one choice of each
+def test_a_choice_may_be_appended(group: str, choice: str) -> None:
+    path = ["data.path=/corpus"] if (group, choice) in NEEDS_A_PATH else []
+    assert compose_settings([f"+{group}={choice}", *path]) == compose_settings([f"{group}={choice}", *path])
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda name: name)
+def test_every_yaml_spells_out_every_key(group: str, choice: str) -> None:
+    config = load(CONF_DIR / group / f"{choice}.yaml")
+    kind = CKPT_CONFIGS[config.policy] if group == "ckpt" else KINDS[group]
+    assert list(config) == [field.name for field in fields(kind)]
+
+
+def test_every_ckpt_yaml_is_named_after_its_policy() -> None:
+    assert {path.stem for path in CONF_DIR.glob("ckpt/*.yaml")} == set(CKPT_CONFIGS)
+    assert all(load(CONF_DIR / "ckpt" / f"{name}.yaml").policy == name for name in CKPT_CONFIGS)
+
+
+@pytest.mark.parametrize("path", sorted(CONF_DIR.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF_DIR)))
+def test_every_key_is_explained_beside_it(path: Path) -> None:
+    ours = path.read_text().partition("\nhydra:")[0]  # below that are Hydra's own keys
+    with_value = [line for line in ours.splitlines() if re.match(r"\s*(- )?\w+:\s*[^\s#]", line)]
+    assert with_value
+    assert [line for line in with_value if not re.search(r"\s#\s*\S", line)] == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("+ckpt=dense", "ckpt=dense"),
+        ("++model=tiny", "model=tiny"),
+        ("ckpt=dense", "ckpt=dense"),
+        ("+train.itres=5", "+train.itres=5"),
+        ("+run=x", "+run=x"),
+        ("~train.lr", "~train.lr"),
+    ],
+)
+def test_a_plus_is_dropped_before_groups_only(argument: str, meant: str) -> None:
+    assert group_choice_without_plus(argument) == meant
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.iterations=77", "train", "iterations", 77),
+        ("train.lr=1", "train", "lr", 1.0),
+        ("train.lr_decay_iters=300", "train", "lr_decay_iters", 300),
+        ("train.deterministic=false", "train", "deterministic", False),
+        ("model.moe_capacity_factor=1.25", "model", "moe_capacity_factor", 1.25),
+        ("model.vocab_size=512", "model", "vocab_size", 512),
+        ("parallel.pp=4", "parallel", "pp", 4),
+        ("run.dir=/tmp/x", "run", "dir", "/tmp/x"),
+        ("model=small", "run", "name", "small"),
+        ("train.min_lr=${train.lr}", "train", "min_lr", 5e-3),
+    ],
+)
+def test_an_override_is_converted(override: str, section: str, key: str, value: object) -> None:
+    got = getattr(getattr(compose_settings([override]), section), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_the_configuration_is_kept_as_composed() -> None:
+    settings = compose_settings(["ckpt=dense", "train.iterations=77"])
+    kept = OmegaConf.create(settings.composed_yaml)
+    assert kept.train == asdict(settings.train)
+    assert kept.train.iterations == 77
+    assert kept.ckpt == asdict(settings.ckpt)
+    assert "hydra" not in kept
+    assert "name: ${model.name}" in settings.composed_yaml
+
+
+def test_settings_cannot_be_changed(defaults: Settings) -> None:
+    with pytest.raises(AttributeError, match="cannot assign to field 'iterations'"):
+        defaults.train.iterations = 5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "choices"),
+    [
+        ("train.itres=5", "train.itres", TRAIN_KEYS),
+        ("+train.itres=5", "train.itres", TRAIN_KEYS),
+        ("++train.itres=5", "train.itres", TRAIN_KEYS),
+        ("model.layers=2", "model.layers", ["num_layers", "hidden_size"]),
+        ("parallel.cp=2", "parallel.cp", ["dp", "ep", "pp", "tp"]),
+        ("precision.type=fp32", "precision.type", ["dtype"]),
+        ("data.pth=x", "data.pth", ["path", "tokenizer"]),
+        ("run.nme=x", "run.nme", ["dir", "name", "progress", "tensorboard"]),
+        ("+run.nme=x", "run.nme", ["dir", "name", "progress", "tensorboard"]),
+        ("ckpt.kep=2", "ckpt.kep", ["policy"]),
+        ("+ckpt.keep=2", "ckpt.keep", ["policy"]),  # ckpt=none has no such key
+        ("trian.iterations=5", "trian.iterations", ["train", "model"]),
+        ("itres=5", "itres", ["train", "model"]),
+        ("+itres=5", "itres", ["train", "model"]),
+        ("+trian.iterations=5", "trian", ["train", "model"]),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_keys_there_are(override: str, key: str, choices: Sequence[str]) -> None:
+    message = message_of(override)
+    assert message.startswith(f"{key}: ")
+    assert [choice for choice in choices if not re.search(rf"\b{choice}\b", message.removeprefix(key))] == []
+
+
+def test_a_key_of_another_policy_is_not_offered() -> None:
+    assert not re.search(r"one of the keys.*\bkeep\b", message_of("ckpt.keep=2"))
+
+
+def test_a_mistyped_key_of_the_chosen_policy_is_named_with_its_keys() -> None:
+    for plus in ("", "+"):
+        message = message_of("ckpt=dense", f"{plus}ckpt.kep=2")
+        assert message.startswith("ckpt.kep: ")
+        assert "async_save, every_iters, keep, policy, strict" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "got"),
+    [
+        ("train.iterations=many", "train.iterations", "many"),
+        ("train.iterations=1.5", "train.iterations", "1.5"),
+        ("train.iterations=true", "train.iterations", "True"),
+        ("train.lr=fast", "train.lr", "fast"),
+        ("train.lr=null", "train.lr", "None"),
+        ("train.deterministic=maybe", "train.deterministic", "maybe"),
+        ("model.num_experts=[1]", "model.num_experts", "[1]"),
+        ("model.kv_channels=wide", "model.kv_channels", "wide"),
+        ("parallel.pp=1.5", "parallel.pp", "1.5"),
+        ("data.seed=x", "data.seed", "x"),
+        ("run.tensorboard=x", "run.tensorboard", "x"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(override: str, key: str, got: str) -> None:
+    message = message_of(override)
+    assert message.startswith(f"{key}: ")
+    assert got in message.removeprefix(key)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_unknown_choice_of_a_group_is_named_with_the_choices(group: str) -> None:
+    message = message_of(f"{group}=nonesuch")
+    assert message == message_of(f"+{group}=nonesuch")
+    assert f"{group}/nonesuch" in message
+    choices = [choice for of, choice in CHOICES if of == group]
+    assert [choice for choice in choices if not re.search(rf"\b{choice}\b", message)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("ckpt.policy=sparse", "ckpt.policy: got 'sparse', wanted one of none, dense"),
+        ("train.optimizer=sgd", "train.optimizer: got 'sgd', wanted one of adam"),
+        ("parallel.dp=0", "parallel.dp: got 0, wanted auto or a number of at least 1"),
+        ("run.name=a/b", "run.name: got 'a/b', wanted letters, digits, '_', '-' and '.'"),
+    ],
+)
+def test_an_unknown_value_on_the_command_line_is_named_with_the_choices(override: str, says: str) -> None:
+    assert message_of(override) == says
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "choices"),
+    [
+        ("train", "lr_schedule", "one of constant, linear, cosine"),
+        ("train", "recompute", "one of none, selective, full"),
+        ("train", "lr_decay_iters", "one of auto, a number"),
+        ("model", "attention", "one of mha, mla"),
+        ("model", "moe_balancing", "one of none, aux_loss, seq_aux_loss, global_aux_loss, bias"),
+        ("model", "moe_score_function", "one of softmax, sigmoid"),
+        ("model", "moe_router_dtype", "one of fp32, fp64, model"),
+        ("model", "normalization", "one of RMSNorm, LayerNorm"),
+        ("model", "activation", "one of swiglu, gelu"),
+        ("model", "position_embedding", "one of rope, learned"),
+        ("model", "vocab_size", "one of auto, a number"),
+        ("precision", "dtype", "one of fp32, bf16, fp16"),
+        ("data", "source", "one of stdlib, text, megatron"),
+        ("parallel", "pp", "auto or a number of at least 1"),
+        ("parallel", "ep", "auto or a number of at least 1"),
+        ("run", "progress", "one of auto, bar, lines, none"),
+    ],
+)
+def test_an_unknown_value_is_named_with_the_choices(defaults: Settings, section: str, key: str, choices: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(getattr(defaults, section), **{key: "nonesuch"})
+    assert str(caught.value) == f"{section}.{key}: got 'nonesuch', wanted {choices}"
+
+
+@pytest.mark.parametrize("choice", sorted(choice for _, choice in NEEDS_A_PATH))
+def test_a_missing_path_of_the_data_is_named(choice: str) -> None:
+    assert message_of(f"data={choice}").startswith("data.path: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("train.lr=???", "train.lr"),
+        ("train.lr=${train.nonesuch}", "train.lr"),
+        ("~train.lr", "train.lr"),
+        ("~train", "train"),
+        ("train=5", "train"),
+        ("train=null", "train"),
+        ("train", "train"),
+        ("train.lr=[", "train.lr=["),
+    ],
+)
+def test_an_override_that_leaves_no_value_is_named(override: str, names: str) -> None:
+    assert names in message_of(override)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "names"),
+    [
+        ("model", {"num_layers": 0}, "model.num_layers: got 0, wanted at least 1"),
+        ("model", {"num_experts": -1}, "model.num_experts: got -1, wanted at least 0"),
+        ("model", {"moe_topk": 9}, "model.moe_topk: got 9, wanted between 1 and model.num_experts=8"),
+        ("model", {"moe_topk": 0}, "model.moe_topk: got 0, wanted between 1 and model.num_experts=8"),
+        ("model", {"moe_balancing": "bias"}, "model.moe_score_function: got 'softmax', wanted sigmoid"),
+        ("model", {"moe_pad_to_capacity": True}, "model.moe_capacity_factor: got None, wanted a number"),
+        ("model", {"attention": "mla"}, "model.mla_kv_lora_rank: got None, wanted a number"),
+        ("model", {"hidden_size": 66}, "model.num_attention_heads: got 4, wanted a divisor of model.hidden_size=66"),
+        ("precision", {"min_loss_scale": 0.5}, "precision.min_loss_scale: got 0.5, wanted at least 1.0"),
+        ("precision", {"initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "precision.initial_loss_scale: got 1.0"),
+        ("precision", {"loss_scale_window_iters": 0}, "precision.loss_scale_window_iters: got 0"),
+        ("data", {"path": "/corpus"}, "data.path: got '/corpus', wanted null where data.source=stdlib"),
+        ("data", {"tokenizer": "t.json"}, "data.tokenizer: got 't.json', wanted null"),
+        ("data", {"source": "text"}, "data.path: got None, wanted a path where data.source=text"),
+        ("data", {"source": "megatron", "path": ""}, "data.path: got '', wanted a path where data.source=megatron"),
+        ("data", {"eval_fraction": 0.0}, "data.eval_fraction: got 0.0, wanted between 0 and 1"),
+        ("data", {"eval_fraction": 1.0}, "data.eval_fraction: got 1.0, wanted between 0 and 1"),
+        ("data", {"seed": -1}, "data.seed: got -1, wanted at least 0"),
+        ("train", {"iterations": 0}, "train.iterations: got 0, wanted at least 1"),
+        ("train", {"eval_batches": 0}, "train.eval_batches: got 0, wanted at least 1"),
+        ("train", {"lr": -1.0}, "train.lr: got -1.0, wanted at least 0"),
+        ("train", {"min_lr": 1.0}, "train.min_lr: got 1.0, wanted at most train.lr=0.005"),
+        ("train", {"lr_warmup_iters": 200}, "train.lr_warmup_iters: got 200, wanted less than the 200 iterations"),
+        ("train", {"lr_decay_iters": 10}, "train.lr_warmup_iters: got 10, wanted less than the 10 iterations"),
+        ("train", {"resume": ""}, "train.resume: got '', wanted auto, never or the path"),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(
+    defaults: Settings, section: str, changes: dict[str, object], names: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(getattr(defaults, section), **changes)
+    assert str(caught.value).startswith(names)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("model", {"num_experts": 0, "moe_topk": 0}),
+        ("model", {"moe_topk": 8}),
+        ("model", {"moe_balancing": "bias", "moe_score_function": "sigmoid"}),
+        ("model", {"moe_pad_to_capacity": True, "moe_capacity_factor": 1.0}),
+        ("model", {"hidden_size": 66, "kv_channels": 16}),
+        ("data", {"source": "text", "path": "/corpus", "tokenizer": "t.json"}),
+        ("train", {"lr_warmup_iters": 199}),
+        ("train", {"iterations": 5, "lr_decay_iters": 100}),
+    ],
+)
+def test_values_at_the_edge_of_what_goes_together_are_taken(
+    defaults: Settings, section: str, changes: dict[str, object]
+) -> None:
+    changed = replace(getattr(defaults, section), **changes)
+    assert {name: getattr(changed, name) for name in changes} == changes
+
+
+def test_the_learning_rate_decays_over_the_run_unless_told(defaults: Settings) -> None:
+    assert replace(defaults.train, iterations=77).num_decay_iters == 77
+    assert replace(defaults.train, iterations=77, lr_decay_iters=300).num_decay_iters == 300

@@ -1,0 +1,273 @@
+"""Training data: where tokens come from, and which samples make up a batch."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+import tests.preload  # noqa: F401 - imports Megatron without its warnings
+from launcher.config import DataConfig, TrainConfig, compose_settings
+from launcher.data import Batches, FlatText, Tokens, TokenSource, open_source, split_files, standard_library_files
+from moe_ckpt.errors import DataError
+
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+WORDS = ("[UNK]", "zero", "one", "two", "three")
+TRAIN = compose_settings([]).train
+
+
+def train_config(**changes: int) -> TrainConfig:
+    return replace(TRAIN, **changes)
+
+
+def data_config(path: Path | None, *, tokenizer: Path | None = None, eval_fraction: float = 0.1) -> DataConfig:
+    return DataConfig(
+        source="stdlib" if path is None else "text",
+        path=None if path is None else str(path),
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        eval_fraction=eval_fraction,
+        seed=7,
+    )
+
+
+def open_text(path: Path | None, *, tokenizer: Path | None = None, sequence_length: int = 8) -> TokenSource:
+    config = data_config(path, tokenizer=tokenizer)
+    return open_source(config, train_config(sequence_length=sequence_length), None, Path("unused"))
+
+
+def flat_text(*, length: int = 10, seed: int = 7) -> FlatText:
+    """Tokens 0..999 to train on, 1000..1499 held out."""
+    return FlatText(np.arange(1000), np.arange(1000, 1500), vocab_size=1500, length=length, seed=seed)
+
+
+class Numbers:
+    """A source whose samples repeat their own number, negative where held out, so that a batch tells what is in it."""
+
+    vocab_size = 1
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def train_sample(self, number: int) -> Tokens:
+        return np.full(self._length, number, dtype=np.uint16)
+
+    def eval_sample(self, number: int) -> Tokens:
+        return np.full(self._length, -number, dtype=np.int32)
+
+
+def batches_of(global_batch_size: int, micro_batch_size: int, dp: int) -> list[Batches]:
+    """Return the batches of each data-parallel rank."""
+    train = train_config(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, sequence_length=4)
+    return [Batches(source=Numbers(5), train=train, dp=dp, dp_rank=rank) for rank in range(dp)]
+
+
+# --- files
+
+
+def test_the_standard_library_is_its_sorted_sources_without_tests_and_packages() -> None:
+    files = standard_library_files()
+    inside = {path.relative_to(LIBRARY) for path in files}
+    assert {Path("ast.py"), Path("json/decoder.py"), Path("email/mime/text.py")} <= inside
+    assert files == sorted(files)
+    assert all(path.suffix == ".py" for path in inside)
+    folders = {folder for path in inside for folder in path.parts[:-1]}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def some_files(count: int) -> list[Path]:
+    return [Path("/usr/lib/python3") / f"package{number % 50}" / f"module{number}.py" for number in range(count)]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5])
+def test_files_are_split_about_as_told_and_none_is_lost(fraction: float) -> None:
+    files = some_files(2000)
+    kept, held_out = split_files(files, fraction)
+    assert not set(kept) & set(held_out)
+    assert sorted(kept + held_out) == sorted(files)
+    assert len(held_out) / len(files) == pytest.approx(fraction, abs=0.05)
+    assert kept == [path for path in files if path in set(kept)]  # in the order in which they came
+
+
+def test_the_fate_of_a_file_depends_on_its_name_alone() -> None:
+    files = some_files(500)
+    _, held_out = split_files(files, 0.3)
+    _, held_out_of_fewer = split_files(reversed(files[100:300]), 0.3)
+    assert set(held_out_of_fewer) == set(held_out) & set(files[100:300])
+    elsewhere = [Path("/opt/other") / path.relative_to("/usr/lib/python3") for path in files]
+    assert [path.name for path in split_files(elsewhere, 0.3)[1]] == [path.name for path in held_out]
+
+
+# --- samples
+
+
+@given(number=st.integers(0, 1 << 40), length=st.integers(1, 400))
+def test_a_sample_is_a_window_of_its_part_and_always_the_same(number: int, length: int) -> None:
+    text, again = flat_text(length=length), flat_text(length=length)
+    train, held_out = text.train_sample(number), text.eval_sample(number)
+    assert train.tolist() == list(range(train[0], train[0] + length))
+    assert held_out.tolist() == list(range(held_out[0], held_out[0] + length))
+    assert train[-1] < 1000 <= held_out[0]
+    again.train_sample(number + 1)  # what else was asked for makes no difference
+    assert again.train_sample(number).tolist() == train.tolist()
+    assert again.eval_sample(number).tolist() == held_out.tolist()
+
+
+def test_samples_come_from_everywhere_and_from_other_places_with_another_seed() -> None:
+    starts = [int(flat_text().train_sample(number)[0]) for number in range(2000)]
+    assert min(starts) < 50
+    assert max(starts) > 940
+    assert len(set(starts)) > 500
+    assert starts != [int(flat_text(seed=8).train_sample(number)[0]) for number in range(2000)]
+
+
+def test_training_and_held_out_samples_are_drawn_independently() -> None:
+    same = FlatText(np.arange(1000), np.arange(1000), vocab_size=1000, length=10, seed=7)
+    train, held_out = (
+        [int(sample(number)[0]) for number in range(50)] for sample in (same.train_sample, same.eval_sample)
+    )
+    assert train != held_out
+
+
+@pytest.mark.parametrize(
+    ("num_train", "num_eval", "part"), [(8, 100, "training"), (100, 8, "held-out"), (100, 0, "held-out")]
+)
+def test_a_text_shorter_than_a_sample_is_refused(num_train: int, num_eval: int, part: str) -> None:
+    got = min(num_train, num_eval)
+    with pytest.raises(DataError, match=rf"^data.path: {got} {part} tokens, wanted more than a sample's 8$"):
+        FlatText(np.arange(num_train), np.arange(num_eval), vocab_size=100, length=8, seed=7)
+
+
+def test_the_standard_library_is_read_as_bytes_with_whole_files_held_out() -> None:
+    kept, held_out = (
+        b"".join(path.read_bytes() for path in part) for part in split_files(standard_library_files(), 0.1)
+    )
+    source = open_text(None, sequence_length=255)
+    assert source.vocab_size == 256
+    for number in range(20):
+        train, evaluation = source.train_sample(number).tobytes(), source.eval_sample(number).tobytes()
+        assert len(train) == len(evaluation) == 256
+        assert train in kept
+        assert evaluation in held_out
+
+
+# --- text of the user
+
+
+def test_a_file_is_read_as_bytes_and_its_end_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"a" * 900 + b"\xff" * 100)
+    source = open_text(tmp_path / "text")
+    assert source.vocab_size == 256
+    assert all(source.train_sample(number).tolist() == [ord("a")] * 9 for number in range(50))
+    assert all(source.eval_sample(number).tolist() == [255] * 9 for number in range(50))
+
+
+def test_a_folder_is_read_with_its_subfolders_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name, content in (("c.txt", b"c" * 100), ("b/b.txt", b"b" * 450), ("a.txt", b"a" * 450), ("d.txt", b"")):
+        (tmp_path / name).write_bytes(content)
+    source = open_text(tmp_path)
+    seen = {source.train_sample(number).tobytes() for number in range(400)}
+    assert {b"a" * 9, b"b" * 9, b"a" * 4 + b"b" * 5} <= seen
+    assert not any(b"c" in sample for sample in seen)
+    assert {source.eval_sample(number).tobytes() for number in range(50)} == {b"c" * 9}
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty_file", "empty_folder", "folder_of_empty_files"])
+def test_a_path_without_text_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    if kind == "empty_file":
+        path.touch()
+    elif kind != "missing":
+        path.mkdir()
+    if kind == "folder_of_empty_files":
+        (path / "a.txt").touch()
+    with pytest.raises(DataError, match=rf"^data.path: .*{path}"):
+        open_text(path)
+
+
+def test_a_short_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 50)  # 5 tokens are held out
+    with pytest.raises(DataError, match="^data.path: 5 held-out tokens, wanted more than a sample's 9$"):
+        open_text(tmp_path / "text")
+
+
+def save_tokenizer(path: Path) -> Path:
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("one two three never " * 200)
+    source = open_text(tmp_path / "text", tokenizer=save_tokenizer(tmp_path / "tokenizer.json"), sequence_length=3)
+    assert source.vocab_size == len(WORDS)
+    rotations = {(1, 2, 3, 0), (2, 3, 0, 1), (3, 0, 1, 2), (0, 1, 2, 3)}
+    expected = {tuple((number or -1) + 1 for number in rotation) for rotation in rotations}
+    assert {tuple(source.train_sample(number).tolist()) for number in range(100)} == expected
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not JSON", b"{}", b"\xff\xfe", json.dumps({"model": {}}).encode()])
+def test_a_broken_tokenizer_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    (tmp_path / "text").write_text("one two " * 100)
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"^data.tokenizer: got '{path}', wanted a Hugging Face tokenizer.json"):
+        open_text(tmp_path / "text", tokenizer=path)
+
+
+# --- batches
+
+
+@given(
+    dp=st.sampled_from([1, 2, 4]), micro=st.integers(1, 5), num_micro=st.integers(1, 5), iteration=st.integers(1, 50)
+)
+def test_an_iteration_has_the_same_samples_in_the_same_order_at_any_layout(
+    dp: int, micro: int, num_micro: int, iteration: int
+) -> None:
+    size = dp * micro * num_micro
+    ranks = batches_of(size, micro, dp)
+    assert [batches.num_micro_batches for batches in ranks] == [num_micro] * dp
+    order = [(micro_batch, batches) for micro_batch in range(num_micro) for batches in ranks]
+    trained = torch.cat([batches.training(iteration, micro_batch) for micro_batch, batches in order])
+    held_out = torch.cat([batches.evaluation(iteration, micro_batch) for micro_batch, batches in order])
+    assert trained[:, 0].tolist() == list(range((iteration - 1) * size, iteration * size))
+    assert (-held_out[:, 0]).tolist() == list(range(iteration * size, (iteration + 1) * size))
+
+
+def test_iterations_do_not_repeat_samples() -> None:
+    ranks = batches_of(24, 3, 4)
+    seen = [
+        int(row[0])
+        for iteration in range(1, 6)
+        for micro_batch in range(2)
+        for batches in ranks
+        for row in batches.training(iteration, micro_batch)
+    ]
+    assert sorted(seen) == list(range(5 * 24))
+
+
+def test_a_batch_is_whole_samples_as_int64() -> None:
+    batch = batches_of(12, 3, 2)[1].training(2, 1)
+    assert batch.shape == (3, 5)
+    assert batch.dtype == torch.int64
+    assert batch.tolist() == [[21] * 5, [22] * 5, [23] * 5]
+
+
+def test_a_batch_can_be_asked_for_again() -> None:
+    batches = Batches(source=flat_text(length=5), train=train_config(sequence_length=4), dp=2, dp_rank=1)
+    first = batches.training(3, 1)
+    batches.training(4, 0)
+    assert torch.equal(batches.training(3, 1), first)
+    assert not torch.equal(batches.training(4, 1), first)

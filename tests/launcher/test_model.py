@@ -1,0 +1,36 @@
+"""The parameter count from settings is what Megatron builds, for every kind of layer that a CPU can build."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.config import compose_settings
+from launcher.model import count_parameters
+from tests.adapters.stage import build_stage
+from tests.ranks import run_ranks
+
+VARIANTS = [
+    (),
+    ("model.shared_expert_ffn_hidden_size=48", "model.num_dense_layers=1", "model.dense_ffn_hidden_size=80"),
+    ("model.num_experts=0", "model.dense_ffn_hidden_size=80"),
+    ("model.num_query_groups=2", "model.kv_channels=12", "model.qkv_bias=true"),
+    ("model.tied_embeddings=true", "model.position_embedding=learned"),
+    ("model.normalization=LayerNorm", "model.activation=gelu", "model.linear_bias=true"),
+    ("model.normalization=LayerNorm", "model.linear_bias=true"),
+]
+
+
+def _built_parameters(overrides: tuple[str, ...]) -> int:
+    state, _ = build_stage(*overrides)
+    return sum(parameter.numel() for chunk in state.model for parameter in chunk.parameters())
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=lambda overrides: ", ".join(overrides) or "tiny")
+def test_count_equals_what_is_built(overrides: tuple[str, ...]) -> None:
+    model = compose_settings(
+        ("model.hidden_size=32", "model.moe_ffn_hidden_size=32", "model.num_layers=2", *overrides)
+    ).model
+    total, active = count_parameters(model, vocab_size=256, max_sequence_length=16)
+    assert total == run_ranks(1, _built_parameters, overrides)[0]
+    assert active <= total
+    assert (active < total) == (model.num_experts > 0)

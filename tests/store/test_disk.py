@@ -1,0 +1,322 @@
+"""Checkpoint directories: what counts as a checkpoint, what is dropped, and how damage is found."""
+
+from __future__ import annotations
+
+import json
+import resource
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.store.disk import (
+    MARKER,
+    CheckpointFolder,
+    FileRecord,
+    Manifest,
+    commit,
+    describe_files,
+    file_names,
+    is_committed,
+    read_manifest,
+    remove_checkpoint,
+    verify_files,
+)
+from moe_ckpt.types import ParallelLayout, RunIdentity
+
+IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1))
+CHUNK_BYTES = 1 << 20  # files are read in pieces of this size
+
+
+def save(folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | None = None) -> Path:
+    """Write and commit a checkpoint."""
+    directory = write(folder, iteration, files)
+    commit(directory, manifest_of(directory, iteration))
+    return directory
+
+
+def write(folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | None = None) -> Path:
+    """Write a checkpoint without committing it."""
+    directory = folder.prepare(iteration)
+    for name, content in (files or {"a.distcp": b"weights", "sub/b.distcp": b"moments"}).items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def manifest_of(directory: Path, iteration: int) -> Manifest:
+    files = describe_files(directory, file_names(directory))
+    return Manifest(iteration=iteration, identity=IDENTITY, files=tuple(files))
+
+
+def iterations_of(folder: CheckpointFolder) -> tuple[list[int], list[int]]:
+    return [ref.iteration for ref in folder.committed()], [ref.iteration for ref in folder.torn()]
+
+
+def test_a_committed_manifest_is_read_back(tmp_path: Path) -> None:
+    directory = write(CheckpointFolder(tmp_path), 50)
+    manifest = manifest_of(directory, 50)
+    commit(directory, manifest)
+    assert read_manifest(directory) == manifest
+    assert [file.name for file in manifest.files] == ["a.distcp", "sub/b.distcp"]
+    assert manifest.size_bytes == len(b"weights") + len(b"moments")
+
+
+def test_the_checksum_is_crc32(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"123456789")
+    assert describe_files(tmp_path, ["f"]) == [FileRecord(name="f", size_bytes=9, crc32=0xCBF43926)]  # the check value
+
+
+def test_commit_leaves_the_files_and_the_marker_and_nothing_else(tmp_path: Path) -> None:
+    directory = save(CheckpointFolder(tmp_path), 1)
+    present = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert present == {"a.distcp", "sub/b.distcp", MARKER}
+    assert file_names(directory) == ["a.distcp", "sub/b.distcp"]
+
+
+def test_a_checkpoint_counts_from_its_marker_on(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    directory = write(folder, 5)
+    assert not is_committed(directory)
+    assert iterations_of(folder) == ([], [5])
+    commit(directory, manifest_of(directory, 5))
+    assert is_committed(directory)
+    assert iterations_of(folder) == ([5], [])
+
+
+def test_a_commit_that_cannot_write_its_marker_leaves_the_checkpoint_torn(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    directory = write(folder, 5)
+    manifest = manifest_of(directory, 5)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            commit(directory, manifest)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert iterations_of(folder) == ([], [5])
+
+
+def test_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (9, 12345678, 100):
+        save(folder, iteration)
+    for iteration in (8, 99999999, 200):
+        write(folder, iteration)
+    assert iterations_of(folder) == ([12345678, 100, 9], [99999999, 200, 8])
+    assert (
+        [ref.directory for ref in folder.committed()][-1] == str(folder.directory(9)) == str(tmp_path / "iter_0000009")
+    )
+
+
+def test_a_folder_that_is_not_there_holds_no_checkpoints(tmp_path: Path) -> None:
+    assert iterations_of(CheckpointFolder(tmp_path / "checkpoints")) == ([], [])
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, [30]), (2, [30, 20]), (3, [30, 20, 10]), (4, [30, 20, 10])])
+def test_keep_newest_drops_older_committed_checkpoints_only(tmp_path: Path, count: int, kept: list[int]) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (10, 30, 20):
+        save(folder, iteration)
+    write(folder, 5)
+    write(folder, 40)
+    folder.keep_newest(count)
+    assert iterations_of(folder) == (kept, [40, 5])
+    assert {path.name for path in tmp_path.iterdir()} == {f"iter_{iteration:07d}" for iteration in (*kept, 5, 40)}
+
+
+def test_prepare_makes_the_folders_that_are_missing(tmp_path: Path) -> None:
+    directory = CheckpointFolder(tmp_path / "run" / "checkpoints").prepare(3)
+    assert directory == tmp_path / "run" / "checkpoints" / "iter_0000003"
+    assert directory.is_dir()
+
+
+def test_prepare_drops_what_a_torn_save_left(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    left = write(folder, 3)
+    assert list(left.iterdir())
+    assert folder.prepare(3) == left
+    assert list(left.iterdir()) == []
+
+
+def test_prepare_for_a_committed_iteration_leaves_an_empty_torn_one(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    directory = save(folder, 3)
+    folder.prepare(3)
+    assert iterations_of(folder) == ([], [3])
+    assert list(directory.iterdir()) == []
+
+
+def test_what_we_did_not_write_is_ignored_and_survives(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (1, 2, 3):
+        save(folder, iteration)
+    theirs = ["iter_12", "iter_0000001.bak", "my_iter_0000001", "iter_latest"]
+    for name in theirs:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MARKER).write_text("{}")
+    (tmp_path / "notes.txt").write_text("do not delete")
+
+    assert iterations_of(folder) == ([3, 2, 1], [])
+    folder.keep_newest(1)
+    folder.prepare(2)
+    assert {path.name for path in tmp_path.iterdir()} == {*theirs, "notes.txt", "iter_0000002", "iter_0000003"}
+    assert (tmp_path / "notes.txt").read_text() == "do not delete"
+    assert all((tmp_path / name / MARKER).read_text() == "{}" for name in theirs)
+
+
+def test_a_file_with_a_checkpoint_s_name_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000007").write_text("not a directory")
+    assert iterations_of(CheckpointFolder(tmp_path)) == ([], [])
+
+
+def test_a_dropped_checkpoint_is_gone(tmp_path: Path) -> None:
+    directory = save(CheckpointFolder(tmp_path), 4)
+    remove_checkpoint(directory)
+    assert not directory.exists()
+
+
+def test_unchanged_files_are_verified(tmp_path: Path) -> None:
+    directory = save(CheckpointFolder(tmp_path), 1, {"empty": b"", "large": b"x" * (CHUNK_BYTES + 1), "d/small": b"y"})
+    verify_files(directory, read_manifest(directory).files)
+
+
+def test_files_that_the_marker_does_not_list_are_not_verified(tmp_path: Path) -> None:
+    directory = save(CheckpointFolder(tmp_path), 1)
+    (directory / "editor.swp").write_text("not ours")
+    verify_files(directory, read_manifest(directory).files)
+
+
+def _delete(path: Path) -> None:
+    path.unlink()
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _extend(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def _replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_delete, "No such file"),
+        (_truncate, "got 6 bytes .* wanted 7 bytes"),
+        (_extend, "got 8 bytes .* wanted 7 bytes"),
+        (_replace_by_folder, "Is a directory"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.distcp", "sub/b.distcp"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[Path], None], says: str) -> None:
+    directory = save(CheckpointFolder(tmp_path), 1)
+    damage(directory / name)
+    with pytest.raises(CheckpointLoadError, match=rf"{directory}/{name}: .*{says}"):
+        verify_files(directory, read_manifest(directory).files)
+
+
+@settings(deadline=None)
+@given(content=st.binary(min_size=1, max_size=200), data=st.data())
+def test_one_flipped_bit_at_any_place_is_found(content: bytes, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        directory = save(CheckpointFolder(Path(root)), 1, {"good": b"good", "bad": content})
+        flip(directory / "bad", data.draw(st.integers(0, 8 * len(content) - 1)))
+        with pytest.raises(CheckpointLoadError, match=rf"{directory}/bad: got {len(content)} bytes with CRC-32"):
+            verify_files(directory, read_manifest(directory).files)
+
+
+@pytest.mark.parametrize("position", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES])
+def test_a_flipped_byte_is_found_in_every_chunk_of_a_large_file(tmp_path: Path, position: int) -> None:
+    directory = save(CheckpointFolder(tmp_path), 1, {"large": b"x" * (2 * CHUNK_BYTES + 1)})
+    flip(directory / "large", 8 * position)
+    with pytest.raises(CheckpointLoadError, match=f"{directory}/large"):
+        verify_files(directory, read_manifest(directory).files)
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_missing_marker_is_named(tmp_path: Path) -> None:
+    directory = write(CheckpointFolder(tmp_path), 1)
+    with pytest.raises(CheckpointLoadError, match=rf"{directory}: no readable {MARKER} \(No such file"):
+        read_manifest(directory)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_marker_truncated_anywhere_is_refused(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        directory = save(CheckpointFolder(Path(root)), 1)
+        content = (directory / MARKER).read_bytes()
+        (directory / MARKER).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+        with pytest.raises(CheckpointLoadError, match=f"{directory}/{MARKER}: not a commit marker"):
+            read_manifest(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"COMMITTED", b"\xff\xfe", b"\0" * 100, b"[]", b"null", b"3", b'"x"', b"{}"])
+def test_a_marker_that_is_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    directory = save(CheckpointFolder(tmp_path), 1)
+    (directory / MARKER).write_bytes(content)
+    with pytest.raises(CheckpointLoadError, match=f"{directory}/{MARKER}: not a commit marker"):
+        read_manifest(directory)
+
+
+RECORD = {"name": "a.distcp", "size_bytes": 7, "crc32": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("iteration", "fifty"),
+        ("iteration", None),
+        ("iteration", 1.5),
+        ("iteration", float("inf")),
+        ("identity", None),
+        ("identity", {}),
+        ("identity", {"run_id": "r", "model": "m"}),
+        ("identity", {"run_id": "r", "model": "m", "layout": {"pp": 1}}),
+        ("identity", {"run_id": "r", "model": "m", "layout": {"pp": 1, "dp": 1, "ep": 1, "tp": 1, "cp": 1}}),
+        ("files", None),
+        ("files", 3),
+        ("files", {}),
+        ("files", "a.distcp"),
+        ("files", ["a.distcp"]),
+        ("files", [{}]),
+        ("files", [{"name": "a.distcp", "size_bytes": 7}]),
+        ("files", [{**RECORD, "mode": 644}]),
+        ("files", [{**RECORD, "name": 3}]),
+        ("files", [{**RECORD, "size_bytes": "7"}]),
+        ("files", [{**RECORD, "crc32": "cbf43926"}]),
+    ],
+)
+def test_a_marker_with_a_wrong_field_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    directory = save(CheckpointFolder(tmp_path), 1)
+    content = json.loads((directory / MARKER).read_text())
+    (directory / MARKER).write_text(json.dumps({**content, field: value}))
+    with pytest.raises(CheckpointLoadError, match=f"{directory}/{MARKER}: not a commit marker"):
+        read_manifest(directory)
+
+
+@pytest.mark.parametrize("field", ["iteration", "identity", "files"])
+def test_a_marker_without_a_field_is_refused(tmp_path: Path, field: str) -> None:
+    directory = save(CheckpointFolder(tmp_path), 1)
+    content = json.loads((directory / MARKER).read_text())
+    del content[field]
+    (directory / MARKER).write_text(json.dumps(content))
+    with pytest.raises(CheckpointLoadError, match=f"not a commit marker.*{field}"):
+        read_manifest(directory)
