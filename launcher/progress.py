@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from launcher.config import AUTO, RunConfig
 from moe_ckpt.events import IterationCommitted
 
+_log = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -101,10 +104,13 @@ def _facts(committed: IterationCommitted, tokens_per_s: float) -> str:
 
 
 class Scalars:
-    """TensorBoard scalars; purges what an earlier life wrote for iterations that are run again."""
+    """TensorBoard scalars; purges what an earlier life wrote for iterations that are run again.
+
+    A disk that fills ends the scalars with a warning, not the run.
+    """
 
     def __init__(self, folder: Path, first_iteration: int) -> None:
-        self._writer = SummaryWriter(str(folder), purge_step=first_iteration)
+        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_iteration)
 
     def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
         values = {
@@ -117,11 +123,23 @@ class Scalars:
         }
         if committed.grad_norm is not None:
             values["train/grad_norm"] = committed.grad_norm
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, committed.iteration)
+        self._write(committed.iteration, values)
 
     def evaluated(self, iteration: int, loss: float) -> None:
-        self._writer.add_scalar("eval/loss", loss, iteration)
+        self._write(iteration, {"eval/loss": loss})
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._attempt(self._writer.close)
+
+    def _write(self, iteration: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            if self._writer is not None:
+                self._attempt(self._writer.add_scalar, name, value, iteration)
+
+    def _attempt(self, write: Callable[..., None], *arguments: object) -> None:
+        try:
+            write(*arguments)
+        except OSError as error:
+            self._writer = None
+            _log.warning("no more TensorBoard scalars: %s", error)

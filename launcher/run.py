@@ -213,6 +213,6 @@ def _finish(
     log.events.append(RunFinished(iteration=settings.train.iterations, digest=overall))
     log.events.close()
     if log.global_rank == 0:
-        folder.write_result(result)
         print(f"done: iteration {settings.train.iterations}, evaluation loss {outcome.eval_loss:.4f}, digest {overall}")
+        folder.write_result(result)
     return result

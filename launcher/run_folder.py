@@ -57,7 +57,11 @@ class RunFolder:
         return self.path / "events" / f"rank{global_rank:04d}.jsonl"
 
     def write_result(self, result: dict[str, Any]) -> None:
-        _write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+        """Write result.json; raises ConfigError, naming run.dir, where it cannot be written."""
+        try:
+            _write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"run.dir: result.json could not be written to {str(self.path)!r} ({error})") from error
 
 
 def open_run_folder(settings: Settings, launch: Launch) -> RunFolder:

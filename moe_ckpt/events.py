@@ -176,12 +176,20 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[LoggedEvent]:
-    """Yield the complete events of one rank's file, in order, without a half-written last line."""
+    """Yield the complete events of one rank's file, in order, without a half-written last line.
+
+    A line that is not an event of this version (damaged, or from another one) is skipped with a warning.
+    """
     content = path.read_bytes()
-    for line in content[: _complete_length(content)].splitlines():
-        record = json.loads(line)
-        kind = _TYPES[record.pop("event")]
-        yield LoggedEvent(t_s=record.pop("t_s"), global_rank=record.pop("global_rank"), event=kind(**record))
+    for number, line in enumerate(content[: _complete_length(content)].splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            kind = _TYPES[record.pop("event")]
+            logged = LoggedEvent(t_s=record.pop("t_s"), global_rank=record.pop("global_rank"), event=kind(**record))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning("%s:%d: skipped, not an event (%r)", path, number, error)
+            continue
+        yield logged
 
 
 def _complete_length(content: bytes) -> int:

@@ -75,7 +75,9 @@ def test_every_choice_composes_and_converts(group: str, choice: str) -> None:
 @pytest.mark.parametrize(("group", "choice"), dict(CHOICES).items(), ids=lambda name: name)  # one choice of each
 def test_a_choice_may_be_appended(group: str, choice: str) -> None:
     path = ["data.path=/corpus"] if (group, choice) in NEEDS_A_PATH else []
-    assert compose_settings([f"+{group}={choice}", *path]) == compose_settings([f"{group}={choice}", *path])
+    section = asdict(getattr(compose_settings([f"+{group}={choice}", *path]), group))
+    expected = load(CONF_DIR / group / f"{choice}.yaml")
+    assert section == {**expected, "path": "/corpus"} if path else section == expected
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda name: name)
@@ -175,8 +177,9 @@ def test_an_unknown_key_is_named_with_the_keys_there_are(override: str, key: str
     assert [choice for choice in choices if not re.search(rf"\b{choice}\b", message.removeprefix(key))] == []
 
 
-def test_a_key_of_another_policy_is_not_offered() -> None:
-    assert not re.search(r"one of the keys.*\bkeep\b", message_of("ckpt.keep=2"))
+def test_a_key_of_another_policy_is_offered_with_that_policy_only() -> None:
+    offer = message_of("ckpt.keep=2").removeprefix("ckpt.keep: ")  # of ckpt=dense, where ckpt=none is chosen
+    assert "keep" not in offer or "ckpt=dense" in offer
 
 
 def test_a_mistyped_key_of_the_chosen_policy_is_named_with_its_keys() -> None:
@@ -211,8 +214,7 @@ def test_a_value_of_a_wrong_type_is_named(override: str, key: str, got: str) -> 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_an_unknown_choice_of_a_group_is_named_with_the_choices(group: str) -> None:
-    message = message_of(f"{group}=nonesuch")
-    assert message == message_of(f"+{group}=nonesuch")
+    message = message_of(f"+{group}=nonesuch")
     assert f"{group}/nonesuch" in message
     choices = [choice for of, choice in CHOICES if of == group]
     assert [choice for choice in choices if not re.search(rf"\b{choice}\b", message)] == []

@@ -197,7 +197,7 @@ def test_a_path_without_text_is_refused(tmp_path: Path, kind: str) -> None:
 
 def test_a_short_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 50)  # 5 tokens are held out
-    with pytest.raises(DataError, match="^data.path: 5 held-out tokens, wanted more than a sample's 9$"):
+    with pytest.raises(DataError, match=r"^data.path: 5 held-out tokens, wanted more than a sample's 9$"):
         open_text(tmp_path / "text")
 
 

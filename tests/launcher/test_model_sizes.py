@@ -95,7 +95,7 @@ def test_tiny_is_counted_exactly() -> None:
         ({"num_query_groups": 2}, -4 * 64 * 64),
         ({"kv_channels": 32}, 4 * 4 * 64 * 64),
         ({"qkv_bias": True}, 4 * 3 * 64),
-        ({"linear_bias": True}, 4 * (3 * 64 + 64 + 8 * (2 * 128 + 64))),
+        ({"linear_bias": True}, 4 * (3 * 64 + 64 + 8 * (2 * 128 + 64) + 8)),  # attention, experts, gate
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )

@@ -39,7 +39,7 @@ def test_dense_never_loses_more_than_an_interval(every_iters: int, last_iteratio
     policy = make_policy(dense(every_iters), last_iteration=last_iteration)
     saved = [iteration for iteration in range(1, last_iteration + 1) if policy.plan(iteration).durable]
     assert saved[-1] == last_iteration
-    assert saved[:-1] == [iteration for iteration in range(every_iters, last_iteration, every_iters)]
+    assert saved[:-1] == list(range(every_iters, last_iteration, every_iters))
     assert max(after - before for before, after in zip([0, *saved], saved, strict=False)) <= every_iters
 
 
