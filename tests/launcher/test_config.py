@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -61,23 +61,25 @@ def test_every_group_has_choices_and_no_folder_is_left_out() -> None:
     assert {group for group, _ in CHOICES} == set(GROUPS)
 
 
+def needed_by(group: str, choice: str) -> dict[str, str]:
+    return {"path": "/corpus"} if (group, choice) in NEEDS_A_PATH else {}
+
+
+def assert_section_is_the_file(override: str, group: str, choice: str) -> None:
+    needed = needed_by(group, choice)
+    settings = compose_settings([override, *(f"{group}.{key}={value}" for key, value in needed.items())])
+    in_file = cast("dict[str, object]", OmegaConf.to_container(load(CONF_DIR / group / f"{choice}.yaml")))
+    assert asdict(getattr(settings, group)) == {**in_file, **needed}
+
+
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda name: name)
 def test_every_choice_composes_and_converts(group: str, choice: str) -> None:
-    path = ["data.path=/corpus"] if (group, choice) in NEEDS_A_PATH else []
-    settings = compose_settings([f"{group}={choice}", *path])
-    expected = OmegaConf.to_container(load(CONF_DIR / group / f"{choice}.yaml"))
-    assert isinstance(expected, dict)
-    if path:
-        expected["path"] = "/corpus"
-    assert asdict(getattr(settings, group)) == expected
+    assert_section_is_the_file(f"{group}={choice}", group, choice)
 
 
 @pytest.mark.parametrize(("group", "choice"), dict(CHOICES).items(), ids=lambda name: name)  # one choice of each
 def test_a_choice_may_be_appended(group: str, choice: str) -> None:
-    path = ["data.path=/corpus"] if (group, choice) in NEEDS_A_PATH else []
-    section = asdict(getattr(compose_settings([f"+{group}={choice}", *path]), group))
-    expected = load(CONF_DIR / group / f"{choice}.yaml")
-    assert section == {**expected, "path": "/corpus"} if path else section == expected
+    assert_section_is_the_file(f"+{group}={choice}", group, choice)
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda name: name)

@@ -92,7 +92,6 @@ def test_auto_fits_any_number_of_processes(world_size: int) -> None:
     [
         (4, {"pp": 3}, "parallel.pp * parallel.tp: got 3, wanted a divisor of 4 processes"),
         (4, {"pp": 2, "tp": 4}, "parallel.pp * parallel.tp: got 8, wanted a divisor of 4 processes"),
-        (2, {"tp": 4}, "parallel.pp * parallel.tp: got 4, wanted a divisor of 2 processes"),
         (4, {"pp": 2, "dp": 4}, "parallel: pp=2 * dp=4 * tp=1: got 8, wanted 4, the number of processes"),
         (8, {"pp": 2, "dp": 2, "tp": 1}, "parallel: pp=2 * dp=2 * tp=1: got 4, wanted 8, the number of processes"),
         (4, {"pp": 1, "ep": 3}, "parallel.ep: got 3, wanted a divisor of dp * tp = 4"),
@@ -107,10 +106,11 @@ def test_degrees_that_do_not_fit_are_refused_with_the_numbers(
     assert str(caught.value) == numbers
 
 
+@pytest.mark.parametrize("dp", [AUTO, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_more_tensor_parallelism_than_processes_is_refused(world_size: int) -> None:
-    with pytest.raises(ConfigError, match="parallel"):
-        fit_layout(replace(AUTO_ALL, dp=1, tp=4), world_size)
+def test_more_tensor_parallelism_than_processes_is_refused(world_size: int, dp: int | str) -> None:
+    with pytest.raises(ConfigError, match=rf"parallel.*tp: got \d+, wanted a divisor of {world_size} processes"):
+        fit_layout(replace(AUTO_ALL, dp=dp, tp=4), world_size)
 
 
 @pytest.mark.parametrize(
