@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, cast, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -94,6 +94,10 @@ class ModelConfig:
             require(self.moe_capacity_factor is not None, "model.moe_capacity_factor", None, wanted)
         if isinstance(self.vocab_size, str):
             require_choice("model.vocab_size", self.vocab_size, [AUTO, "a number"])
+        else:
+            require_at_least("model.vocab_size", self.vocab_size, 1)
+        for name in ("num_query_groups", "kv_channels"):
+            require_at_least(f"model.{name}", 1 if getattr(self, name) is None else getattr(self, name), 1)
         if self.attention == "mla":
             for name in ("mla_kv_lora_rank", "mla_qk_head_dim", "mla_qk_pos_emb_head_dim", "mla_v_head_dim"):
                 require(getattr(self, name) is not None, f"model.{name}", None, "a number where model.attention=mla")
@@ -239,11 +243,13 @@ def compose_settings(arguments: Sequence[str]) -> Settings:
 
     Raises ConfigError naming the setting and, for a closed set of choices, the choices.
     """
-    overrides = [group_choice_without_plus(argument) for argument in arguments]
+    overrides = [_choice_as_text(group_choice_without_plus(argument)) for argument in arguments]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             return to_settings(compose("config", overrides=overrides))
+    except OverrideParseException as error:
+        raise ConfigError(f"{error.override}: {error}") from None
     except HydraException as error:
         raise ConfigError(_explain(str(error))) from None
 
@@ -254,12 +260,25 @@ def group_choice_without_plus(argument: str) -> str:
     return bare if bare.partition("=")[0] in GROUPS else argument
 
 
+def _choice_as_text(argument: str) -> str:
+    """Make `train=5` a choice that does not exist; Hydra takes no number or null for a choice's name."""
+    group, _, choice = argument.partition("=")
+    return f"{group}='{choice}'" if group in GROUPS and re.fullmatch(r"[\w.+-]+", choice) else argument
+
+
 def to_settings(config: DictConfig) -> Settings:
     """Convert a composed configuration; raises ConfigError naming the first key that is wrong."""
     composed_yaml = OmegaConf.to_yaml(config)
-    for key in sorted(OmegaConf.missing_keys(config)):
-        raise ConfigError(f"{key}: not set, wanted a value; what it means stands beside it under conf/")
-    OmegaConf.resolve(config)
+    for key in config:
+        require(key in _SECTIONS, str(key), "a value", f"one of the keys {', '.join(_SECTIONS)}")
+    for name in _SECTIONS:
+        require(name in config, name, "nothing", "its keys; what they mean stands under conf/")
+    try:
+        for key in sorted(OmegaConf.missing_keys(config)):
+            raise ConfigError(f"{key}: not set, wanted a value; what it means stands beside it under conf/")
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {error.msg or error}".split("\n")[0]) from None
     policy = OmegaConf.select(config, "ckpt.policy")
     require_choice("ckpt.policy", policy, list(CKPT_CONFIGS))
     return Settings(
@@ -290,13 +309,17 @@ def _explain(message: str) -> str:
     if missing is None:
         return message.partition("\nConfig search path")[0].strip()
     group = missing[1].rpartition(".")[0]
-    return f"{missing[1]}: no such setting, wanted one of the keys {', '.join(sorted(_keys_of(group)))}"
-
-
-def _keys_of(group: str) -> set[str]:
-    kinds = {field.name: field.type for field in fields(Settings) if field.name != "composed_yaml"}
     if group == "ckpt":
-        return {field.name for kind in CKPT_CONFIGS.values() for field in fields(kind)}
-    if group in kinds:
-        return {field.name for field in fields(get_type_hints(Settings)[group])}
-    return set(kinds)
+        keys = "; ".join(f"{_names(kind)} (ckpt={choice})" for choice, kind in CKPT_CONFIGS.items())
+    elif group in _SECTIONS:
+        keys = _names(get_type_hints(Settings)[group])
+    else:
+        keys = ", ".join(_SECTIONS)
+    return f"{missing[1]}: no such setting, wanted one of the keys {keys}"
+
+
+def _names(kind: Any) -> str:
+    return ", ".join(sorted(field.name for field in fields(kind)))
+
+
+_SECTIONS = sorted(field.name for field in fields(Settings) if field.name != "composed_yaml")

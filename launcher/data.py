@@ -54,8 +54,10 @@ class FlatText:
 
     def __init__(self, train: Tokens, held_out: Tokens, *, vocab_size: int, length: int, seed: int) -> None:
         for part, tokens in (("training", train), ("held-out", held_out)):
-            if len(tokens) <= length:
-                raise DataError(f"data.path: {len(tokens)} {part} tokens, wanted more than a sample's {length}")
+            if len(tokens) < length:
+                raise DataError(
+                    f"data.path, data.eval_fraction: {len(tokens)} {part} tokens, wanted at least {length} (a sample)"
+                )
         self._parts = (train, held_out)
         self._vocab_size = vocab_size
         self._length = length
@@ -74,7 +76,7 @@ class FlatText:
     def _window(self, part: int, number: int) -> Tokens:
         tokens = self._parts[part]
         draw = np.random.Philox(key=self._seed, counter=[number, part, 0, 0]).random_raw()
-        start = int(draw) % (len(tokens) - self._length)
+        start = int(draw) % (len(tokens) - self._length + 1)
         return tokens[start : start + self._length]
 
 

@@ -44,20 +44,22 @@ def read_launch() -> Launch:
     )
 
 
-def fit_layout(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
+def fit_layout(parallel: ParallelConfig, world_size: int, *, num_experts: int) -> ParallelLayout:
     """Return the degrees for `world_size` processes; `auto` takes 2 stages from 4 processes on, and 2-way experts.
 
     Raises ConfigError, with the numbers, where the product or a division does not work out.
     """
     tp = 1 if parallel.tp == AUTO else int(parallel.tp)
     dp = None if parallel.dp == AUTO else int(parallel.dp)
+    require(world_size % tp == 0, "parallel.tp", tp, f"a divisor of {world_size} processes")
     pp = _auto_pp(world_size, tp, dp) if parallel.pp == AUTO else int(parallel.pp)
     require(world_size % (pp * tp) == 0, "parallel.pp * parallel.tp", pp * tp, f"a divisor of {world_size} processes")
     dp = world_size // (pp * tp) if dp is None else dp
     product = f"pp={pp} * dp={dp} * tp={tp}"
     require(pp * dp * tp == world_size, f"parallel: {product}", pp * dp * tp, f"{world_size}, the number of processes")
-    ep = (2 if dp * tp % 2 == 0 else 1) if parallel.ep == AUTO else int(parallel.ep)
-    require(dp * tp % ep == 0, "parallel.ep", ep, f"a divisor of dp * tp = {dp * tp}")
+    can_halve_experts = num_experts > 0 and num_experts % 2 == 0 and dp % 2 == 0
+    ep = (2 if can_halve_experts else 1) if parallel.ep == AUTO else int(parallel.ep)
+    require(dp % ep == 0, "parallel.ep", ep, f"a divisor of dp={dp}")
     return ParallelLayout(pp=pp, dp=dp, ep=ep, tp=tp)
 
 

@@ -50,7 +50,7 @@ def run(
     Raises MoeCkptError on all ranks where a user can mend the cause.
     """
     launch = read_launch()
-    layout = fit_layout(settings.parallel, launch.world_size)
+    layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
     check_fit(layout, settings.model, settings.train)
     join_job(launch, deterministic=settings.train.deterministic, store=store)
     folder = open_run_folder(settings, launch)

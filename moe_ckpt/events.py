@@ -7,6 +7,7 @@ lives of a run share one clock origin.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -168,11 +169,12 @@ class EventLog:
             written = os.write(self._fd, lines)
             if written < len(lines):
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            return written == len(lines)
+                raise OSError(errno.ENOSPC, f"only {written} of {len(lines)} bytes written")
         except OSError as error:
             if not self._num_lost:
                 _log.warning("%s: %s; events are lost until it can be written again", self._path, error)
             return False
+        return True
 
 
 def read_events(path: Path) -> Iterator[LoggedEvent]:

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.types import CheckpointRef, ParallelLayout, RunIdentity
@@ -27,6 +27,8 @@ from moe_ckpt.types import CheckpointRef, ParallelLayout, RunIdentity
 MARKER = "COMMITTED.json"
 _NAME = re.compile(r"iter_(\d{7,})")
 _CHUNK_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +86,7 @@ class CheckpointFolder:
     def _all(self) -> list[CheckpointRef]:
         if not self.root.is_dir():
             return []
-        named = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())
+        named = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir() if entry.is_dir())
         found = [CheckpointRef(iteration=int(name[1]), directory=str(entry)) for name, entry in named if name]
         return sorted(found, key=lambda ref: ref.iteration, reverse=True)
 
@@ -140,7 +142,7 @@ def read_manifest(directory: Path) -> Manifest:
         return _manifest_from(content)
     except OSError as error:
         raise CheckpointLoadError(f"{directory}: no readable {MARKER} ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointLoadError(f"{directory}/{MARKER}: not a commit marker ({error!r})") from error
 
 
@@ -162,14 +164,26 @@ def verify_files(directory: Path, expected: Iterable[FileRecord]) -> None:
 
 
 def _manifest_from(content: dict[str, Any]) -> Manifest:
-    identity = content["identity"]
+    identity, layout = content["identity"], content["identity"]["layout"]
     return Manifest(
-        iteration=int(content["iteration"]),
+        iteration=_typed(int, content["iteration"]),
         identity=RunIdentity(
-            run_id=identity["run_id"], model=identity["model"], layout=ParallelLayout(**identity["layout"])
+            run_id=_typed(str, identity["run_id"]),
+            model=_typed(str, identity["model"]),
+            layout=ParallelLayout(**{axis: _typed(int, degree) for axis, degree in layout.items()}),
         ),
-        files=tuple(FileRecord(**file) for file in content["files"]),
+        files=tuple(_record_from(**file) for file in _typed(list, content["files"])),
     )
+
+
+def _record_from(*, name: object, size_bytes: object, crc32: object) -> FileRecord:
+    return FileRecord(name=_typed(str, name), size_bytes=_typed(int, size_bytes), crc32=_typed(int, crc32))
+
+
+def _typed(kind: type[T], value: object) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"got {value!r}, wanted {kind.__name__}")
+    return value
 
 
 def _describe(directory: Path, name: str) -> FileRecord:

@@ -36,7 +36,7 @@ def build_stage(*overrides: str) -> tuple[TrainingState, Trainer]:
     """Return this rank's state and a trainer for it. Call inside `run_ranks`."""
     settings = compose_settings((*FAST, "model.num_layers=2", *overrides))
     launch = read_launch()
-    layout = fit_layout(settings.parallel, launch.world_size)
+    layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
     join_job(launch, deterministic=True, store=rank_store())
     form_groups(layout, settings.train.seed)
     source = open_source(settings.data, settings.train, None, Path("unused"))

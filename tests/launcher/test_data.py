@@ -139,12 +139,18 @@ def test_training_and_held_out_samples_are_drawn_independently() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_train", "num_eval", "part"), [(8, 100, "training"), (100, 8, "held-out"), (100, 0, "held-out")]
+    ("num_train", "num_eval", "part"), [(7, 100, "training"), (100, 7, "held-out"), (100, 0, "held-out")]
 )
 def test_a_text_shorter_than_a_sample_is_refused(num_train: int, num_eval: int, part: str) -> None:
     got = min(num_train, num_eval)
-    with pytest.raises(DataError, match=rf"^data.path: {got} {part} tokens, wanted more than a sample's 8$"):
+    with pytest.raises(DataError, match=rf"^data.path, data.eval_fraction: {got} {part} tokens, wanted at least 8 "):
         FlatText(np.arange(num_train), np.arange(num_eval), vocab_size=100, length=8, seed=7)
+
+
+def test_every_window_of_the_text_can_be_drawn() -> None:
+    text = FlatText(np.arange(5), np.arange(4), vocab_size=5, length=4, seed=7)
+    assert {int(text.train_sample(number)[0]) for number in range(50)} == {0, 1}
+    assert text.eval_sample(0).tolist() == [0, 1, 2, 3]
 
 
 def test_the_standard_library_is_read_as_bytes_with_whole_files_held_out() -> None:
@@ -197,7 +203,7 @@ def test_a_path_without_text_is_refused(tmp_path: Path, kind: str) -> None:
 
 def test_a_short_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 50)  # 5 tokens are held out
-    with pytest.raises(DataError, match=r"^data.path: 5 held-out tokens, wanted more than a sample's 9$"):
+    with pytest.raises(DataError, match=r"^data.path, data.eval_fraction: 5 held-out tokens, wanted at least 9 "):
         open_text(tmp_path / "text")
 
 

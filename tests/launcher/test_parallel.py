@@ -54,17 +54,22 @@ def layout(pp: int, dp: int, ep: int, tp: int) -> ParallelLayout:
 def test_degrees_are_fitted_to_the_processes(
     world_size: int, changes: dict[str, int | str], expected: ParallelLayout
 ) -> None:
-    assert fit_layout(replace(AUTO_ALL, **changes), world_size) == expected
+    assert fit_layout(replace(AUTO_ALL, **changes), world_size, num_experts=8) == expected
+
+
+@pytest.mark.parametrize("num_experts", [0, 7])
+def test_auto_splits_no_experts_that_cannot_be_halved(num_experts: int) -> None:
+    assert fit_layout(AUTO_ALL, 4, num_experts=num_experts) == layout(pp=2, dp=2, ep=1, tp=1)
 
 
 @given(parallel=CONFIGS, world_size=st.integers(1, 64))
 def test_degrees_fit_or_are_refused(parallel: ParallelConfig, world_size: int) -> None:
     try:
-        fitted = fit_layout(parallel, world_size)
+        fitted = fit_layout(parallel, world_size, num_experts=8)
     except ConfigError:
         return
     assert fitted.pp * fitted.dp * fitted.tp == fitted.world_size == world_size
-    assert fitted.dp * fitted.tp % fitted.ep == 0
+    assert fitted.dp % fitted.ep == 0
     for name in ("pp", "dp", "ep", "tp"):
         assert getattr(parallel, name) in (AUTO, getattr(fitted, name))
 
@@ -77,12 +82,12 @@ def test_degrees_that_fit_are_taken_whichever_of_them_are_given(
     left_out = data.draw(st.sampled_from(["", "pp", "dp"]))
     degrees: dict[str, int | str] = {"pp": pp, "dp": dp, "ep": ep, "tp": tp}
     parallel = ParallelConfig(**{name: AUTO if name == left_out else degree for name, degree in degrees.items()})
-    assert fit_layout(parallel, pp * dp * tp) == layout(pp=pp, dp=dp, ep=ep, tp=tp)
+    assert fit_layout(parallel, pp * dp * tp, num_experts=8) == layout(pp=pp, dp=dp, ep=ep, tp=tp)
 
 
 @given(world_size=st.integers(1, 4096))
 def test_auto_fits_any_number_of_processes(world_size: int) -> None:
-    fitted = fit_layout(AUTO_ALL, world_size)
+    fitted = fit_layout(AUTO_ALL, world_size, num_experts=8)
     assert fitted.world_size == world_size
     assert fitted.dp % fitted.ep == 0
 
@@ -94,15 +99,16 @@ def test_auto_fits_any_number_of_processes(world_size: int) -> None:
         (4, {"pp": 2, "tp": 4}, "parallel.pp * parallel.tp: got 8, wanted a divisor of 4 processes"),
         (4, {"pp": 2, "dp": 4}, "parallel: pp=2 * dp=4 * tp=1: got 8, wanted 4, the number of processes"),
         (8, {"pp": 2, "dp": 2, "tp": 1}, "parallel: pp=2 * dp=2 * tp=1: got 4, wanted 8, the number of processes"),
-        (4, {"pp": 1, "ep": 3}, "parallel.ep: got 3, wanted a divisor of dp * tp = 4"),
-        (1, {"ep": 2}, "parallel.ep: got 2, wanted a divisor of dp * tp = 1"),
+        (4, {"pp": 1, "ep": 3}, "parallel.ep: got 3, wanted a divisor of dp=4"),
+        (2, {"tp": 2, "ep": 2}, "parallel.ep: got 2, wanted a divisor of dp=1"),
+        (1, {"ep": 2}, "parallel.ep: got 2, wanted a divisor of dp=1"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_the_numbers(
     world_size: int, changes: dict[str, int | str], numbers: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        fit_layout(replace(AUTO_ALL, **changes), world_size)
+        fit_layout(replace(AUTO_ALL, **changes), world_size, num_experts=8)
     assert str(caught.value) == numbers
 
 
@@ -110,7 +116,7 @@ def test_degrees_that_do_not_fit_are_refused_with_the_numbers(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_more_tensor_parallelism_than_processes_is_refused(world_size: int, dp: int | str) -> None:
     with pytest.raises(ConfigError, match=rf"parallel.*tp: got \d+, wanted a divisor of {world_size} processes"):
-        fit_layout(replace(AUTO_ALL, dp=dp, tp=4), world_size)
+        fit_layout(replace(AUTO_ALL, dp=dp, tp=4), world_size, num_experts=8)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,7 @@ def test_what_does_not_divide_over_the_layout_is_refused_with_the_numbers(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_the_default_run_fits_the_default_layout(defaults: Settings, world_size: int) -> None:
-    check_fit(fit_layout(defaults.parallel, world_size), defaults.model, defaults.train)
+    check_fit(fit_layout(defaults.parallel, world_size, num_experts=8), defaults.model, defaults.train)
 
 
 def test_a_process_learns_its_place_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
