@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from launcher.config import AUTO, ModelConfig, ParallelConfig, TrainConfig
+from launcher.launch import Launch, agent_store
 from moe_ckpt.adapters import megatron_cpu
 from moe_ckpt.config import require
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
-
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """What torchrun told this process. `attempt` counts torchrun's restarts of the whole job."""
-
-    global_rank: int
-    local_rank: int
-    world_size: int
-    attempt: int
-
-
-def read_launch() -> Launch:
-    """Return what torchrun told this process; raises ConfigError, with the command to use, without torchrun."""
-    missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"this process was not started by torchrun ({', '.join(missing)} not set); start it like this:\n"
-            "  torchrun --nproc-per-node=4 launcher/train.py"
-        )
-    return Launch(
-        global_rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
 
 
 def fit_layout(parallel: ParallelConfig, world_size: int, *, num_experts: int) -> ParallelLayout:
@@ -110,14 +81,6 @@ def _make_deterministic() -> None:
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
     os.environ.setdefault("NCCL_ALGO", "Ring")  # the order of sums
     torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def agent_store(part: str) -> dist.Store | None:
-    """Return a part of the store that torchrun keeps over restarts of its workers, or None where it keeps none."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore(f"moe_ckpt/{part}", tcp)
 
 
 def _threads_per_process() -> int:

@@ -18,9 +18,10 @@ from megatron.core import parallel_state
 
 from launcher.config import AUTO, Settings
 from launcher.data import Batches, TokenSource, open_source
+from launcher.launch import Launch, read_launch
 from launcher.loop import Trainer
 from launcher.model import build_training, padded_vocab_size
-from launcher.parallel import Launch, check_fit, fit_layout, form_groups, join_job, leave_job, read_launch
+from launcher.parallel import check_fit, fit_layout, form_groups, join_job, leave_job
 from launcher.progress import Display, Scalars, open_display
 from launcher.run_folder import RunFolder, open_run_folder
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of

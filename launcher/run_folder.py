@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from launcher.config import RunConfig, Settings
-from launcher.parallel import Launch, agent_store
+from launcher.launch import Launch, agent_store
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.store.agree import from_rank_zero
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -36,8 +35,9 @@ def main(arguments: Sequence[str]) -> int:
         gc.freeze()  # what was imported stays: Megatron collects garbage at every save
         run(settings)
     except MoeCkptError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        from launcher.launch import say_once  # noqa: PLC0415
+
+        say_once(str(error))
         return _FAILED
     return 0
 

@@ -11,9 +11,10 @@ from megatron.core import parallel_state
 
 from launcher.config import compose_settings
 from launcher.data import Batches, open_source
+from launcher.launch import read_launch
 from launcher.loop import Trainer
 from launcher.model import build_training, padded_vocab_size
-from launcher.parallel import fit_layout, form_groups, join_job, read_launch
+from launcher.parallel import fit_layout, form_groups, join_job
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
 from tests.ranks import rank_store
 from tests.training import FAST

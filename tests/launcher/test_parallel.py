@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
-from launcher.parallel import Launch, check_fit, fit_layout, read_launch
+from launcher.launch import Launch, read_launch
+from launcher.parallel import check_fit, fit_layout
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 

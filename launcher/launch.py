@@ -1,0 +1,58 @@
+"""What torchrun tells a process, and the store that it keeps over restarts of its processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from moe_ckpt.errors import ConfigError
+
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What torchrun told this process. `attempt` counts torchrun's restarts of the whole job."""
+
+    global_rank: int
+    local_rank: int
+    world_size: int
+    attempt: int
+
+
+def read_launch() -> Launch:
+    """Return what torchrun told this process; raises ConfigError, with the command to use, without torchrun."""
+    missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this process was not started by torchrun ({', '.join(missing)} not set); start it like this:\n"
+            "  torchrun --nproc-per-node=4 launcher/train.py"
+        )
+    return Launch(
+        global_rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+def agent_store(part: str) -> dist.Store | None:
+    """Return a part of the store that torchrun keeps over restarts of its workers, or None where it keeps none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore(f"moe_ckpt/{part}", tcp)
+
+
+def say_once(message: str) -> None:
+    """Print an error that every rank meets, from the first that comes: torchrun ends the others before they could."""
+    store = agent_store("said")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = hashlib.sha256(f"{attempt} {message}".encode()).hexdigest()
+    first = store.add(key, 1) == 1 if store else os.environ.get("RANK", "0") == "0"
+    if first:
+        print(f"error: {message}", file=sys.stderr, flush=True)
