@@ -17,7 +17,7 @@ from launcher.model import build_training, padded_vocab_size
 from launcher.parallel import fit_layout, form_groups, join_job
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
 from tests.ranks import rank_store
-from tests.training import FAST
+from tests.training import fast
 
 
 class NoHooks:
@@ -35,7 +35,7 @@ class NoHooks:
 
 def build_stage(*overrides: str) -> tuple[TrainingState, Trainer]:
     """Return this rank's state and a trainer for it. Call inside `run_ranks`."""
-    settings = compose_settings((*FAST, "model.num_layers=2", *overrides))
+    settings = compose_settings(fast("model.num_layers=2", *overrides))
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
     join_job(launch, deterministic=True, store=rank_store())
