@@ -109,7 +109,7 @@ def _allocate_moments(slots: dict[str, Any], parameter: torch.Tensor, inner: Any
 
 
 def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
-    """Return the state as a sharded state dict for `dist_checkpointing`.
+    """Return the state as a sharded state dict for `dist_checkpointing`. Collective.
 
     Model and optimizer are in Megatron's own form, which its other tools load; what Megatron leaves out and exactness
     needs is in per-rank objects beside it.
@@ -118,6 +118,7 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
     for index, chunk in enumerate(state.model):
         key = "model" if len(state.model) == 1 else f"model{index}"
         model[key] = cast("Any", chunk).module.sharded_state_dict(metadata=_SHARDING_METADATA)
+    _count_steps_without_parameters(state)
     return {
         **model,
         "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA),
@@ -125,6 +126,17 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
         "rng_state": _per_rank("rng_state", _rng_state()),
         "buffers": _per_rank("buffers", _buffers(state)),
     }
+
+
+def _count_steps_without_parameters(state: TrainingState) -> None:
+    """Tell torch's Adam its step count on a rank where it has no parameters: the experts' on a stage of dense layers.
+
+    Megatron reads the count off a parameter, and what rank 0 reads is saved for all ranks.
+    """
+    for optimizer in state.inner_optimizers:
+        inner = _torch_optimizer(optimizer)
+        if isinstance(inner, torch.optim.Adam) and not optimizer.get_parameters():
+            cast("Any", inner).state["no parameters"] = {"step": torch.tensor(float(state.scheduler.num_steps))}
 
 
 def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:

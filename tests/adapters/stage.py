@@ -35,7 +35,7 @@ class NoHooks:
 
 def build_stage(*overrides: str) -> tuple[TrainingState, Trainer]:
     """Return this rank's state and a trainer for it. Call inside `run_ranks`."""
-    settings = compose_settings(fast("model.num_layers=2", *overrides))
+    settings = compose_settings(fast(*overrides))
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
     join_job(launch, deterministic=True, store=rank_store())

@@ -21,7 +21,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ()),
     "two processes": (2, ()),
     "eight processes": (8, ("train.global_batch_size=16",)),
-    "four stages": (4, ("parallel.pp=4",)),
+    "four stages": (4, ("parallel.pp=4", "model.num_layers=4")),
     "fp32": (4, ("precision=fp32",)),
     "fp16 with skipped steps": (
         4,
@@ -32,10 +32,8 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32, optimizer not sharded": (4, ("train.distributed_optimizer=false", "precision=fp32")),
     "aux-loss-free bias": (4, ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")),
     "global aux loss": (4, ("model.moe_balancing=global_aux_loss",)),
-    "shared expert, first layer dense": (
-        4,
-        ("model.shared_expert_ffn_hidden_size=32", "model.num_dense_layers=1", "model.dense_ffn_hidden_size=64"),
-    ),
+    "shared experts": (4, ("model.shared_expert_ffn_hidden_size=32",)),
+    "no experts on the first stage": (4, ("model.num_dense_layers=1", "model.dense_ffn_hidden_size=64")),
     "tied embeddings": (4, ("model.tied_embeddings=true",)),
     "capacity": (4, ("model.moe_capacity_factor=1.0", "model.moe_pad_to_capacity=true")),
     "full recompute": (4, ("train.recompute=full",)),

@@ -11,13 +11,9 @@ from launcher.config import compose_settings
 from launcher.run import run
 from moe_ckpt.events import Evaluated, IterationCommitted
 from tests.ranks import rank_store, run_ranks
-from tests.training import events_of
+from tests.training import LICENSE_AS_TEXT, events_of
 
 GOLDEN = Path(__file__).with_name("golden_tiny.json")
-LICENSE_AS_TEXT = (
-    "data=text",
-    f"data.path={Path(__file__).parents[2] / 'LICENSE'}",
-)  # the same bytes with every Python
 
 
 def first_iterations_of_tiny(folder: Path, iterations: int) -> None:

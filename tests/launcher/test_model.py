@@ -8,6 +8,7 @@ from launcher.config import compose_settings
 from launcher.model import count_parameters
 from tests.adapters.stage import build_stage
 from tests.ranks import run_ranks
+from tests.training import fast
 
 VARIANTS = [
     (),
@@ -27,9 +28,7 @@ def _built_parameters(overrides: tuple[str, ...]) -> int:
 
 @pytest.mark.parametrize("overrides", VARIANTS, ids=lambda overrides: ", ".join(overrides) or "tiny")
 def test_count_equals_what_is_built(overrides: tuple[str, ...]) -> None:
-    model = compose_settings(
-        ("model.hidden_size=32", "model.moe_ffn_hidden_size=32", "model.num_layers=2", *overrides)
-    ).model
+    model = compose_settings(fast(*overrides)).model
     total, active = count_parameters(model, vocab_size=256, max_sequence_length=16)
     assert total == run_ranks(1, _built_parameters, overrides)[0]
     assert active <= total
