@@ -81,7 +81,10 @@ class FlatText:
 
 
 class MegatronCorpus:
-    """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own GPTDataset."""
+    """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own GPTDataset.
+
+    Megatron shuffles for a number of samples: with more `train.iterations`, the same iteration may see other samples.
+    """
 
     def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path) -> None:
         assert config.path is not None

@@ -23,6 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
 from moe_ckpt.adapters.megatron_state import TrainingState
 from moe_ckpt.config import require
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +60,7 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         if model.num_experts:
             require(layout.tp == 1, "parallel.tp", layout.tp, f"1 for a MoE model {wanted}")
     kind = MLATransformerConfig if model.attention == "mla" else TransformerConfig
-    return kind(
+    arguments = dict(
         **_architecture(model),
         **(_experts(model) if model.num_experts else {}),
         **(_latent_attention(model) if model.attention == "mla" else {}),
@@ -77,6 +78,10 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
     )
+    try:
+        return kind(**arguments)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"model, parallel, train: Megatron refuses the combination: {error}") from error
 
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:

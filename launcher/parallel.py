@@ -51,6 +51,12 @@ def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) ->
         require(layout.ep == 1, "parallel.ep", layout.ep, "1 where model.num_experts=0")
     heads = model.num_query_groups or model.num_attention_heads
     require(heads % layout.tp == 0, "parallel.tp", layout.tp, f"a divisor of {heads} attention heads or query groups")
+    wanted = f"a divisor of model.num_attention_heads={model.num_attention_heads}"
+    require(model.num_attention_heads % heads == 0, "model.num_query_groups", heads, wanted)
+    dense, wanted = model.num_dense_layers, f"0 to model.num_layers={model.num_layers}"
+    require(0 <= dense <= model.num_layers, "model.num_dense_layers", dense, wanted)
+    length = train.sequence_length
+    require(length % layout.tp == 0, "train.sequence_length", length, f"a multiple of tp={layout.tp}")
     step = train.micro_batch_size * layout.dp
     wanted = f"a multiple of train.micro_batch_size={train.micro_batch_size} * dp={layout.dp}"
     require(train.global_batch_size % step == 0, "train.global_batch_size", train.global_batch_size, wanted)

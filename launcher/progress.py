@@ -110,7 +110,8 @@ class Scalars:
     """
 
     def __init__(self, folder: Path, first_iteration: int) -> None:
-        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_iteration)
+        self._writer: SummaryWriter | None = None
+        self._attempt(lambda: self._open(folder, first_iteration))
 
     def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
         values = {
@@ -131,6 +132,9 @@ class Scalars:
     def close(self) -> None:
         if self._writer is not None:
             self._attempt(self._writer.close)
+
+    def _open(self, folder: Path, first_iteration: int) -> None:
+        self._writer = SummaryWriter(str(folder), purge_step=first_iteration)
 
     def _write(self, iteration: int, values: dict[str, float]) -> None:
         for name, value in values.items():

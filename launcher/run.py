@@ -27,7 +27,7 @@ from launcher.run_folder import RunFolder, open_run_folder
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
 from moe_ckpt.attach import attach
 from moe_ckpt.config import require
-from moe_ckpt.errors import DataError
+from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted, RunFinished, TrainerStarted, read_events
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.session import Session
@@ -57,8 +57,7 @@ def run(
     folder = open_run_folder(settings, launch)
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)
-
-    source = on_all_ranks(lambda: _open_source(settings, folder), DataError)[launch.global_rank]
+    source = _open_source_everywhere(settings, folder)
     vocab_size = _vocab_size(settings, source, layout)
     state = build_training(settings, layout, vocab_size)
     session = attach(
@@ -69,7 +68,7 @@ def run(
         events=log.events,
         last_iteration=settings.train.iterations,
     )
-    done = _resume(session, settings, folder)
+    done = _resume(session, settings, folder, launch)
     batches = Batches(
         source=source, train=settings.train, dp=layout.dp, dp_rank=parallel_state.get_data_parallel_rank()
     )
@@ -82,10 +81,10 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class _Log:
-    """This rank's event file, and which life of the rank this is."""
+    """This rank's event file, and how many earlier lives of the rank ended before they were done."""
 
     events: EventLog
-    life: int
+    faults: int
     global_rank: int
 
 
@@ -100,11 +99,34 @@ class _Outcome:
 def _open_log(folder: RunFolder, launch: Launch) -> _Log:
     path = folder.events(launch.global_rank)
     earlier = read_events(path) if path.exists() else ()
-    life = sum(isinstance(logged.event, TrainerStarted) for logged in earlier)
-    events = EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=folder.clock_origin_unix_s)
+    lives_and_ends = [logged.event for logged in earlier if isinstance(logged.event, TrainerStarted | RunFinished)]
+    life = sum(isinstance(event, TrainerStarted) for event in lives_and_ends)
+    faults = life - sum(isinstance(event, RunFinished) for event in lives_and_ends)
+    events = _open_events(path, folder, launch)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     events.append(TrainerStarted(pid=os.getpid(), host=socket.gethostname(), life=life, device=device))
-    return _Log(events=events, life=life, global_rank=launch.global_rank)
+    return _Log(events=events, faults=faults, global_rank=launch.global_rank)
+
+
+def _open_events(path: Path, folder: RunFolder, launch: Launch) -> EventLog:
+    opened: list[EventLog] = []
+    origin = folder.clock_origin_unix_s
+    on_all_ranks(
+        lambda: opened.append(EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)), ConfigError
+    )
+    return opened[0]
+
+
+def _open_source_everywhere(settings: Settings, folder: RunFolder) -> TokenSource:
+    opened: list[TokenSource] = []
+
+    def vocab_size_of_mine() -> int:  # not the source itself: that is the whole text
+        opened.append(_open_source(settings, folder))
+        return opened[0].vocab_size
+
+    sizes = on_all_ranks(vocab_size_of_mine, DataError)
+    require(len(set(sizes)) == 1, "data.path: vocabulary size on each rank", sizes, "the same everywhere")
+    return opened[0]
 
 
 def _open_source(settings: Settings, folder: RunFolder) -> TokenSource:
@@ -132,16 +154,19 @@ def _fingerprint(settings: Settings, vocab_size: int) -> str:
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _resume(session: Session, settings: Settings, folder: RunFolder) -> int:
-    """Return the iteration that the state is at; an own checkpoint is newer than one that `train.resume` names."""
+def _resume(session: Session, settings: Settings, folder: RunFolder, launch: Launch) -> int:
+    """Return the iteration that the state is at; an own checkpoint is newer than one that `train.resume` names.
+
+    `never` is about what was there before the job: a restart by torchrun continues from what the job saved itself.
+    """
     wanted = settings.train.resume
-    if wanted == _NEVER:
+    if wanted == _NEVER and launch.attempt == 0:
         saved = from_rank_zero(CheckpointFolder(folder.checkpoints).committed, DataError)
         newest = saved[0].directory if saved else None
         require(not saved, "train.resume", wanted, f"auto, or a new run.dir: this one holds {newest}")
         return 0
     done = session.resume(None)
-    if done == 0 and wanted != AUTO:
+    if done == 0 and wanted not in (AUTO, _NEVER):
         done = session.resume(from_rank_zero(lambda: _checkpoint_at(Path(wanted)), DataError))
     require(done <= settings.train.iterations, "train.iterations", settings.train.iterations, f"at least {done}, done")
     return done
@@ -207,7 +232,7 @@ def _finish(
         "loss": outcome.loss,
         "eval_loss": outcome.eval_loss,
         "wall_s": round(time.time() - folder.clock_origin_unix_s, 3),
-        "faults_survived": log.life,
+        "faults_survived": log.faults,
         "digest": overall,
         "digest_per_rank": digests,
     }

@@ -1,7 +1,8 @@
 """CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls without asking whether a GPU is there.
 
 Owns: making an unmodified Megatron-Core model train on CPU tensors with gloo. Active only where CUDA is absent; on a
-machine with a GPU `enable` does nothing. Must not: change what a computation returns, or know anything about models.
+machine with a GPU `enable` only mends one name that a missing Transformer Engine leaves undefined. Must not: change
+what a computation returns, or know anything about models.
 
 The "CUDA" generator is the default CPU generator here: Megatron's RNG tracker forks and restores that one.
 """
@@ -112,6 +113,7 @@ def enable() -> bool:
     Call before the process groups are formed, from the thread that trains. Idempotent.
     """
     global _active
+    _skip_missing_transformer_engine()
     if torch.cuda.is_available():
         return False
     if _active is None:
@@ -119,7 +121,6 @@ def enable() -> bool:
         for path, stand_in in _CUDA_STAND_INS.items():
             _replace(path, stand_in)
         _take_plain_split_sizes()
-        _skip_missing_transformer_engine()
         _stay_active_in_backward()
         logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_shared_generator_note)
         _active = _CudaNamesOnCpu()

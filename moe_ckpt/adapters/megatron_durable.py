@@ -11,7 +11,6 @@ process group of its own, while training goes on.
 
 from __future__ import annotations
 
-import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -33,9 +32,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_ckpt.adapters.megatron_state import TrainingState, load_sharded_state, named_state, sharded_state
+from moe_ckpt.adapters.megatron_state import TrainingState, load_sharded_state, sharded_state
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.store.agree import from_rank_zero
+from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
@@ -56,14 +55,14 @@ class MegatronDurableState:
     def __init__(self, state: TrainingState, *, asynchronous: bool) -> None:
         self._state = state
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
-        self._writer_thread = ThreadPoolExecutor(1, "checkpoint-writer") if asynchronous else None
+        self._writer_thread = _writer_thread() if asynchronous else None
         self._writing: Future[None] | None = None
 
     def start_save(self, directory: Path, iteration: int) -> None:
         assert self._writing is None, "one save at a time"
-        self._refuse_without_space(directory)
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
         sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
+        self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))
         from_rank_zero(lambda: _write_common(directory, common), CheckpointSaveError)
         if self._writer_thread is None:
             self._write(directory, _as_dcp(sharded))
@@ -81,6 +80,9 @@ class MegatronDurableState:
         return True
 
     def load(self, directory: Path) -> int:
+        return on_all_ranks(lambda: self._load(directory), CheckpointLoadError)[0]
+
+    def _load(self, directory: Path) -> int:
         template: dict[str, Any] = {"iteration": 0, **sharded_state(self._state, is_loading=True)}
         try:
             loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
@@ -100,9 +102,9 @@ class MegatronDurableState:
         except CheckpointException as error:
             raise CheckpointSaveError(f"{directory}: {_reason(error)}") from error
 
-    def _refuse_without_space(self, directory: Path) -> None:
+    def _refuse_without_space(self, directory: Path, my_size_bytes: int) -> None:
         """Refuse, on all ranks together, what cannot fit."""
-        size_bytes = torch.tensor(sum(tensor.nbytes for _, tensor in named_state(self._state)), dtype=torch.int64)
+        size_bytes = torch.tensor(my_size_bytes, dtype=torch.int64)
         dist.all_reduce(size_bytes, group=self._group)
         needed_bytes = int(size_bytes.item()) + _METADATA_RESERVE_BYTES
         from_rank_zero(lambda: _require_space(directory, needed_bytes), CheckpointSaveError)
@@ -116,7 +118,8 @@ def _require_space(directory: Path, needed_bytes: int) -> None:
 
 
 def _write_common(directory: Path, common: dict[str, Any]) -> None:
-    torch.save(common, os.path.join(directory, COMMON_STATE_FNAME))
+    with (directory / COMMON_STATE_FNAME).open("wb") as file:  # torch's own file is no OSError when the disk is full
+        torch.save(common, file)
     save_config(_FORMAT, str(directory))
 
 
@@ -127,10 +130,24 @@ def _as_dcp(sharded: dict[str, Any]) -> dict[str, Any]:
 
 def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:
     """Copy the tensors, so that training may change the originals; objects are serialized right away anyway."""
-    for entry in nested_values(sharded):
-        if isinstance(entry, ShardedTensor) and entry.data is not None:
-            entry.data = entry.data.detach().to("cpu", copy=True)
+    for entry in _tensors_to_write(sharded):
+        entry.data = entry.data.detach().to("cpu", copy=True)
     return sharded
+
+
+def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
+    """Return what this rank writes: of several copies, only one rank's."""
+    tensors = (entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor))
+    return [entry for entry in tensors if entry.data is not None and is_main_replica(entry.replica_id)]
+
+
+def _writer_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "checkpoint-writer", initializer=_use_device, initargs=(torch.cuda.current_device(),))
+
+
+def _use_device(device: Any) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device)  # the current device is a thread's own
 
 
 def _true_on_all_ranks(mine: bool) -> bool:

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+_TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SHARDING_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
     "chained_optim_avoid_prefix": True,
@@ -50,6 +51,7 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"model{index}.{name}", buffer
     for index, optimizer in enumerate(state.inner_optimizers):
         yield from _optimizer_tensors(f"optimizer{index}", optimizer)
+    yield "scheduler.num_steps", torch.tensor(state.scheduler.num_steps)
     yield "rng.cpu", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "rng.cuda", torch.cuda.get_rng_state()
@@ -59,8 +61,11 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _optimizer_tensors(prefix: str, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
     inner = _torch_optimizer(optimizer)
+    counts_steps_per_group = not isinstance(inner, _TORCH_ADAMS)  # fused Adams; in torch's, a loader leaves a stale one
     for group_index, group in enumerate(inner.param_groups if inner else []):
-        yield f"{prefix}.{group_index}.lr", torch.tensor(group["lr"], dtype=torch.float64)
+        for key in ("lr", "step") if counts_steps_per_group else ("lr",):
+            if key in group:
+                yield f"{prefix}.{group_index}.{key}", torch.tensor(float(group[key]), dtype=torch.float64)
         for index, parameter in enumerate(group["params"]):
             name = f"{prefix}.{group_index}.{index}"
             yield f"{name}.master", parameter.detach()
@@ -101,7 +106,7 @@ def allocate_optimizer_state(state: TrainingState) -> None:
 
 
 def _allocate_moments(slots: dict[str, Any], parameter: torch.Tensor, inner: Any) -> None:
-    if slots or not isinstance(inner, torch.optim.Adam):
+    if slots or not isinstance(inner, _TORCH_ADAMS):
         return
     slots["step"] = torch.tensor(0.0, dtype=torch.float32)
     slots["exp_avg"] = torch.zeros_like(parameter)
@@ -135,7 +140,7 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
     """
     for optimizer in state.inner_optimizers:
         inner = _torch_optimizer(optimizer)
-        if isinstance(inner, torch.optim.Adam) and not optimizer.get_parameters():
+        if isinstance(inner, _TORCH_ADAMS) and not optimizer.get_parameters():
             cast("Any", inner).state["no parameters"] = {"step": torch.tensor(float(state.scheduler.num_steps))}
 
 
@@ -147,6 +152,7 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
     parts = loaded["optimizer"]
     for index, optimizer in enumerate(state.inner_optimizers):
         _load_optimizer(optimizer, parts if len(state.inner_optimizers) == 1 else parts[index])
+    state.scheduler.num_steps = 0  # loading adds the saved steps to those taken
     state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     _restore_buffers(state, loaded["buffers"])
     _restore_rng_state(loaded["rng_state"])

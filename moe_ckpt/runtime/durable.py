@@ -10,6 +10,7 @@ is collective. Must not: decide when to save, or know the format inside a direct
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store.disk import CheckpointFolder, Manifest
 from moe_ckpt.types import CheckpointRef, RunIdentity
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -125,8 +127,14 @@ class DurableTier:
         files = sorted((record for share in records for record in share), key=lambda record: record.name)
         manifest = Manifest(iteration=flight.iteration, identity=self._identity, files=tuple(files))
         from_rank_zero(lambda: disk.commit(directory, manifest), CheckpointSaveError)
-        from_rank_zero(lambda: self._folder.keep_newest(self._keep), CheckpointSaveError)
+        from_rank_zero(lambda: self._drop_old(flight.iteration), CheckpointSaveError)
         return manifest
+
+    def _drop_old(self, iteration: int) -> None:
+        try:
+            self._folder.keep_newest(self._keep, up_to=iteration)
+        except OSError as error:  # the new checkpoint is committed all the same
+            _log.warning("an old checkpoint could not be dropped: %s", error)
 
     def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> int:
         started_s = time.monotonic()

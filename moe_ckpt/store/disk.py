@@ -78,9 +78,13 @@ class CheckpointFolder:
         """Return the checkpoints without a marker, newest first."""
         return [ref for ref in self._all() if not is_committed(Path(ref.directory))]
 
-    def keep_newest(self, count: int) -> None:
-        """Drop all committed checkpoints but the newest `count`."""
-        for ref in self.committed()[count:]:
+    def keep_newest(self, count: int, *, up_to: int) -> None:
+        """Drop the committed checkpoints up to iteration `up_to` but the newest `count`, and what failed saves left.
+
+        Later ones stay: they are there because they could not be used, which their owner may want to look into.
+        """
+        old = [ref for ref in self.committed() if ref.iteration <= up_to][count:]
+        for ref in old + [ref for ref in self.torn() if ref.iteration < up_to]:
             remove_checkpoint(Path(ref.directory))
 
     def _all(self) -> list[CheckpointRef]:

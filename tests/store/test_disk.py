@@ -126,9 +126,17 @@ def test_keep_newest_drops_older_committed_checkpoints_only(tmp_path: Path, coun
         save(folder, iteration)
     write(folder, 5)
     write(folder, 40)
-    folder.keep_newest(count)
-    assert iterations_of(folder) == (kept, [40, 5])
-    assert {path.name for path in tmp_path.iterdir()} == {f"iter_{iteration:07d}" for iteration in (*kept, 5, 40)}
+    folder.keep_newest(count, up_to=30)
+    assert iterations_of(folder) == (kept, [40]), "what a failed save left is dropped once a later one is committed"
+    assert {path.name for path in tmp_path.iterdir()} == {f"iter_{iteration:07d}" for iteration in (*kept, 40)}
+
+
+def test_keep_newest_leaves_later_ones_alone_and_never_drops_the_one_just_saved(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (40, 50, 60):  # 60 was refused as damaged, 40 loaded, 50 just saved
+        save(folder, iteration)
+    folder.keep_newest(1, up_to=50)
+    assert iterations_of(folder) == ([60, 50], [])
 
 
 def test_prepare_makes_the_folders_that_are_missing(tmp_path: Path) -> None:
@@ -164,7 +172,7 @@ def test_what_we_did_not_write_is_ignored_and_survives(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("do not delete")
 
     assert iterations_of(folder) == ([3, 2, 1], [])
-    folder.keep_newest(1)
+    folder.keep_newest(1, up_to=10_000_000)
     folder.prepare(2)
     assert {path.name for path in tmp_path.iterdir()} == {*theirs, "notes.txt", "iter_0000002", "iter_0000003"}
     assert (tmp_path / "notes.txt").read_text() == "do not delete"

@@ -1,0 +1,59 @@
+"""What is written is the state at the call, and what is read back is that state, whatever happened in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ckpt.adapters.megatron_durable import MegatronDurableState
+from moe_ckpt.adapters.megatron_state import TrainingState, digest_of, named_state
+from moe_ckpt.errors import CheckpointSaveError
+from tests.adapters.stage import build_stage
+from tests.ranks import run_ranks
+
+BIASED = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid", "precision=fp16")
+
+
+def _spoil(state: TrainingState) -> None:
+    """Change every number of the state, and draw from the generators, as later training would."""
+    for name, tensor in named_state(state):
+        if not name.startswith("rng."):
+            tensor.add_(1)
+    torch.rand(7)
+    state.scheduler.step(increment=1)
+
+
+def _digests_around_a_save(folder: Path, asynchronous: bool) -> tuple[str, str, str]:
+    state, trainer = build_stage(*BIASED, "precision.initial_loss_scale=1024.0")
+    durable = MegatronDurableState(state, asynchronous=asynchronous)
+    for iteration in (1, 2):
+        trainer.run_iteration(iteration)
+    saved = digest_of(state)
+    folder.mkdir(exist_ok=True)
+    durable.start_save(folder, 2)
+    _spoil(state)
+    assert durable.finish_save(wait=True)
+    spoiled = digest_of(state)
+    assert durable.load(folder) == 2
+    return saved, spoiled, digest_of(state)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_state_at_the_call_is_saved_and_comes_back_whole(asynchronous: bool, tmp_path: Path) -> None:
+    for saved, spoiled, loaded in run_ranks(4, _digests_around_a_save, tmp_path / "checkpoint", asynchronous):
+        assert spoiled != saved
+        assert loaded == saved
+
+
+def _reason_of_a_failed_save(folder: Path) -> str:
+    state, _ = build_stage()
+    with pytest.raises(CheckpointSaveError) as failure:
+        MegatronDurableState(state, asynchronous=False).start_save(folder, 0)
+    return str(failure.value)
+
+
+def test_a_disk_that_is_full_for_the_common_file_is_a_failed_save_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "common.pt").symlink_to("/dev/full")
+    assert all("No space left on device" in reason for reason in run_ranks(2, _reason_of_a_failed_save, tmp_path))
