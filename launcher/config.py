@@ -296,7 +296,7 @@ def to_settings(config: DictConfig) -> Settings:
 def _section(config: DictConfig, name: str, kind: type[T]) -> T:
     known = {field.name for field in fields(cast("Any", kind))}
     for key in config[name]:
-        require(key in known, f"{name}.{key}", config[name][key], f"one of the keys {', '.join(sorted(known))}")
+        require(key in known, f"{name}.{key}", config[name][key], f"one of the keys {_names(kind)}")
     try:
         return cast("T", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config[name])))
     except OmegaConfBaseException as error:

@@ -119,10 +119,7 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
     Model and optimizer are in Megatron's own form, which its other tools load; what Megatron leaves out and exactness
     needs is in per-rank objects beside it.
     """
-    model = {}
-    for index, chunk in enumerate(state.model):
-        key = "model" if len(state.model) == 1 else f"model{index}"
-        model[key] = cast("Any", chunk).module.sharded_state_dict(metadata=_SHARDING_METADATA)
+    model = {key: module.sharded_state_dict(metadata=_SHARDING_METADATA) for key, module in _keyed_modules(state)}
     _count_steps_without_parameters(state)
     return {
         **model,
@@ -146,9 +143,8 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
 
 def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
     """Put a loaded sharded state dict back in place."""
-    for index, chunk in enumerate(state.model):
-        key = "model" if len(state.model) == 1 else f"model{index}"
-        cast("Any", chunk).module.load_state_dict(loaded[key])
+    for key, module in _keyed_modules(state):
+        module.load_state_dict(loaded[key])
     parts = loaded["optimizer"]
     for index, optimizer in enumerate(state.inner_optimizers):
         _load_optimizer(optimizer, parts if len(state.inner_optimizers) == 1 else parts[index])
@@ -156,6 +152,12 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
     state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     _restore_buffers(state, loaded["buffers"])
     _restore_rng_state(loaded["rng_state"])
+
+
+def _keyed_modules(state: TrainingState) -> list[tuple[str, Any]]:
+    """Return the chunks without their data-parallel wrapper, under the keys that Megatron's checkpoints use."""
+    alone = len(state.model) == 1
+    return [("model" if alone else f"model{i}", cast("Any", chunk).module) for i, chunk in enumerate(state.model)]
 
 
 def _per_rank(name: str, value: Any) -> ShardedObject:
