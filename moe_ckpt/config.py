@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Union
 
 from moe_ckpt.errors import ConfigError
 
@@ -50,5 +51,41 @@ class DenseConfig:
         require_at_least("ckpt.keep", self.keep, 1)
 
 
-CkptConfig = NoneConfig | DenseConfig
-CKPT_CONFIGS: dict[str, type[NoneConfig] | type[DenseConfig]] = {"none": NoneConfig, "dense": DenseConfig}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoevementConfig:
+    """`ckpt=moevement`: sparse snapshots in host memory every iteration, localized recovery (MoEvement, section 3)."""
+
+    policy: str
+    window: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
+    profile_iters: int
+    window_drift: float
+    popularity: str
+    popularity_decay: float
+    reorder_change: float
+    reorder_share: float
+    boundary_log: bool
+    keep_windows: int
+    memory_budget_bytes: int | None
+    strict: bool
+
+    def __post_init__(self) -> None:
+        require_choice("ckpt.policy", self.policy, ["moevement"])
+        valid = self.window == "auto" or (isinstance(self.window, int) and self.window >= 1)
+        require(valid, "ckpt.window", self.window, "auto or a number of iterations of at least 1")
+        require_at_least("ckpt.profile_iters", self.profile_iters, 2)
+        require_at_least("ckpt.window_drift", self.window_drift, 0)
+        require_choice("ckpt.popularity", self.popularity, ["hard", "soft", "decayed", "capacity"])
+        for name in ("popularity_decay", "reorder_share"):
+            require(0.0 <= getattr(self, name) <= 1.0, f"ckpt.{name}", getattr(self, name), "between 0 and 1")
+        require_at_least("ckpt.reorder_change", self.reorder_change, 0)
+        require_at_least("ckpt.keep_windows", self.keep_windows, 1)
+        if self.memory_budget_bytes is not None:
+            require_at_least("ckpt.memory_budget_bytes", self.memory_budget_bytes, 1)
+
+
+CkptConfig = NoneConfig | DenseConfig | MoevementConfig
+CKPT_CONFIGS: dict[str, type[NoneConfig] | type[DenseConfig] | type[MoevementConfig]] = {
+    "none": NoneConfig,
+    "dense": DenseConfig,
+    "moevement": MoevementConfig,
+}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +46,71 @@ class RunIdentity:
         return {"run_id": self.run_id, "model": self.model, "layout": asdict(self.layout)}
 
 
+class OperatorKind(Enum):
+    """What an operator is; the order of the members is the order of a layer's operators, and of layers around them."""
+
+    EMBEDDING = "embedding"
+    BLOCK = "block"  # a layer's attention, norms and shared expert, or its dense MLP; in a dense model the whole layer
+    GATE = "gate"  # a layer's router: weights and buffers
+    EXPERT = "expert"
+    FINAL_NORM = "final norm"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorId:
+    """The unit of snapshotting, by its place in the whole model: global layer (from 0) and global expert (from 0).
+
+    `mtp_depth` is set for the operators of a multi-token prediction module, whose layers count from 0 again.
+    """
+
+    kind: OperatorKind
+    layer: int | None = None
+    expert: int | None = None
+    mtp_depth: int | None = None
+
+    def __str__(self) -> str:
+        names = [] if self.mtp_depth is None else [f"mtp {self.mtp_depth}"]
+        names += [] if self.layer is None else [f"layer {self.layer}"]
+        names += [] if self.kind is OperatorKind.BLOCK else [self.kind.value]
+        names += [] if self.expert is None else [str(self.expert)]
+        return " ".join(names) or self.kind.value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OperatorTable:
+    """The operators of one stage group, from front to back, and what each of its ranks owns of them.
+
+    `full_bytes` (master weights, moments, buffers) and `compute_bytes` (weights as forward uses them, buffers) are int64
+    [ranks of the stage group, operators]; every byte is counted on the one rank that snapshots it.
+    """
+
+    operators: Sequence[OperatorId]
+    full_bytes: npt.NDArray[np.int64]
+    compute_bytes: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotPlan:
+    """One sparse snapshot: slot `slot` of a window of `num_slots` iterations that began after iteration `window_start`.
+
+    `full` are taken with their whole state, `compute` with their compute weights; numbers are positions in the stage's
+    OperatorTable.
+    """
+
+    window_start: int
+    slot: int
+    num_slots: int
+    full: tuple[int, ...]
+    compute: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
     """What a policy wants saved after an iteration; the session carries it out."""
 
-    durable: bool
+    durable: bool = False
+    sparse: SlotPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
