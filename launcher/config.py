@@ -20,9 +20,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least, require_choice
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.faults import StateLoss
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train")
+GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault")
 AUTO = "auto"
 
 T = TypeVar("T")
@@ -211,6 +212,19 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FaultConfig:
+    """What goes wrong on purpose. See conf/fault/*.yaml."""
+
+    kind: str
+    at: list[StateLoss]
+
+    def __post_init__(self) -> None:
+        require_choice("fault.kind", self.kind, ["none", "state_loss"])
+        if self.kind == "none":
+            require(not self.at, "fault.at", self.at, "[] where fault.kind=none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where a run leaves its files and how it shows progress. See conf/config.yaml."""
 
@@ -234,6 +248,7 @@ class Settings:
     precision: PrecisionConfig
     data: DataConfig
     train: TrainConfig
+    fault: FaultConfig
     run: RunConfig
     composed_yaml: str
 
@@ -288,6 +303,7 @@ def to_settings(config: DictConfig) -> Settings:
         precision=_section(config, "precision", PrecisionConfig),
         data=_section(config, "data", DataConfig),
         train=_section(config, "train", TrainConfig),
+        fault=_section(config, "fault", FaultConfig),
         run=_section(config, "run", RunConfig),
         composed_yaml=composed_yaml,
     )

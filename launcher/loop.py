@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,73 +17,34 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from launcher.data import Batches
-from moe_ckpt.adapters.megatron_pipeline import ObservedP2PCommunicator
+from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
 from moe_ckpt.adapters.megatron_state import TrainingState
-from moe_ckpt.adapters.megatron_step import ReadyGradients, apply_update, finish_gradients
+from moe_ckpt.adapters.megatron_step import advance_schedule, apply_update, clear_gradients, finish_gradients
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.ports import TrainingHooks
+from moe_ckpt.types import ReadyGradients
+
+T = TypeVar("T")
 
 
-class Trainer:
-    """Runs iterations of one rank's stage. All methods are collective over all ranks."""
+class StageRunner:
+    """Runs batches through one rank's stage, by Megatron's own schedule. Collective over all ranks."""
 
-    def __init__(self, state: TrainingState, batches: Batches, hooks: TrainingHooks) -> None:
-        self._state = state
-        self._batches = batches
-        self._hooks = hooks
+    def __init__(self, state: TrainingState, batches: Batches) -> None:
+        self.state = state
+        self.batches = batches
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
-        self._p2p = ObservedP2PCommunicator(self._groups.pp, _config(state))
+        self.communicator = StageCommunicator(self._groups.pp, _config(state))
         self._schedule = get_forward_backward_func()
 
-    def run_iteration(self, iteration: int) -> IterationCommitted:
-        """Train on the batch of `iteration`, which counts from 1, and commit the step."""
-        started_s, sent = time.monotonic(), self._p2p.sent
-        stall_s = self._timed(self._hooks.iteration_started, iteration)
+    def train_on(self, iteration: int) -> list[torch.Tensor]:
+        """Leave the reduced gradients of the iteration's batch; return the micro-batches' losses on the last stage."""
+        return self._forward_backward(lambda micro_batch: self.batches.training(iteration, micro_batch))
 
-        self._clear_gradients()
-        losses = self._forward_backward(lambda micro_batch: self._batches.training(iteration, micro_batch))
-        gradients = finish_gradients(self._state)
-        stall_s += self._timed(self._hooks.gradients_ready, iteration)
-
-        learning_rate = _learning_rate(self._state)
-        apply_update(self._state, gradients)
-        self._advance_schedule(gradients)
-        stall_s += self._timed(self._hooks.step_committed, iteration)
-
-        return IterationCommitted(
-            iteration=iteration,
-            loss=self._mean_over_job(losses),
-            grad_norm=gradients.total_norm,
-            loss_scale=gradients.loss_scale,
-            learning_rate=learning_rate,
-            skipped=gradients.overflow,
-            seconds=time.monotonic() - started_s,
-            stall_s=stall_s,
-            sent_activation_bytes=self._p2p.sent.activation_bytes - sent.activation_bytes,
-            sent_gradient_bytes=self._p2p.sent.gradient_bytes - sent.gradient_bytes,
-        )
-
-    def evaluate(self, num_batches: int) -> float:
-        """Return the mean cross-entropy, nats per token, over the held-out batches."""
-        losses: list[torch.Tensor] = []
-        for chunk in self._state.model:
-            chunk.eval()
-        for batch in range(num_batches):
-            draw = lambda micro_batch, batch=batch: self._batches.evaluation(batch, micro_batch)  # noqa: E731
-            losses += self._forward_backward(draw, forward_only=True)
-        for chunk in self._state.model:
-            chunk.train()
-        return self._mean_over_job(losses)
-
-    def _timed(self, hook: Callable[[int], None], iteration: int) -> float:
-        started_s = time.monotonic()
-        hook(iteration)
-        return time.monotonic() - started_s
-
-    def _clear_gradients(self) -> None:
-        for chunk in self._state.model:
-            cast("Any", chunk).zero_grad_buffer()
-        self._state.optimizer.zero_grad()
+    def evaluate_on(self, batch: int) -> list[torch.Tensor]:
+        """Return the losses of held-out global batch `batch` on the last stage."""
+        draw = lambda micro_batch: self.batches.evaluation(batch, micro_batch)  # noqa: E731
+        return self._forward_backward(draw, forward_only=True)
 
     def _forward_backward(
         self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False
@@ -92,25 +53,82 @@ class Trainer:
         outputs = self._schedule(
             forward_step_func=_forward_step,
             data_iterator=self._micro_batches(draw),
-            model=self._state.model if len(self._state.model) > 1 else self._state.model[0],
-            num_microbatches=self._batches.num_micro_batches,
-            seq_length=self._batches.train.sequence_length,
-            micro_batch_size=self._batches.train.micro_batch_size,
+            model=self.state.model if len(self.state.model) > 1 else self.state.model[0],
+            num_microbatches=self.batches.num_micro_batches,
+            seq_length=self.batches.train.sequence_length,
+            micro_batch_size=self.batches.train.micro_batch_size,
             forward_only=forward_only,
-            p2p_communicator=self._p2p,
+            p2p_communicator=self.communicator,
             pg_collection=self._groups,
         )
         return [output["loss"] for output in outputs]
 
     def _micro_batches(self, draw: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor | None]:
         """Yield the micro-batches in order, on the stages that look at tokens; None elsewhere."""
-        for micro_batch in range(self._batches.num_micro_batches):
+        for micro_batch in range(self.batches.num_micro_batches):
             on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
             yield draw(micro_batch).to(torch.cuda.current_device()) if on_edge else None
 
-    def _advance_schedule(self, gradients: ReadyGradients) -> None:
-        if not gradients.overflow:
-            self._state.scheduler.step(increment=1)
+
+class Trainer:
+    """Runs iterations of one rank's stage. All methods are collective over all ranks."""
+
+    def __init__(self, runner: StageRunner, hooks: TrainingHooks) -> None:
+        self._runner = runner
+        self._state = runner.state
+        self._hooks = hooks
+
+    def run_iteration(self, iteration: int) -> IterationCommitted:
+        """Train on the batch of `iteration`, which counts from 1, and commit the step."""
+        started_s, before = time.monotonic(), self._runner.communicator.observed
+        losses, gradients, stall_s = self._compute_gradients(iteration)
+        learning_rate = _learning_rate(self._state)
+        apply_update(self._state, gradients)
+        advance_schedule(self._state, gradients)
+        stall_s += self._timed(lambda: self._hooks.step_committed(iteration))[1]
+
+        observed = self._runner.communicator.observed
+        return IterationCommitted(
+            iteration=iteration,
+            loss=self._mean_over_job(losses),
+            grad_norm=gradients.total_norm,
+            loss_scale=gradients.loss_scale,
+            learning_rate=learning_rate,
+            skipped=gradients.overflow,
+            seconds=time.monotonic() - started_s,
+            stall_s=stall_s + observed.logging_s - before.logging_s,
+            sent_activation_bytes=observed.activation_bytes - before.activation_bytes,
+            sent_gradient_bytes=observed.gradient_bytes - before.gradient_bytes,
+        )
+
+    def _compute_gradients(self, iteration: int) -> tuple[list[torch.Tensor], ReadyGradients, float]:
+        """Return the micro-batches' losses, what the step needs, and the hooks' seconds; starts over when told to."""
+        stall_s = 0.0
+        while True:
+            stall_s += self._timed(lambda: self._hooks.iteration_started(iteration))[1]
+            clear_gradients(self._state)
+            losses = self._runner.train_on(iteration)
+            gradients = finish_gradients(self._state)
+            go_on, seconds = self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients))
+            stall_s += seconds
+            if go_on:
+                return losses, gradients, stall_s
+
+    def evaluate(self, num_batches: int) -> float:
+        """Return the mean cross-entropy, nats per token, over the held-out batches."""
+        losses: list[torch.Tensor] = []
+        for chunk in self._state.model:
+            chunk.eval()
+        for batch in range(num_batches):
+            losses += self._runner.evaluate_on(batch)
+        for chunk in self._state.model:
+            chunk.train()
+        return self._mean_over_job(losses)
+
+    def _timed(self, hook: Callable[[], T]) -> tuple[T, float]:
+        started_s = time.monotonic()
+        outcome = hook()
+        return outcome, time.monotonic() - started_s
 
     def _mean_over_job(self, losses: list[torch.Tensor]) -> float:
         """Average what the last stages measured, and tell all ranks."""

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launcher.config import AUTO, Settings
+from launcher.config import AUTO, Settings, TrainConfig
 from launcher.data import Batches, TokenSource, open_source
 from launcher.launch import Launch, read_launch
-from launcher.loop import Trainer
+from launcher.loop import StageRunner, Trainer
 from launcher.model import build_training, padded_vocab_size
 from launcher.parallel import check_fit, fit_layout, form_groups, join_job, leave_job
 from launcher.progress import Display, Scalars, open_display
 from launcher.run_folder import RunFolder, open_run_folder
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
-from moe_ckpt.attach import attach
+from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted, RunFinished, TrainerStarted, read_events
@@ -60,19 +60,19 @@ def run(
     source = _open_source_everywhere(settings, folder)
     vocab_size = _vocab_size(settings, source, layout)
     state = build_training(settings, layout, vocab_size)
+    runner = StageRunner(state, _batches(source, settings.train, layout))
     session = attach(
         ckpt=settings.ckpt,
         identity=RunIdentity(run_id=folder.run_id, model=_fingerprint(settings, vocab_size), layout=layout),
         folder=folder.checkpoints,
         state=state,
+        loop=_training_loop(runner, settings.train),
         events=log.events,
         last_iteration=settings.train.iterations,
+        losses=settings.fault.at,
     )
     done = _resume(session, settings, folder, launch)
-    batches = Batches(
-        source=source, train=settings.train, dp=layout.dp, dp_rank=parallel_state.get_data_parallel_rank()
-    )
-    outcome = _train(Trainer(state, batches, around_hooks(session)), settings, folder, log, done)
+    outcome = _train(Trainer(runner, around_hooks(session)), settings, folder, log, done, session.notes)
     session.finish()
     result = _finish(outcome, state, settings, folder, log)
     leave_job()
@@ -137,6 +137,20 @@ def _open_source(settings: Settings, folder: RunFolder) -> TokenSource:
     return source
 
 
+def _batches(source: TokenSource, train: TrainConfig, layout: ParallelLayout) -> Batches:
+    return Batches(source=source, train=train, dp=layout.dp, dp_rank=parallel_state.get_data_parallel_rank())
+
+
+def _training_loop(runner: StageRunner, train: TrainConfig) -> TrainingLoop:
+    return TrainingLoop(
+        communicator=runner.communicator,
+        forward_backward=runner.train_on,
+        num_micro_batches=runner.batches.num_micro_batches,
+        micro_batch_size=train.micro_batch_size,
+        sequence_length=train.sequence_length,
+    )
+
+
 def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout) -> int:
     wanted = settings.model.vocab_size
     return padded_vocab_size(source.vocab_size if wanted == AUTO else int(wanted), layout)
@@ -182,11 +196,15 @@ def _checkpoint_at(path: Path) -> Path:
     return Path(candidates[0].directory)
 
 
-def _train(trainer: Trainer, settings: Settings, folder: RunFolder, log: _Log, done: int) -> _Outcome:
+def _train(
+    trainer: Trainer, settings: Settings, folder: RunFolder, log: _Log, done: int, notes: Sequence[str]
+) -> _Outcome:
     train = settings.train
     display = open_display(settings.run, global_rank=log.global_rank, total=train.iterations, done=done)
     scalars = Scalars(folder.tensorboard, done + 1) if settings.run.tensorboard and log.global_rank == 0 else None
     _greet(display, settings, folder, done)
+    for note in notes:
+        display.note(note)
 
     def evaluate(iteration: int) -> float:
         loss = trainer.evaluate(train.eval_batches)

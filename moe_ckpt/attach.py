@@ -1,6 +1,7 @@
 """The composition root: puts a checkpoint session together for a Megatron-Core training loop.
 
-session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...), events=..., last_iteration=...)
+loop = TrainingLoop(communicator=StageCommunicator(...), forward_backward=..., ...)
+session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...), loop=loop, events=..., last_iteration=...)
 first = session.resume(None) + 1
 ... per iteration: session.iteration_started, session.gradients_ready, session.step_committed
 session.finish()
@@ -8,17 +9,55 @@ session.finish()
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
 
 from moe_ckpt.adapters.megatron_durable import MegatronDurableState
+from moe_ckpt.adapters.megatron_operators import RankOperators, shard_identity, stage_group
+from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
+from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
+from moe_ckpt.adapters.megatron_router import RouterCounts
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
-from moe_ckpt.config import CkptConfig, DenseConfig
+from moe_ckpt.adapters.megatron_wipe import StateWiper
+from moe_ckpt.config import CkptConfig, DenseConfig, MoevementConfig, NoneConfig, require
 from moe_ckpt.events import EventLog
+from moe_ckpt.faults import FaultSchedule, StateLoss
 from moe_ckpt.policies.dense import make_policy
+from moe_ckpt.policies.moevement import SparseWindows, StageProfile
 from moe_ckpt.runtime.durable import DurableTier
-from moe_ckpt.runtime.session import Session
+from moe_ckpt.runtime.inject import StateLosses
+from moe_ckpt.runtime.recover import Recovery
+from moe_ckpt.runtime.session import Session, SparseParts
+from moe_ckpt.runtime.sparse import SparseStores, SparseTier
+from moe_ckpt.runtime.stage import Place
+from moe_ckpt.store.boundary import BoundaryLog
+from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.disk import CheckpointFolder
-from moe_ckpt.types import RunIdentity
+from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
+from moe_ckpt.store.snapshot import SnapshotEngine
+from moe_ckpt.store.steps import StepLog
+from moe_ckpt.types import ParallelLayout, RunIdentity
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingLoop:
+    """What a replay needs of the loop.
+
+    `forward_backward(iteration)` clears nothing and updates nothing: it runs Megatron's schedule over the iteration's
+    batch, with `communicator` as its `p2p_communicator`. An iteration has `num_micro_batches` of `micro_batch_size`
+    sequences of `sequence_length` tokens on every rank.
+    """
+
+    communicator: StageCommunicator
+    forward_backward: Callable[[int], None]
+    num_micro_batches: int
+    micro_batch_size: int
+    sequence_length: int
 
 
 def attach(
@@ -27,18 +66,125 @@ def attach(
     identity: RunIdentity,
     folder: Path,
     state: TrainingState,
+    loop: TrainingLoop,
     events: EventLog,
     last_iteration: int,
+    losses: Sequence[StateLoss] = (),
 ) -> Session:
-    """Return the session that checkpoints `state` as `ckpt` says, with checkpoints in `folder`. Call on every rank."""
+    """Return the session that checkpoints `state` as `ckpt` says, with checkpoints in `folder`. Call on every rank.
+
+    `losses` are inflicted on purpose. Raises ConfigError, on all ranks, for what cannot work.
+    """
     allocate_optimizer_state(state)
     dense = ckpt if isinstance(ckpt, DenseConfig) else None
-    durable = DurableTier(
-        MegatronDurableState(state, asynchronous=dense is not None and dense.async_save),
-        CheckpointFolder(folder),
-        identity,
-        events,
-        keep=dense.keep if dense else 1,
-    )
+    durable_state = MegatronDurableState(state, asynchronous=dense is not None and dense.async_save)
+    keep = dense.keep if dense else 1
+    durable = DurableTier(durable_state, CheckpointFolder(folder), identity, events, keep=keep)
+    if isinstance(ckpt, MoevementConfig):
+        return _Sparse(ckpt, identity, state, loop, events).session(durable, losses)
+    wanted = "none: only ckpt=moevement recovers what is lost in a living process"
+    require(not losses, "fault.at", [str(loss) for loss in losses], wanted)
     policy = make_policy(ckpt, last_iteration=last_iteration)
-    return Session(policy, durable, strict=dense is not None and dense.strict)
+    return Session(policy, durable, events, strict=dense is not None and dense.strict, sparse=None)
+
+
+class _Sparse:
+    """The parts of a session with sparse snapshots, built in the order in which they need each other."""
+
+    def __init__(
+        self, config: MoevementConfig, identity: RunIdentity, state: TrainingState, loop: TrainingLoop, events: EventLog
+    ) -> None:
+        require_replayable(state)
+        self.config = config
+        self.state = state
+        self.loop = loop
+        self.events = events
+        self.place = _place(identity, loop.communicator)
+        self.operators = RankOperators(state)
+        self.stage = StageReplay(state, self.operators, loop.communicator, loop.forward_backward)
+        self.windows = SparseWindows(config, _gather_profiles(self), self.place.stage)
+        self.stores = self._stores()
+
+    def session(self, durable: DurableTier, losses: Sequence[StateLoss]) -> Session:
+        counts = RouterCounts(self.state, self.operators.table)
+        tier = SparseTier(self.config, self.place, self.stage, self.operators, self.stores, counts, self.events)
+        recovery = Recovery(self.place, self.stage, self.operators, self.stores, self.events)
+        schedule = FaultSchedule(losses)
+        schedule.check_fit(self.place.num_stages, self.place.identity.layout.dp)
+        injected = StateLosses(schedule, StateWiper(self.state), self.place, tier.lose, self.events)
+        parts = SparseParts(tier=tier, recovery=recovery, losses=injected, notes=self._notes())
+        return Session(self.windows, durable, self.events, strict=self.config.strict, sparse=parts)
+
+    def _stores(self) -> SparseStores:
+        """Host memory: logs take what they need, snapshots what the budget leaves them."""
+        pinned = torch.cuda.is_available()
+        copier = HostCopier()
+        log_buffers, snapshot_buffers = (
+            HostBuffers(pinned=pinned),
+            HostBuffers(pinned=pinned, limit_bytes=self._limit()),
+        )
+        keeps_log = self.config.boundary_log and self.place.num_stages > 1
+        boundary = BoundaryLog(copier, log_buffers) if keeps_log else None
+        self.loop.communicator.log = boundary
+        return SparseStores(
+            copier=copier,
+            engine=SnapshotEngine(copier, snapshot_buffers),
+            memory=SnapshotMemory(snapshot_buffers, self.config.keep_windows),
+            steps=StepLog(),
+            boundary=boundary,
+            buffers=(log_buffers, snapshot_buffers),
+        )
+
+    def _limit(self) -> int | None:
+        if self.config.memory_budget_bytes is None:
+            return None
+        forecast = self.windows.forecast(self.windows.max_slots)
+        return self.config.memory_budget_bytes - forecast.boundary_log_bytes - forecast.step_log_bytes
+
+    def _notes(self) -> list[str]:
+        fixed = self.config.window != "auto"
+        slots = self.windows.max_slots if fixed else 1
+        title = f"host memory of the rank with the most, with a window of {slots}" + (
+            "" if fixed else " (auto: measured)"
+        )
+        return [title, *self.windows.forecast(slots).lines()]
+
+    def boundary_log_bytes(self) -> int:
+        """Return the bytes that a rank of this stage logs an iteration."""
+        config: Any = cast("Any", self.state.model[0]).config
+        if not self.config.boundary_log:
+            return 0
+        num_neighbours = sum(rank is not None for rank in (self.place.previous_rank, self.place.next_rank))
+        tokens = self.loop.micro_batch_size * self.loop.sequence_length
+        tokens //= config.tensor_model_parallel_size if config.sequence_parallel else 1
+        size_bytes = tokens * config.hidden_size * config.pipeline_dtype.itemsize if num_neighbours else 0
+        return num_neighbours * self.loop.num_micro_batches * size_bytes
+
+    def step_log_bytes(self) -> int:
+        """Return the bytes of this rank's step log an iteration."""
+        return sum(tensor.nbytes for tensor in self.stage.begin().values()) + self.stage.tied_gradient_bytes
+
+
+def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:
+    shard, layout = shard_identity(), identity.layout
+    return Place(
+        identity=identity,
+        shard=shard,
+        stage_group=stage_group(),
+        previous_rank=communicator.prev_rank if shard.pp_rank > 0 else None,
+        next_rank=communicator.next_rank if shard.pp_rank < layout.pp - 1 else None,
+        device=torch.device(torch.cuda.current_device()),
+    )
+
+
+def _gather_profiles(parts: _Sparse) -> list[StageProfile]:
+    """Return every stage's profile, from the rank of it that logs most. Collective over all ranks."""
+    mine = StageProfile(
+        table=parts.operators.table,
+        boundary_log_bytes=parts.boundary_log_bytes(),
+        step_log_bytes=parts.step_log_bytes(),
+    )
+    everyone: list[tuple[int, StageProfile]] = [(0, mine)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (parts.place.stage, mine))
+    by_stage = {stage: profile for stage, profile in sorted(everyone, key=lambda entry: entry[1].step_log_bytes)}
+    return [by_stage[stage] for stage in sorted(by_stage)]

@@ -91,6 +91,78 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WindowChosen:
+    """A sparse window begins with the snapshot of `iteration`; `fitting` is the fewest slots that cause no stall."""
+
+    iteration: int
+    num_slots: int
+    fitting: int
+    iteration_s: float
+    copy_bytes_per_s: float
+    reordered: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotTaken:
+    """A sparse snapshot is in host memory: `size_bytes` on this rank, where a dense one has `dense_bytes`."""
+
+    iteration: int
+    window_start: int
+    slot: int
+    num_slots: int
+    size_bytes: int
+    dense_bytes: int
+    copy_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemoryUsed:
+    """What a rank keeps in host memory once a window is complete, by part; `allocated_bytes` with buffers to reuse."""
+
+    full_bytes: int
+    compute_bytes: int
+    buffer_bytes: int
+    boundary_log_bytes: int
+    step_log_bytes: int
+    allocated_bytes: int
+    double_buffered_dense_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateLost:
+    """This rank's training state was lost in a phase of `iteration`."""
+
+    iteration: int
+    phase: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRecovered:
+    """The state after `iteration` was rebuilt from the window that starts at `window_start`, by replay of stages.
+
+    `replayed_iters` were run again by stages `first_stage` to `last_stage` in `seconds`; `fetched_bytes` came from
+    neighbours' logs to this rank.
+    """
+
+    iteration: int
+    window_start: int
+    first_stage: int
+    last_stage: int
+    replayed_iters: int
+    fetched_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayDiffered:
+    """A healthy rank's replayed state is not the one it had: a bug, or silent data corruption on either side."""
+
+    iteration: int
+    live_digest: str
+    replayed_digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EventsLost:
     """The file could not be written for a while (a full disk, say): `count` events before this one are missing."""
 
@@ -113,6 +185,12 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed
+    | WindowChosen
+    | SnapshotTaken
+    | HostMemoryUsed
+    | StateLost
+    | StageRecovered
+    | ReplayDiffered
     | EventsLost
     | RunFinished
 )

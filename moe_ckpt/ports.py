@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from moe_ckpt.types import SnapshotPlan
+from moe_ckpt.types import Measured, ReadyGradients, SnapshotPlan
 
 
 class TrainingHooks(Protocol):
@@ -15,8 +16,12 @@ class TrainingHooks(Protocol):
         """Before the first micro-batch's forward. The state is that after `iteration - 1` steps."""
         ...
 
-    def gradients_ready(self, iteration: int) -> None:
-        """Gradients are reduced and unscaled, the norm is known, no parameter has changed yet."""
+    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
+        """Gradients are reduced and unscaled, the norm is known, no parameter has changed yet.
+
+        Returns whether to go on with the update. If not, the state is that after `iteration - 1` steps again, and the
+        loop starts the iteration over.
+        """
         ...
 
     def step_committed(self, iteration: int) -> None:
@@ -27,8 +32,11 @@ class TrainingHooks(Protocol):
 class Policy(Protocol):
     """A pure decider: same calls, same answers, on every rank."""
 
-    def plan(self, iteration: int) -> SnapshotPlan:
-        """Return what to save of the state after `iteration` optimizer steps."""
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
+        """Return what to save of the state after `iteration` optimizer steps.
+
+        A policy that wants to know more calls `measure`, which is collective: on all ranks alike or on none.
+        """
         ...
 
 

@@ -106,11 +106,23 @@ class SlotPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WindowChoice:
+    """How a sparse window came about: its slots, how many would fit, what that follows from, and if order is new."""
+
+    num_slots: int
+    fitting: int
+    iteration_s: float
+    copy_bytes_per_s: float
+    reordered: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
-    """What a policy wants saved after an iteration; the session carries it out."""
+    """What a policy wants saved after an iteration; the session carries it out. `window` is set where one begins."""
 
     durable: bool = False
     sparse: SlotPlan | None = None
+    window: WindowChoice | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,3 +131,33 @@ class CheckpointRef:
 
     iteration: int
     directory: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyGradients:
+    """What a step needs to know beside the gradients: `overflow` means that fp16 found inf or NaN: no update."""
+
+    overflow: bool
+    total_norm: float | None
+    loss_scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertCounts:
+    """Tokens routed to each expert (`hard`) and sums of its gating probabilities (`soft`), float64 [experts]."""
+
+    hard: npt.NDArray[np.float64]
+    soft: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Measured:
+    """What a policy may ask for at the start of a window, agreed by all ranks.
+
+    Seconds of an iteration without stalls, on the slowest rank; bytes a second that the slowest rank copies to host
+    memory; popularity of the own stage's experts since the last window, float64 [experts in the table's order].
+    """
+
+    iteration_s: float
+    copy_bytes_per_s: float
+    popularity: npt.NDArray[np.float64]

@@ -1,41 +1,115 @@
 """What crosses pipeline stages, seen through Megatron's own seam: a `P2PCommunicator` handed to its schedules.
 
-Owns: counting the activations sent downstream and the gradients sent upstream. The schedules call `_communicate` for
-every transfer, whatever the schedule, so this is the one place to look.
+Owns: counting and logging what this rank sends, and, in a replay, giving the schedule what the neighbours once sent in
+place of receiving it. The schedules call `_communicate` for every transfer, whatever the schedule, so this is the one
+place to look. Must not: keep or fetch logs.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from moe_ckpt.store.boundary import BoundaryLog, Direction, LoggedEnds
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SentBytes:
-    """What a rank has sent to its neighbour stages since its communicator was made."""
+class Observed:
+    """What a rank has sent to its neighbour stages, and spent on logging it, since its communicator was made."""
 
     activation_bytes: int
     gradient_bytes: int
+    logging_s: float
 
 
-class ObservedP2PCommunicator(P2PCommunicator):
-    """Megatron's communicator, counting what this rank sends."""
+@dataclass(slots=True, eq=False)
+class _Replay:
+    from_previous: deque[torch.Tensor] | None
+    from_next: deque[torch.Tensor] | None
+
+
+class StageCommunicator(P2PCommunicator):
+    """Megatron's communicator, which counts and logs what it sends and can replay what it received."""
 
     def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
-        self.sent = SentBytes(activation_bytes=0, gradient_bytes=0)
+        self._activation_bytes = 0
+        self._gradient_bytes = 0
+        self.log: BoundaryLog | None = None
+        self._replay = _Replay(None, None)
+
+    @property
+    def observed(self) -> Observed:
+        """What has been seen so far."""
+        return Observed(
+            activation_bytes=self._activation_bytes,
+            gradient_bytes=self._gradient_bytes,
+            logging_s=self.log.spent_s if self.log else 0.0,
+        )
+
+    @contextlib.contextmanager
+    def replaying(self, ends: LoggedEnds) -> Iterator[None]:
+        """Within the context, transfers with a logged end take what is logged, in order, and send nothing there."""
+        before, after = (None if end is None else deque(end) for end in (ends.from_previous, ends.from_next))
+        self._replay = _Replay(before, after)
+        try:
+            yield
+            left = [len(queue) for queue in (before, after) if queue]
+            assert not left, f"{left} logged tensors were not asked for: another schedule than the one that was logged?"
+        finally:
+            self._replay = _Replay(None, None)
 
     def _communicate(
-        self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **transfer: Any
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        **options: Any,
     ) -> Any:
-        self.sent = SentBytes(
-            activation_bytes=self.sent.activation_bytes + _size_bytes(tensor_send_next),
-            gradient_bytes=self.sent.gradient_bytes + _size_bytes(tensor_send_prev),
+        self._observe(tensor_send_next, tensor_send_prev)
+        before, after = self._replay.from_previous, self._replay.from_next
+        live = {
+            "tensor_send_next": tensor_send_next if after is None else None,
+            "tensor_send_prev": tensor_send_prev if before is None else None,
+            "recv_prev": recv_prev and before is None,
+            "recv_next": recv_next and after is None,
+        }
+        received = (
+            super()._communicate(**live, tensor_shape=tensor_shape, **options) if _any(live) else (None, None, None)
         )
-        return super()._communicate(tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **transfer)
+        from_previous, from_next, requests = received
+        if recv_prev and before is not None:
+            from_previous = self._logged(before, tensor_shape)
+        if recv_next and after is not None:
+            from_next = self._logged(after, tensor_shape)
+        return from_previous, from_next, requests
+
+    def _observe(self, activation: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+        self._activation_bytes += _size_bytes(activation)
+        self._gradient_bytes += _size_bytes(gradient)
+        for direction, tensor in ((Direction.ACTIVATION, activation), (Direction.GRADIENT, gradient)):
+            if self.log is not None and tensor is not None:
+                self.log.record(direction, tensor)
+
+    def _logged(self, queue: deque[torch.Tensor], shape: Any) -> torch.Tensor:
+        """Return the next logged tensor as if it had been received: on the device, a leaf that gathers a gradient."""
+        stored = queue.popleft()
+        tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
+        tensor.view(-1).view(torch.uint8).copy_(stored)
+        return tensor.requires_grad_()
+
+
+def _any(transfer: dict[str, Any]) -> bool:
+    return any(value is not None and value is not False for value in transfer.values())
 
 
 def _size_bytes(tensor: torch.Tensor | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -80,6 +81,45 @@ def _torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | No
     return optimizer.optimizer  # None on a rank that holds no parameter of this kind
 
 
+def optimizer_tensors(state: TrainingState) -> Iterator[torch.Tensor]:
+    """Yield master weights, moments and step counts of this rank, in place."""
+    for optimizer in state.inner_optimizers:
+        inner = _torch_optimizer(optimizer)
+        for group in inner.param_groups if inner else []:
+            for parameter in group["params"]:
+                yield parameter.data
+                yield from (value for value in cast("Any", inner).state[parameter].values() if torch.is_tensor(value))
+
+
+def optimizer_slots(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return this rank's master weights of a parameter and Adam's state of them: its shard, or the whole."""
+    if isinstance(optimizer, DistributedOptimizer):
+        slots = optimizer._get_main_param_and_optimizer_states(parameter)
+        return slots["param"], slots
+    master = getattr(parameter, "main_param", parameter)
+    return master, cast("Any", optimizer.optimizer).state[master]
+
+
+def step_count(optimizer: MegatronOptimizer) -> float:
+    """Return how many updates an inner optimizer has made; 0 for one that has no parameters on this rank."""
+    inner = _torch_optimizer(optimizer)
+    for group in inner.param_groups if inner else []:
+        if not isinstance(inner, _TORCH_ADAMS):
+            return float(group.get("step", 0))
+        for parameter in group["params"]:
+            return float(cast("Any", inner).state[parameter]["step"])
+    return 0.0
+
+
+def write_step_count(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, steps: float) -> None:
+    """Set the number of updates made of a parameter; fused Adams count for all of them together."""
+    inner = _torch_optimizer(optimizer)
+    if isinstance(inner, _TORCH_ADAMS):
+        optimizer_slots(optimizer, parameter)[1]["step"].fill_(steps)
+    for group in inner.param_groups if inner and not isinstance(inner, _TORCH_ADAMS) else []:
+        group["step"] = int(steps)
+
+
 def digest_of(state: TrainingState) -> str:
     """Return a SHA-256, in hex, over names, types, shapes and bytes of this rank's whole state."""
     total = hashlib.sha256()
@@ -125,8 +165,8 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
         **model,
         "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA),
         "opt_param_scheduler": state.scheduler.state_dict(),
-        "rng_state": _per_rank("rng_state", _rng_state()),
-        "buffers": _per_rank("buffers", _buffers(state)),
+        "rng_state": _per_rank("rng_state", _rng_tensors()),
+        "buffers": _per_rank("buffers", buffers(state)),
     }
 
 
@@ -150,8 +190,8 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
         _load_optimizer(optimizer, parts if len(state.inner_optimizers) == 1 else parts[index])
     state.scheduler.num_steps = 0  # loading adds the saved steps to those taken
     state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    _restore_buffers(state, loaded["buffers"])
-    _restore_rng_state(loaded["rng_state"])
+    restore_buffers(state, loaded["buffers"])
+    _restore_rng_tensors(loaded["rng_state"])
 
 
 def _keyed_modules(state: TrainingState) -> list[tuple[str, Any]]:
@@ -183,14 +223,56 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
             slot["step"] = step
 
 
-def _buffers(state: TrainingState) -> dict[str, torch.Tensor]:
+def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Return copies, on the host, of what an iteration starts from beside parameters, moments and buffers.
+
+    These are the states of all generators, the loss scalers, and the position in the learning-rate schedule.
+    """
+    saved = {f"rng.{name}": tensor for name, tensor in _rng_tensors().items()}
+    saved["scheduler.num_steps"] = torch.tensor(state.scheduler.num_steps)
+    return saved | scaler_state(state)
+
+
+def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `small_state` returned; learning rates follow from the position in the schedule."""
+    _restore_rng_tensors(
+        {name.removeprefix("rng."): tensor for name, tensor in saved.items() if name.startswith("rng.")}
+    )
+    state.scheduler.num_steps = int(saved["scheduler.num_steps"])
+    state.scheduler.step(increment=0)
+    restore_scaler_state(state, saved)
+
+
+def scaler_state(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Return copies of the loss scalers' state; empty where there are none."""
+    saved: dict[str, torch.Tensor] = {}
+    for index, optimizer in enumerate(state.inner_optimizers):
+        scaler = getattr(optimizer, "grad_scaler", None)
+        for key, value in (scaler.state_dict() if scaler else {}).items():
+            saved[f"scaler{index}.{key}"] = torch.as_tensor(value).detach().cpu().clone()
+    return saved
+
+
+def restore_scaler_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `scaler_state` returned."""
+    for index, optimizer in enumerate(state.inner_optimizers):
+        prefix = f"scaler{index}."
+        values = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}
+        if values:
+            scaler = cast("Any", optimizer).grad_scaler
+            scaler.load_state_dict({key: value if value.ndim else value.item() for key, value in values.items()})
+
+
+def buffers(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Return copies, on the host, of all module buffers, persistent or not."""
     named = (
         (f"{index}.{name}", buffer) for index, chunk in enumerate(state.model) for name, buffer in chunk.named_buffers()
     )
     return {name: buffer.detach().cpu().clone() for name, buffer in named}
 
 
-def _restore_buffers(state: TrainingState, saved: dict[str, torch.Tensor]) -> None:
+def restore_buffers(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `buffers` returned."""
     for index, chunk in enumerate(state.model):
         for name, buffer in chunk.named_buffers():
             buffer.copy_(saved[f"{index}.{name}"])
@@ -200,19 +282,28 @@ def _rng_tracker() -> Any:
     return tensor_parallel.get_cuda_rng_tracker()
 
 
-def _rng_state() -> dict[str, Any]:
+def _rng_tensors() -> dict[str, torch.Tensor]:
+    """Return the states of all generators as tensors, so that they travel without pickling."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
     return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "python": torch.tensor([version, *words]),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.concatenate([keys.astype(np.int64), [position, has_gauss]])),
+        "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "tracker": _rng_tracker().get_states(),
+        **{f"tracker.{name}": rng_state.clone() for name, rng_state in _rng_tracker().get_states().items()},
     }
 
 
-def _restore_rng_state(saved: dict[str, Any]) -> None:
-    random.setstate(saved["python"])
-    np.random.set_state(saved["numpy"])
+def _restore_rng_tensors(saved: Mapping[str, torch.Tensor]) -> None:
+    version, *words = saved["python"].tolist()
+    gauss = saved["python_gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    *keys, position, has_gauss = saved["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, float(saved["numpy_gauss"])))
     torch.set_rng_state(saved["cpu"])
     torch.cuda.set_rng_state(saved["cuda"])
-    _rng_tracker().set_states(saved["tracker"])
+    trackers = {name.removeprefix("tracker."): saved[name].clone() for name in saved if name.startswith("tracker.")}
+    _rng_tracker().set_states(trackers)

@@ -9,22 +9,20 @@ logged norm instead of measuring one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.types import ReadyGradients
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadyGradients:
-    """What a step needs to know beside the gradients: `overflow` means that fp16 found inf or NaN: no update."""
-
-    overflow: bool
-    total_norm: float | None
-    loss_scale: float
+def clear_gradients(state: TrainingState) -> None:
+    """Zero all gradients, for the first micro-batch of an iteration."""
+    for chunk in state.model:
+        cast("Any", chunk).zero_grad_buffer()
+    state.optimizer.zero_grad()
 
 
 def finish_gradients(state: TrainingState) -> ReadyGradients:
@@ -46,3 +44,27 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
             decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, config.clip_grad, gradients.total_norm, decoupled)
     state.optimizer.step_with_ready_grads()
+
+
+def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
+    """Move the learning rate on after an update; a skipped one leaves it where it is."""
+    if not gradients.overflow:
+        state.scheduler.step(increment=1)
+
+
+@torch.no_grad()
+def unscale_gradients(state: TrainingState) -> None:
+    """Bring reduced gradients into their final form without measuring them: no communication, loss scalers unchanged."""
+    for optimizer in state.inner_optimizers:
+        inner: Any = optimizer
+        scaler = getattr(inner, "grad_scaler", None)
+        if scaler is None:
+            inner.prepare_grads()
+            continue
+        inner.grad_scaler = None  # Megatron would agree on overflows with all stages
+        inner.prepare_grads()
+        inner.grad_scaler = scaler
+        if not inner.is_stub_optimizer:
+            ignored = torch.zeros_like(scaler.inv_scale)
+            gradients = inner._collect_main_grad_data_for_unscaling()
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, scaler.inv_scale)

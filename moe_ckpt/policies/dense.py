@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from moe_ckpt.config import CkptConfig, DenseConfig, NoneConfig
+from moe_ckpt.config import DenseConfig, NoneConfig
 from moe_ckpt.ports import Policy
-from moe_ckpt.types import SnapshotPlan
+from moe_ckpt.types import Measured, SnapshotPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Never:
     """`ckpt=none`."""
 
-    def plan(self, iteration: int) -> SnapshotPlan:  # noqa: ARG002 - whatever it is
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - whatever they are
         return SnapshotPlan(durable=False)
 
 
@@ -25,12 +26,12 @@ class EveryInterval:
     every_iters: int
     last_iteration: int
 
-    def plan(self, iteration: int) -> SnapshotPlan:
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - needs nothing
         return SnapshotPlan(durable=iteration % self.every_iters == 0 or iteration == self.last_iteration)
 
 
-def make_policy(config: CkptConfig, *, last_iteration: int) -> Policy:
-    """Return the decider that a configuration names."""
+def make_policy(config: NoneConfig | DenseConfig, *, last_iteration: int) -> Policy:
+    """Return the decider that a configuration of whole checkpoints, or of none, names."""
     match config:
         case NoneConfig():
             return Never()

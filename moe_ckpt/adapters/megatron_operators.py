@@ -1,0 +1,351 @@
+"""The operators of one rank's Megatron-Core GPT: where they are, and reading and writing the pieces this rank owns.
+
+Owns: which parameter and buffer belongs to which operator (by global layer and expert), which piece of each this rank
+snapshots, and putting pieces back so that all copies are whole again. Of a parameter that several ranks hold, each
+snapshots the piece whose master weights it keeps (the distributed optimizer's own shard), or an even share where the
+optimizer is not sharded: every byte is taken once. Must not: copy to host memory, or decide what is taken when.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from moe_ckpt.adapters.megatron_state import TrainingState, optimizer_slots, step_count, write_step_count
+from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.store.codec import PartKey, ShardIdentity
+from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
+
+COMPUTE, MASTER, BUFFER = "compute", "master", "buffer"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_EDGES = {
+    "embedding": OperatorKind.EMBEDDING,
+    "rotary_pos_emb": OperatorKind.EMBEDDING,
+    "output_layer": OperatorKind.OUTPUT,
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$")
+_SECTIONS = (OperatorKind.EMBEDDING, OperatorKind.BLOCK, OperatorKind.FINAL_NORM, OperatorKind.OUTPUT)
+
+Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
+"""Something to snapshot: what it is, the tensor, and its range in the flattened whole."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedParameter:
+    """A parameter of this rank and the range of its flattened elements that this rank snapshots (may be empty)."""
+
+    operator: OperatorId
+    name: str
+    parameter: torch.nn.Parameter
+    optimizer: MegatronOptimizer
+    optimizer_index: int
+    start: int
+    end: int
+    replicas: dist.ProcessGroup
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.optimizer, DistributedOptimizer)
+
+    def weights(self) -> torch.Tensor:
+        """Return all compute weights, flattened."""
+        return self.parameter.data.view(-1)
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Return what this rank holds of master weights and moments, flattened, by role: its shard, or all of it."""
+        if self.is_sharded and self.start == self.end:
+            return {}
+        master, slots = optimizer_slots(self.optimizer, self.parameter)
+        return {MASTER: master.data.view(-1), **{key: slots[key].view(-1) for key in _MOMENTS}}
+
+    def pieces(self, *, full: bool) -> Iterator[Piece]:
+        """Yield the owned piece of the whole state, or of the compute weights."""
+        owned = slice(self.start, self.end)
+        held = slice(None) if self.is_sharded else owned
+        tensors = {role: tensor[held] for role, tensor in self.optimizer_state().items()} if full else {}
+        for role, tensor in (tensors if full else {COMPUTE: self.weights()[owned]}).items():
+            yield self.key(role), tensor, (self.start, self.end)
+
+    def key(self, role: str) -> PartKey:
+        return PartKey(operator=str(self.operator), tensor=self.name, role=role)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedBuffer:
+    """A module buffer: every rank snapshots its own."""
+
+    operator: OperatorId
+    name: str
+    buffer: torch.Tensor
+
+    def piece(self) -> Piece:
+        key = PartKey(operator=str(self.operator), tensor=self.name, role=BUFFER)
+        return key, self.buffer, (0, self.buffer.numel())
+
+
+class RankOperators:
+    """All operators of this rank's model chunks, and the table of those of its whole stage group. Built collectively."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self.parameters = list(_parameters(state))
+        self.buffers = list(_buffers(state))
+        self.table = _gather_table(self)
+
+    def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
+        """Return what to snapshot of the operators at these positions of the table: whole state, or compute weights."""
+        wholes = {self.table.operators[position]: position in full for position in (*full, *compute)}
+        found: list[Piece] = []
+        for owned in self.parameters:
+            if owned.operator in wholes:
+                found += owned.pieces(full=wholes[owned.operator])
+        return found + [buffer.piece() for buffer in self.buffers if buffer.operator in wholes]
+
+    def adam_steps(self) -> tuple[float, ...]:
+        """Return the number of updates that each inner optimizer has made."""
+        return tuple(step_count(optimizer) for optimizer in self._state.inner_optimizers)
+
+    def load(
+        self,
+        parts: Mapping[PartKey, torch.Tensor],
+        full: Collection[str],
+        compute: Collection[str],
+        steps: tuple[float, ...],
+    ) -> None:
+        """Put this rank's pieces of a snapshot in place, then make all copies whole. Collective in the stage group.
+
+        Operators in `full` get master weights, moments, step count and compute weights; those in `compute` only the
+        latter; both get their buffers. Raises CheckpointLoadError for a piece that is not there or has another size.
+        """
+        loaded = [owned for owned in self.parameters if str(owned.operator) in {*full, *compute}]
+        for owned in loaded:
+            is_full = str(owned.operator) in full
+            for key, tensor, _ in owned.pieces(full=is_full):
+                _copy_part(parts, key, tensor)
+            if is_full:
+                _derive_weights(owned, steps[owned.optimizer_index])
+        for buffer in self.buffers:
+            if str(buffer.operator) in {*full, *compute}:
+                key, tensor, _ = buffer.piece()
+                _copy_part(parts, key, tensor)
+        _make_whole(loaded, full)
+
+    def freeze(self, frozen: Collection[str]) -> None:
+        """Let the weights of these operators skip their gradients, and all others compute them.
+
+        The embedding always computes its own, so that every rank runs backward through all its layers: exchanges of
+        tokens in there are collective. Grouped experts skip theirs only all together. Where gradients are reduced while
+        backward runs nobody skips: Megatron waits for all of them.
+        """
+        overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
+        needed = {_grouped_name(owned) for owned in self.parameters if str(owned.operator) not in frozen}
+        for owned in self.parameters:
+            computes = owned.operator.kind is OperatorKind.EMBEDDING or _grouped_name(owned) in needed
+            owned.parameter.requires_grad_(overlapped or computes)
+
+
+def shard_identity() -> ShardIdentity:
+    """Return which shard of the job this rank holds."""
+    return ShardIdentity(
+        global_rank=dist.get_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def stage_group() -> dist.ProcessGroup:
+    """Return the process group of this rank's pipeline stage: all its data-, expert- and tensor-parallel ranks."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+
+def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return a model chunk without its wrappers for data parallelism and precision."""
+    while hasattr(chunk, "module"):
+        chunk = cast("torch.nn.Module", chunk.module)
+    return chunk
+
+
+def locate(model: torch.nn.Module, name: str) -> OperatorId:
+    """Return the operator that a parameter or buffer of a bare GPT model belongs to.
+
+    Raises ConfigError for a name that is in none, and for experts that share one weight (Megatron's legacy GroupedMLP).
+    """
+    root = name.partition(".")[0]
+    if root in _EDGES:
+        return OperatorId(kind=_EDGES[root])
+    if name.startswith("decoder.final_layernorm."):
+        return OperatorId(kind=OperatorKind.FINAL_NORM)
+    if match := _LAYER.match(name):
+        layer = cast("Any", model).decoder.layers[int(match[1])]
+        return _locate_in_layer(layer.mlp, match[2], layer=layer.layer_number - 1, mtp_depth=None)
+    if match := _MTP.match(name):
+        module = cast("Any", model).mtp.layers[int(match[1])]
+        inner = getattr(module, "transformer_layer", None) or module.mtp_model_layer
+        return _locate_in_layer(inner.mlp, match[2], layer=0, mtp_depth=int(match[1]))
+    raise ConfigError(f"ckpt=moevement: {name!r} is in no operator, wanted a GPTModel of Megatron-Core")
+
+
+def _locate_in_layer(mlp: Any, rest: str, *, layer: int, mtp_depth: int | None) -> OperatorId:
+    place = {"layer": layer, "mtp_depth": mtp_depth}
+    if rest.startswith("mlp.router."):
+        return OperatorId(kind=OperatorKind.GATE, **place)
+    if rest.startswith("mlp.experts."):
+        match = _SEQUENTIAL_EXPERT.match(rest) or _GROUPED_EXPERT.match(rest)
+        if match is None:
+            raise ConfigError(f"ckpt=moevement: {rest!r} holds several experts, wanted one weight an expert")
+        return OperatorId(kind=OperatorKind.EXPERT, expert=mlp.local_expert_indices[int(match[1])], **place)
+    return OperatorId(kind=OperatorKind.BLOCK, **place)
+
+
+def front_to_back(operator: OperatorId) -> tuple[int, ...]:
+    """Return a sort key: embedding, layers (block, gate, experts), final norm, MTP modules, output."""
+    in_layer = operator.layer is not None
+    section = OperatorKind.BLOCK if in_layer else operator.kind
+    after_decoder = 2 * _SECTIONS.index(section) + (3 if operator.mtp_depth is not None else 0)
+    kind = list(OperatorKind).index(operator.kind)
+    return (after_decoder, operator.mtp_depth or 0, operator.layer or 0, kind, operator.expert or 0)
+
+
+def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
+    optimizer_of = _optimizers_by_parameter(state)
+    for index, chunk in enumerate(state.model):
+        model = bare_model(chunk)
+        for name, parameter in model.named_parameters():
+            if parameter not in optimizer_of:
+                raise ConfigError(f"ckpt=moevement: no optimizer updates {name!r}, wanted one for every parameter")
+            optimizer_index, optimizer = optimizer_of[parameter]
+            replicas = _replicas(parameter)
+            start, end = _owned_range(parameter, optimizer, replicas)
+            yield OwnedParameter(
+                operator=locate(model, name),
+                name=f"model{index}.{name}",
+                parameter=parameter,
+                optimizer=optimizer,
+                optimizer_index=optimizer_index,
+                start=start,
+                end=end,
+                replicas=replicas,
+            )
+
+
+def _optimizers_by_parameter(state: TrainingState) -> dict[torch.nn.Parameter, tuple[int, MegatronOptimizer]]:
+    found: dict[torch.nn.Parameter, tuple[int, MegatronOptimizer]] = {}
+    for index, optimizer in enumerate(state.inner_optimizers):
+        for parameter in _updated_parameters(optimizer):
+            found[parameter] = (index, optimizer)
+    return found
+
+
+def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Parameter]:
+    """Return the model's parameters that an inner optimizer updates, on any rank."""
+    inner: Any = optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        return [] if inner.is_stub_optimizer else [parameter for buffer in inner.buffers for parameter in buffer.params]
+    if hasattr(inner, "float16_groups"):
+        return [parameter for group in inner.float16_groups + inner.fp32_from_fp32_groups for parameter in group]
+    return (
+        [] if inner.is_stub_optimizer else [parameter for group in inner.param_groups for parameter in group["params"]]
+    )
+
+
+def _replicas(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    if getattr(parameter, "allreduce", True):  # Megatron's mark: false on what expert parallelism splits
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
+
+
+def _owned_range(
+    parameter: torch.nn.Parameter, optimizer: MegatronOptimizer, replicas: dist.ProcessGroup
+) -> tuple[int, int]:
+    if isinstance(optimizer, DistributedOptimizer):
+        if parameter not in optimizer.model_param_group_index_map:
+            return 0, 0
+        owned = optimizer._get_model_param_range_map(parameter)["param"]
+        return owned.start, owned.end
+    count, rank = replicas.size(), replicas.rank()
+    return parameter.numel() * rank // count, parameter.numel() * (rank + 1) // count
+
+
+def _buffers(state: TrainingState) -> Iterator[OwnedBuffer]:
+    for index, chunk in enumerate(state.model):
+        model = bare_model(chunk)
+        for name, buffer in model.named_buffers():
+            yield OwnedBuffer(operator=locate(model, name), name=f"model{index}.{name}", buffer=buffer)
+
+
+def _gather_table(operators: RankOperators) -> OperatorTable:
+    """Agree on the stage group's operators and on who owns how much of them. Collective in the stage group."""
+    mine: dict[OperatorId, list[int]] = {}
+    for owned in operators.parameters:
+        sizes = mine.setdefault(owned.operator, [0, 0])
+        sizes[0] += sum(tensor.nbytes for _, tensor, _ in owned.pieces(full=True))
+        sizes[1] += sum(tensor.nbytes for _, tensor, _ in owned.pieces(full=False))
+    for buffer in operators.buffers:
+        sizes = mine.setdefault(buffer.operator, [0, 0])
+        sizes[:] = [size + buffer.buffer.nbytes for size in sizes]
+    everyone: list[dict[OperatorId, list[int]]] = [{}] * stage_group().size()
+    dist.all_gather_object(everyone, mine, group=stage_group())
+    names = sorted({operator for rank in everyone for operator in rank}, key=front_to_back)
+    sizes = np.array([[rank.get(operator, [0, 0]) for operator in names] for rank in everyone], dtype=np.int64)
+    return OperatorTable(operators=tuple(names), full_bytes=sizes[:, :, 0], compute_bytes=sizes[:, :, 1])
+
+
+def _copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor) -> None:
+    part = parts.get(key)
+    if part is None or part.numel() != target.numel() or part.dtype != target.dtype:
+        got = "nothing" if part is None else f"{part.numel()} elements of {part.dtype}"
+        raise CheckpointLoadError(f"{key}: got {got}, wanted {target.numel()} elements of {target.dtype}")
+    target.copy_(part.view(target.shape))
+
+
+def _derive_weights(owned: OwnedParameter, steps: float) -> None:
+    """Set step count and compute weights of a piece whose master weights have just been written."""
+    for key, master, _ in owned.pieces(full=True):
+        if key.role == MASTER:
+            write_step_count(owned.optimizer, owned.parameter, steps)
+            owned.weights()[owned.start : owned.end].copy_(master)
+
+
+def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None:
+    """Give every rank that holds a copy of these parameters all pieces of it."""
+    tensors: dict[dist.ProcessGroup, list[tuple[torch.Tensor, int, int]]] = {}
+    for owned in loaded:
+        copies = [owned.weights()]
+        if str(owned.operator) in full and not owned.is_sharded:
+            copies = [*copies, *owned.optimizer_state().values()]
+        tensors.setdefault(owned.replicas, []).extend((copy, owned.start, owned.end) for copy in copies)
+    for group, pieces in tensors.items():
+        if group.size() > 1:
+            _merge(pieces, group)
+
+
+def _merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup) -> None:
+    """Put together tensors of which each rank holds one range: a sum of bytes, zero where a rank owns nothing."""
+    for tensor, start, end in pieces:
+        tensor[:start].zero_()
+        tensor[end:].zero_()
+    merged = torch.cat([tensor.view(torch.uint8) for tensor, _, _ in pieces])
+    dist.all_reduce(merged, group=group)
+    parts = merged.split([tensor.nbytes for tensor, _, _ in pieces])
+    for (tensor, _, _), part in zip(pieces, parts, strict=True):
+        tensor.view(torch.uint8).copy_(part)
+
+
+def _grouped_name(owned: OwnedParameter) -> str:
+    """Return the name without the number of a grouped expert: weights of one name compute gradients all or none."""
+    return re.sub(r"(linear_fc[12]\.(?:weight|bias))\d+$", r"\1", owned.name)

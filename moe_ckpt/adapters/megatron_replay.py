@@ -1,0 +1,178 @@
+"""One iteration of one stage run again, alone or with its neighbours, through the same schedule (MoEvement, 3.3, 3.4).
+
+Owns: what an iteration starts from, what crosses stages in it beside activations and gradients, and the update with
+logged facts in place of collectives over all stages. Must not: decide which iterations run, or fetch what they need.
+
+    begin       generators, loss scalers, schedule position, buffers          -> put back if the iteration is backed out
+    gradients   forward, backward, reduced; tied embeddings' shared gradient  -> logged, or taken from the log
+    finish      norm, overflow, loss scalers                                  -> logged, or taken from the log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from moe_ckpt.adapters.megatron_operators import OwnedParameter, RankOperators, bare_model
+from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
+from moe_ckpt.adapters.megatron_state import (
+    TrainingState,
+    buffers,
+    digest_of,
+    restore_buffers,
+    restore_scaler_state,
+    restore_small_state,
+    scaler_state,
+    small_state,
+)
+from moe_ckpt.adapters.megatron_step import advance_schedule, apply_update, clear_gradients, unscale_gradients
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.store.boundary import LoggedEnds
+from moe_ckpt.store.steps import StepRecord
+from moe_ckpt.types import ReadyGradients
+
+
+class StageReplay:
+    """Notes what this rank's stage needs to run an iteration again, and runs it again.
+
+    `forward_backward` runs the loop's schedule over the batch of an iteration, with the communicator given here.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        operators: RankOperators,
+        communicator: StageCommunicator,
+        forward_backward: Callable[[int], None],
+    ) -> None:
+        self._state = state
+        self._communicator = communicator
+        self._forward_backward = forward_backward
+        self._tied = _TiedEmbedding(state, operators)
+        self._buffers: Mapping[str, torch.Tensor] = {}
+
+    @property
+    def tied_gradient_bytes(self) -> int:
+        """Bytes of a shared embedding's gradient that an iteration's record holds."""
+        return self._tied.size_bytes
+
+    def begin(self) -> Mapping[str, torch.Tensor]:
+        """Return what the next iteration starts from beside parameters and moments; buffers are remembered here."""
+        self._buffers = buffers(self._state)
+        return small_state(self._state)
+
+    def restore_start(self, start: Mapping[str, torch.Tensor], *, with_buffers: bool) -> None:
+        """Put back what an iteration started from; `with_buffers` undoes what it has done to them since."""
+        restore_small_state(self._state, start)
+        if with_buffers:
+            restore_buffers(self._state, self._buffers)
+
+    def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
+        """Return the facts of an iteration whose gradients are ready."""
+        scalers, tied = scaler_state(self._state), self._tied.observed
+        return StepRecord(iteration=iteration, gradients=gradients, scalers=scalers, tied_gradient=tied)
+
+    def replay(
+        self, record: StepRecord, start: Mapping[str, torch.Tensor], ends: LoggedEnds, *, whole_model: bool
+    ) -> None:
+        """Run the record's iteration again, from the state before it. Collective over the stages that replay together.
+
+        `whole_model`: all stages do; then nothing but the update's facts comes from a log.
+        """
+        restore_small_state(self._state, start)
+        clear_gradients(self._state)
+        with self._communicator.replaying(ends), self._tied.replaying(None if whole_model else record.tied_gradient):
+            self._forward_backward(record.iteration)
+        unscale_gradients(self._state)
+        apply_update(self._state, record.gradients)
+        restore_scaler_state(self._state, record.scalers)
+        advance_schedule(self._state, record.gradients)
+
+    def digest(self) -> str:
+        """Return a hash of this rank's whole state."""
+        return digest_of(self._state)
+
+
+class _TiedEmbedding:
+    """The gradient of a word embedding that first and last stage share, which Megatron sums over both.
+
+    It is summed after each stage has reduced its own, in the function that Megatron's schedules call when all
+    micro-batches are done: that function is wrapped here.
+    """
+
+    def __init__(self, state: TrainingState, operators: RankOperators) -> None:
+        self.observed: torch.Tensor | None = None
+        self._owned = _tied_parameter(state, operators)
+        self._logged: torch.Tensor | None = None
+        if self._owned is not None:
+            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            config = cast("Any", state.model[0]).config
+            self._finalize = config.finalize_model_grads_func
+            config.finalize_model_grads_func = self._finalize_observed
+
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self._owned is None else self._gradient().nbytes
+
+    @contextlib.contextmanager
+    def replaying(self, logged: torch.Tensor | None) -> Iterator[None]:
+        """Within the context, take the sum from a log and leave the other stage alone; None: as always."""
+        self._logged = logged
+        try:
+            yield
+        finally:
+            self._logged = None
+
+    def _finalize_observed(
+        self, model: Any, num_tokens: Any = None, *, pg_collection: Any = None, **options: Any
+    ) -> None:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        if self._logged is None:
+            self._finalize(model, num_tokens, pg_collection=groups, **options)
+        else:
+            groups = copy.copy(groups)
+            groups.embd = self._alone
+            self._finalize(model, num_tokens, pg_collection=groups, **options)
+            self._gradient().copy_(self._logged)
+        self.observed = self._gradient().detach().to("cpu", copy=True)
+
+    def _gradient(self) -> torch.Tensor:
+        """Return the part of the reduced gradient that this rank's optimizer uses, flattened."""
+        assert self._owned is not None
+        gradient = cast("Any", self._owned.parameter).main_grad.view(-1)
+        return gradient[self._owned.start : self._owned.end] if self._owned.is_sharded else gradient
+
+
+def _tied_parameter(state: TrainingState, operators: RankOperators) -> OwnedParameter | None:
+    """Return this rank's copy of the word embedding, if another stage holds one, too."""
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
+        return None
+    for chunk in state.model:
+        model: Any = bare_model(chunk)
+        weight = model.shared_embedding_or_output_weight() if _shares_embedding(model) else None
+        for owned in operators.parameters:
+            if owned.parameter is weight:
+                return owned
+    return None
+
+
+def _shares_embedding(model: Any) -> bool:
+    return model.share_embeddings_and_output_weights or bool(getattr(model.config, "mtp_num_layers", None))
+
+
+def require_replayable(state: TrainingState) -> None:
+    """Raise ConfigError for what crosses stages or changes state in a way that no log here covers."""
+    config = cast("Any", state.model[0]).config
+    if getattr(config, "calculate_per_token_loss", False):
+        raise ConfigError("ckpt=moevement: got calculate_per_token_loss=True, wanted False: stages would sum tokens")
+    for optimizer in state.inner_optimizers:
+        if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+            raise ConfigError("ckpt=moevement: got use_precision_aware_optimizer=True, wanted False")

@@ -1,0 +1,65 @@
+"""How many tokens the routers of this rank's stage give to each expert (MoEvement, section 3.5 and Appendix B).
+
+Owns: forward hooks on Megatron's routers and the counts of the running iteration. Must not: rank experts, or add up
+over ranks. Recomputed forwards are not counted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.transformer.moe.router import Router
+
+from moe_ckpt.adapters.megatron_operators import bare_model, locate
+from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable
+
+
+class RouterCounts:
+    """Counts of the experts of a stage's table, in the table's order, from the tokens that this rank has seen."""
+
+    def __init__(self, state: TrainingState, table: OperatorTable) -> None:
+        self._hard: dict[OperatorId, torch.Tensor] = {}
+        self._soft: dict[OperatorId, torch.Tensor] = {}
+        self._experts = [operator for operator in table.operators if operator.kind is OperatorKind.EXPERT]
+        self._counting = False
+        for gate, router in _routers(state):
+            router.register_forward_hook(lambda _, __, routed, gate=gate: self._count(gate, *routed))
+
+    def begin(self) -> None:
+        """Count from zero."""
+        self._hard.clear()
+        self._soft.clear()
+        self._counting = True
+
+    def end(self) -> ExpertCounts:
+        """Stop counting and return what was counted."""
+        self._counting = False
+        return ExpertCounts(hard=self._in_table_order(self._hard), soft=self._in_table_order(self._soft))
+
+    def _count(self, gate: OperatorId, probabilities: torch.Tensor, routing_map: torch.Tensor) -> None:
+        if not self._counting or torch._C._current_graph_task_id() != -1:  # in backward: activations are recomputed
+            return
+        for counts, values in ((self._hard, routing_map), (self._soft, probabilities.detach())):
+            total = values.sum(dim=0, dtype=torch.float64)
+            counts[gate] = counts[gate] + total if gate in counts else total
+
+    def _in_table_order(self, counts: dict[OperatorId, torch.Tensor]) -> npt.NDArray[np.float64]:
+        by_layer = {(gate.layer, gate.mtp_depth): total.cpu().numpy() for gate, total in counts.items()}
+        found = np.zeros(len(self._experts))
+        for position, expert in enumerate(self._experts):
+            layer = by_layer.get((expert.layer, expert.mtp_depth))
+            found[position] = 0.0 if layer is None or expert.expert is None else layer[expert.expert]
+        return found
+
+
+def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, torch.nn.Module]]:
+    for chunk in state.model:
+        model: Any = bare_model(chunk)
+        for name, module in model.named_modules():
+            if isinstance(module, Router):
+                yield locate(model, f"{name}.weight"), module

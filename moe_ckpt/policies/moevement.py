@@ -1,0 +1,149 @@
+"""`ckpt=moevement`: which operators each iteration's snapshot takes (MoEvement, section 3.5 and Algorithm 1).
+
+Owns: the window, its order, and when either changes. Every rank decides for itself and comes to the same: from the sizes
+of all stages' operators, known from the start, and from measurements that the ranks agree on. Must not: measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt import schedule
+from moe_ckpt.config import MoevementConfig
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.footprint import MemoryForecast, forecast
+from moe_ckpt.popularity import has_shifted
+from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageProfile:
+    """What is known of a stage before training: its operators, and the bytes a rank of it logs an iteration."""
+
+    table: OperatorTable
+    boundary_log_bytes: int
+    step_log_bytes: int
+
+
+class SparseWindows:
+    """One window after another: a base that holds everything, then sparse ones.
+
+    Raises ConfigError where the window or the memory budget cannot be had, with the numbers.
+    """
+
+    def __init__(self, config: MoevementConfig, stages: Sequence[StageProfile], own_stage: int) -> None:
+        self._config = config
+        self._stages = stages
+        self._table = stages[own_stage].table
+        self._fixed = schedule.fixed_order(self._table.operators)
+        self._natural = [_natural_order(stage.table) for stage in stages]
+        self.max_slots = self._fitting_in_memory()
+        self._order = self._natural[own_stage]
+        self._reference: npt.NDArray[np.float64] | None = None
+        self._window: schedule.WindowSchedule | None = None
+        self._start = 0
+        self._next_iteration: int | None = None
+        self._num_slots = 1 if config.window == AUTO else int(config.window)
+
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
+        """Return what to take of the state after `iteration` steps: everything at first, then slot after slot.
+
+        Asks for measurements where a window begins. An iteration that does not follow the last begins a window, too.
+        """
+        if self._next_iteration is None:
+            return self._base(iteration)
+        if iteration < self._next_iteration:
+            return SnapshotPlan()
+        choice = None
+        if self._window is None or iteration != self._next_iteration or iteration == self._start + self._num_slots:
+            choice = self._begin(iteration, measure())
+        assert self._window is not None
+        self._next_iteration = iteration + 1
+        slot = iteration - self._start
+        full, compute = self._window.full(slot), self._window.compute(slot)
+        plan = SlotPlan(window_start=self._start, slot=slot, num_slots=self._num_slots, full=full, compute=compute)
+        return SnapshotPlan(sparse=plan, window=choice)
+
+    def forecast(self, num_slots: int) -> MemoryForecast:
+        """Return the host memory that the rank with the most of it needs."""
+        return max(
+            (self._forecast(stage, num_slots) for stage in range(len(self._stages))), key=lambda f: f.total_bytes
+        )
+
+    def _base(self, iteration: int) -> SnapshotPlan:
+        profile_iters = self._config.profile_iters if self._config.window == AUTO else 0
+        self._next_iteration = iteration + 1 + profile_iters
+        everything = tuple(range(len(self._table.operators)))
+        return SnapshotPlan(sparse=SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=()))
+
+    def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
+        fitting = self._num_slots
+        if self._config.window == AUTO:
+            fitting = self._fitting_in_time(measured.iteration_s * measured.copy_bytes_per_s)
+            is_first = self._window is None
+            kept = schedule.refit(self._num_slots, fitting, drift=self._config.window_drift)
+            self._num_slots = fitting if is_first else kept
+        reordered = self._reorder(measured.popularity)
+        self._start = iteration
+        self._window = schedule.cut_slots(self._order, self._table, self._num_slots)
+        return WindowChoice(
+            num_slots=self._num_slots,
+            fitting=fitting,
+            iteration_s=measured.iteration_s,
+            copy_bytes_per_s=measured.copy_bytes_per_s,
+            reordered=reordered,
+        )
+
+    def _reorder(self, popularity: npt.NDArray[np.float64]) -> bool:
+        change, share = self._config.reorder_change, self._config.reorder_share
+        if self._reference is not None and not has_shifted(self._reference, popularity, change=change, share=share):
+            return False
+        self._reference = popularity
+        self._order = schedule.order_operators(self._fixed, popularity)
+        return True
+
+    def _fitting_in_time(self, budget_bytes: float) -> int:
+        return max(
+            schedule.fitting_window(stage.table, order, budget_bytes, max_slots=self.max_slots)
+            for stage, order in zip(self._stages, self._natural, strict=True)
+        )
+
+    def _fitting_in_memory(self) -> int:
+        """Return the most slots that operators and the memory budget allow."""
+        most = max(len(stage.table.operators) for stage in self._stages)
+        window, budget = self._config.window, self._config.memory_budget_bytes
+        if window != AUTO and int(window) > most:
+            raise ConfigError(f"ckpt.window: got {window}, wanted at most {most}, the operators of the largest stage")
+        candidates = range(1, most + 1) if window == AUTO else [int(window)]
+        if budget is None:
+            return candidates[-1]
+        for num_slots in reversed(candidates):
+            if self.forecast(num_slots).total_bytes <= budget:
+                return num_slots
+        needed = "\n  ".join(self.forecast(candidates[0]).lines())
+        wanted = f"with a window of {candidates[0]} at least:\n  {needed}"
+        raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
+
+    def _forecast(self, stage: int, num_slots: int) -> MemoryForecast:
+        profile = self._stages[stage]
+        window = schedule.cut_slots(self._natural[stage], profile.table, num_slots)
+        return forecast(
+            window_bytes=int(schedule.window_bytes(profile.table, window).max()),
+            num_slots=num_slots,
+            keep_windows=self._config.keep_windows,
+            log_bytes_per_iteration=profile.boundary_log_bytes,
+            dense_bytes=int(profile.table.full_bytes.sum(axis=1).max()),
+            step_log_bytes_per_iteration=profile.step_log_bytes,
+        )
+
+
+def _natural_order(table: OperatorTable) -> npt.NDArray[np.int64]:
+    """Return the order before any popularity is known, which also serves to compare numbers of slots."""
+    fixed = schedule.fixed_order(table.operators)
+    return schedule.order_operators(fixed, np.zeros(len(fixed.experts)))

@@ -1,0 +1,118 @@
+"""From the sparse snapshots of one window to a dense state: what to load, what to activate, what to run.
+
+Pure: a plan of names and numbers. Loading, replaying with logged inputs and norms, and comparing are the runtime's.
+MoEvement, section 3.3, Figures 7 and 8:
+
+    load 10: E1 E2 active    run 11    load 11: E3 E4 too    run 12    load 12: all active    run 13
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.errors import CheckpointLoadError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotContents:
+    """What one sparse snapshot holds: the state after `iteration` steps, slot `slot` of `num_slots` of its window.
+
+    `full` are the names of operators with their whole state, `compute` of those with compute weights only.
+    """
+
+    iteration: int
+    window_start: int
+    slot: int
+    num_slots: int
+    full: tuple[str, ...]
+    compute: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayStep:
+    """Load a snapshot, then train one iteration.
+
+    `load_iteration` is None where there is nothing left to load, `run_iteration` where there is nothing left to run.
+    `activate` get their whole state from the snapshot, `frozen` their compute weights; all others are active already.
+    """
+
+    load_iteration: int | None
+    activate: tuple[str, ...]
+    frozen: tuple[str, ...]
+    run_iteration: int | None
+
+
+def plan_conversion(snapshots: Sequence[SnapshotContents], target_iteration: int) -> tuple[ReplayStep, ...]:
+    """Return the steps that end with every operator active, at the state after `target_iteration`.
+
+    The snapshots are those of one window, in any order. Iterations count from 1; snapshot s is loaded, then iteration
+    s + 1 runs: snapshots 10, 11, 12 and target 14 make (10, 11), (11, 12), (12, 13), (None, 14), target 12 makes
+    (10, 11), (11, 12), (12, None). Raises CheckpointLoadError where the snapshots are no complete window that ends at
+    or before the target. MoEvement, section 3.3.
+    """
+    window = sorted(snapshots, key=lambda snapshot: snapshot.slot)
+    _check_window(window)
+    _check_operators(window)
+    last = window[-1].iteration
+    if target_iteration < last:
+        raise CheckpointLoadError(
+            f"conversion: got target iteration {target_iteration}, wanted at least {last}, the window's last snapshot"
+        )
+    replay = [_load(snapshot, target_iteration) for snapshot in window]
+    beyond = range(last + 2, target_iteration + 1)
+    return (
+        *replay,
+        *(ReplayStep(load_iteration=None, activate=(), frozen=(), run_iteration=iteration) for iteration in beyond),
+    )
+
+
+def _load(snapshot: SnapshotContents, target_iteration: int) -> ReplayStep:
+    return ReplayStep(
+        load_iteration=snapshot.iteration,
+        activate=snapshot.full,
+        frozen=snapshot.compute,
+        run_iteration=snapshot.iteration + 1 if snapshot.iteration < target_iteration else None,
+    )
+
+
+def _check_window(window: Sequence[SnapshotContents]) -> None:
+    """Raise unless there is every slot of one window once, and their iterations follow each other."""
+    if not window:
+        raise CheckpointLoadError("conversion: got no snapshots, wanted those of one window")
+    windows = sorted({(snapshot.window_start, snapshot.num_slots) for snapshot in window})
+    if len(windows) > 1:
+        raise CheckpointLoadError(f"conversion: got snapshots of windows (start, slots) {windows}, wanted one window")
+    slots, wanted = [snapshot.slot for snapshot in window], range(window[0].num_slots)
+    if slots != list(wanted):
+        missing = sorted(set(wanted) - set(slots))
+        raise CheckpointLoadError(
+            f"conversion: got slots {slots} of {len(wanted)}, wanted each once; no slot {missing}"
+        )
+    iterations = [snapshot.iteration for snapshot in window]
+    if iterations != list(range(iterations[0], iterations[0] + len(wanted))):
+        raise CheckpointLoadError(f"conversion: got snapshots of iterations {iterations}, wanted consecutive ones")
+
+
+def _check_operators(window: Sequence[SnapshotContents]) -> None:
+    """Raise unless every operator is whole in one slot and there with compute weights in all slots before."""
+    times = Counter(name for snapshot in window for name in snapshot.full)
+    for name, count in times.items():
+        if count > 1:
+            raise CheckpointLoadError(f"conversion: got operator {name!r} whole {count} times, wanted once in a window")
+    still_to_come = set(times)
+    for snapshot in window:
+        still_to_come -= set(snapshot.full)
+        _check_compute(snapshot, whole=set(times), still_to_come=still_to_come)
+
+
+def _check_compute(snapshot: SnapshotContents, *, whole: set[str], still_to_come: set[str]) -> None:
+    got, where = set(snapshot.compute), f"the snapshot of iteration {snapshot.iteration}"
+    if never := sorted(got - whole):
+        raise CheckpointLoadError(f"conversion: got operators {never} whole in no slot, wanted each whole in one")
+    if got != still_to_come or len(snapshot.compute) != len(got):
+        raise CheckpointLoadError(
+            f"conversion: got compute weights of {sorted(snapshot.compute)} in {where}, "
+            f"wanted those of the operators still to come, {sorted(still_to_come)}"
+        )

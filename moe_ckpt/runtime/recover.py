@@ -1,0 +1,232 @@
+"""Rebuilds the stages that lost their state, from the last sparse window and the neighbours' logs (MoEvement, 3.3, 3.4).
+
+Owns: one recovery from agreeing on what is there to the proof that healthy ranks came out unchanged. Must not: decide
+who rolls back to where (`recovery.plan` does) or in which steps (`recovery.convert` does).
+
+    all ranks        inventory -> plan                                                        -> outcome
+    segment          load snapshot -> [receive logs of i -> replay i -> load ...] -> compare
+    its neighbours   send logs of i, i+1, ...
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRecovered
+from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
+from moe_ckpt.recovery.plan import Inventory, Rollback, plan_recovery
+from moe_ckpt.runtime.sparse import SparseStores
+from moe_ckpt.runtime.stage import Operators, Place, Stage
+from moe_ckpt.store.agree import on_all_ranks
+from moe_ckpt.store.boundary import Direction, LoggedEnds
+from moe_ckpt.store.codec import Snapshot, verify
+from moe_ckpt.store.memory import Window
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What is to be recovered: `stages` lost their state, this rank's is gone if `mine`, and where everybody is to be.
+
+    `undo`: an iteration was begun and comes to nothing; healthy ranks put back what it changed.
+    """
+
+    stages: frozenset[int]
+    mine: bool
+    target_iteration: int
+    undo: bool
+
+
+class Recovery:
+    """Recovers in living processes. Collective over all ranks."""
+
+    def __init__(
+        self, place: Place, stage: Stage, operators: Operators, stores: SparseStores, events: EventLog
+    ) -> None:
+        self._place = place
+        self._stage = stage
+        self._operators = operators
+        self._stores = stores
+        self._events = events
+
+    def recover(self, loss: Loss) -> None:
+        """Bring all ranks to the state after the target iteration.
+
+        Raises CheckpointLoadError on all ranks if nothing that is left leads there, or if a replay proves a healthy rank
+        to differ from what its own steps lead to.
+        """
+        started_s = time.monotonic()
+        if loss.undo and not loss.mine:
+            start = self._stores.steps.start(loss.target_iteration + 1)
+            self._stage.restore_start(start, with_buffers=True)
+        rollbacks = self._plan(loss)
+        for rollback in rollbacks:
+            if rollback.segment.first_stage <= self._place.stage <= rollback.segment.last_stage:
+                live_digest = None if loss.mine else self._stage.digest()
+                fetched_bytes = self._roll_back(rollback, loss.target_iteration)
+                self._report(rollback, loss.target_iteration, fetched_bytes, started_s)
+                on_all = None if live_digest is None else (live_digest, self._stage.digest())
+                break
+        else:
+            on_all = None
+            self._serve(rollbacks, loss.target_iteration)
+        on_all_ranks(lambda: self._compare(loss.target_iteration, on_all), CheckpointLoadError)
+        self._say(loss, rollbacks, time.monotonic() - started_s)
+
+    def _plan(self, loss: Loss) -> tuple[Rollback, ...]:
+        inventories = on_all_ranks(lambda: self._inventory(loss.target_iteration), CheckpointLoadError)
+        return plan_recovery(
+            loss.stages,
+            inventories,
+            target_iteration=loss.target_iteration,
+            boundary_log=self._stores.boundary is not None,
+        )
+
+    def _inventory(self, target: int) -> Inventory:
+        windows = [window for window in self._stores.memory.windows() if self._is_usable(window, target)]
+        boundary = self._stores.boundary
+        return Inventory(
+            stage=self._place.stage,
+            windows=tuple(window.start for window in windows),
+            logged_from=boundary.usable_from(target) if boundary else target + 1,
+        )
+
+    def _is_usable(self, window: Window, target: int) -> bool:
+        try:
+            for snapshot in window.snapshots:
+                verify(snapshot, identity=self._place.identity, shard=self._place.shard)
+            plan_conversion([_contents(snapshot) for snapshot in window.snapshots], target)
+        except CheckpointLoadError as error:
+            self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
+            _log.warning("%s cannot be used: %s", window, error)
+            self._stores.memory.drop(window.start)
+            return False
+        return self._stores.steps.covers(window.start + 1, target)
+
+    def _roll_back(self, rollback: Rollback, target: int) -> int:
+        """Load and replay; return the bytes that came from neighbours."""
+        window = next(window for window in self._stores.memory.windows() if window.start == rollback.window_start)
+        steps = plan_conversion([_contents(snapshot) for snapshot in window.snapshots], target)
+        fetched_bytes = 0
+        for step in steps:
+            if step.load_iteration is not None:
+                self._load(window.snapshots[step.load_iteration - window.start])
+            if step.run_iteration is not None:
+                fetched_bytes += self._run_again(step, step.run_iteration, rollback)
+        self._operators.freeze(())
+        self._stage.restore_start(self._stores.steps.start(target + 1), with_buffers=False)
+        return fetched_bytes
+
+    def _load(self, snapshot: Snapshot) -> None:
+        header = snapshot.header
+        parts = {part.key: snapshot.part(part) for part in header.parts}
+        self._operators.load(parts, set(header.full), set(header.compute), header.adam_steps)
+
+    def _run_again(self, step: ReplayStep, iteration: int, rollback: Rollback) -> int:
+        segment, steps, boundary = rollback.segment, self._stores.steps, self._stores.boundary
+        last_stage = self._place.num_stages - 1
+        before = self._place.stage == segment.first_stage and segment.first_stage > 0
+        after = self._place.stage == segment.last_stage and segment.last_stage < last_stage
+        ends = LoggedEnds(
+            from_previous=self._receive(self._place.previous_rank, iteration) if before else None,
+            from_next=self._receive(self._place.next_rank, iteration) if after else None,
+        )
+        self._operators.freeze(step.frozen)
+        if boundary:
+            boundary.begin(iteration)  # what this stage sent then is logged again: its neighbours may be next
+        whole_model = (segment.first_stage, segment.last_stage) == (0, last_stage)
+        self._stage.replay(steps.record(iteration), steps.start(iteration), ends, whole_model=whole_model)
+        if boundary:
+            boundary.end()
+        return sum(tensor.nbytes for end in (ends.from_previous, ends.from_next) for tensor in end or ())
+
+    def _serve(self, rollbacks: Iterable[Rollback], target: int) -> None:
+        """Send the neighbours what this stage sent them in the iterations that they run again."""
+        for iteration, rank, direction in sorted(self._requests(rollbacks, target), key=lambda request: request[0]):
+            self._send(rank, iteration, direction)
+
+    def _requests(self, rollbacks: Iterable[Rollback], target: int) -> list[tuple[int, int, Direction]]:
+        requests = []
+        for rollback in rollbacks:
+            for iteration in range(rollback.window_start + 1, target + 1):
+                if self._place.stage == rollback.segment.first_stage - 1 and self._place.next_rank is not None:
+                    requests.append((iteration, self._place.next_rank, Direction.ACTIVATION))
+                if self._place.stage == rollback.segment.last_stage + 1 and self._place.previous_rank is not None:
+                    requests.append((iteration, self._place.previous_rank, Direction.GRADIENT))
+        return requests
+
+    def _send(self, rank: int, iteration: int, direction: Direction) -> None:
+        assert self._stores.boundary is not None
+        tensors = self._stores.boundary.sent(iteration, direction)
+        sizes = torch.tensor([len(tensors), tensors[0].numel() if tensors else 0])
+        dist.send(sizes.to(self._place.device), rank)
+        if tensors:
+            dist.send(torch.cat(tensors).to(self._place.device), rank)
+
+    def _receive(self, rank: int | None, iteration: int) -> tuple[torch.Tensor, ...]:
+        """Return what a neighbour logged of an iteration, by micro-batch; equal sizes, as one schedule sends them."""
+        assert rank is not None, iteration
+        sizes = torch.zeros(2, dtype=torch.int64, device=self._place.device)
+        dist.recv(sizes, rank)
+        count, size_bytes = sizes.tolist()
+        if not count:
+            return ()
+        payload = torch.empty(count * size_bytes, dtype=torch.uint8, device=self._place.device)
+        dist.recv(payload, rank)
+        return payload.split(size_bytes)
+
+    def _compare(self, target: int, digests: tuple[str, str] | None) -> None:
+        if digests is None or digests[0] == digests[1]:
+            return
+        live, replayed = digests
+        self._events.append(ReplayDiffered(iteration=target, live_digest=live, replayed_digest=replayed))
+        raise CheckpointLoadError(
+            f"rank {self._place.shard.global_rank}: replaying to iteration {target} gave the state {replayed}, where the "
+            f"rank, which lost nothing, was at {live}: memory of either is corrupt, or training is not deterministic"
+        )
+
+    def _report(self, rollback: Rollback, target: int, fetched_bytes: int, started_s: float) -> None:
+        self._events.append(
+            StageRecovered(
+                iteration=target,
+                window_start=rollback.window_start,
+                first_stage=rollback.segment.first_stage,
+                last_stage=rollback.segment.last_stage,
+                replayed_iters=target - rollback.window_start,
+                fetched_bytes=fetched_bytes,
+                seconds=time.monotonic() - started_s,
+            )
+        )
+
+    def _say(self, loss: Loss, rollbacks: Collection[Rollback], seconds: float) -> None:
+        if self._place.shard.global_rank == 0:
+            for rollback in rollbacks:
+                _log.warning(
+                    "stages %d to %d rebuilt at iteration %d in %.2f s: %d iterations replayed from iteration %d on",
+                    rollback.segment.first_stage,
+                    rollback.segment.last_stage,
+                    loss.target_iteration,
+                    seconds,
+                    loss.target_iteration - rollback.window_start,
+                    rollback.window_start,
+                )
+
+
+def _contents(snapshot: Snapshot) -> SnapshotContents:
+    header = snapshot.header
+    return SnapshotContents(
+        iteration=header.iteration,
+        window_start=header.window_start,
+        slot=header.slot,
+        num_slots=header.num_slots,
+        full=header.full,
+        compute=header.compute,
+    )

@@ -1,0 +1,279 @@
+"""The sparse tier: every iteration a small snapshot, and the logs that make it enough (MoEvement, sections 3.2 to 3.5).
+
+Owns: what happens at each hook of the loop, on every rank alike, so that windows line up over the whole job. Must not:
+decide which operators a snapshot takes (the policy does), or recover (`runtime.recover` does, from what is kept here).
+
+    started(t)           note what t starts from; logs and counts of t begin
+    ready(t)             the copy of snapshot t-1 is done: the step may change the state; facts of t are logged
+    committed(t), take   snapshot t starts; a window is kept once all ranks have all of it
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.config import MoevementConfig
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken
+from moe_ckpt.popularity import accumulate, carried_over
+from moe_ckpt.runtime.stage import Counts, Operators, Place, Stage
+from moe_ckpt.store.boundary import BoundaryLog
+from moe_ckpt.store.codec import SnapshotHeader
+from moe_ckpt.store.copier import HostCopier
+from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
+from moe_ckpt.store.snapshot import SnapshotEngine
+from moe_ckpt.store.steps import StepLog
+from moe_ckpt.types import ExpertCounts, Measured, OperatorKind, ReadyGradients, SlotPlan
+
+_log = logging.getLogger(__name__)
+_RECENT_ITERS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SparseStores:
+    """What a rank keeps in host memory, and the engine that fills it. `boundary` is None where stages keep no log."""
+
+    copier: HostCopier
+    engine: SnapshotEngine
+    memory: SnapshotMemory
+    steps: StepLog
+    boundary: BoundaryLog | None
+    buffers: Sequence[HostBuffers]
+
+    def allocated_bytes(self) -> int:
+        return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
+
+
+class SparseTier:
+    """Carries out the policy's slot plans. All hooks are collective over all ranks."""
+
+    def __init__(
+        self,
+        config: MoevementConfig,
+        place: Place,
+        stage: Stage,
+        operators: Operators,
+        stores: SparseStores,
+        counts: Counts,
+        events: EventLog,
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._stage = stage
+        self._operators = operators
+        self._stores = stores
+        self._counts = counts
+        self._events = events
+        self._names = tuple(str(operator) for operator in operators.table.operators)
+        self._dense_bytes = int(operators.table.full_bytes[dist.get_rank(place.stage_group)].sum())
+        self._newest: SlotPlan | None = None
+        self._awaits_confirmation = False
+        self._clock = _Clock()
+        self._copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
+        self._popularity = np.zeros(sum(op.kind is OperatorKind.EXPERT for op in operators.table.operators))
+        self._counted: ExpertCounts | None = None
+
+    def started(self, iteration: int) -> None:
+        """Before the first forward of `iteration`."""
+        self._stores.steps.note_start(iteration, self._stage.begin())
+        self._counts.begin()
+        if self._stores.boundary:
+            self._stores.boundary.begin(iteration)
+        self._clock.started()
+
+    def ready(self, iteration: int, gradients: ReadyGradients) -> None:
+        """All gradients are there, no parameter has changed yet."""
+        self._clock.paused()
+        self.stop_observing()
+        self._stores.steps.add(self._stage.record(iteration, gradients))
+        try:
+            self._stores.engine.release()
+        except CheckpointSaveError as error:
+            self._report(iteration - 1, error)
+        self._collect(wait=self._awaits_confirmation)
+        if self._awaits_confirmation:
+            self._confirm()
+        self._clock.resumed()
+
+    def committed(self, iteration: int) -> None:
+        """The state is that after `iteration` steps."""
+        self._clock.finished()
+        self._stores.steps.note_start(iteration + 1, self._stage.begin())
+        self._count()
+
+    def take(self, plan: SlotPlan) -> None:
+        """Start taking of the state what the plan for it says."""
+        self._collect(wait=True)
+        if plan.slot == 0:
+            self._stores.memory.begin(plan.window_start, plan.num_slots)
+        self._newest = plan
+        self._awaits_confirmation = plan.slot == plan.num_slots - 1
+        self._capture(plan)
+
+    def take_base(self, plan: SlotPlan) -> None:
+        """Take what training begins with, and keep it before it begins: a fault can come at any time."""
+        self.take(plan)
+        self._confirm()
+
+    def stop_observing(self) -> None:
+        """The pass over the batch is over: what follows is neither logged nor counted."""
+        if self._stores.boundary:
+            self._stores.boundary.end()
+        self._counted = self._counts.end()
+
+    def measure(self) -> Measured:
+        """Agree on what a policy wants to know at the start of a window; popularity is counted anew from then on."""
+        mine = [self._clock.iteration_s(), -self._copy_bytes_per_s()]
+        slowest = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        popularity = torch.from_numpy(self._popularity.copy()).to(self._place.device)
+        dist.all_reduce(popularity, group=self._place.stage_group)
+        self._popularity = carried_over(self._config.popularity, self._popularity)
+        iteration_s, negative_rate = slowest.tolist()
+        return Measured(iteration_s=iteration_s, copy_bytes_per_s=-negative_rate, popularity=popularity.cpu().numpy())
+
+    def lose(self) -> None:
+        """This rank's state is gone: what was being taken of it is torn, its boundary log died with the process."""
+        self._stores.engine.discard_torn()
+        if self._stores.boundary:
+            self._stores.boundary.clear()
+        self._popularity = np.zeros_like(self._popularity)
+
+    def settle(self) -> None:
+        """Finish what is being taken: the state under it may change then."""
+        self._collect(wait=True)
+
+    def close(self) -> None:
+        """Finish, and end the thread that copies."""
+        self.settle()
+        self._stores.copier.close()
+
+    def retake(self, iteration: int) -> None:
+        """The state is that after `iteration` steps again: take what the fault tore of it."""
+        plan, window = self._newest, self._stores.memory.in_flight
+        if plan is None or window is None or plan.window_start + plan.slot != iteration:
+            return
+        if all(snapshot.header.slot != plan.slot for snapshot in window.snapshots):
+            self._capture(plan)
+
+    def _capture(self, plan: SlotPlan) -> None:
+        iteration = plan.window_start + plan.slot
+        header = SnapshotHeader(
+            identity=self._place.identity,
+            shard=self._place.shard,
+            iteration=iteration,
+            window_start=plan.window_start,
+            slot=plan.slot,
+            num_slots=plan.num_slots,
+            full=tuple(self._names[position] for position in plan.full),
+            compute=tuple(self._names[position] for position in plan.compute),
+            adam_steps=self._operators.adam_steps(),
+            parts=(),
+            payload_bytes=0,
+            crc32=0,
+        )
+        try:
+            self._stores.engine.capture(header, self._operators.pieces(set(plan.full), set(plan.compute)))
+        except CheckpointSaveError as error:
+            self._report(iteration, error)
+
+    def _collect(self, *, wait: bool) -> None:
+        taken = self._stores.engine.collect(wait=wait)
+        if taken is None:
+            return
+        self._stores.memory.add(taken.snapshot)
+        header = taken.snapshot.header
+        if header.payload_bytes:
+            self._copy_rates.append(header.payload_bytes / max(taken.copy_s, 1e-9))
+        self._events.append(
+            SnapshotTaken(
+                iteration=header.iteration,
+                window_start=header.window_start,
+                slot=header.slot,
+                num_slots=header.num_slots,
+                size_bytes=header.payload_bytes,
+                dense_bytes=self._dense_bytes,
+                copy_s=taken.copy_s,
+            )
+        )
+
+    def _confirm(self) -> None:
+        """Keep the window if every rank of the job has all of it: windows line up, or recovery could not use them."""
+        self._collect(wait=True)
+        self._awaits_confirmation = False
+        complete = torch.tensor(int(self._stores.memory.complete), device=self._place.device)
+        dist.all_reduce(complete, op=dist.ReduceOp.MIN)
+        if complete.item():
+            self._stores.memory.confirm()
+            self._drop_old_logs()
+            self._events.append(self._memory_used())
+            return
+        self._stores.memory.abandon()
+        if self._config.strict:
+            raise CheckpointSaveError("ckpt.strict=true: a sparse window is not complete on every rank")
+
+    def _drop_old_logs(self) -> None:
+        oldest = self._stores.memory.oldest_needed_iteration()
+        assert oldest is not None
+        self._stores.steps.drop_up_to(oldest)
+        if self._stores.boundary:
+            self._stores.boundary.drop_up_to(oldest)
+
+    def _memory_used(self) -> HostMemoryUsed:
+        return HostMemoryUsed(
+            **self._stores.memory.bytes_by_role(),
+            boundary_log_bytes=self._stores.boundary.size_bytes if self._stores.boundary else 0,
+            step_log_bytes=self._stores.steps.size_bytes,
+            allocated_bytes=self._stores.allocated_bytes(),
+            double_buffered_dense_bytes=2 * self._dense_bytes,
+        )
+
+    def _count(self) -> None:
+        counted, self._counted = self._counted, None
+        if counted is not None:
+            kind, decay = self._config.popularity, self._config.popularity_decay
+            self._popularity = accumulate(kind, self._popularity, counted.hard, counted.soft, decay=decay)
+
+    def _copy_bytes_per_s(self) -> float:
+        return statistics.median(self._copy_rates) if self._copy_rates else math.inf
+
+    def _report(self, iteration: int, error: CheckpointSaveError) -> None:
+        self._events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
+        _log.warning("snapshot not taken, training goes on (ckpt.strict=%s): %s", self._config.strict, error)
+
+
+class _Clock:
+    """Seconds of recent iterations, without what checkpointing adds to them."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_RECENT_ITERS)
+        self._since_s = 0.0
+        self._so_far_s = 0.0
+
+    def started(self) -> None:
+        self._so_far_s = 0.0
+        self._since_s = time.monotonic()
+
+    def paused(self) -> None:
+        self._so_far_s += time.monotonic() - self._since_s
+
+    def resumed(self) -> None:
+        self._since_s = time.monotonic()
+
+    def finished(self) -> None:
+        self.paused()
+        self._recent.append(self._so_far_s)
+
+    def iteration_s(self) -> float:
+        """Return the median, or 0 before the first iteration."""
+        return statistics.median(self._recent) if self._recent else 0.0

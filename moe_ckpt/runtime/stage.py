@@ -1,0 +1,120 @@
+"""What sparse checkpointing needs from the training framework, as Protocols; `adapters` implements them for Megatron-Core.
+
+Also where a rank stands in the job. Nothing here does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.store.boundary import LoggedEnds
+from moe_ckpt.store.codec import PartKey, ShardIdentity
+from moe_ckpt.store.snapshot import Piece
+from moe_ckpt.store.steps import StepRecord
+from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdentity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Place:
+    """Where this rank stands: its run and shard, its stage group, and its neighbours in the pipeline.
+
+    `previous_rank` and `next_rank` are global ranks of the same replica, None at the ends of the pipeline.
+    """
+
+    identity: RunIdentity
+    shard: ShardIdentity
+    stage_group: dist.ProcessGroup
+    previous_rank: int | None
+    next_rank: int | None
+    device: torch.device
+
+    @property
+    def stage(self) -> int:
+        return self.shard.pp_rank
+
+    @property
+    def num_stages(self) -> int:
+        return self.identity.layout.pp
+
+
+class Operators(Protocol):
+    """The operators of the stage, by position in `table` or by name."""
+
+    table: OperatorTable
+
+    def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
+        """Return what this rank takes of them: whole state, or compute weights; tensors are live."""
+        ...
+
+    def adam_steps(self) -> tuple[float, ...]:
+        """Return the step count of each inner optimizer."""
+        ...
+
+    def load(
+        self,
+        parts: Mapping[PartKey, torch.Tensor],
+        full: Collection[str],
+        compute: Collection[str],
+        steps: Sequence[float],
+    ) -> None:
+        """Put pieces back, on all ranks of the stage together, and make all copies whole."""
+        ...
+
+    def freeze(self, frozen: Collection[str]) -> None:
+        """Let these skip weight gradients, and all others compute them."""
+        ...
+
+
+class Stage(Protocol):
+    """One rank's part of its stage, iteration by iteration."""
+
+    def begin(self) -> Mapping[str, torch.Tensor]:
+        """Return what the next iteration starts from beside parameters and moments; buffers are remembered inside."""
+        ...
+
+    def restore_start(self, start: Mapping[str, torch.Tensor], *, with_buffers: bool) -> None:
+        """Put back what an iteration started from; `with_buffers` also the buffers that `begin` remembered."""
+        ...
+
+    def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
+        """Return the facts of an iteration whose gradients are ready."""
+        ...
+
+    def replay(
+        self, record: StepRecord, start: Mapping[str, torch.Tensor], ends: LoggedEnds, *, whole_model: bool
+    ) -> None:
+        """Run an iteration again, from the state before it."""
+        ...
+
+    def digest(self) -> str:
+        """Return a hash of the whole state."""
+        ...
+
+
+class Counts(Protocol):
+    """Tokens that experts of the stage are given."""
+
+    def begin(self) -> None:
+        """Count from zero."""
+        ...
+
+    def end(self) -> ExpertCounts:
+        """Stop, and return what this rank has counted."""
+        ...
+
+
+class FaultInjector(Protocol):
+    """Loses this rank's training state."""
+
+    def wipe(self) -> None:
+        """Overwrite everything that is trained or counted."""
+        ...
+
+    def arm(self, phase: str, callback: Callable[[], None]) -> None:
+        """Call back once in the middle of the next forward or backward pass."""
+        ...

@@ -1,0 +1,348 @@
+"""The form of one rank's sparse snapshot in host memory: a header of values and one tensor of bytes.
+
+Owns: where each tensor lies in the payload, the header's JSON, checksums, and whether a snapshot is of this run and
+shard. Must not: allocate, talk to a device or a peer, keep snapshots, or unpickle. MoEvement, section 3.2.
+
+    payload | 8-byte elements | 4-byte elements | 2-byte | 1-byte | left over from an earlier use of the buffer |
+            0                                                payload_bytes
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.types import ParallelLayout, RunIdentity
+
+FORMAT_VERSION = 1
+ROLES = ("compute", "master", "exp_avg", "exp_avg_sq", "buffer")
+
+# Tensors are stored in the precision that training holds them in. This table is the seam where FP8 will be added: a
+# quantized tensor needs a name here, and a part of its own for its scales.
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardIdentity:
+    """Which shard of the job a snapshot holds: the rank that took it, on every axis of parallelism."""
+
+    global_rank: int
+    pp_rank: int
+    tp_rank: int
+    ep_rank: int
+    etp_rank: int
+    dp_rank: int
+
+    def as_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        axes = f"pp {self.pp_rank}, tp {self.tp_rank}, ep {self.ep_rank}, etp {self.etp_rank}, dp {self.dp_rank}"
+        return f"rank {self.global_rank} ({axes})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartKey:
+    """What a part is: the operator's name, the parameter's or buffer's, and which of the ROLES its values play.
+
+    `tensor` is unique in the rank: with virtual stages it includes the model chunk.
+    """
+
+    operator: str
+    tensor: str
+    role: str
+
+    def __str__(self) -> str:
+        return f"{self.role} of {self.tensor} ({self.operator})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One tensor of a snapshot, and its place in the payload.
+
+    `shape` is the stored tensor's; its elements are [range_start, range_end) of the flattened whole tensor, the piece
+    that this rank owns.
+    """
+
+    key: PartKey
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    range_start: int
+    range_end: int
+    offset_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.range_end - self.range_start) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotHeader:
+    """Everything about a snapshot but its bytes: the state after `iteration`, which is slot `slot` of a window.
+
+    The snapshot of slot k is that of iteration `window_start` + k. `full` and `compute` name operators; `adam_steps`
+    holds the step count of each inner optimizer; `crc32` is that of the first `payload_bytes` bytes.
+    """
+
+    identity: RunIdentity
+    shard: ShardIdentity
+    iteration: int
+    window_start: int
+    slot: int
+    num_slots: int
+    full: tuple[str, ...]
+    compute: tuple[str, ...]
+    adam_steps: tuple[float, ...]
+    parts: tuple[Part, ...]
+    payload_bytes: int
+    crc32: int
+
+    def __str__(self) -> str:
+        place = f"slot {self.slot} of {self.num_slots}, window from {self.window_start}"
+        return f"rank {self.shard.global_rank}'s snapshot of iteration {self.iteration} ({place})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Snapshot:
+    """A header and its payload: uint8, [at least payload_bytes], contiguous, in host memory. Nobody changes either."""
+
+    header: SnapshotHeader
+    payload: torch.Tensor
+
+    def part(self, part: Part) -> torch.Tensor:
+        """Return a part of the payload: a view of the part's dtype and shape."""
+        return part_view(self.payload, part)
+
+
+def part_view(payload: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return the bytes of `part` as a tensor of its dtype and shape, sharing memory with the payload."""
+    stored = payload[part.offset_bytes : part.offset_bytes + part.nbytes]
+    return stored.view(part.dtype).view(part.shape)
+
+
+def layout_parts(items: Sequence[tuple[PartKey, torch.Tensor, tuple[int, int]]]) -> tuple[tuple[Part, ...], int]:
+    """Place tensors one after another; return the parts in that order and the bytes that they take.
+
+    An item is a key, a tensor, and the range of the whole flattened tensor that it is. Larger elements come first, so
+    that each part is aligned to its elements without padding: 1 x bool, 2 x bf16, 1 x fp32 lie at bytes 8, 4 and 0.
+    Raises CheckpointSaveError for a precision that has no name in DTYPES.
+    """
+    assert len({key for key, _, _ in items}) == len(items), "two parts have the same key"
+    parts: list[Part] = []
+    offset_bytes = 0
+    for key, tensor, (start, end) in sorted(items, key=lambda item: -item[1].dtype.itemsize):
+        assert key.role in ROLES, f"{key}: wanted a role of {ROLES}"
+        assert tensor.numel() == end - start, f"{key}: {tensor.numel()} elements for the range {start} to {end}"
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise CheckpointSaveError(f"{key}: got {tensor.dtype}, wanted one of {', '.join(DTYPES)}")
+        place = {"range_start": start, "range_end": end, "offset_bytes": offset_bytes}
+        parts.append(Part(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), **place))
+        offset_bytes += parts[-1].nbytes
+    return tuple(parts), offset_bytes
+
+
+def checksum(payload: torch.Tensor, nbytes: int) -> int:
+    """Return the CRC-32 of the first `nbytes` bytes, without copying them and without holding the GIL."""
+    assert nbytes <= payload.numel(), f"{nbytes} bytes of a payload of {payload.numel()}"
+    return zlib.crc32(payload[:nbytes].numpy().data)
+
+
+def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -> None:
+    """Check that a snapshot is what this run saved of this shard.
+
+    Raises CheckpointLoadError naming the snapshot and what differs: run, model, layout, shard, size or checksum.
+    """
+    header = snapshot.header
+    _expect(header, "run id", header.identity.run_id, identity.run_id)
+    _expect(header, "model fingerprint", header.identity.model, identity.model)
+    _expect(header, "layout", header.identity.layout, identity.layout)
+    _expect(header, "shard", header.shard, shard)
+    held_bytes = snapshot.payload.numel()
+    if held_bytes < header.payload_bytes:
+        raise CheckpointLoadError(f"{header}: got a payload of {held_bytes} bytes, wanted {header.payload_bytes}")
+    found = checksum(snapshot.payload, header.payload_bytes)
+    _expect(header, "CRC-32 of the payload", f"{found:08x}", f"{header.crc32:08x}")
+
+
+def header_to_json(header: SnapshotHeader) -> bytes:
+    """Return a header as two lines of JSON: the format's version with the CRC-32 of the second line, and the fields.
+
+    Two lines, so that a reader can check the bytes of the second before it makes anything of them.
+    """
+    body = _dump(header)
+    return _dump({"format": FORMAT_VERSION, "crc32": zlib.crc32(body)}) + b"\n" + body
+
+
+def header_from_json(data: bytes) -> SnapshotHeader:
+    """Return the header that `header_to_json` wrote.
+
+    Raises CheckpointLoadError if the bytes are anything else, or describe parts that cannot lie in one payload.
+    """
+    try:
+        head, _, body = data.partition(b"\n")
+        _check_head(_read(json.loads(head), {"format": _count, "crc32": _count}), zlib.crc32(body))
+        header = _header_from(json.loads(body))
+        _check_window(header)
+        _check_parts(header)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointLoadError(f"a snapshot's header of {len(data)} bytes: {error}") from error
+    return header
+
+
+def _expect(header: SnapshotHeader, what: str, got: object, wanted: object) -> None:
+    if got != wanted:
+        raise CheckpointLoadError(f"{header}: got {what} {got}, wanted {wanted}")
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, default=_plain, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, torch.dtype):
+        return _DTYPE_NAMES[value]
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _check_head(head: dict[str, int], crc32: int) -> None:
+    if head["format"] != FORMAT_VERSION:
+        raise ValueError(f"got format {head['format']}, wanted {FORMAT_VERSION}")
+    if head["crc32"] != crc32:
+        raise ValueError(f"got fields with CRC-32 {crc32:08x}, wanted {head['crc32']:08x}")
+
+
+def _check_window(header: SnapshotHeader) -> None:
+    if header.slot >= header.num_slots:
+        raise ValueError(f"got slot {header.slot}, wanted one below num_slots {header.num_slots}")
+    if header.iteration != header.window_start + header.slot:
+        raise ValueError(f"got iteration {header.iteration}, wanted window_start {header.window_start} + {header.slot}")
+
+
+def _check_parts(header: SnapshotHeader) -> None:
+    end_bytes = 0
+    for part in sorted(header.parts, key=lambda part: (part.offset_bytes, part.nbytes)):
+        if math.prod(part.shape) != part.range_end - part.range_start:
+            place = f"{part.range_start} to {part.range_end}"
+            raise ValueError(f"{part.key}: got shape {part.shape}, wanted as many elements as the range {place}")
+        if part.offset_bytes % part.dtype.itemsize:
+            raise ValueError(f"{part.key}: got offset {part.offset_bytes}, wanted a multiple of its element size")
+        if part.offset_bytes < end_bytes:
+            raise ValueError(f"{part.key}: got offset {part.offset_bytes}, but the part before ends at {end_bytes}")
+        end_bytes = part.offset_bytes + part.nbytes
+    if end_bytes > header.payload_bytes:
+        raise ValueError(f"got parts up to byte {end_bytes}, wanted at most payload_bytes {header.payload_bytes}")
+    if len({part.key for part in header.parts}) != len(header.parts):
+        raise ValueError("got two parts with the same key")
+
+
+def _header_from(body: object) -> SnapshotHeader:
+    readers: dict[str, Callable[[object], Any]] = {
+        "identity": _identity_from,
+        "shard": _shard_from,
+        "iteration": _count,
+        "window_start": _count,
+        "slot": _count,
+        "num_slots": _count,
+        "full": _tuple_of(_text),
+        "compute": _tuple_of(_text),
+        "adam_steps": _tuple_of(_finite),
+        "parts": _tuple_of(_part_from),
+        "payload_bytes": _count,
+        "crc32": _count,
+    }
+    return SnapshotHeader(**_read(body, readers))
+
+
+def _identity_from(content: object) -> RunIdentity:
+    return RunIdentity(**_read(content, {"run_id": _text, "model": _text, "layout": _layout_from}))
+
+
+def _layout_from(content: object) -> ParallelLayout:
+    return ParallelLayout(**_read(content, {field.name: _count for field in fields(ParallelLayout)}))
+
+
+def _shard_from(content: object) -> ShardIdentity:
+    return ShardIdentity(**_read(content, {field.name: _count for field in fields(ShardIdentity)}))
+
+
+def _part_from(content: object) -> Part:
+    counts = dict.fromkeys(("range_start", "range_end", "offset_bytes"), _count)
+    return Part(**_read(content, {"key": _key_from, "dtype": _dtype_from, "shape": _tuple_of(_count), **counts}))
+
+
+def _key_from(content: object) -> PartKey:
+    return PartKey(**_read(content, {"operator": _text, "tensor": _text, "role": _role_from}))
+
+
+def _read(content: object, readers: dict[str, Callable[[object], Any]]) -> dict[str, Any]:
+    """Return the fields of a JSON object, each through its reader; none may be missing and none more be there."""
+    fields_read = _typed(dict, content)
+    if fields_read.keys() != readers.keys():
+        raise ValueError(f"got fields {reprlib.repr(sorted(fields_read))}, wanted {sorted(readers)}")
+    return {name: _read_field(name, reader, fields_read[name]) for name, reader in readers.items()}
+
+
+def _read_field(name: str, reader: Callable[[object], T], value: object) -> T:
+    try:
+        return reader(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _tuple_of(reader: Callable[[object], T]) -> Callable[[object], tuple[T, ...]]:
+    return lambda content: tuple(reader(item) for item in _typed(list, content))
+
+
+def _text(value: object) -> str:
+    return _typed(str, value)
+
+
+def _count(value: object) -> int:
+    if not 0 <= _typed(int, value) < 2**63:  # what a tensor's size can be
+        raise ValueError(f"got {reprlib.repr(value)}, wanted a number from 0 to 2**63 - 1")
+    return _typed(int, value)
+
+
+def _finite(value: object) -> float:
+    number = float(_count(value)) if type(value) is int else _typed(float, value)
+    if not math.isfinite(number):
+        raise ValueError(f"got {value}, wanted a finite number")
+    return number
+
+
+def _role_from(value: object) -> str:
+    if value not in ROLES:
+        raise ValueError(f"got {reprlib.repr(value)}, wanted one of {', '.join(ROLES)}")
+    return _typed(str, value)
+
+
+def _dtype_from(value: object) -> torch.dtype:
+    if _typed(str, value) not in DTYPES:
+        raise ValueError(f"got {reprlib.repr(value)}, wanted one of {', '.join(DTYPES)}")
+    return DTYPES[_typed(str, value)]
+
+
+def _typed(kind: type[T], value: object) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"got {reprlib.repr(value)}, wanted {kind.__name__}")
+    return value

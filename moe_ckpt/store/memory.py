@@ -1,0 +1,279 @@
+"""The sparse snapshots of one rank in host memory: one persisted window, and the one being taken.
+
+Owns: the buffers that payloads live in, which window is which, and when a buffer is free again. Must not: look into
+payloads, copy, or talk to other ranks. MoEvement, section 3.2, "Persisting Snapshots".
+
+    begin    add slot 0 .. slot W-1    confirm                    the next window
+    in flight ---------- complete ---> persisted (older released) ---- begin, add, ... confirm ---> released
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from threading import Lock
+
+import torch
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.store.codec import Snapshot
+
+BYTES_OF_ROLE = {
+    "master": "full_bytes",
+    "exp_avg": "full_bytes",
+    "exp_avg_sq": "full_bytes",
+    "compute": "compute_bytes",
+    "buffer": "buffer_bytes",
+}
+_MIB = 1 << 20
+
+
+class HostBuffers:
+    """A pool of uint8 buffers in host memory, for any thread.
+
+    Free buffers are kept only up to the most bytes that were ever in use at the same time: a run whose sizes repeat
+    finds every size again and allocates nothing after its first windows, and one whose sizes drift gives back the
+    buffers that were of no use for longest. `pinned` asks for page-locked memory, where there is a GPU to copy from.
+    """
+
+    def __init__(self, *, pinned: bool, limit_bytes: int | None = None) -> None:
+        self._pin_memory = pinned and torch.cuda.is_available()
+        self._limit_bytes = limit_bytes
+        self._lock = Lock()
+        self._in_use: dict[int, torch.Tensor] = {}  # by id
+        self._free: list[torch.Tensor] = []  # the one that was released first comes first
+        self._peak_bytes = 0
+
+    @property
+    def in_use_bytes(self) -> int:
+        with self._lock:
+            return _total(self._in_use.values())
+
+    @property
+    def total_bytes(self) -> int:
+        with self._lock:
+            return self._total_bytes()
+
+    def acquire(self, nbytes: int) -> torch.Tensor:
+        """Return a buffer of at least `nbytes` bytes, whose content is anything; the caller's until it is released.
+
+        Raises CheckpointSaveError if that would exceed `limit_bytes`, or the machine has no such memory.
+        """
+        with self._lock:
+            buffer = self._take_free(nbytes)
+            if buffer is None:
+                buffer = self._allocate(nbytes)
+            self._in_use[id(buffer)] = buffer
+            self._peak_bytes = max(self._peak_bytes, _total(self._in_use.values()))
+            return buffer
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer, the very object that was acquired. Nobody may read it, or a view of it, any more."""
+        with self._lock:
+            assert id(buffer) in self._in_use, "released a tensor that is not a buffer in use"
+            self._free.append(self._in_use.pop(id(buffer)))
+
+    def _take_free(self, nbytes: int) -> torch.Tensor | None:
+        """Return the smallest free buffer that is large enough, unless a snapshot would waste too much of it."""
+        fitting = [buffer for buffer in self._free if nbytes <= buffer.numel() <= 1.25 * nbytes + 4096]
+        if not fitting:
+            return None
+        best = min(fitting, key=torch.Tensor.numel)
+        self._free = [buffer for buffer in self._free if buffer is not best]
+        return best
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        used_bytes = _total(self._in_use.values())
+        if self._limit_bytes is not None and used_bytes + nbytes > self._limit_bytes:
+            raise CheckpointSaveError(
+                f"host memory for snapshots: got {used_bytes} bytes in use and {nbytes} more to hold, "
+                f"wanted at most ckpt.memory_budget_bytes={self._limit_bytes}"
+            )
+        self._drop_free(self._peak_bytes - nbytes)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
+        except RuntimeError as error:
+            raise CheckpointSaveError(f"no host memory for a snapshot of {nbytes} bytes: {error}") from error
+
+    def _drop_free(self, allowed_bytes: int) -> None:
+        """Drop free buffers, the longest free first, until the pool is that small or all of it is in use."""
+        while self._free and self._total_bytes() > allowed_bytes:
+            del self._free[0]
+
+    def _total_bytes(self) -> int:
+        return _total(self._in_use.values()) + _total(self._free)
+
+
+class WindowState(Enum):
+    """Where a window is on its way."""
+
+    IN_FLIGHT = "in flight"
+    PERSISTED = "persisted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """The snapshots of one window, ordered by slot; slot k is the state after iteration `start` + k."""
+
+    start: int
+    num_slots: int
+    state: WindowState
+    snapshots: tuple[Snapshot, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return len(self.snapshots) == self.num_slots
+
+    def __str__(self) -> str:
+        return f"the window from {self.start} ({len(self.snapshots)} of {self.num_slots} slots, {self.state.value})"
+
+
+class SnapshotMemory:
+    """Which snapshots of this rank are held, for one thread; payloads are buffers acquired from `buffers`.
+
+    A snapshot that is added belongs to the memory, which releases its buffer with its window. Windows that were handed
+    out may be read only until the next call that changes anything.
+    """
+
+    def __init__(self, buffers: HostBuffers, keep_windows: int) -> None:
+        assert keep_windows >= 1, keep_windows
+        self._buffers = buffers
+        self._keep_windows = keep_windows
+        self._windows: list[Window] = []  # newest first; only the first may be in flight
+
+    @property
+    def complete(self) -> bool:
+        """Whether a window is in flight and has the snapshots of all its slots."""
+        window = self.in_flight()
+        return window is not None and window.complete
+
+    def in_flight(self) -> Window | None:
+        """Return the window that is being taken, with the snapshots so far."""
+        return next((window for window in self._windows if window.state is WindowState.IN_FLIGHT), None)
+
+    def windows(self) -> list[Window]:
+        """Return the persisted windows, newest first."""
+        return [window for window in self._windows if window.state is WindowState.PERSISTED]
+
+    def oldest_needed_iteration(self) -> int | None:
+        """Return where the oldest persisted window starts: logs of later iterations are still needed.
+
+        None as long as there is none: a recovery would begin before anything that is held here.
+        """
+        return min((window.start for window in self.windows()), default=None)
+
+    def begin(self, window_start: int, num_slots: int) -> None:
+        """Start a window; one that is still in flight will never be completed and is dropped."""
+        assert num_slots >= 1, num_slots
+        window = Window(start=window_start, num_slots=num_slots, state=WindowState.IN_FLIGHT)
+        self._hold([window, *self.windows()])
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Put a finished snapshot into the window in flight, in the place of one of the same slot."""
+        window, header = self.in_flight(), snapshot.header
+        assert window is not None, f"{header}: no window is in flight"
+        assert (header.window_start, header.num_slots) == (window.start, window.num_slots), f"{header}: not of {window}"
+        assert 0 <= header.slot < window.num_slots, f"{header}: no such slot"
+        assert header.iteration == window.start + header.slot, f"{header}: of another iteration"
+        others = [other for other in window.snapshots if other.header.slot != header.slot]
+        snapshots = tuple(sorted([*others, snapshot], key=lambda snapshot: snapshot.header.slot))
+        self._hold([replace(window, snapshots=snapshots), *self.windows()])
+
+    def confirm(self) -> None:
+        """The window in flight became persisted: keep it and the newest before it, `keep_windows` in all.
+
+        Held windows that start no earlier were taken before a rollback to where it starts, and are dropped.
+        """
+        window = self.in_flight()
+        assert window is not None, "no window is in flight"
+        assert window.complete, f"not complete: {window}"
+        before = [older for older in self.windows() if older.start < window.start]
+        persisted = replace(window, state=WindowState.PERSISTED)
+        self._hold([persisted, *before][: self._keep_windows])
+
+    def abandon(self) -> None:
+        """Drop the window in flight, if there is one."""
+        self._hold(self.windows())
+
+    def drop(self, window_start: int) -> None:
+        """Drop what turned out damaged: every window, persisted or in flight, that starts there."""
+        kept = [window for window in self._windows if window.start != window_start]
+        assert len(kept) < len(self._windows), f"no window starts at iteration {window_start}"
+        self._hold(kept)
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Return the bytes held as full state, as compute weights of frozen operators, and as module buffers."""
+        totals = dict.fromkeys(BYTES_OF_ROLE.values(), 0)
+        for snapshot in _snapshots(self._windows):
+            for part in snapshot.header.parts:
+                totals[BYTES_OF_ROLE[part.key.role]] += part.nbytes
+        return totals
+
+    def _hold(self, windows: list[Window]) -> None:
+        """Hold these windows from now on, and release the buffers of all snapshots that are in none of them."""
+        kept = {id(snapshot.payload) for snapshot in _snapshots(windows)}
+        gone = [snapshot for snapshot in _snapshots(self._windows) if id(snapshot.payload) not in kept]
+        self._windows = windows
+        for snapshot in gone:
+            self._buffers.release(snapshot.payload)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryForecast:
+    """Host memory that a rank will need, in bytes, with what two dense checkpoints would need for comparison."""
+
+    snapshots_bytes: int
+    boundary_log_bytes: int
+    step_log_bytes: int
+    total_bytes: int
+    double_buffered_dense_bytes: int
+
+    def lines(self) -> list[str]:
+        """Return a line for each part, for people."""
+        parts = {
+            "snapshots, persisted and in flight": self.snapshots_bytes,
+            "boundary logs": self.boundary_log_bytes,
+            "step logs": self.step_log_bytes,
+            "total": self.total_bytes,
+            "for comparison, two dense checkpoints": self.double_buffered_dense_bytes,
+        }
+        width = max(map(len, parts))
+        return [f"{name:<{width}} {nbytes / _MIB:12.1f} MiB" for name, nbytes in parts.items()]
+
+
+def forecast(
+    *,
+    window_bytes: int,
+    num_slots: int,
+    keep_windows: int,
+    log_bytes_per_iteration: int,
+    dense_bytes: int,
+    step_log_bytes_per_iteration: int,
+) -> MemoryForecast:
+    """Return what a rank's snapshots and logs will take once `keep_windows` are persisted and one is nearly complete.
+
+    Logs reach back to the start of the oldest window, and forward to the iteration that runs. With 2 bytes of compute
+    weights and 12 of full state a parameter and W equal slots, a window takes 12 + (W - 1) bytes a parameter: W = 3 and
+    one kept window make 28, where two dense checkpoints take 24 (MoEvement, section 3.2).
+    """
+    num_windows = keep_windows + 1
+    num_logged = num_windows * num_slots + 1
+    snapshots_bytes = num_windows * window_bytes
+    boundary_log_bytes = num_logged * log_bytes_per_iteration
+    step_log_bytes = num_logged * step_log_bytes_per_iteration
+    return MemoryForecast(
+        snapshots_bytes=snapshots_bytes,
+        boundary_log_bytes=boundary_log_bytes,
+        step_log_bytes=step_log_bytes,
+        total_bytes=snapshots_bytes + boundary_log_bytes + step_log_bytes,
+        double_buffered_dense_bytes=2 * dense_bytes,
+    )
+
+
+def _total(buffers: Iterable[torch.Tensor]) -> int:
+    return sum(buffer.numel() for buffer in buffers)
+
+
+def _snapshots(windows: Iterable[Window]) -> list[Snapshot]:
+    return [snapshot for window in windows for snapshot in window.snapshots]

@@ -1,0 +1,457 @@
+"""Snapshots as header and payload: where parts lie, what JSON keeps, and that damage and strangers are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.store.codec import (
+    DTYPES,
+    ROLES,
+    Part,
+    PartKey,
+    ShardIdentity,
+    Snapshot,
+    SnapshotHeader,
+    checksum,
+    header_from_json,
+    header_to_json,
+    layout_parts,
+    part_view,
+    verify,
+)
+from moe_ckpt.types import ParallelLayout, RunIdentity
+
+IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1))
+SHARD = ShardIdentity(global_rank=3, pp_rank=0, tp_rank=0, ep_rank=1, etp_rank=0, dp_rank=3)
+Item = tuple[PartKey, torch.Tensor, tuple[int, int]]
+
+
+def key_of(tensor: str, role: str = "master", operator: str = "layer 0 expert 1") -> PartKey:
+    return PartKey(operator=operator, tensor=tensor, role=role)
+
+
+def whole(key: PartKey, tensor: torch.Tensor) -> Item:
+    return key, tensor, (0, tensor.numel())
+
+
+def one_of_each_dtype() -> list[Item]:
+    """Return a tensor of each precision with values that only that precision holds, smallest elements first."""
+    values = torch.tensor([0.0, 1.0, 3.0])
+    dtypes = sorted(DTYPES.values(), key=lambda dtype: dtype.itemsize)
+    return [
+        whole(key_of(f"weight {dtype}"), (values + (1 / 3 * dtype.is_floating_point)).to(dtype)) for dtype in dtypes
+    ]
+
+
+def snapshot_of(items: list[Item], *, spare_bytes: int = 0) -> Snapshot:
+    """Build a snapshot as a capture does, in a buffer that is longer than needed and full of old bytes."""
+    parts, payload_bytes = layout_parts(items)
+    payload = torch.full((payload_bytes + spare_bytes,), 0xAB, dtype=torch.uint8)
+    tensors = {key: tensor for key, tensor, _ in items}
+    for part in parts:
+        part_view(payload, part).copy_(tensors[part.key])
+    return Snapshot(header=header_of(parts, payload_bytes, checksum(payload, payload_bytes)), payload=payload)
+
+
+def header_of(parts: tuple[Part, ...], payload_bytes: int, crc32: int = 0) -> SnapshotHeader:
+    return SnapshotHeader(
+        identity=IDENTITY,
+        shard=SHARD,
+        iteration=12,
+        window_start=11,
+        slot=1,
+        num_slots=3,
+        full=("layer 0 expert 1",),
+        compute=("layer 0 gate", "layer 0"),
+        adam_steps=(12.0, 11.5),
+        parts=parts,
+        payload_bytes=payload_bytes,
+        crc32=crc32,
+    )
+
+
+def forged(header: SnapshotHeader, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Return a header's JSON with its fields changed and the checksum made to fit."""
+    head, _, body = header_to_json(header).partition(b"\n")
+    fields = json.loads(body)
+    change(fields)
+    return sealed(json.dumps(fields).encode(), format=json.loads(head)["format"])
+
+
+def sealed(body: bytes, **head: object) -> bytes:
+    return json.dumps({"format": 1, "crc32": zlib.crc32(body), **head}).encode() + b"\n" + body
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_a_header_names_itself() -> None:
+    assert str(header_of((), 0)) == "rank 3's snapshot of iteration 12 (slot 1 of 3, window from 11)"
+
+
+def test_names_of_a_shard_and_of_a_part() -> None:
+    assert str(SHARD) == "rank 3 (pp 0, tp 0, ep 1, etp 0, dp 3)"
+    assert str(key_of("w1")) == "master of w1 (layer 0 expert 1)"
+    ranks = {"global_rank": 3, "pp_rank": 0, "tp_rank": 0, "ep_rank": 1, "etp_rank": 0, "dp_rank": 3}
+    assert SHARD.as_json() == ranks
+
+
+def test_parts_lie_one_after_another_with_the_largest_elements_first() -> None:
+    flag = whole(key_of("flag", "buffer"), torch.ones(1, dtype=torch.bool))
+    weight = key_of("weight", "compute"), torch.ones(2, dtype=torch.bfloat16), (10, 12)
+    count = whole(key_of("count", "buffer"), torch.ones((), dtype=torch.int64))
+    first = whole(key_of("b"), torch.ones(1, 3))
+    second = whole(key_of("a"), torch.ones(3))
+    parts, payload_bytes = layout_parts([flag, weight, first, count, second])
+    placed = [(part.key.tensor, part.offset_bytes, part.nbytes, part.shape) for part in parts]
+    assert placed == [
+        ("count", 0, 8, ()),
+        ("b", 8, 12, (1, 3)),
+        ("a", 20, 12, (3,)),
+        ("weight", 32, 4, (2,)),
+        ("flag", 36, 1, (1,)),
+    ]
+    assert payload_bytes == 37
+    assert (parts[3].range_start, parts[3].range_end) == (10, 12)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), shapes), max_size=12))
+@settings(deadline=None)
+def test_every_layout_is_aligned_without_padding_and_readable(drawn: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in drawn]
+    parts, payload_bytes = layout_parts([whole(key_of(str(index)), tensor) for index, tensor in enumerate(tensors)])
+    assert payload_bytes == sum(tensor.nbytes for tensor in tensors) == sum(part.nbytes for part in parts)
+    assert all(part.offset_bytes % part.dtype.itemsize == 0 for part in parts)
+    header = header_of(parts, payload_bytes)
+    assert header_from_json(header_to_json(header)) == header  # which refuses overlaps
+    views = [part_view(torch.zeros(payload_bytes, dtype=torch.uint8), part) for part in parts]
+    assert [(view.dtype, tuple(view.shape)) for view in views] == [(part.dtype, part.shape) for part in parts]
+
+
+def test_the_precisions_of_training_have_names() -> None:
+    floats = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+    assert set(DTYPES.values()) == floats | {torch.int64, torch.int32, torch.uint8, torch.bool}
+    assert all(str(dtype) == f"torch.{name}" for name, dtype in DTYPES.items())
+
+
+def test_tensors_keep_their_bits_in_every_precision() -> None:
+    items = one_of_each_dtype()
+    snapshot = snapshot_of(items, spare_bytes=100)
+    originals = {key: tensor for key, tensor, _ in items}
+    assert {part.dtype for part in snapshot.header.parts} == set(DTYPES.values())
+    for part in snapshot.header.parts:
+        stored = snapshot.part(part)
+        assert stored.dtype == originals[part.key].dtype
+        assert bits(stored) == bits(originals[part.key])
+        assert stored.untyped_storage().data_ptr() == snapshot.payload.untyped_storage().data_ptr()
+
+
+def test_nan_and_negative_zero_keep_their_bits() -> None:
+    strange = torch.tensor([math.nan, -0.0, math.inf, 1e-45])
+    snapshot = snapshot_of([whole(key_of("w"), strange)])
+    assert bits(snapshot.part(snapshot.header.parts[0])) == bits(strange)
+
+
+def test_a_precision_without_a_name_is_refused() -> None:
+    with pytest.raises(
+        CheckpointSaveError, match=r"master of w1 \(layer 0 expert 1\): got torch.complex64, wanted one"
+    ):
+        layout_parts([whole(key_of("w1"), torch.zeros(1, dtype=torch.complex64))])
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [whole(key_of("w"), torch.zeros(1)), whole(key_of("w"), torch.zeros(2))],
+        [whole(key_of("w", "gradient"), torch.zeros(1))],
+        [(key_of("w"), torch.zeros(3), (0, 4))],
+    ],
+    ids=["same key twice", "unknown role", "range of another size"],
+)
+def test_a_layout_that_makes_no_sense_is_our_bug(items: list[Item]) -> None:
+    with pytest.raises(AssertionError):
+        layout_parts(items)
+
+
+def test_the_checksum_is_crc32_of_the_bytes_that_count() -> None:
+    payload = torch.tensor(list(b"123456789 and what was here before"), dtype=torch.uint8)
+    assert checksum(payload, 9) == 0xCBF43926  # the check value
+    assert checksum(payload, 0) == 0
+    with pytest.raises(AssertionError):
+        checksum(payload, payload.numel() + 1)
+
+
+def test_an_own_snapshot_is_accepted_whatever_its_buffer_held_before() -> None:
+    snapshot = snapshot_of(one_of_each_dtype(), spare_bytes=9)
+    verify(snapshot, identity=IDENTITY, shard=SHARD)
+    snapshot.payload[snapshot.header.payload_bytes :] = 0
+    verify(snapshot, identity=IDENTITY, shard=SHARD)
+    verify(snapshot_of([]), identity=IDENTITY, shard=SHARD)
+
+
+def test_a_flipped_bit_anywhere_in_the_payload_is_refused_by_name() -> None:
+    snapshot = snapshot_of(one_of_each_dtype())
+    assert snapshot.header.payload_bytes > 50
+    name = r"^rank 3's snapshot of iteration 12 \(slot 1 of 3, window from 11\): "
+    for position in range(snapshot.header.payload_bytes):
+        snapshot.payload[position] ^= 1 << position % 8
+        with pytest.raises(CheckpointLoadError, match=name + "got CRC-32 of the payload [0-9a-f]{8}, wanted"):
+            verify(snapshot, identity=IDENTITY, shard=SHARD)
+        snapshot.payload[position] ^= 1 << position % 8
+    verify(snapshot, identity=IDENTITY, shard=SHARD)
+
+
+@pytest.mark.parametrize(
+    ("identity", "shard", "reason"),
+    [
+        (replace(IDENTITY, run_id="run-2"), SHARD, "got run id run-1, wanted run-2"),
+        (replace(IDENTITY, model="ffff"), SHARD, "got model fingerprint 0123abcd, wanted ffff"),
+        (
+            replace(IDENTITY, layout=ParallelLayout(pp=1, dp=8, ep=2, tp=1)),
+            SHARD,
+            "got layout PP=2 DP=4 EP=2 TP=1, wanted PP=1 DP=8 EP=2 TP=1",
+        ),
+        (
+            IDENTITY,
+            replace(SHARD, etp_rank=1),
+            "got shard rank 3 (pp 0, tp 0, ep 1, etp 0, dp 3), wanted rank 3 (pp 0, tp 0, ep 1, etp 1, dp 3)",
+        ),
+    ],
+    ids=["run", "model", "layout", "shard"],
+)
+def test_a_foreign_snapshot_is_refused_by_name(identity: RunIdentity, shard: ShardIdentity, reason: str) -> None:
+    with pytest.raises(CheckpointLoadError) as caught:
+        verify(snapshot_of(one_of_each_dtype()), identity=identity, shard=shard)
+    assert str(caught.value) == f"rank 3's snapshot of iteration 12 (slot 1 of 3, window from 11): {reason}"
+
+
+def test_a_payload_that_is_cut_short_is_refused() -> None:
+    snapshot = snapshot_of([whole(key_of("w"), torch.ones(4))])
+    short = Snapshot(header=snapshot.header, payload=snapshot.payload[:15])
+    with pytest.raises(CheckpointLoadError, match=r"window from 11\): got a payload of 15 bytes, wanted 16"):
+        verify(short, identity=IDENTITY, shard=SHARD)
+
+
+counts = st.integers(0, 2**63 - 1)
+small = st.integers(0, 1000)
+layouts = st.builds(ParallelLayout, pp=counts, dp=counts, ep=counts, tp=counts)
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> SnapshotHeader:
+    """Draw a header that a capture could have made, with any texts in it."""
+    drawn = draw(st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), shapes, small), max_size=6))
+    keys = st.builds(PartKey, operator=st.text(), tensor=st.text(), role=st.sampled_from(ROLES))
+    unique = draw(st.lists(keys, min_size=len(drawn), max_size=len(drawn), unique=True))
+    tensors = [(torch.empty(shape, dtype=dtype), start) for dtype, shape, start in drawn]
+    items = [
+        (key, tensor, (start, start + tensor.numel())) for key, (tensor, start) in zip(unique, tensors, strict=True)
+    ]
+    parts, payload_bytes = layout_parts(items)
+    slot, window_start = draw(small), draw(small)
+    return SnapshotHeader(
+        identity=draw(st.builds(RunIdentity, run_id=st.text(), model=st.text(), layout=layouts)),
+        shard=draw(st.builds(ShardIdentity, **dict.fromkeys(SHARD.as_json(), counts))),
+        iteration=window_start + slot,
+        window_start=window_start,
+        slot=slot,
+        num_slots=slot + 1 + draw(small),
+        full=draw(st.lists(st.text(), max_size=4).map(tuple)),
+        compute=draw(st.lists(st.text(), max_size=4).map(tuple)),
+        adam_steps=draw(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple)),
+        parts=parts,
+        payload_bytes=payload_bytes + draw(small),
+        crc32=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@given(headers())
+@settings(deadline=None)
+def test_json_gives_back_the_same_header(header: SnapshotHeader) -> None:
+    data = header_to_json(header)
+    again = header_from_json(data)
+    assert again == header
+    assert header_to_json(again) == data
+
+
+def test_a_header_is_two_lines_of_json_with_plain_names() -> None:
+    parts, payload_bytes = layout_parts([(key_of("w", "exp_avg"), torch.ones(2, 3), (6, 12))])
+    head, body = map(json.loads, header_to_json(header_of(parts, payload_bytes, 7)).split(b"\n"))
+    assert head["format"] == 1
+    assert body["identity"] == IDENTITY.as_json()
+    assert body["shard"] == SHARD.as_json()
+    assert body["parts"] == [
+        {
+            "key": {"operator": "layer 0 expert 1", "tensor": "w", "role": "exp_avg"},
+            "dtype": "float32",
+            "shape": [2, 3],
+            "range_start": 6,
+            "range_end": 12,
+            "offset_bytes": 0,
+        }
+    ]
+
+
+def test_step_counts_may_be_whole_numbers() -> None:
+    header = replace(header_of((), 0), adam_steps=(3, 2**53))
+    assert header_from_json(header_to_json(header)) == header
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_flipped_bit_anywhere_in_a_header_is_refused(bit: int) -> None:
+    data = header_to_json(snapshot_of(one_of_each_dtype()).header)
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << bit
+        with pytest.raises(CheckpointLoadError):
+            header_from_json(bytes(damaged))
+
+
+def test_a_header_cut_short_or_continued_is_refused() -> None:
+    data = header_to_json(snapshot_of(one_of_each_dtype()).header)
+    for length in range(len(data)):
+        with pytest.raises(CheckpointLoadError):
+            header_from_json(data[:length])
+    with pytest.raises(CheckpointLoadError, match="got fields with CRC-32"):
+        header_from_json(data + b" ")
+
+
+def try_to_read(data: bytes) -> SnapshotHeader | None:
+    """Return the header if there is one; any error but CheckpointLoadError is the caller's."""
+    try:
+        return header_from_json(data)
+    except CheckpointLoadError:
+        return None
+
+
+@given(st.binary())
+@settings(deadline=None)
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    assert try_to_read(data) is None
+    assert try_to_read(sealed(data)) is None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([*DTYPES, *ROLES]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def places(draw: st.DrawFn) -> list[str | int]:
+    """Draw the way to a value inside a header's JSON."""
+    content: Any = json.loads(header_to_json(snapshot_of(one_of_each_dtype()).header).partition(b"\n")[2])
+    way: list[str | int] = []
+    while isinstance(content, dict | list) and content and (not way or draw(st.booleans())):
+        step: Any = draw(st.sampled_from(sorted(content) if isinstance(content, dict) else range(len(content))))
+        way.append(step)
+        content = content[step]
+    return way
+
+
+@given(places(), json_values)
+@settings(max_examples=500, deadline=None)
+def test_any_other_value_in_a_sealed_header_is_read_or_refused(way: list[str | int], value: object) -> None:
+    header = snapshot_of(one_of_each_dtype()).header
+
+    def change(fields: Any) -> None:
+        for step in way[:-1]:
+            fields = fields[step]
+        fields[way[-1]] = value
+
+    read = try_to_read(forged(header, change))
+    assert read is None or header_from_json(header_to_json(read)) == read
+
+
+@given(st.data(), headers())
+@settings(deadline=None)
+def test_flipped_bytes_under_a_fitting_checksum_raise_nothing_else(data: st.DataObject, header: SnapshotHeader) -> None:
+    body = bytearray(header_to_json(header).partition(b"\n")[2])
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    read = try_to_read(sealed(bytes(body)))
+    assert read is None or header_from_json(header_to_json(read)) == read
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("format", 2, "got format 2, wanted 1"),
+        ("format", "1", "format: got '1', wanted int"),
+        ("format", True, "format: got True, wanted int"),
+        ("iteration", -1, "iteration: got -1, wanted a number from 0"),
+        ("iteration", 2**63, "iteration: got 9223372036854775808, wanted a number"),
+        ("iteration", 12.0, "iteration: got 12.0, wanted int"),
+        ("iteration", 13, r"got iteration 13, wanted window_start 11 \+ 1"),
+        ("num_slots", 1, "got slot 1, wanted one below num_slots 1"),
+        ("full", "expert", "full: got 'expert', wanted list"),
+        ("compute", [1], "compute: got 1, wanted str"),
+        ("adam_steps", ["1"], "adam_steps: got '1', wanted float"),
+        ("adam_steps", [math.nan], "adam_steps: got nan, wanted a finite number"),
+        ("adam_steps", [math.inf], "adam_steps: got inf, wanted a finite number"),
+        ("identity", None, "identity: got None, wanted dict"),
+        ("identity layout", {"pp": 1}, r"identity: layout: got fields \['pp'\], wanted \['dp', 'ep', 'pp', 'tp'\]"),
+        ("shard extra", 1, "shard: got fields .*, wanted"),
+        ("payload_bytes", 23, "got parts up to byte 24, wanted at most payload_bytes 23"),
+        ("parts 0 dtype", "float8_e4m3fn", "parts: dtype: got 'float8_e4m3fn', wanted one of float64"),
+        ("parts 0 dtype", ["float32"], r"parts: dtype: got \['float32'\], wanted str"),
+        ("parts 0 key role", "gradient", "parts: key: role: got 'gradient', wanted one of compute"),
+        ("parts 0 key role", ["master"], r"parts: key: role: got \['master'\], wanted one of compute"),
+        ("parts 0 offset_bytes", -4, "parts: offset_bytes: got -4, wanted a number from 0"),
+        ("parts 0 offset_bytes", 24, "got parts up to byte 36, wanted at most payload_bytes 24"),
+        ("parts 1 offset_bytes", 13, "master of b .*: got offset 13, wanted a multiple of its element size"),
+        ("parts 1 offset_bytes", 8, "master of b .*: got offset 8, but the part before ends at 12"),
+        ("parts 1 offset_bytes", 0, "master of b .*: got offset 0, but the part before ends at 12"),
+        ("parts 0 range_end", 4, r"master of a .*: got shape \(3,\), wanted as many elements as the range 0 to 4"),
+        ("parts 0 range_start", 5, "wanted as many elements as the range 5 to 3"),
+        ("parts 0 shape", [-1, -3], "parts: shape: got -1, wanted a number from 0"),
+        ("parts 1 key tensor", "a", "got two parts with the same key"),
+    ],
+)
+def test_a_sealed_header_that_makes_no_sense_is_refused(path: str, value: object, reason: str) -> None:
+    items = [whole(key_of("a"), torch.ones(3)), whole(key_of("b"), torch.ones(3))]
+    header = snapshot_of(items).header
+    assert try_to_read(forged(header, lambda fields: None)) == header
+    *way, last = (int(step) if step.isdigit() else step for step in path.split())
+
+    def change(fields: Any) -> None:
+        for step in way:
+            fields = fields[step]
+        fields[last] = value
+
+    data = sealed(b"{}", format=value) if path == "format" else forged(header, change)
+    with pytest.raises(CheckpointLoadError, match=reason):
+        header_from_json(data)
+
+
+def test_a_missing_field_is_refused() -> None:
+    with pytest.raises(CheckpointLoadError, match=r"got fields .*, wanted .*'slot'"):
+        header_from_json(forged(header_of((), 0), lambda fields: fields.pop("slot")))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"null", b"[]", b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b"1" * 10_000, b"1e999"],
+    ids=["empty", "null", "list", "not text", "deep list", "deep dict", "long number", "infinite number"],
+)
+def test_sealed_bytes_that_are_no_header_are_refused(body: bytes) -> None:
+    with pytest.raises(CheckpointLoadError):
+        header_from_json(sealed(body))
+    with pytest.raises(CheckpointLoadError):
+        header_from_json(body + b"\n")

@@ -1,0 +1,564 @@
+"""Snapshots in host memory: which windows are held, when buffers are free again, and that memory does not grow."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.store.codec import ROLES, PartKey, ShardIdentity, Snapshot, SnapshotHeader, layout_parts
+from moe_ckpt.store.memory import (
+    BYTES_OF_ROLE,
+    HostBuffers,
+    MemoryForecast,
+    SnapshotMemory,
+    Window,
+    WindowState,
+    forecast,
+)
+from moe_ckpt.types import ParallelLayout, RunIdentity
+
+IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1))
+SHARD = ShardIdentity(global_rank=0, pp_rank=0, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0)
+KIB = 1 << 10
+Items = list[tuple[PartKey, torch.Tensor, tuple[int, int]]]
+
+
+def pool(limit_bytes: int | None = None) -> HostBuffers:
+    return HostBuffers(pinned=False, limit_bytes=limit_bytes)
+
+
+def snapshot_of(buffers: HostBuffers, place: tuple[int, int, int], items: Items | None = None) -> Snapshot:
+    """Take the snapshot of a (window start, slot, number of slots)."""
+    start, slot, num_slots = place
+    parts, payload_bytes = layout_parts(items or [item_of("master", torch.zeros(250))])
+    header = SnapshotHeader(
+        identity=IDENTITY,
+        shard=SHARD,
+        iteration=start + slot,
+        window_start=start,
+        slot=slot,
+        num_slots=num_slots,
+        full=(),
+        compute=(),
+        adam_steps=(),
+        parts=parts,
+        payload_bytes=payload_bytes,
+        crc32=0,
+    )
+    return Snapshot(header=header, payload=buffers.acquire(payload_bytes))
+
+
+def item_of(role: str, tensor: torch.Tensor) -> tuple[PartKey, torch.Tensor, tuple[int, int]]:
+    return PartKey(operator="layer 0", tensor=f"{role} {tensor.dtype}", role=role), tensor, (0, tensor.numel())
+
+
+def take_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, num_slots: int = 2) -> None:
+    """Take a whole window without confirming it."""
+    memory.begin(start, num_slots)
+    for slot in range(num_slots):
+        memory.add(snapshot_of(buffers, (start, slot, num_slots)))
+
+
+def persist_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, num_slots: int = 2) -> None:
+    take_window(memory, buffers, start, num_slots)
+    memory.confirm()
+
+
+def starts_of(memory: SnapshotMemory) -> list[int]:
+    return [window.start for window in memory.windows()]
+
+
+def num_held(memory: SnapshotMemory) -> int:
+    in_flight = memory.in_flight()
+    windows = memory.windows() + ([in_flight] if in_flight else [])
+    return sum(len(window.snapshots) for window in windows)
+
+
+def test_a_released_buffer_is_used_again() -> None:
+    buffers = pool()
+    first = buffers.acquire(1000)
+    assert (first.dtype, first.dim(), first.numel(), first.is_contiguous()) == (torch.uint8, 1, 1000, True)
+    assert (buffers.in_use_bytes, buffers.total_bytes) == (1000, 1000)
+    buffers.release(first)
+    assert (buffers.in_use_bytes, buffers.total_bytes) == (0, 1000)
+    assert buffers.acquire(900) is first
+    assert (buffers.in_use_bytes, buffers.total_bytes) == (1000, 1000)
+
+
+def test_a_buffer_belongs_to_one_holder() -> None:
+    buffers = pool()
+    assert buffers.acquire(10) is not buffers.acquire(10)
+    assert buffers.acquire(0).numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "nbytes", "taken"),
+    [
+        ([100_000, 110_000, 120_000], 105_000, 110_000),
+        ([120_000, 110_000, 100_000], 105_000, 110_000),
+        ([100_000], 100_000, 100_000),
+        ([99_999], 100_000, 100_000),
+        ([129_096], 100_000, 129_096),  # 1.25 x 100,000 + 4,096
+        ([129_097], 100_000, 100_000),
+        ([4096], 0, 4096),
+        ([4097], 0, 0),
+    ],
+)
+def test_the_smallest_buffer_that_fits_is_taken_and_none_that_is_far_too_large(
+    free: list[int], nbytes: int, taken: int
+) -> None:
+    buffers = pool()
+    for buffer in [buffers.acquire(size) for size in free]:
+        buffers.release(buffer)
+    assert buffers.acquire(nbytes).numel() == taken
+
+
+def test_free_buffers_beyond_what_was_ever_needed_at_once_are_dropped_longest_free_first() -> None:
+    buffers = pool()
+    large, small = buffers.acquire(600 * KIB), buffers.acquire(200 * KIB)  # 800 at once
+    buffers.release(large)
+    buffers.release(small)
+    buffers.acquire(100 * KIB)  # 900 would be more than was ever needed
+    assert buffers.total_bytes == 300 * KIB
+    assert buffers.acquire(190 * KIB) is small
+
+
+def test_free_buffers_are_kept_as_long_as_they_are_no_more_than_was_needed() -> None:
+    buffers = pool()
+    sizes = [400 * KIB, 300 * KIB, 100 * KIB]
+    for buffer in [buffers.acquire(size) for size in sizes]:
+        buffers.release(buffer)
+    buffers.release(buffers.acquire(50 * KIB))  # 850 > 800: the 400 goes
+    buffers.release(buffers.acquire(350 * KIB))  # 450 + 350 fit in 800
+    assert buffers.total_bytes == 800 * KIB
+
+
+def test_memory_that_is_released_twice_or_is_not_ours_is_a_bug() -> None:
+    buffers = pool()
+    buffer = buffers.acquire(10)
+    with pytest.raises(AssertionError):
+        buffers.release(buffer[:5])
+    buffers.release(buffer)
+    with pytest.raises(AssertionError):
+        buffers.release(buffer)
+
+
+def test_the_budget_is_kept_and_named() -> None:
+    buffers = pool(limit_bytes=1000 * KIB)
+    held = buffers.acquire(600 * KIB)
+    with pytest.raises(CheckpointSaveError) as caught:
+        buffers.acquire(401 * KIB)
+    assert str(caught.value) == (
+        "host memory for snapshots: got 614400 bytes in use and 410624 more to hold, "
+        "wanted at most ckpt.memory_budget_bytes=1024000"
+    )
+    assert buffers.total_bytes == 600 * KIB
+    assert buffers.acquire(400 * KIB).numel() == 400 * KIB
+    buffers.release(held)
+    assert buffers.total_bytes == 1000 * KIB
+
+
+def test_free_buffers_make_room_before_the_budget_refuses() -> None:
+    buffers = pool(limit_bytes=1000 * KIB)
+    buffers.release(buffers.acquire(600 * KIB))
+    assert buffers.acquire(1000 * KIB).numel() == 1000 * KIB
+    assert buffers.total_bytes == 1000 * KIB
+
+
+def test_memory_that_the_machine_does_not_have_is_a_failed_save() -> None:
+    buffers = pool()
+    with pytest.raises(CheckpointSaveError, match="no host memory for a snapshot of 4611686018427387904 bytes"):
+        buffers.acquire(2**62)
+    assert buffers.total_bytes == 0
+
+
+def test_pinned_memory_is_ordinary_memory_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not HostBuffers(pinned=True).acquire(10).is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_memory_is_pinned() -> None:
+    assert HostBuffers(pinned=True).acquire(10).is_pinned()
+    assert not HostBuffers(pinned=False).acquire(10).is_pinned()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 200_000)), max_size=60), st.integers(200_000, 1_000_000))
+@settings(deadline=None)
+def test_any_use_stays_in_the_budget_and_near_what_is_needed(steps: list[tuple[bool, int]], limit_bytes: int) -> None:
+    buffers, held = pool(limit_bytes), []
+    peak_bytes = 0
+    for is_acquire, number in steps:
+        if held and not is_acquire:
+            buffers.release(held.pop(number % len(held)))
+            continue
+        try:
+            held.append(buffers.acquire(number))
+        except CheckpointSaveError:
+            assert sum(buffer.numel() for buffer in held) + number > limit_bytes
+        assert len({id(buffer) for buffer in held}) == len(held)
+        peak_bytes = max(peak_bytes, buffers.in_use_bytes)
+        assert buffers.in_use_bytes == sum(buffer.numel() for buffer in held)
+        assert buffers.in_use_bytes <= buffers.total_bytes <= peak_bytes <= limit_bytes
+
+
+def test_threads_never_share_a_buffer() -> None:
+    buffers = pool()
+    for buffer in [buffers.acquire(2000 + size) for size in range(100)]:
+        buffers.release(buffer)
+    barrier, usual_s = threading.Barrier(4), sys.getswitchinterval()
+
+    def use(number: int) -> bool:
+        untouched = True
+        for _ in range(200):
+            barrier.wait(timeout=30)
+            buffer = buffers.acquire(2000)
+            buffer[0] = number
+            barrier.wait(timeout=30)
+            untouched = untouched and int(buffer[0]) == number
+            barrier.wait(timeout=30)
+            buffers.release(buffer)
+        return untouched
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(use, range(4))) == [True] * 4
+    finally:
+        sys.setswitchinterval(usual_s)
+    assert buffers.in_use_bytes == 0
+
+
+def sizes_of_slots(num_slots: int, scale: float = 1.0) -> list[int]:
+    """Return the bytes of the snapshots of a window: fewer and fewer compute weights."""
+    return [int(scale * (500_000 + 40_000 * (num_slots - slot))) for slot in range(num_slots)]
+
+
+def run_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, sizes: list[int]) -> set[int]:
+    """Take and confirm a window of snapshots of these sizes; return the ids of the buffers that it used."""
+    memory.begin(start, len(sizes))
+    for slot, size in enumerate(sizes):
+        items = [item_of("master", torch.empty(size, dtype=torch.uint8))]
+        memory.add(snapshot_of(buffers, (start, slot, len(sizes)), items))
+    memory.confirm()
+    return {id(snapshot.payload) for snapshot in memory.windows()[0].snapshots}
+
+
+@pytest.mark.parametrize("keep_windows", [1, 2])
+def test_500_windows_of_the_same_sizes_use_the_memory_of_the_first(keep_windows: int) -> None:
+    buffers = pool()
+    memory, sizes = SnapshotMemory(buffers, keep_windows), sizes_of_slots(4)
+    used: set[int] = set()
+    for window in range(500):
+        now = run_window(memory, buffers, 1 + 4 * window, sizes)
+        assert window <= keep_windows or now <= used, "a buffer was allocated"
+        used |= now
+        assert buffers.total_bytes == min(window + 1, keep_windows + 1) * sum(sizes)
+
+
+def test_windows_of_drifting_sizes_need_no_more_than_the_largest_two() -> None:
+    buffers = pool()
+    memory, chooser = SnapshotMemory(buffers, 1), random.Random(1)
+    start, two_windows_bytes, last_bytes = 1, 0, 0
+    for window in range(500):
+        num_slots = chooser.randrange(2, 6)
+        sizes = sizes_of_slots(num_slots, scale=1.0 + 0.002 * window + chooser.random() / 2)
+        run_window(memory, buffers, start, sizes)
+        two_windows_bytes = max(two_windows_bytes, last_bytes + sum(sizes))
+        start, last_bytes = start + num_slots, sum(sizes)
+        assert buffers.total_bytes <= 1.25 * two_windows_bytes + 10 * 4096
+
+
+@given(st.lists(st.lists(st.integers(1, 300_000), min_size=1, max_size=5), min_size=1, max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_sizes_that_settle_after_a_drift_soon_need_no_new_buffers(windows: list[list[int]]) -> None:
+    buffers = pool()
+    memory, start = SnapshotMemory(buffers, 1), 1
+    history: list[set[int]] = []
+    keep_alive: list[Window] = []  # so that ids stay unique
+    for sizes in windows + [windows[-1]] * 20:
+        history.append(run_window(memory, buffers, start, sizes))
+        keep_alive += memory.windows()
+        start += len(sizes)
+    assert set.union(*history[-6:]) <= set.union(*history[:-6])
+
+
+def test_a_window_is_taken_slot_by_slot_and_then_persisted() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    assert memory.in_flight() is None
+    assert not memory.complete
+    memory.begin(11, 3)
+    snapshots = {slot: snapshot_of(buffers, (11, slot, 3)) for slot in (1, 0, 2)}
+    for slot, complete in ((1, False), (0, False), (2, True)):
+        memory.add(snapshots[slot])
+        assert memory.complete is complete
+    ordered = tuple(snapshots[slot] for slot in range(3))
+    window = Window(start=11, num_slots=3, state=WindowState.IN_FLIGHT, snapshots=ordered)
+    assert memory.in_flight() == window
+    assert memory.windows() == []
+    memory.confirm()
+    assert memory.in_flight() is None
+    assert memory.windows() == [replace(window, state=WindowState.PERSISTED)]
+    assert buffers.in_use_bytes == 3000
+
+
+def test_a_window_names_itself() -> None:
+    memory = SnapshotMemory(pool(), 1)
+    memory.begin(11, 3)
+    assert str(memory.in_flight()) == "the window from 11 (0 of 3 slots, in flight)"
+
+
+@pytest.mark.parametrize("keep_windows", [1, 2, 3])
+def test_the_newest_windows_are_kept_and_the_buffers_of_others_released(keep_windows: int) -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, keep_windows)
+    assert memory.oldest_needed_iteration() is None
+    for window in range(5):
+        take_window(memory, buffers, 1 + 2 * window)
+        assert buffers.in_use_bytes == 2000 * (1 + min(window, keep_windows))
+        memory.confirm()
+        kept = min(window + 1, keep_windows)
+        assert starts_of(memory) == [1 + 2 * (window - back) for back in range(kept)]
+        assert memory.oldest_needed_iteration() == 1 + 2 * (window + 1 - kept)
+        assert buffers.in_use_bytes == 2000 * kept
+
+
+def test_a_window_that_was_not_completed_is_dropped_by_the_next() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    persist_window(memory, buffers, 1)
+    memory.begin(3, 2)
+    memory.add(snapshot_of(buffers, (3, 0, 2)))
+    memory.begin(4, 2)
+    assert buffers.in_use_bytes == 2000
+    assert starts_of(memory) == [1]
+    in_flight = memory.in_flight()
+    assert in_flight is not None
+    assert (in_flight.start, in_flight.snapshots) == (4, ())
+    assert memory.oldest_needed_iteration() == 1
+
+
+def test_a_window_can_be_abandoned() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    persist_window(memory, buffers, 1)
+    take_window(memory, buffers, 3)
+    memory.abandon()
+    memory.abandon()
+    assert memory.in_flight() is None
+    assert starts_of(memory) == [1]
+    assert buffers.in_use_bytes == 2000
+
+
+def test_a_snapshot_of_the_same_slot_is_replaced() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    memory.begin(1, 2)
+    old, new = snapshot_of(buffers, (1, 0, 2)), snapshot_of(buffers, (1, 0, 2))
+    memory.add(old)
+    memory.add(new)
+    in_flight = memory.in_flight()
+    assert in_flight is not None
+    assert in_flight.snapshots == (new,)
+    assert not memory.complete
+    assert buffers.in_use_bytes == 1000
+    assert buffers.acquire(1000) is old.payload
+
+
+def test_the_same_buffer_under_a_new_header_stays_in_use() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    memory.begin(1, 1)
+    snapshot = snapshot_of(buffers, (1, 0, 1))
+    memory.add(snapshot)
+    memory.add(Snapshot(header=replace(snapshot.header, crc32=1), payload=snapshot.payload))
+    assert buffers.in_use_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(3, 0, 2), (1, 0, 3), (1, 2, 2), (1, -1, 2)],
+    ids=["other window", "other length", "too late", "too early"],
+)
+def test_a_snapshot_that_does_not_belong_into_the_window_is_a_bug(place: tuple[int, int, int]) -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    memory.begin(1, 2)
+    with pytest.raises(AssertionError):
+        memory.add(snapshot_of(buffers, place))
+    assert num_held(memory) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"iteration": 1}, {"window_start": 0}], ids=lambda wrong: next(iter(wrong)))
+def test_a_snapshot_whose_numbers_disagree_is_a_bug(wrong: dict[str, int]) -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    memory.begin(1, 2)
+    snapshot = snapshot_of(buffers, (1, 1, 2))
+    with pytest.raises(AssertionError):
+        memory.add(Snapshot(header=replace(snapshot.header, **wrong), payload=snapshot.payload))
+
+
+def test_calls_out_of_order_are_bugs() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    with pytest.raises(AssertionError):
+        memory.add(snapshot_of(buffers, (1, 0, 2)))
+    with pytest.raises(AssertionError):
+        memory.confirm()
+    memory.begin(1, 2)
+    memory.add(snapshot_of(buffers, (1, 0, 2)))
+    with pytest.raises(AssertionError):
+        memory.confirm()
+    with pytest.raises(AssertionError):
+        memory.drop(2)
+    with pytest.raises(AssertionError):
+        memory.begin(1, 0)
+    with pytest.raises(AssertionError):
+        SnapshotMemory(buffers, 0)
+
+
+def test_a_damaged_window_can_be_dropped_wherever_it_is() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 3)
+    for start in (1, 3, 5):
+        persist_window(memory, buffers, start)
+    take_window(memory, buffers, 7)
+    memory.drop(3)
+    assert starts_of(memory) == [5, 1]
+    assert memory.complete
+    memory.drop(7)
+    assert memory.in_flight() is None
+    memory.drop(1)
+    assert starts_of(memory) == [5]
+    assert memory.oldest_needed_iteration() == 5
+    assert buffers.in_use_bytes == 2000
+
+
+def test_after_a_rollback_the_windows_taken_again_replace_those_from_before() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 2)
+    for start in (1, 3, 5):
+        persist_window(memory, buffers, start)
+    take_window(memory, buffers, 3)
+    assert starts_of(memory) == [5, 3], "nothing goes before there is better"
+    again = memory.in_flight()
+    memory.confirm()
+    assert again is not None
+    assert memory.windows() == [replace(again, state=WindowState.PERSISTED)]
+    assert buffers.in_use_bytes == 2000
+
+
+def test_bytes_are_counted_by_role_over_all_windows() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    assert set(BYTES_OF_ROLE) == set(ROLES)
+    assert memory.bytes_by_role() == {"full_bytes": 0, "compute_bytes": 0, "buffer_bytes": 0}
+    sizes = {"master": 100, "exp_avg": 10, "exp_avg_sq": 1, "compute": 1000, "buffer": 10_000}
+    items = [item_of(role, torch.empty(size)) for role, size in sizes.items()]
+    for start in (1, 2):
+        memory.begin(start, 1)
+        memory.add(snapshot_of(buffers, (start, 0, 1), items))
+        if start == 1:
+            memory.confirm()
+    assert memory.bytes_by_role() == {"full_bytes": 2 * 444, "compute_bytes": 2 * 4000, "buffer_bytes": 2 * 40_000}
+
+
+@given(st.lists(st.sampled_from(["begin", "add", "confirm", "abandon", "drop"]), max_size=60), st.integers(1, 3))
+@settings(deadline=None)
+def test_every_buffer_in_use_is_held_and_every_other_is_free(calls: list[str], keep_windows: int) -> None:
+    buffers = pool()
+    memory, start = SnapshotMemory(buffers, keep_windows), 0
+    for call in calls:
+        in_flight = memory.in_flight()
+        if call == "begin":
+            start += 2
+            memory.begin(start, 2)
+        elif call == "add" and in_flight:
+            memory.add(snapshot_of(buffers, (start, len(in_flight.snapshots) % 2, 2)))
+        elif call == "confirm" and memory.complete:
+            memory.confirm()
+        elif call == "abandon":
+            memory.abandon()
+        elif call == "drop" and memory.windows():
+            memory.drop(memory.windows()[-1].start)
+        assert buffers.in_use_bytes == 1000 * num_held(memory)
+        assert len(memory.windows()) <= keep_windows
+        assert all(window.complete for window in memory.windows())
+        assert starts_of(memory) == sorted(starts_of(memory), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "per_parameter"), [(1, 12), (2, 13), (3, 14), (4, 15), (6, 17)], ids=lambda number: str(number)
+)
+def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots: int, per_parameter: int) -> None:
+    num_parameters = 1200
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    for start in (1, 1 + num_slots):
+        memory.begin(start, num_slots)
+        for slot in range(num_slots):
+            active = torch.empty(num_parameters // num_slots)
+            frozen = torch.empty(num_parameters * (num_slots - 1 - slot) // num_slots, dtype=torch.bfloat16)
+            items = [item_of(role, active) for role in ("master", "exp_avg", "exp_avg_sq")]
+            memory.add(snapshot_of(buffers, (start, slot, num_slots), [*items, item_of("compute", frozen)]))
+        if start == 1:
+            memory.confirm()
+    wanted = forecast(
+        window_bytes=per_parameter * num_parameters,
+        num_slots=num_slots,
+        keep_windows=1,
+        log_bytes_per_iteration=0,
+        dense_bytes=12 * num_parameters,
+        step_log_bytes_per_iteration=0,
+    )
+    assert sum(memory.bytes_by_role().values()) == buffers.in_use_bytes == wanted.snapshots_bytes
+    assert wanted.snapshots_bytes == 2 * (12 + (num_slots - 1)) * num_parameters
+    assert wanted.double_buffered_dense_bytes == 24 * num_parameters
+
+
+def test_a_forecast_counts_the_logs_of_all_windows_and_of_the_iteration_that_runs() -> None:
+    wanted = forecast(
+        window_bytes=1000,
+        num_slots=5,
+        keep_windows=2,
+        log_bytes_per_iteration=10,
+        dense_bytes=700,
+        step_log_bytes_per_iteration=3,
+    )
+    assert wanted == MemoryForecast(
+        snapshots_bytes=3000,
+        boundary_log_bytes=160,
+        step_log_bytes=48,
+        total_bytes=3208,
+        double_buffered_dense_bytes=1400,
+    )
+
+
+def test_a_forecast_is_readable() -> None:
+    mib = 1 << 20
+    lines = MemoryForecast(
+        snapshots_bytes=28 * mib,
+        boundary_log_bytes=3 * mib // 2,
+        step_log_bytes=mib // 4,
+        total_bytes=30 * mib,
+        double_buffered_dense_bytes=24 * mib,
+    ).lines()
+    assert lines == [
+        "snapshots, persisted and in flight            28.0 MiB",
+        "boundary logs                                  1.5 MiB",
+        "step logs                                      0.2 MiB",
+        "total                                         30.0 MiB",
+        "for comparison, two dense checkpoints         24.0 MiB",
+    ]
