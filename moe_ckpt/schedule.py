@@ -118,8 +118,8 @@ def fitting_window(table: OperatorTable, order: IntArray, budget_bytes: float, *
 
     The budget is what a rank can copy in an iteration: 0.5 s at 20e9 bytes/s make 10e9. Where no number up to
     `max_slots` fits, it is the one with the smallest largest slot (the fewest among equals within 1 %). There are never
-    more slots than operators. Exact where up to 64 slots are allowed; else a search that may miss the fewest, since more
-    slots now and then have a larger largest one, but that finds some that fit wherever the most allowed fit.
+    more slots than operators. Exact where up to 64 slots are allowed; else a search that may miss the fewest, since now
+    and then more slots have a larger largest one, but that finds some that fit wherever the most allowed fit.
     Raises ConfigError for `max_slots` below 1. MoEvement, Algorithm 1: FindWindowSize, with sizes per operator.
     """
     limit = min(max_slots, len(order))

@@ -81,8 +81,8 @@ class OperatorId:
 class OperatorTable:
     """The operators of one stage group, from front to back, and what each of its ranks owns of them.
 
-    `full_bytes` (master weights, moments, buffers) and `compute_bytes` (weights as forward uses them, buffers) are int64
-    [ranks of the stage group, operators]; every byte is counted on the one rank that snapshots it.
+    `full_bytes` (master weights, moments, buffers) and `compute_bytes` (weights as forward uses them, buffers) are
+    int64 [ranks of the stage group, operators]; every byte is counted on the one rank that snapshots it.
     """
 
     operators: Sequence[OperatorId]

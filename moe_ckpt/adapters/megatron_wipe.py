@@ -57,7 +57,7 @@ def _wipe(state: TrainingState) -> None:
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
     for chunk in state.model:
-        for buffer in chunk.buffers():
+        for _, buffer in chunk.named_buffers():  # Megatron's wrapper has an attribute named `buffers`
             buffer.zero_()
     _forget_small_state(state)
 

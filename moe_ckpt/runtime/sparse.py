@@ -160,7 +160,7 @@ class SparseTier:
 
     def retake(self, iteration: int) -> None:
         """The state is that after `iteration` steps again: take what the fault tore of it."""
-        plan, window = self._newest, self._stores.memory.in_flight
+        plan, window = self._newest, self._stores.memory.in_flight()
         if plan is None or window is None or plan.window_start + plan.slot != iteration:
             return
         if all(snapshot.header.slot != plan.slot for snapshot in window.snapshots):

@@ -26,7 +26,6 @@ BYTES_OF_ROLE = {
     "compute": "compute_bytes",
     "buffer": "buffer_bytes",
 }
-_MIB = 1 << 20
 
 
 class HostBuffers:
@@ -217,58 +216,6 @@ class SnapshotMemory:
         self._windows = windows
         for snapshot in gone:
             self._buffers.release(snapshot.payload)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryForecast:
-    """Host memory that a rank will need, in bytes, with what two dense checkpoints would need for comparison."""
-
-    snapshots_bytes: int
-    boundary_log_bytes: int
-    step_log_bytes: int
-    total_bytes: int
-    double_buffered_dense_bytes: int
-
-    def lines(self) -> list[str]:
-        """Return a line for each part, for people."""
-        parts = {
-            "snapshots, persisted and in flight": self.snapshots_bytes,
-            "boundary logs": self.boundary_log_bytes,
-            "step logs": self.step_log_bytes,
-            "total": self.total_bytes,
-            "for comparison, two dense checkpoints": self.double_buffered_dense_bytes,
-        }
-        width = max(map(len, parts))
-        return [f"{name:<{width}} {nbytes / _MIB:12.1f} MiB" for name, nbytes in parts.items()]
-
-
-def forecast(
-    *,
-    window_bytes: int,
-    num_slots: int,
-    keep_windows: int,
-    log_bytes_per_iteration: int,
-    dense_bytes: int,
-    step_log_bytes_per_iteration: int,
-) -> MemoryForecast:
-    """Return what a rank's snapshots and logs will take once `keep_windows` are persisted and one is nearly complete.
-
-    Logs reach back to the start of the oldest window, and forward to the iteration that runs. With 2 bytes of compute
-    weights and 12 of full state a parameter and W equal slots, a window takes 12 + (W - 1) bytes a parameter: W = 3 and
-    one kept window make 28, where two dense checkpoints take 24 (MoEvement, section 3.2).
-    """
-    num_windows = keep_windows + 1
-    num_logged = num_windows * num_slots + 1
-    snapshots_bytes = num_windows * window_bytes
-    boundary_log_bytes = num_logged * log_bytes_per_iteration
-    step_log_bytes = num_logged * step_log_bytes_per_iteration
-    return MemoryForecast(
-        snapshots_bytes=snapshots_bytes,
-        boundary_log_bytes=boundary_log_bytes,
-        step_log_bytes=step_log_bytes,
-        total_bytes=snapshots_bytes + boundary_log_bytes + step_log_bytes,
-        double_buffered_dense_bytes=2 * dense_bytes,
-    )
 
 
 def _total(buffers: Iterable[torch.Tensor]) -> int:

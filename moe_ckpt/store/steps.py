@@ -1,4 +1,4 @@
-"""The step log: the small facts of an iteration that a stage cannot recompute alone (design.md, "What exactness needs").
+"""The step log: the small facts of an iteration that a stage cannot recompute alone.
 
 Owns: one record an iteration of what it started from and what crossed the stages in it. Must not: know Megatron; the
 tensors in a record are opaque, named, on the host.
