@@ -1,7 +1,7 @@
 """The composition root: puts a checkpoint session together for a Megatron-Core training loop.
 
 loop = TrainingLoop(communicator=StageCommunicator(...), forward_backward=..., ...)
-session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...), loop=loop, events=..., last_iteration=...)
+session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...), loop=loop, events=..., ...)
 first = session.resume(None) + 1
 ... per iteration: session.iteration_started, session.gradients_ready, session.step_committed
 session.finish()
@@ -24,11 +24,11 @@ from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
 from moe_ckpt.adapters.megatron_router import RouterCounts
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
 from moe_ckpt.adapters.megatron_wipe import StateWiper
-from moe_ckpt.config import CkptConfig, DenseConfig, MoevementConfig, NoneConfig, require
+from moe_ckpt.config import CkptConfig, DenseConfig, MoevementConfig, require
 from moe_ckpt.events import EventLog
 from moe_ckpt.faults import FaultSchedule, StateLoss
 from moe_ckpt.policies.dense import make_policy
-from moe_ckpt.policies.moevement import SparseWindows, StageProfile
+from moe_ckpt.policies.moevement import AUTO, SparseWindows, StageProfile
 from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.inject import StateLosses
 from moe_ckpt.runtime.recover import Recovery
@@ -41,7 +41,7 @@ from moe_ckpt.store.disk import CheckpointFolder
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
-from moe_ckpt.types import ParallelLayout, RunIdentity
+from moe_ckpt.types import RunIdentity
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class TrainingLoop:
     """
 
     communicator: StageCommunicator
-    forward_backward: Callable[[int], None]
+    forward_backward: Callable[[int], object]
     num_micro_batches: int
     micro_batch_size: int
     sequence_length: int
@@ -142,12 +142,10 @@ class _Sparse:
         return self.config.memory_budget_bytes - forecast.boundary_log_bytes - forecast.step_log_bytes
 
     def _notes(self) -> list[str]:
-        fixed = self.config.window != "auto"
-        slots = self.windows.max_slots if fixed else 1
-        title = f"host memory of the rank with the most, with a window of {slots}" + (
-            "" if fixed else " (auto: measured)"
-        )
-        return [title, *self.windows.forecast(slots).lines()]
+        slots, later = self.windows.max_slots, ""
+        if self.config.window == AUTO:
+            slots, later = 1, f", up to {slots} once iterations have been measured"
+        return [f"host memory of the largest rank, window {slots}{later}:", *self.windows.forecast(slots).lines()]
 
     def boundary_log_bytes(self) -> int:
         """Return the bytes that a rank of this stage logs an iteration."""
@@ -186,5 +184,5 @@ def _gather_profiles(parts: _Sparse) -> list[StageProfile]:
     )
     everyone: list[tuple[int, StageProfile]] = [(0, mine)] * dist.get_world_size()
     dist.all_gather_object(everyone, (parts.place.stage, mine))
-    by_stage = {stage: profile for stage, profile in sorted(everyone, key=lambda entry: entry[1].step_log_bytes)}
+    by_stage = dict(sorted(everyone, key=lambda entry: entry[1].step_log_bytes))
     return [by_stage[stage] for stage in sorted(by_stage)]

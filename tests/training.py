@@ -14,6 +14,7 @@ from launcher.config import Settings, compose_settings
 from launcher.run import run
 from moe_ckpt.events import IterationCommitted, read_events
 from moe_ckpt.ports import TrainingHooks
+from moe_ckpt.types import ReadyGradients
 from tests.ranks import rank_store, run_ranks
 
 T = TypeVar("T")
@@ -61,9 +62,9 @@ class KillingHooks:
         self._die_at(iteration, "start")
         self._inner.iteration_started(iteration)
 
-    def gradients_ready(self, iteration: int) -> None:
+    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         self._die_at(iteration, "gradients")
-        self._inner.gradients_ready(iteration)
+        return self._inner.gradients_ready(iteration, gradients)
 
     def step_committed(self, iteration: int) -> None:
         self._die_at(iteration, "before-save")

@@ -9,7 +9,7 @@ optimizer is not sharded: every byte is taken once. Must not: copy to host memor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,11 +22,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moe_ckpt.adapters.megatron_state import TrainingState, optimizer_slots, step_count, write_step_count
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
-from moe_ckpt.store.codec import PartKey, ShardIdentity
+from moe_ckpt.store.codec import BUFFER, COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, ShardIdentity
+from moe_ckpt.store.snapshot import Piece
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
 
-COMPUTE, MASTER, BUFFER = "compute", "master", "buffer"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 _EDGES = {
     "embedding": OperatorKind.EMBEDDING,
     "rotary_pos_emb": OperatorKind.EMBEDDING,
@@ -37,9 +37,6 @@ _MTP = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$")
 _SECTIONS = (OperatorKind.EMBEDDING, OperatorKind.BLOCK, OperatorKind.FINAL_NORM, OperatorKind.OUTPUT)
-
-Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
-"""Something to snapshot: what it is, the tensor, and its range in the flattened whole."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +93,7 @@ class OwnedBuffer:
 
 
 class RankOperators:
-    """All operators of this rank's model chunks, and the table of those of its whole stage group. Built collectively."""
+    """All operators of this rank's model chunks, and the table of its stage group's. Built collectively."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -122,7 +119,7 @@ class RankOperators:
         parts: Mapping[PartKey, torch.Tensor],
         full: Collection[str],
         compute: Collection[str],
-        steps: tuple[float, ...],
+        adam_steps: Sequence[float],
     ) -> None:
         """Put this rank's pieces of a snapshot in place, then make all copies whole. Collective in the stage group.
 
@@ -135,7 +132,7 @@ class RankOperators:
             for key, tensor, _ in owned.pieces(full=is_full):
                 _copy_part(parts, key, tensor)
             if is_full:
-                _derive_weights(owned, steps[owned.optimizer_index])
+                _derive_weights(owned, adam_steps[owned.optimizer_index])
         for buffer in self.buffers:
             if str(buffer.operator) in {*full, *compute}:
                 key, tensor, _ = buffer.piece()
@@ -163,14 +160,14 @@ def shard_identity() -> ShardIdentity:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_rank=cast("int", parallel_state.get_expert_tensor_parallel_rank()),
         dp_rank=parallel_state.get_data_parallel_rank(),
     )
 
 
 def stage_group() -> dist.ProcessGroup:
     """Return the process group of this rank's pipeline stage: all its data-, expert- and tensor-parallel ranks."""
-    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return cast("dist.ProcessGroup", parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
 
 
 def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -265,8 +262,8 @@ def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Param
 
 def _replicas(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
     if getattr(parameter, "allreduce", True):  # Megatron's mark: false on what expert parallelism splits
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
+        return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return cast("dist.ProcessGroup", parallel_state.get_expert_data_parallel_group())
 
 
 def _owned_range(

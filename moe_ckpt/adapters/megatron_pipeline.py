@@ -83,9 +83,9 @@ class StageCommunicator(P2PCommunicator):
             "recv_prev": recv_prev and before is None,
             "recv_next": recv_next and after is None,
         }
-        received = (
-            super()._communicate(**live, tensor_shape=tensor_shape, **options) if _any(live) else (None, None, None)
-        )
+        received: Any = (None, None, None)
+        if _any(live):
+            received = super()._communicate(**live, tensor_shape=tensor_shape, **options)
         from_previous, from_next, requests = received
         if recv_prev and before is not None:
             from_previous = self._logged(before, tensor_shape)

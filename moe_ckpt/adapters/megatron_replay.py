@@ -50,7 +50,7 @@ class StageReplay:
         state: TrainingState,
         operators: RankOperators,
         communicator: StageCommunicator,
-        forward_backward: Callable[[int], None],
+        forward_backward: Callable[[int], object],
     ) -> None:
         self._state = state
         self._communicator = communicator
@@ -138,7 +138,7 @@ class _TiedEmbedding:
             self._finalize(model, num_tokens, pg_collection=groups, **options)
         else:
             groups = copy.copy(groups)
-            groups.embd = self._alone
+            groups.embd = cast("dist.ProcessGroup", self._alone)
             self._finalize(model, num_tokens, pg_collection=groups, **options)
             self._gradient().copy_(self._logged)
         self.observed = self._gradient().detach().to("cpu", copy=True)
@@ -152,7 +152,7 @@ class _TiedEmbedding:
 
 def _tied_parameter(state: TrainingState, operators: RankOperators) -> OwnedParameter | None:
     """Return this rank's copy of the word embedding, if another stage holds one, too."""
-    group = parallel_state.get_embedding_group(check_initialized=False)
+    group: Any = parallel_state.get_embedding_group(check_initialized=False)
     if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
         return None
     for chunk in state.model:

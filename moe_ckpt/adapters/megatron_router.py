@@ -6,7 +6,7 @@ over ranks. Recomputed forwards are not counted again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class RouterCounts:
         self._experts = [operator for operator in table.operators if operator.kind is OperatorKind.EXPERT]
         self._counting = False
         for gate, router in _routers(state):
-            router.register_forward_hook(lambda _, __, routed, gate=gate: self._count(gate, *routed))
+            router.register_forward_hook(self._counting_hook(gate))
 
     def begin(self) -> None:
         """Count from zero."""
@@ -40,6 +40,9 @@ class RouterCounts:
         """Stop counting and return what was counted."""
         self._counting = False
         return ExpertCounts(hard=self._in_table_order(self._hard), soft=self._in_table_order(self._soft))
+
+    def _counting_hook(self, gate: OperatorId) -> Callable[[Any, Any, tuple[torch.Tensor, torch.Tensor]], None]:
+        return lambda _, __, routed: self._count(gate, *routed)
 
     def _count(self, gate: OperatorId, probabilities: torch.Tensor, routing_map: torch.Tensor) -> None:
         if not self._counting or torch._C._current_graph_task_id() != -1:  # in backward: activations are recomputed

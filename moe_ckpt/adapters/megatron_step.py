@@ -54,7 +54,7 @@ def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
 
 @torch.no_grad()
 def unscale_gradients(state: TrainingState) -> None:
-    """Bring reduced gradients into their final form without measuring them: no communication, loss scalers unchanged."""
+    """Bring reduced gradients into their final form, unmeasured: no communication, loss scalers stay as they are."""
     for optimizer in state.inner_optimizers:
         inner: Any = optimizer
         scaler = getattr(inner, "grad_scaler", None)

@@ -1,7 +1,7 @@
 """`ckpt=moevement`: which operators each iteration's snapshot takes (MoEvement, section 3.5 and Algorithm 1).
 
-Owns: the window, its order, and when either changes. Every rank decides for itself and comes to the same: from the sizes
-of all stages' operators, known from the start, and from measurements that the ranks agree on. Must not: measure.
+Owns: the window, its order, and when either changes. Every rank decides for itself and comes to the same: from the
+sizes of all stages' operators, known from the start, and from measurements that ranks agree on. Must not: measure.
 """
 
 from __future__ import annotations

@@ -15,6 +15,10 @@ class Segment:
     first_stage: int
     last_stage: int
 
+    @property
+    def stages(self) -> range:
+        return range(self.first_stage, self.last_stage + 1)
+
 
 def plan_segments(lost_stages: Collection[int], num_stages: int, *, boundary_log: bool) -> tuple[Segment, ...]:
     """Return the segments that roll back, each on its own, from the first stage to the last.
@@ -79,7 +83,7 @@ def plan_recovery(
 
 
 def _newest_start(segment: Segment, inventories: Sequence[Inventory], target_iteration: int) -> int | None:
-    inside = [set(i.windows) for i in inventories if segment.first_stage <= i.stage <= segment.last_stage]
+    inside = [set(i.windows) for i in inventories if i.stage in segment.stages]
     neighbours = [i for i in inventories if i.stage in (segment.first_stage - 1, segment.last_stage + 1)]
     first_logged = max((neighbour.logged_from for neighbour in neighbours), default=0)
     usable = [start for start in set.intersection(*inside) if start + 1 >= first_logged or start == target_iteration]

@@ -1,4 +1,4 @@
-"""Rebuilds the stages that lost their state, from the last sparse window and the neighbours' logs (MoEvement, 3.3, 3.4).
+"""Rebuilds stages that lost their state, from the last sparse window and the neighbours' logs (MoEvement, 3.3, 3.4).
 
 Owns: one recovery from agreeing on what is there to the proof that healthy ranks came out unchanged. Must not: decide
 who rolls back to where (`recovery.plan` does) or in which steps (`recovery.convert` does).
@@ -60,25 +60,22 @@ class Recovery:
     def recover(self, loss: Loss) -> None:
         """Bring all ranks to the state after the target iteration.
 
-        Raises CheckpointLoadError on all ranks if nothing that is left leads there, or if a replay proves a healthy rank
-        to differ from what its own steps lead to.
+        Raises CheckpointLoadError on all ranks if nothing that is left leads there, or if a replay proves a healthy
+        rank to differ from what its own steps lead to.
         """
         started_s = time.monotonic()
         if loss.undo and not loss.mine:
             start = self._stores.steps.start(loss.target_iteration + 1)
             self._stage.restore_start(start, with_buffers=True)
         rollbacks = self._plan(loss)
-        for rollback in rollbacks:
-            if rollback.segment.first_stage <= self._place.stage <= rollback.segment.last_stage:
-                live_digest = None if loss.mine else self._stage.digest()
-                fetched_bytes = self._roll_back(rollback, loss.target_iteration)
-                self._report(rollback, loss.target_iteration, fetched_bytes, started_s)
-                on_all = None if live_digest is None else (live_digest, self._stage.digest())
-                break
-        else:
-            on_all = None
+        mine = next((rollback for rollback in rollbacks if self._place.stage in rollback.segment.stages), None)
+        before = None if mine is None or loss.mine else self._stage.digest()
+        if mine is None:
             self._serve(rollbacks, loss.target_iteration)
-        on_all_ranks(lambda: self._compare(loss.target_iteration, on_all), CheckpointLoadError)
+        else:
+            fetched_bytes = self._roll_back(mine, loss.target_iteration)
+            self._report(mine, loss.target_iteration, fetched_bytes, started_s)
+        on_all_ranks(lambda: self._compare(loss.target_iteration, before), CheckpointLoadError)
         self._say(loss, rollbacks, time.monotonic() - started_s)
 
     def _plan(self, loss: Loss) -> tuple[Rollback, ...]:
@@ -183,14 +180,15 @@ class Recovery:
         dist.recv(payload, rank)
         return payload.split(size_bytes)
 
-    def _compare(self, target: int, digests: tuple[str, str] | None) -> None:
-        if digests is None or digests[0] == digests[1]:
+    def _compare(self, target: int, live: str | None) -> None:
+        """Compare a healthy rank's state with what it was before it was replayed, too."""
+        replayed = live and self._stage.digest()
+        if live is None or live == replayed:
             return
-        live, replayed = digests
-        self._events.append(ReplayDiffered(iteration=target, live_digest=live, replayed_digest=replayed))
+        self._events.append(ReplayDiffered(iteration=target, live_digest=live, replayed_digest=str(replayed)))
         raise CheckpointLoadError(
-            f"rank {self._place.shard.global_rank}: replaying to iteration {target} gave the state {replayed}, where the "
-            f"rank, which lost nothing, was at {live}: memory of either is corrupt, or training is not deterministic"
+            f"rank {self._place.shard.global_rank}: replaying to iteration {target} gave the state {replayed}, where "
+            f"the rank, which lost nothing, was at {live}: corrupt memory, or training that is not deterministic"
         )
 
     def _report(self, rollback: Rollback, target: int, fetched_bytes: int, started_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What sparse checkpointing needs from the training framework, as Protocols; `adapters` implements them for Megatron-Core.
+"""What sparse checkpointing needs from the training framework, as Protocols that `adapters` implements.
 
 Also where a rank stands in the job. Nothing here does anything.
 """
@@ -60,7 +60,7 @@ class Operators(Protocol):
         parts: Mapping[PartKey, torch.Tensor],
         full: Collection[str],
         compute: Collection[str],
-        steps: Sequence[float],
+        adam_steps: Sequence[float],
     ) -> None:
         """Put pieces back, on all ranks of the stage together, and make all copies whole."""
         ...

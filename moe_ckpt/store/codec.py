@@ -23,7 +23,7 @@ from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.types import ParallelLayout, RunIdentity
 
 FORMAT_VERSION = 1
-ROLES = ("compute", "master", "exp_avg", "exp_avg_sq", "buffer")
+ROLES = COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = ("compute", "master", "exp_avg", "exp_avg_sq", "buffer")
 
 # Tensors are stored in the precision that training holds them in. This table is the seam where FP8 will be added: a
 # quantized tensor needs a name here, and a part of its own for its scales.

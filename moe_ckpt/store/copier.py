@@ -29,7 +29,7 @@ class HostCopier:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def copy(self, copies: Sequence[Copy]) -> Future[float]:
-        """Start copying; the result is the seconds it took. Sources must not change, but may be let go of, until then."""
+        """Start copying; the result is the seconds it took. Until then sources must not change, but may be let go."""
         if self._stream is None:
             return self._thread.submit(_copy_all, copies)
         return self._thread.submit(_wait_for, *self._start_on_stream(self._stream, copies))

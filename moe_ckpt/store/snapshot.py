@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.store.codec import PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
+from moe_ckpt.store.codec import BUFFER, PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers
 
@@ -101,4 +101,4 @@ class SnapshotEngine:
 
 def _source(key: PartKey, tensor: torch.Tensor) -> torch.Tensor:
     source = tensor.detach().reshape(-1)
-    return source.clone() if key.role == "buffer" else source
+    return source.clone() if key.role == BUFFER else source

@@ -12,10 +12,11 @@ from megatron.core import parallel_state
 from launcher.config import compose_settings
 from launcher.data import Batches, open_source
 from launcher.launch import read_launch
-from launcher.loop import Trainer
+from launcher.loop import StageRunner, Trainer
 from launcher.model import build_training, padded_vocab_size
 from launcher.parallel import fit_layout, form_groups, join_job
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
+from moe_ckpt.types import ReadyGradients
 from tests.ranks import rank_store
 from tests.training import fast
 
@@ -26,8 +27,8 @@ class NoHooks:
     def iteration_started(self, iteration: int) -> None:
         pass
 
-    def gradients_ready(self, iteration: int) -> None:
-        pass
+    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
+        return True
 
     def step_committed(self, iteration: int) -> None:
         pass
@@ -45,7 +46,7 @@ def build_stage(*overrides: str) -> tuple[TrainingState, Trainer]:
     allocate_optimizer_state(state)
     dp_rank = parallel_state.get_data_parallel_rank()
     batches = Batches(source=source, train=settings.train, dp=layout.dp, dp_rank=dp_rank)
-    return state, Trainer(state, batches, NoHooks())
+    return state, Trainer(StageRunner(state, batches), NoHooks())
 
 
 def first_parameter(state: TrainingState) -> torch.nn.Parameter:

@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from moe_ckpt.config import DenseConfig, NoneConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.dense import EveryInterval, make_policy
-from moe_ckpt.types import SnapshotPlan
+from moe_ckpt.types import Measured, SnapshotPlan
 
 COUNTS = st.integers(1, 1000)
+
+
+def unasked() -> Measured:
+    raise AssertionError("a dense policy needs no measurements")
 
 
 def dense(every_iters: int, keep: int = 2) -> DenseConfig:
@@ -31,13 +35,13 @@ def dense(every_iters: int, keep: int = 2) -> DenseConfig:
 )
 def test_dense_saves_at_the_interval_and_at_the_end(every_iters: int, last_iteration: int, saved: list[int]) -> None:
     policy = make_policy(dense(every_iters), last_iteration=last_iteration)
-    assert [iteration for iteration in range(1, last_iteration + 1) if policy.plan(iteration).durable] == saved
+    assert [iteration for iteration in range(1, last_iteration + 1) if policy.plan(iteration, unasked).durable] == saved
 
 
 @given(every_iters=COUNTS, last_iteration=COUNTS)
 def test_dense_never_loses_more_than_an_interval(every_iters: int, last_iteration: int) -> None:
     policy = make_policy(dense(every_iters), last_iteration=last_iteration)
-    saved = [iteration for iteration in range(1, last_iteration + 1) if policy.plan(iteration).durable]
+    saved = [iteration for iteration in range(1, last_iteration + 1) if policy.plan(iteration, unasked).durable]
     assert saved[-1] == last_iteration
     assert saved[:-1] == list(range(every_iters, last_iteration, every_iters))
     assert max(after - before for before, after in zip([0, *saved], saved, strict=False)) <= every_iters
@@ -46,8 +50,8 @@ def test_dense_never_loses_more_than_an_interval(every_iters: int, last_iteratio
 @given(iteration=COUNTS, last_iteration=COUNTS)
 def test_none_never_saves(iteration: int, last_iteration: int) -> None:
     policy = make_policy(NoneConfig(policy="none"), last_iteration=last_iteration)
-    assert policy.plan(iteration) == SnapshotPlan(durable=False)
-    assert policy.plan(last_iteration) == SnapshotPlan(durable=False)
+    assert policy.plan(iteration, unasked) == SnapshotPlan(durable=False)
+    assert policy.plan(last_iteration, unasked) == SnapshotPlan(durable=False)
 
 
 def test_a_configuration_becomes_its_policy() -> None:

@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.footprint import forecast
 from moe_ckpt.store.codec import ROLES, PartKey, ShardIdentity, Snapshot, SnapshotHeader, layout_parts
 from moe_ckpt.store.memory import (
     BYTES_OF_ROLE,
     HostBuffers,
-    MemoryForecast,
     SnapshotMemory,
     Window,
     WindowState,
-    forecast,
 )
 from moe_ckpt.types import ParallelLayout, RunIdentity
 
@@ -526,39 +525,3 @@ def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots
     assert sum(memory.bytes_by_role().values()) == buffers.in_use_bytes == wanted.snapshots_bytes
     assert wanted.snapshots_bytes == 2 * (12 + (num_slots - 1)) * num_parameters
     assert wanted.double_buffered_dense_bytes == 24 * num_parameters
-
-
-def test_a_forecast_counts_the_logs_of_all_windows_and_of_the_iteration_that_runs() -> None:
-    wanted = forecast(
-        window_bytes=1000,
-        num_slots=5,
-        keep_windows=2,
-        log_bytes_per_iteration=10,
-        dense_bytes=700,
-        step_log_bytes_per_iteration=3,
-    )
-    assert wanted == MemoryForecast(
-        snapshots_bytes=3000,
-        boundary_log_bytes=160,
-        step_log_bytes=48,
-        total_bytes=3208,
-        double_buffered_dense_bytes=1400,
-    )
-
-
-def test_a_forecast_is_readable() -> None:
-    mib = 1 << 20
-    lines = MemoryForecast(
-        snapshots_bytes=28 * mib,
-        boundary_log_bytes=3 * mib // 2,
-        step_log_bytes=mib // 4,
-        total_bytes=30 * mib,
-        double_buffered_dense_bytes=24 * mib,
-    ).lines()
-    assert lines == [
-        "snapshots, persisted and in flight            28.0 MiB",
-        "boundary logs                                  1.5 MiB",
-        "step logs                                      0.2 MiB",
-        "total                                         30.0 MiB",
-        "for comparison, two dense checkpoints         24.0 MiB",
-    ]
