@@ -286,6 +286,13 @@ def test_a_dip_is_found_where_the_search_is_exact() -> None:
     assert [fitting_window(table, order, budget, max_slots=8) for budget in (14, 13, 12, 11)] == [4, 5, 6, 6]
 
 
+def test_what_only_the_last_resort_finds_fits_too() -> None:
+    """Two of 100 operators make the largest slot of 50 to 65 slots: 2006 bytes, but 2004 in 60."""
+    table, order = make_table([[1000 + 2 * position % 5 for position in range(100)]], [[0] * 100]), np.arange(100)
+    assert [worst(table, order, num_slots) for num_slots in (50, 60, 65)] == [2006, 2004, 2006]
+    assert [fitting_window(table, order, budget, max_slots=65) for budget in (2006, 2004, 2003)] == [50, 60, 50]
+
+
 @pytest.mark.parametrize(("num_operators", "num_slots"), [(1000, 10), (1000, 100), (1000, 1000), (100, 50), (70, 1)])
 def test_many_equal_operators_fit_in_as_many_slots_as_the_formula(num_operators: int, num_slots: int) -> None:
     """The largest slot is the first: 2 bytes of every parameter and 10 more of what it takes whole."""
