@@ -130,9 +130,9 @@ def test_slots_follow_the_order_not_the_table() -> None:
     assert (schedule.compute(0), schedule.compute(1)) == ((0, 2), ())
 
 
-@pytest.mark.parametrize("num_slots", [-1, 0, 4])
-def test_a_window_without_or_with_too_many_slots_is_refused(num_slots: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^ckpt\.window: got {num_slots}, wanted between 1 and 3, .*operators$"):
+@pytest.mark.parametrize("num_slots", [-1, 0])
+def test_a_window_without_slots_is_refused(num_slots: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^ckpt\.window: got {num_slots}, wanted at least 1$"):
         cut_slots(np.arange(3), make_table([[1, 1, 1]]), num_slots)
 
 

@@ -1,4 +1,4 @@
-"""The heart of ckpt=moevement: stages that lose their state are rebuilt, and the run ends bit for bit where it would have.
+"""Stages that lose their state are rebuilt, and the run ends bit for bit where it would have ended without the loss.
 
 Compared with the uninterrupted run: the digest of every rank's parameters, master weights, moments, step counts,
 buffers, loss scaler, schedule and generators, and every loss, of at least ten iterations after the last fault. Dropout
@@ -7,12 +7,15 @@ is on throughout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moe_ckpt.events import IterationCommitted, StageRecovered, StateLost
+from moe_ckpt.events import StateLost
 from tests.training import events_of, losses, train
 
 FORWARD, BACKWARD, STEP, BETWEEN = "forward", "backward", "step", "between"
@@ -20,18 +23,16 @@ FORWARD, BACKWARD, STEP, BETWEEN = "forward", "backward", "step", "between"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job, and what is lost in it: (iteration, stage, phase). Iterations go on for ten after the last loss."""
+    """A job, and what is lost in it: (iteration, stage, phase), ten iterations or more before its end."""
 
     world: int = 4
     overrides: tuple[str, ...] = ()
-    window: int = 3
-    lost: tuple[tuple[int, int, str], ...] = field(default=((8, 1, FORWARD), (9, 0, STEP)))
-
-    @property
-    def iterations(self) -> int:
-        return max(iteration for iteration, _, _ in self.lost) + 10
+    ckpt: tuple[str, ...] = ("ckpt.window=3",)
+    lost: tuple[tuple[int, int, str], ...] = ((8, 1, FORWARD), (9, 0, STEP))
+    iterations: int = 19
 
 
+PP2 = ("parallel.pp=2",)
 PP4 = ("parallel.pp=4", "model.num_layers=4", "train.global_batch_size=8")
 FP16_SKIPPING = ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")
 
@@ -46,7 +47,7 @@ CASES = {
     "PP 2, DP 2, EP 2": Case(),
     "PP 2, DP 4, EP 2": Case(world=8, overrides=("train.global_batch_size=16",)),
     "PP 4, every stage in turn": Case(
-        overrides=PP4, lost=((6, 0, FORWARD), (9, 1, BACKWARD), (12, 2, STEP), (15, 3, BETWEEN))
+        overrides=PP4, lost=((5, 0, FORWARD), (6, 1, BACKWARD), (8, 2, STEP), (9, 3, BETWEEN))
     ),
     "PP 4, DP 2, EP 2": Case(world=8, overrides=(*PP4,), lost=((7, 2, BACKWARD),)),
     "two adjacent stages at once": Case(overrides=PP4, lost=((8, 1, FORWARD), (8, 2, FORWARD))),
@@ -54,34 +55,32 @@ CASES = {
     "two separate stages at once": Case(overrides=PP4, lost=((8, 0, BACKWARD), (8, 2, BACKWARD))),
     "both ends at once": Case(overrides=PP4, lost=((8, 0, FORWARD), (8, 3, BACKWARD))),
     "every stage at once": Case(lost=((8, 0, FORWARD), (8, 1, FORWARD))),
-    "no boundary log: all stages roll back": Case(overrides=("ckpt.boundary_log=false",)),
+    "no boundary log: all stages roll back": Case(ckpt=("ckpt.window=3", "ckpt.boundary_log=false")),
     "dense model, tensor parallel": Case(overrides=("model.num_experts=0", "parallel.ep=1", "parallel.tp=2")),
     # windows
-    "W 1": Case(window=1),
-    "W 2": Case(window=2),
-    "W 5": Case(window=5, lost=((12, 1, FORWARD), (14, 0, STEP))),
-    "W = operators": Case(window=7, lost=((17, 1, FORWARD), (18, 0, STEP))),
-    "two windows kept": Case(overrides=("ckpt.keep_windows=2",)),
+    "W 1": Case(ckpt=("ckpt.window=1",)),
+    "W 2": Case(ckpt=("ckpt.window=2",)),
+    "W 5": Case(ckpt=("ckpt.window=5",), lost=((12, 1, FORWARD), (14, 0, STEP)), iterations=24),
+    "W = operators": Case(ckpt=("ckpt.window=7",), lost=((17, 1, FORWARD), (18, 0, STEP)), iterations=28),
+    "two windows kept": Case(ckpt=("ckpt.window=3", "ckpt.keep_windows=2")),
     # moments
     "before the first window": Case(lost=((1, 0, FORWARD), (2, 1, STEP))),
-    "in each phase of one iteration": Case(
-        lost=((8, 0, FORWARD), (8, 1, BACKWARD), (8, 0, STEP), (8, 1, BETWEEN))
-    ),
+    "in each phase of one iteration": Case(lost=((8, 0, FORWARD), (8, 1, BACKWARD), (8, 0, STEP), (8, 1, BETWEEN))),
     "one stage again and again": Case(lost=((8, 1, STEP), (8, 1, BETWEEN), (9, 1, FORWARD), (9, 1, STEP))),
     "neighbours in a row": Case(lost=((8, 1, STEP), (8, 0, BETWEEN), (9, 1, BACKWARD))),
     # arithmetic
-    "fp32": Case(overrides=("precision=fp32",)),
+    "fp32": Case(world=2, overrides=(*PP2, "precision=fp32")),
     "fp16 with skipped steps": Case(overrides=FP16_SKIPPING, lost=((5, 1, FORWARD), (6, 0, STEP))),
     "optimizer not sharded": Case(overrides=("train.distributed_optimizer=false",)),
     "fp32, optimizer not sharded": Case(overrides=("train.distributed_optimizer=false", "precision=fp32")),
     "fp16, optimizer not sharded": Case(overrides=(*FP16_SKIPPING, "train.distributed_optimizer=false")),
-    "no clipping": Case(overrides=("train.clip_grad=0",)),
-    "clipping every step": Case(overrides=("train.clip_grad=0.1",)),
+    "no clipping": Case(world=2, overrides=(*PP2, "train.clip_grad=0")),
+    "clipping every step": Case(world=2, overrides=(*PP2, "train.clip_grad=0.1")),
     # models
     "aux-loss-free bias": Case(overrides=("model.moe_balancing=bias", "model.moe_score_function=sigmoid")),
-    "sigmoid scores": Case(overrides=("model.moe_score_function=sigmoid",)),
+    "sigmoid scores": Case(world=2, overrides=(*PP2, "model.moe_score_function=sigmoid")),
     "global aux loss": Case(overrides=("model.moe_balancing=global_aux_loss",)),
-    "shared experts": Case(overrides=("model.shared_expert_ffn_hidden_size=32",)),
+    "shared experts": Case(world=2, overrides=(*PP2, "model.shared_expert_ffn_hidden_size=32")),
     "no experts on the first stage": Case(
         overrides=("model.num_dense_layers=1", "model.dense_ffn_hidden_size=64"),
     ),
@@ -93,34 +92,54 @@ CASES = {
     "tied embeddings, both ends at once": Case(
         overrides=(*PP4, "model.tied_embeddings=true"), lost=((8, 0, FORWARD), (8, 3, FORWARD))
     ),
-    "capacity": Case(overrides=("model.moe_capacity_factor=1.0", "model.moe_pad_to_capacity=true")),
-    "full recompute": Case(overrides=("train.recompute=full",)),
-    "selective recompute": Case(overrides=("train.recompute=selective",)),
+    "capacity": Case(world=2, overrides=(*PP2, "model.moe_capacity_factor=1.0", "model.moe_pad_to_capacity=true")),
+    "full recompute": Case(world=2, overrides=(*PP2, "train.recompute=full")),
+    "selective recompute": Case(world=2, overrides=(*PP2, "train.recompute=selective")),
     "GPT style": Case(
+        world=2,
         overrides=(
+            *PP2,
             "model.position_embedding=learned",
             "model.normalization=LayerNorm",
             "model.activation=gelu",
             "model.linear_bias=true",
-        )
+        ),
     ),
-    "dense model": Case(overrides=("model.num_experts=0", "model.num_layers=4", "parallel.ep=1")),
-    "one micro-batch": Case(overrides=("train.global_batch_size=4",)),
-    "many micro-batches": Case(overrides=("train.micro_batch_size=1", "train.global_batch_size=16")),
+    "dense model": Case(world=2, overrides=(*PP2, "model.num_experts=0", "model.num_layers=4", "parallel.ep=1")),
+    "one micro-batch": Case(world=2, overrides=(*PP2, "train.global_batch_size=2")),
+    "many micro-batches": Case(world=2, overrides=(*PP2, "train.micro_batch_size=1", "train.global_batch_size=16")),
 }
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Case], tuple[dict[str, Any], dict[int, float]]]:
+    """Return the result and losses of a job in which nothing is lost; jobs that differ in `ckpt` only share a run."""
+
+    @functools.cache
+    def run_once(world: int, overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[int, float]]:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        return train(world, folder, *overrides), losses(folder)
+
+    return lambda case: run_once(case.world, (f"train.iterations={case.iterations}", *case.overrides))
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_recovered_run_equals_the_uninterrupted_one(case: Case, tmp_path: Path) -> None:
-    common = (f"train.iterations={case.iterations}", *case.overrides)
-    plain = [override for override in common if not override.startswith("ckpt.")]
-    expected = train(case.world, tmp_path / "whole", *plain)
+def test_recovered_run_equals_the_uninterrupted_one(
+    case: Case, tmp_path: Path, uninterrupted: Callable[[Case], tuple[dict[str, Any], dict[int, float]]]
+) -> None:
+    expected, expected_losses = uninterrupted(case)
     at = ",".join(f"{{iteration:{iteration},stage:{stage},phase:{phase}}}" for iteration, stage, phase in case.lost)
-    sparse = ("ckpt=moevement", f"ckpt.window={case.window}", "fault=state_loss", f"fault.at=[{at}]")
+    faulty = ("ckpt=moevement", *case.ckpt, "fault=state_loss", f"fault.at=[{at}]")
 
-    result = train(case.world, tmp_path / "lossy", *sparse, *common)
+    result = train(case.world, tmp_path, *faulty, f"train.iterations={case.iterations}", *case.overrides)
 
-    assert sum(len(events_of(tmp_path / "lossy", StateLost, rank)) for rank in range(case.world)) >= len(case.lost)
+    struck = {
+        (loss.iteration, loss.phase) for rank in range(case.world) for loss in events_of(tmp_path, StateLost, rank)
+    }
+    assert struck == {(iteration, phase) for iteration, _, phase in case.lost}
+    assert max(iteration for iteration, _, _ in case.lost) + 10 <= case.iterations
     assert result["digest_per_rank"] == expected["digest_per_rank"]
-    assert losses(tmp_path / "lossy") == losses(tmp_path / "whole")
+    assert losses(tmp_path) == expected_losses
     assert result["eval_loss"] == expected["eval_loss"]
