@@ -38,7 +38,7 @@ FP16_SKIPPING = ("precision=fp16", "precision.initial_loss_scale=262144.0", "pre
 
 CASES = {
     # layouts
-    "PP 1, DP 1": Case(world=1, lost=((7, 0, BACKWARD),)),
+    "PP 1, DP 1": Case(world=1, overrides=("train.global_batch_size=4",), lost=((7, 0, BACKWARD),)),
     "PP 1, DP 2, EP 2": Case(world=2, lost=((7, 0, FORWARD), (9, 0, STEP))),
     "PP 1, DP 4, EP 1": Case(world=4, overrides=("parallel.pp=1", "parallel.ep=1"), lost=((7, 0, STEP),)),
     "PP 1, DP 4, EP 2": Case(world=4, overrides=("parallel.pp=1", "parallel.ep=2"), lost=((7, 0, STEP),)),
@@ -56,7 +56,7 @@ CASES = {
     "both ends at once": Case(overrides=PP4, lost=((8, 0, FORWARD), (8, 3, BACKWARD))),
     "every stage at once": Case(lost=((8, 0, FORWARD), (8, 1, FORWARD))),
     "no boundary log: all stages roll back": Case(ckpt=("ckpt.window=3", "ckpt.boundary_log=false")),
-    "dense model, tensor parallel": Case(overrides=("model.num_experts=0", "parallel.ep=1", "parallel.tp=2")),
+    "dense model, TP 2": Case(overrides=("model.num_experts=0", "parallel.pp=2", "parallel.ep=1", "parallel.tp=2")),
     # windows
     "W 1": Case(ckpt=("ckpt.window=1",)),
     "W 2": Case(ckpt=("ckpt.window=2",)),
@@ -96,9 +96,7 @@ CASES = {
     "full recompute": Case(world=2, overrides=(*PP2, "train.recompute=full")),
     "selective recompute": Case(world=2, overrides=(*PP2, "train.recompute=selective")),
     "GPT style": Case(
-        world=2,
         overrides=(
-            *PP2,
             "model.position_embedding=learned",
             "model.normalization=LayerNorm",
             "model.activation=gelu",
@@ -107,7 +105,7 @@ CASES = {
     ),
     "dense model": Case(world=2, overrides=(*PP2, "model.num_experts=0", "model.num_layers=4", "parallel.ep=1")),
     "one micro-batch": Case(world=2, overrides=(*PP2, "train.global_batch_size=2")),
-    "many micro-batches": Case(world=2, overrides=(*PP2, "train.micro_batch_size=1", "train.global_batch_size=16")),
+    "many micro-batches": Case(world=2, overrides=(*PP2, "train.micro_batch_size=1", "train.global_batch_size=8")),
 }
 
 
