@@ -102,13 +102,18 @@ class RankOperators:
         self.table = _gather_table(self)
 
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
-        """Return what to snapshot of the operators at these positions of the table: whole state, or compute weights."""
+        """Return what to take of the operators at these positions of the table: whole state, or compute weights."""
         wholes = {self.table.operators[position]: position in full for position in (*full, *compute)}
         found: list[Piece] = []
         for owned in self.parameters:
             if owned.operator in wholes:
                 found += owned.pieces(full=wholes[owned.operator])
-        return found + [buffer.piece() for buffer in self.buffers if buffer.operator in wholes]
+        return found
+
+    def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
+        """Return the buffers of the operators at these positions, which belong to both."""
+        wanted = {self.table.operators[position] for position in positions}
+        return [buffer.piece() for buffer in self.buffers if buffer.operator in wanted]
 
     def adam_steps(self) -> tuple[float, ...]:
         """Return the number of updates that each inner optimizer has made."""

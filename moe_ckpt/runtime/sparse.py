@@ -10,6 +10,7 @@ decide which operators a snapshot takes (the policy does), or recover (`runtime.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import statistics
@@ -82,10 +83,12 @@ class SparseTier:
         self._copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
         self._popularity = np.zeros(sum(op.kind is OperatorKind.EXPERT for op in operators.table.operators))
         self._counted: ExpertCounts | None = None
+        self._measured: Measured | None = None
 
     def started(self, iteration: int) -> None:
         """Before the first forward of `iteration`."""
         self._stores.steps.note_start(iteration, self._stage.begin())
+        self._measured = None
         self._counts.begin()
         if self._stores.boundary:
             self._stores.boundary.begin(iteration)
@@ -99,8 +102,9 @@ class SparseTier:
         try:
             self._stores.engine.release()
         except CheckpointSaveError as error:
-            self._report(iteration - 1, error)
+            self._report(error)
         self._collect(wait=self._awaits_confirmation)
+        self._count()
         if self._awaits_confirmation:
             self._confirm()
         self._clock.resumed()
@@ -109,7 +113,6 @@ class SparseTier:
         """The state is that after `iteration` steps."""
         self._clock.finished()
         self._stores.steps.note_start(iteration + 1, self._stage.begin())
-        self._count()
 
     def take(self, plan: SlotPlan) -> None:
         """Start taking of the state what the plan for it says."""
@@ -132,15 +135,16 @@ class SparseTier:
         self._counted = self._counts.end()
 
     def measure(self) -> Measured:
-        """Agree on what a policy wants to know at the start of a window; popularity is counted anew from then on."""
-        mine = [self._clock.iteration_s(), -self._copy_bytes_per_s()]
-        slowest = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        popularity = torch.from_numpy(self._popularity.copy()).to(self._place.device)
-        dist.all_reduce(popularity, group=self._place.stage_group)
+        """Return what a policy wants to know at the start of a window, and count popularity anew from then on.
+
+        Where a window has just ended, the ranks have agreed on it with its end: they had to meet anyway.
+        """
+        if self._measured is None:
+            self._agree()
+        measured, self._measured = self._measured, None
+        assert measured is not None
         self._popularity = carried_over(self._config.popularity, self._popularity)
-        iteration_s, negative_rate = slowest.tolist()
-        return Measured(iteration_s=iteration_s, copy_bytes_per_s=-negative_rate, popularity=popularity.cpu().numpy())
+        return measured
 
     def lose(self) -> None:
         """This rank's state is gone: what was being taken of it is torn, its boundary log died with the process."""
@@ -182,13 +186,16 @@ class SparseTier:
             payload_bytes=0,
             crc32=0,
         )
-        try:
-            self._stores.engine.capture(header, self._operators.pieces(set(plan.full), set(plan.compute)))
-        except CheckpointSaveError as error:
-            self._report(iteration, error)
+        full, compute = frozenset(plan.full), frozenset(plan.compute)
+        pieces = functools.partial(self._operators.pieces, full, compute)
+        self._stores.engine.capture(header, pieces, self._operators.buffer_pieces(full | compute))
 
     def _collect(self, *, wait: bool) -> None:
-        taken = self._stores.engine.collect(wait=wait)
+        try:
+            taken = self._stores.engine.collect(wait=wait)
+        except CheckpointSaveError as error:
+            self._report(error)
+            return
         if taken is None:
             return
         self._stores.memory.add(taken.snapshot)
@@ -211,9 +218,7 @@ class SparseTier:
         """Keep the window if every rank of the job has all of it: windows line up, or recovery could not use them."""
         self._collect(wait=True)
         self._awaits_confirmation = False
-        complete = torch.tensor(int(self._stores.memory.complete), device=self._place.device)
-        dist.all_reduce(complete, op=dist.ReduceOp.MIN)
-        if complete.item():
+        if self._agree():
             self._stores.memory.confirm()
             self._drop_old_logs()
             self._events.append(self._memory_used())
@@ -221,6 +226,20 @@ class SparseTier:
         self._stores.memory.abandon()
         if self._config.strict:
             raise CheckpointSaveError("ckpt.strict=true: a sparse window is not complete on every rank")
+
+    def _agree(self) -> bool:
+        """Measure, and return whether the window in flight is complete, on all ranks alike."""
+        complete = self._stores.memory.complete
+        mine = [self._clock.iteration_s(), -self._copy_bytes_per_s(), -float(complete)]
+        worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        popularity = torch.from_numpy(self._popularity.copy()).to(self._place.device)
+        dist.all_reduce(popularity, group=self._place.stage_group)
+        iteration_s, negative_rate, all_complete = worst.tolist()
+        self._measured = Measured(
+            iteration_s=iteration_s, copy_bytes_per_s=-negative_rate, popularity=popularity.cpu().numpy()
+        )
+        return all_complete < 0
 
     def _drop_old_logs(self) -> None:
         oldest = self._stores.memory.oldest_needed_iteration()
@@ -247,7 +266,9 @@ class SparseTier:
     def _copy_bytes_per_s(self) -> float:
         return statistics.median(self._copy_rates) if self._copy_rates else math.inf
 
-    def _report(self, iteration: int, error: CheckpointSaveError) -> None:
+    def _report(self, error: CheckpointSaveError) -> None:
+        assert self._newest is not None
+        iteration = self._newest.window_start + self._newest.slot
         self._events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
         _log.warning("snapshot not taken, training goes on (ckpt.strict=%s): %s", self._config.strict, error)
 

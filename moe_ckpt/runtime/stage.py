@@ -51,6 +51,10 @@ class Operators(Protocol):
         """Return what this rank takes of them: whole state, or compute weights; tensors are live."""
         ...
 
+    def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
+        """Return their buffers, which change in forward already."""
+        ...
+
     def adam_steps(self) -> tuple[float, ...]:
         """Return the step count of each inner optimizer."""
         ...

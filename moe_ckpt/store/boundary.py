@@ -85,8 +85,8 @@ class BoundaryLog:
         started_s = time.monotonic()
         source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron swaps the storage of what it has sent
         buffer = self._buffers.acquire(source.numel())
-        copied = self._copier.copy([(buffer[: source.numel()], source)])
         size_bytes = source.numel()
+        copied = self._copier.run(lambda: self._copier.copy_now([(buffer[:size_bytes], source)]))
         crc32 = self._copier.then(lambda: checksum(buffer, size_bytes))
         entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied, crc32=crc32)
         self._current.sent[direction].append(entry)
