@@ -112,7 +112,7 @@ class _Sparse:
         schedule = FaultSchedule(losses)
         schedule.check_fit(self.place.num_stages, self.place.identity.layout.dp)
         injected = StateLosses(schedule, StateWiper(self.state), self.place, tier.lose, self.events)
-        parts = SparseParts(tier=tier, recovery=recovery, losses=injected, notes=self._notes())
+        parts = SparseParts(tier=tier, stores=self.stores, recovery=recovery, losses=injected, notes=self._notes())
         return Session(self.windows, durable, self.events, strict=self.config.strict, sparse=parts)
 
     def _stores(self) -> SparseStores:

@@ -121,6 +121,13 @@ def _run_rank(settings: Settings, kill: Kill | None, folder: Path, max_file_byte
     return run(settings, store=rank_store(), around_hooks=wrap)
 
 
+def losing(*lost: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return overrides for ckpt=moevement in which state is lost: (iteration, stage, phase[, data-parallel rank])."""
+    keys = ("iteration", "stage", "phase", "dp_rank")
+    losses = (",".join(f"{key}:{value}" for key, value in zip(keys, loss, strict=False)) for loss in lost)
+    return ("ckpt=moevement", "fault=state_loss", "fault.at=[" + ",".join(f"{{{loss}}}" for loss in losses) + "]")
+
+
 def events_of(folder: Path, kind: type[T], global_rank: int = 0) -> list[T]:
     """Return one rank's events of a kind, over all lives, in the order in which they happened."""
     logged = read_events(folder / "events" / f"rank{global_rank:04d}.jsonl")

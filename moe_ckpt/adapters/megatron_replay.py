@@ -5,7 +5,7 @@ logged facts in place of collectives over all stages. Must not: decide which ite
 
     begin       generators, loss scalers, schedule position, buffers          -> put back if the iteration is backed out
     gradients   forward, backward, reduced; tied embeddings' shared gradient  -> logged, or taken from the log
-    finish      norm, overflow, loss scalers                                  -> logged, or taken from the log
+    finish      norm, overflow                                                -> logged, or taken from the log
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from moe_ckpt.adapters.megatron_state import (
     buffers,
     digest_of,
     restore_buffers,
-    restore_scaler_state,
     restore_small_state,
-    scaler_state,
     small_state,
 )
-from moe_ckpt.adapters.megatron_step import advance_schedule, apply_update, clear_gradients, unscale_gradients
+from moe_ckpt.adapters.megatron_step import apply_update, clear_gradients, unscale_gradients
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.store.boundary import LoggedEnds
 from moe_ckpt.store.steps import StepRecord
@@ -76,15 +74,15 @@ class StageReplay:
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
         """Return the facts of an iteration whose gradients are ready."""
-        scalers, tied = scaler_state(self._state), self._tied.observed
-        return StepRecord(iteration=iteration, gradients=gradients, scalers=scalers, tied_gradient=tied)
+        return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=self._tied.observed)
 
     def replay(
         self, record: StepRecord, start: Mapping[str, torch.Tensor], ends: LoggedEnds, *, whole_model: bool
     ) -> None:
         """Run the record's iteration again, from the state before it. Collective over the stages that replay together.
 
-        `whole_model`: all stages do; then nothing but the update's facts comes from a log.
+        Generators, loss scalers and schedule are left in the middle of it: the next start is known. `whole_model`: all
+        stages replay; then nothing but the update's facts comes from a log.
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
@@ -92,8 +90,6 @@ class StageReplay:
             self._forward_backward(record.iteration)
         unscale_gradients(self._state)
         apply_update(self._state, record.gradients)
-        restore_scaler_state(self._state, record.scalers)
-        advance_schedule(self._state, record.gradients)
 
     def digest(self) -> str:
         """Return a hash of this rank's whole state."""

@@ -230,7 +230,7 @@ def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
     """
     saved = {f"rng.{name}": tensor for name, tensor in _rng_tensors().items()}
     saved["scheduler.num_steps"] = torch.tensor(state.scheduler.num_steps)
-    return saved | scaler_state(state)
+    return saved | _scaler_state(state)
 
 
 def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
@@ -240,11 +240,10 @@ def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor])
     )
     state.scheduler.num_steps = int(saved["scheduler.num_steps"])
     state.scheduler.step(increment=0)
-    restore_scaler_state(state, saved)
+    _restore_scaler_state(state, saved)
 
 
-def scaler_state(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Return copies of the loss scalers' state; empty where there are none."""
+def _scaler_state(state: TrainingState) -> dict[str, torch.Tensor]:
     saved: dict[str, torch.Tensor] = {}
     for index, optimizer in enumerate(state.inner_optimizers):
         scaler = getattr(optimizer, "grad_scaler", None)
@@ -253,8 +252,7 @@ def scaler_state(state: TrainingState) -> dict[str, torch.Tensor]:
     return saved
 
 
-def restore_scaler_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `scaler_state` returned."""
+def _restore_scaler_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
     for index, optimizer in enumerate(state.inner_optimizers):
         prefix = f"scaler{index}."
         values = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}

@@ -20,7 +20,7 @@ from moe_ckpt.ports import Policy
 from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.inject import StateLosses
 from moe_ckpt.runtime.recover import Loss, Recovery
-from moe_ckpt.runtime.sparse import SparseTier
+from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.types import Measured, ReadyGradients, SnapshotPlan
 
 _log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class SparseParts:
     """What a session with sparse snapshots consists of; `notes` say what it will cost, for people."""
 
     tier: SparseTier
+    stores: SparseStores
     recovery: Recovery
     losses: StateLosses
     notes: Sequence[str]
@@ -46,13 +47,13 @@ class Session:
         self._durable = durable
         self._events = events
         self._strict = strict
-        self._sparse = sparse
+        self.sparse = sparse
         self._has_base = False
 
     @property
     def notes(self) -> Sequence[str]:
         """What checkpointing will cost, line by line, for people."""
-        return self._sparse.notes if self._sparse else ()
+        return self.sparse.notes if self.sparse else ()
 
     def resume(self, source: Path | None) -> int:
         """Load the newest checkpoint of this run, or the one at `source`; return the iteration of the state.
@@ -62,40 +63,40 @@ class Session:
         return self._durable.resume_newest() if source is None else self._durable.resume_from(source)
 
     def iteration_started(self, iteration: int) -> None:
-        if self._sparse is None:
+        if self.sparse is None:
             return
         if not self._has_base:
-            self._take_base(self._sparse, iteration - 1)
-        self._sparse.tier.started(iteration)
-        self._sparse.losses.arm(iteration)
+            self._take_base(self.sparse, iteration - 1)
+        self.sparse.tier.started(iteration)
+        self.sparse.losses.arm(iteration)
 
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
-        if self._sparse is None:
+        if self.sparse is None:
             return True
-        if self._recover(self._sparse, iteration - 1, undo=True):
+        if self._recover(self.sparse, iteration - 1, undo=True):
             return False
-        self._sparse.tier.ready(iteration, gradients)
+        self.sparse.tier.ready(iteration, gradients)
         return True
 
     def step_committed(self, iteration: int) -> None:
-        if self._sparse:
-            self._sparse.tier.committed(iteration)
-            self._sparse.losses.strike(iteration, "step")
-            self._recover(self._sparse, iteration, undo=False)
+        if self.sparse:
+            self.sparse.tier.committed(iteration)
+            self.sparse.losses.strike(iteration, "step")
+            self._recover(self.sparse, iteration, undo=False)
         plan = self._policy.plan(iteration, self._measure)
         self._attempt(lambda: self._durable.poll(wait=plan.durable))
         if plan.durable:
             self._attempt(lambda: self._durable.save(iteration))
-        if self._sparse:
-            self._take(self._sparse, iteration, plan)
-            self._sparse.losses.strike(iteration, "between")
-            self._recover(self._sparse, iteration, undo=False)
+        if self.sparse:
+            self._take(self.sparse, iteration, plan)
+            self.sparse.losses.strike(iteration, "between")
+            self._recover(self.sparse, iteration, undo=False)
 
     def finish(self) -> None:
         """Wait for what is still being written."""
         self._attempt(lambda: self._durable.poll(wait=True))
-        if self._sparse:
-            self._sparse.tier.close()
+        if self.sparse:
+            self.sparse.tier.close()
 
     def _take_base(self, sparse: SparseParts, iteration: int) -> None:
         plan = self._policy.plan(iteration, self._measure).sparse
@@ -123,8 +124,8 @@ class Session:
         return True
 
     def _measure(self) -> Measured:
-        assert self._sparse is not None
-        return self._sparse.tier.measure()
+        assert self.sparse is not None
+        return self.sparse.tier.measure()
 
     def _attempt(self, save: Callable[[], None]) -> None:
         try:

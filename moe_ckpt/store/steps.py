@@ -22,13 +22,11 @@ T = TypeVar("T")
 class StepRecord:
     """What the update of iteration `iteration` needs beside this stage's gradients.
 
-    `scalers` are the loss scalers' states after the gradients were checked; `tied_gradient` is this rank's piece of the
-    gradient that first and last stage share, where they tie their embeddings.
+    `tied_gradient` is this rank's piece of the gradient that first and last stage share, where they tie embeddings.
     """
 
     iteration: int
     gradients: ReadyGradients
-    scalers: Mapping[str, torch.Tensor]
     tied_gradient: torch.Tensor | None
 
 
@@ -43,9 +41,8 @@ class StepLog:
     def size_bytes(self) -> int:
         """Bytes of all tensors that are logged."""
         tensors = [tensor for start in self._starts.values() for tensor in start.values()]
-        for record in self._records.values():
-            tensors += [*record.scalers.values(), *([] if record.tied_gradient is None else [record.tied_gradient])]
-        return sum(tensor.nbytes for tensor in tensors)
+        tied = [record.tied_gradient for record in self._records.values()]
+        return sum(tensor.nbytes for tensor in [*tensors, *tied] if tensor is not None)
 
     def note_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
         """Log what `iteration` starts from, in place of what was noted before."""

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 
 from moe_ckpt.events import StateLost
-from tests.training import events_of, losses, train
+from tests.training import events_of, losing, losses, train
 
 FORWARD, BACKWARD, STEP, BETWEEN = "forward", "backward", "step", "between"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job, and what is lost in it: (iteration, stage, phase), ten iterations or more before its end."""
+    """A job, and what is lost in it: (iteration, stage, phase[, data-parallel rank]), ten iterations before its end."""
 
     world: int = 4
     overrides: tuple[str, ...] = ()
     ckpt: tuple[str, ...] = ("ckpt.window=3",)
-    lost: tuple[tuple[int, int, str], ...] = ((8, 1, FORWARD), (9, 0, STEP))
+    lost: tuple[tuple[Any, ...], ...] = ((8, 1, FORWARD), (9, 0, STEP))
     iterations: int = 19
 
 
@@ -66,6 +66,10 @@ CASES = {
     # moments
     "before the first window": Case(lost=((1, 0, FORWARD), (2, 1, STEP))),
     "in each phase of one iteration": Case(lost=((8, 0, FORWARD), (8, 1, BACKWARD), (8, 0, STEP), (8, 1, BETWEEN))),
+    "one rank of a stage": Case(lost=((8, 1, FORWARD, 0), (9, 0, STEP, 1), (9, 1, BETWEEN, 1))),
+    "one rank of a stage, optimizer not sharded": Case(
+        overrides=("train.distributed_optimizer=false",), lost=((8, 1, BACKWARD, 1),)
+    ),
     "one stage again and again": Case(lost=((8, 1, STEP), (8, 1, BETWEEN), (9, 1, FORWARD), (9, 1, STEP))),
     "neighbours in a row": Case(lost=((8, 1, STEP), (8, 0, BETWEEN), (9, 1, BACKWARD))),
     # arithmetic
@@ -128,16 +132,15 @@ def test_recovered_run_equals_the_uninterrupted_one(
     case: Case, tmp_path: Path, uninterrupted: Callable[[Case], tuple[dict[str, Any], dict[int, float]]]
 ) -> None:
     expected, expected_losses = uninterrupted(case)
-    at = ",".join(f"{{iteration:{iteration},stage:{stage},phase:{phase}}}" for iteration, stage, phase in case.lost)
-    faulty = ("ckpt=moevement", *case.ckpt, "fault=state_loss", f"fault.at=[{at}]")
 
-    result = train(case.world, tmp_path, *faulty, f"train.iterations={case.iterations}", *case.overrides)
+    iterations = f"train.iterations={case.iterations}"
+    result = train(case.world, tmp_path, *losing(*case.lost), *case.ckpt, iterations, *case.overrides)
 
     struck = {
         (loss.iteration, loss.phase) for rank in range(case.world) for loss in events_of(tmp_path, StateLost, rank)
     }
-    assert struck == {(iteration, phase) for iteration, _, phase in case.lost}
-    assert max(iteration for iteration, _, _ in case.lost) + 10 <= case.iterations
+    assert struck == {(iteration, phase) for iteration, _, phase, *_ in case.lost}
+    assert max(iteration for iteration, *_ in case.lost) + 10 <= case.iterations
     assert result["digest_per_rank"] == expected["digest_per_rank"]
     assert losses(tmp_path) == expected_losses
     assert result["eval_loss"] == expected["eval_loss"]

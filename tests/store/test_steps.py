@@ -1,0 +1,124 @@
+"""The step log: what it covers, what it forgets, and what it weighs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.store.steps import StepLog, StepRecord
+from moe_ckpt.types import ReadyGradients
+
+
+def record(iteration: int, tied_gradient: torch.Tensor | None = None) -> StepRecord:
+    gradients = ReadyGradients(overflow=False, total_norm=float(iteration), loss_scale=1.0)
+    return StepRecord(
+        iteration=iteration, gradients=gradients, scalers={"scale": torch.ones(1)}, tied_gradient=tied_gradient
+    )
+
+
+def started(iteration: int) -> dict[str, torch.Tensor]:
+    return {"rng": torch.full((16,), iteration, dtype=torch.uint8), "lr": torch.tensor([0.1], dtype=torch.float64)}
+
+
+def log_of(first: int, last: int) -> StepLog:
+    """A log as training leaves it after iteration `last`: the start of the next is noted, too."""
+    log = StepLog()
+    for iteration in range(first, last + 1):
+        log.note_start(iteration, started(iteration))
+        log.add(record(iteration))
+    log.note_start(last + 1, started(last + 1))
+    return log
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "covered"),
+    [
+        (3, 6, True),
+        (4, 6, True),
+        (3, 5, True),
+        (6, 6, True),
+        (7, 6, True),  # nothing to run, and 7 can start
+        (3, 2, True),
+        (2, 6, False),
+        (3, 7, False),
+        (7, 7, False),
+        (8, 7, False),
+        (2, 1, False),
+    ],
+)
+def test_a_log_covers_what_can_run_again_and_be_followed(first: int, last: int, covered: bool) -> None:
+    assert log_of(3, 6).covers(first, last) is covered
+
+
+def test_the_start_of_what_follows_is_needed() -> None:
+    log = StepLog()
+    log.note_start(1, started(1))
+    log.add(record(1))
+    assert not log.covers(1, 1)
+    log.note_start(2, started(2))
+    assert log.covers(1, 1)
+
+
+def test_both_start_and_record_are_needed() -> None:
+    log = log_of(1, 3)
+    log.drop_up_to(2)
+    log.note_start(2, started(2))
+    assert not log.covers(2, 3)
+    log.add(record(2))
+    assert log.covers(2, 3)
+    log.add(record(1))
+    assert not log.covers(1, 3)
+
+
+def test_what_was_logged_is_returned() -> None:
+    log = log_of(3, 6)
+    assert log.record(4).gradients.total_norm == 4.0
+    assert log.start(7)["rng"].tolist() == [7] * 16
+
+
+def test_a_second_entry_replaces_the_first() -> None:
+    log = log_of(3, 6)
+    log.note_start(4, {"rng": torch.zeros(2)})
+    newer = record(4, tied_gradient=torch.ones(3))
+    log.add(newer)
+    assert log.start(4).keys() == {"rng"}
+    assert log.record(4) is newer
+
+
+def test_old_iterations_are_dropped() -> None:
+    log = log_of(3, 6)
+    log.drop_up_to(4)
+    assert log.covers(5, 6)
+    for get in (log.start, log.record):
+        with pytest.raises(CheckpointLoadError):
+            get(4)
+    log.drop_up_to(2)
+    assert log.covers(5, 6)
+    log.drop_up_to(9)
+    assert log.size_bytes == 0
+
+
+def test_an_iteration_that_is_missing_is_named_with_those_that_are_there() -> None:
+    log = log_of(3, 4)
+    with pytest.raises(CheckpointLoadError, match=r"^step log: no iteration 9, got \[3, 4, 5\]$"):
+        log.start(9)
+    with pytest.raises(CheckpointLoadError, match=r"^step log: no iteration 5, got \[3, 4\]$"):
+        log.record(5)
+    with pytest.raises(CheckpointLoadError, match=r"^step log: no iteration 1, got \[\]$"):
+        StepLog().record(1)
+
+
+def test_the_size_is_that_of_all_tensors() -> None:
+    log = StepLog()
+    assert log.size_bytes == 0
+    log.note_start(1, started(1))
+    assert log.size_bytes == 24
+    log.add(record(1))
+    assert log.size_bytes == 28
+    log.add(record(2, tied_gradient=torch.ones(5, dtype=torch.bfloat16)))
+    assert log.size_bytes == 42
+    log.add(record(2))
+    assert log.size_bytes == 32
+    log.drop_up_to(1)
+    assert log.size_bytes == 4
