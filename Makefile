@@ -1,15 +1,19 @@
 # make demo   train on 4 local ranks, kill one in the middle, show that nothing was lost     (under 5 minutes)
 # make test   ruff, pyright, import-linter, pytest                                           (under 10 minutes)
-# Both make .venv on the first call and install nothing on the next.
+# make bench  what ckpt=moevement costs while nothing fails, in pairs of blocks within one job
+# All make .venv on the first call and install nothing on the next.
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
-.PHONY: demo test check venv dev clean
+.PHONY: demo test check bench venv dev clean
 
 demo: venv
 	@.venv/bin/python scripts/demo.py
+
+bench: venv
+	@.venv/bin/torchrun --nproc-per-node=4 benchmarks/overhead.py
 
 test: check
 	@.venv/bin/pytest

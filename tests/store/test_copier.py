@@ -59,10 +59,10 @@ def held_until_waited_for(copier: HostCopier) -> Iterator[threading.Event]:
 
 
 def _waits_for_a_future(thread_id: int) -> bool:
-    frame = sys._current_frames()[thread_id]
-    while frame.f_back is not None and frame.f_code is not Future.result.__code__:
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None and frame.f_code is not Future.result.__code__:
         frame = frame.f_back
-    return frame.f_code is Future.result.__code__
+    return frame is not None
 
 
 def test_what_is_submitted_first_is_done_first(copier: HostCopier) -> None:

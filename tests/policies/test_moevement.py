@@ -1,0 +1,447 @@
+"""Windows of sparse snapshots: base, slots, when length and order change, and what memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.config import MoevementConfig
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.moevement import SparseWindows, StageProfile
+from moe_ckpt.schedule import fitting_window, fixed_order, order_operators
+from moe_ckpt.types import Measured, OperatorId, OperatorKind, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
+
+NOTHING = SnapshotPlan()
+SIX_SLOTS = {72: 1, 71: 2, 42: 2, 41: 3, 32: 3, 31: 4, 30: 4, 29: 5, 28: 5, 27: 6, 22: 6, 21: 6}
+"""Bytes that a rank can copy in an iteration -> slots that fit, for six operators of one parameter (12 and 2 bytes)."""
+
+
+def config(**changes: Any) -> MoevementConfig:
+    """conf/ckpt/moevement.yaml with changes."""
+    defaults: dict[str, Any] = {
+        "policy": "moevement",
+        "window": "auto",
+        "profile_iters": 5,
+        "window_drift": 0.25,
+        "popularity": "hard",
+        "popularity_decay": 0.9,
+        "reorder_change": 0.10,
+        "reorder_share": 0.25,
+        "boundary_log": True,
+        "keep_windows": 1,
+        "memory_budget_bytes": None,
+        "strict": False,
+    }
+    return MoevementConfig(**(defaults | changes))
+
+
+def profile(
+    parameters: Sequence[Sequence[int]], num_experts: int = 0, boundary_log_bytes: int = 0, step_log_bytes: int = 0
+) -> StageProfile:
+    """A stage of operators with these parameters [ranks][operators]: blocks, then a layer's experts."""
+    full_bytes = 12 * np.array(parameters, np.int64)
+    blocks = [OperatorId(kind=OperatorKind.BLOCK, layer=i) for i in range(full_bytes.shape[1] - num_experts)]
+    experts = [OperatorId(kind=OperatorKind.EXPERT, layer=0, expert=i) for i in range(num_experts)]
+    table = OperatorTable(operators=[*blocks, *experts], full_bytes=full_bytes, compute_bytes=full_bytes // 6)
+    return StageProfile(table=table, boundary_log_bytes=boundary_log_bytes, step_log_bytes=step_log_bytes)
+
+
+def equal(num_operators: int, **logs: int) -> StageProfile:
+    return profile([[1] * num_operators], **logs)
+
+
+class Meter:
+    """Answers one measurement after another (the last for ever) and counts how often it was asked."""
+
+    def __init__(self, *budgets_bytes: float, popularity: Sequence[Sequence[float]] = ((),)) -> None:
+        self.asked = 0
+        self._budgets_bytes = budgets_bytes
+        self._popularity = popularity
+
+    def __call__(self) -> Measured:
+        budget_bytes = self._budgets_bytes[min(self.asked, len(self._budgets_bytes) - 1)]
+        popularity = self._popularity[min(self.asked, len(self._popularity) - 1)]
+        self.asked += 1
+        return Measured(iteration_s=2.0, copy_bytes_per_s=budget_bytes / 2, popularity=np.array(popularity, np.float64))
+
+
+def unasked() -> Measured:
+    raise AssertionError("no window begins here")
+
+
+def slots_of(plans: Sequence[SnapshotPlan]) -> list[SlotPlan]:
+    slots = [plan.sparse for plan in plans if plan.sparse is not None]
+    assert len(slots) == len(plans)
+    return slots
+
+
+def next_window(policy: SparseWindows, iteration: int, measure: Meter) -> tuple[WindowChoice, list[SlotPlan]]:
+    """Return the window that begins at an iteration; nothing is measured once it has begun."""
+    first = policy.plan(iteration, measure)
+    assert first.window is not None
+    later = [policy.plan(iteration + slot, unasked) for slot in range(1, first.window.num_slots)]
+    assert all(plan.window is None and not plan.durable for plan in later)
+    return first.window, slots_of([first, *later])
+
+
+def assert_is_window(slots: Sequence[SlotPlan], start: int, num_slots: int, num_operators: int) -> None:
+    """Every operator is taken whole once; until then its compute weights are."""
+    places = [(slot.window_start, slot.slot, slot.num_slots) for slot in slots]
+    assert places == [(start, number, num_slots) for number in range(num_slots)]
+    assert sorted(operator for slot in slots for operator in slot.full) == list(range(num_operators))
+    for number, slot in enumerate(slots):
+        assert list(slot.compute) == sorted(operator for later in slots[number + 1 :] for operator in later.full)
+
+
+def slot_of_each(slots: Sequence[SlotPlan]) -> dict[int, int]:
+    return {operator: slot.slot for slot in slots for operator in slot.full}
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> list[StageProfile]:
+    """One to four stages of one to three ranks; every operator belongs to some rank, or to two."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        num_ranks, num_operators = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+        row = st.lists(st.integers(0, 20), min_size=num_operators, max_size=num_operators)
+        parameters = draw(st.lists(row, min_size=num_ranks, max_size=num_ranks))
+        logs = {"boundary_log_bytes": draw(st.integers(0, 500)), "step_log_bytes": draw(st.integers(0, 50))}
+        found.append(profile(parameters, num_experts=draw(st.integers(0, num_operators)), **logs))
+    return found
+
+
+def popularity_for(stage: StageProfile, seed: int) -> list[float]:
+    num_experts = len(fixed_order(stage.table.operators).experts)
+    return np.random.default_rng(seed).integers(0, 5, num_experts).astype(np.float64).tolist()
+
+
+# Base
+
+
+@pytest.mark.parametrize("window", ["auto", 1, 3])
+@pytest.mark.parametrize("iteration", [0, 40])
+def test_the_first_plan_takes_everything(window: int | str, iteration: int) -> None:
+    policy = SparseWindows(config(window=window), [equal(6)], 0)
+    everything = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=(0, 1, 2, 3, 4, 5), compute=())
+    assert policy.plan(iteration, unasked) == SnapshotPlan(sparse=everything)
+
+
+@pytest.mark.parametrize("profile_iters", [2, 5])
+def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) -> None:
+    policy = SparseWindows(config(profile_iters=profile_iters), [equal(6)], 0)
+    policy.plan(40, unasked)
+    profiled = [policy.plan(41 + i, unasked) for i in range(profile_iters)]
+    assert profiled == [NOTHING] * profile_iters
+    choice, slots = next_window(policy, 41 + profile_iters, Meter(41))
+    assert choice == WindowChoice(num_slots=3, fitting=3, iteration_s=2.0, copy_bytes_per_s=20.5, reordered=True)
+    assert_is_window(slots, 41 + profile_iters, 3, 6)
+
+
+# Slots
+
+
+@given(stages=stages(), data=st.data())
+def test_a_fixed_window_takes_every_operator_once_a_window_on_every_stage(
+    stages: list[StageProfile], data: st.DataObject
+) -> None:
+    num_slots = data.draw(st.integers(1, max(len(stage.table.operators) for stage in stages)))
+    own_stage, start = data.draw(st.integers(0, len(stages) - 1)), data.draw(st.integers(0, 50))
+    own = stages[own_stage]
+    policy, twin = (SparseWindows(config(window=num_slots), stages, own_stage) for _ in range(2))
+    assert policy.plan(start, unasked) == twin.plan(start, unasked)
+    for number in range(3):
+        begin = start + 1 + number * num_slots
+        choice, slots = next_window(policy, begin, Meter(1.0, popularity=[popularity_for(own, number)]))
+        assert (choice.num_slots, choice.fitting) == (num_slots, num_slots)
+        assert_is_window(slots, begin, num_slots, len(own.table.operators))
+        assert next_window(twin, begin, Meter(1.0, popularity=[popularity_for(own, number)])) == (choice, slots)
+
+
+@given(stages=stages(), budgets_bytes=st.lists(st.floats(1, 5000), min_size=1, max_size=5))
+def test_auto_windows_line_up_over_stages(stages: list[StageProfile], budgets_bytes: list[float]) -> None:
+    policies = [SparseWindows(config(profile_iters=2), stages, own) for own in range(len(stages))]
+    assert {policy.plan(0, unasked) is NOTHING for policy in policies} == {False}
+    begin, current = 3, 0
+    for number, budget_bytes in enumerate(budgets_bytes):
+        fitting = max(alone(stage, budget_bytes) for stage in stages)
+        current = current if number and abs(fitting - current) <= 0.25 * current else fitting
+        for policy, stage in zip(policies, stages, strict=True):
+            measure = Meter(budget_bytes, popularity=[popularity_for(stage, number)])
+            choice, slots = next_window(policy, begin, measure)
+            assert (choice.num_slots, choice.fitting, measure.asked) == (current, fitting, 1)
+            assert_is_window(slots, begin, current, len(stage.table.operators))
+        begin += current
+
+
+def alone(stage: StageProfile, budget_bytes: float) -> int:
+    """Return the slots that would fit if there were no other stage, in the order without popularity."""
+    fixed = fixed_order(stage.table.operators)
+    order = order_operators(fixed, np.zeros(len(fixed.experts)))
+    return fitting_window(stage.table, order, budget_bytes, max_slots=len(order))
+
+
+def test_a_stage_of_few_operators_has_empty_slots() -> None:
+    policy = SparseWindows(config(window=12), [equal(2), equal(12)], 0)
+    policy.plan(0, unasked)
+    _, slots = next_window(policy, 1, Meter(1.0))
+    assert_is_window(slots, 1, 12, 2)
+    assert [slot.slot for slot in slots if slot.full] == [3, 9]
+
+
+def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
+    policy = SparseWindows(config(window=3), [equal(6)], 0)
+    policy.plan(0, unasked)
+    measure = Meter(1.0)
+    first = slots_of([policy.plan(iteration, measure) for iteration in (1, 2)])
+    after_gap = slots_of([policy.plan(iteration, measure) for iteration in (4, 5, 6, 7)])
+    assert [(slot.window_start, slot.slot) for slot in first] == [(1, 0), (1, 1)]
+    assert [(slot.window_start, slot.slot) for slot in after_gap] == [(4, 0), (4, 1), (4, 2), (7, 0)]
+    assert_is_window(after_gap[:3], 4, 3, 6)
+    assert measure.asked == 3
+
+
+def test_an_iteration_that_was_planned_already_takes_nothing_and_changes_nothing() -> None:
+    policy = SparseWindows(config(window=3), [equal(6)], 0)
+    policy.plan(10, unasked)
+    measure = Meter(1.0)
+    first = slots_of([policy.plan(iteration, measure) for iteration in (11, 12)])
+    assert [policy.plan(iteration, unasked) for iteration in (12, 11, 10, 3)] == [NOTHING] * 4
+    assert_is_window([*first, *slots_of([policy.plan(13, unasked)])], 11, 3, 6)
+
+
+# Length
+
+
+@pytest.mark.parametrize(("budget_bytes", "num_slots"), SIX_SLOTS.items())
+@pytest.mark.parametrize("drift", [0.0, 100.0])
+def test_the_first_window_is_the_fitting_one_whatever_the_drift(
+    budget_bytes: int, num_slots: int, drift: float
+) -> None:
+    policy = SparseWindows(config(window_drift=drift), [equal(6)], 0)
+    policy.plan(0, unasked)
+    choice, slots = next_window(policy, 6, Meter(budget_bytes))
+    assert (choice.num_slots, choice.fitting) == (num_slots, num_slots)
+    assert_is_window(slots, 6, num_slots, 6)
+
+
+@pytest.mark.parametrize(
+    ("drift", "chosen"),
+    [
+        (0.25, [2, 3, 4, 4, 6, 6, 4]),  # 3 is off by half of 2, 5 by a quarter of 4, 4 by a third of 6
+        (0.0, [2, 3, 4, 5, 6, 5, 4]),
+        (0.49, [2, 3, 3, 5, 5, 5, 5]),
+        (1.0, [2, 2, 2, 5, 5, 5, 5]),  # 4 is off by all of 2
+        (100.0, [2] * 7),
+    ],
+)
+def test_the_window_changes_when_the_fitting_one_is_off_by_more_than_the_drift(drift: float, chosen: list[int]) -> None:
+    policy = SparseWindows(config(window_drift=drift), [equal(6)], 0)
+    policy.plan(0, unasked)
+    measure, begin, found = Meter(42, 41, 31, 29, 27, 29, 31), 6, []
+    for fitting in (2, 3, 4, 5, 6, 5, 4):
+        choice, slots = next_window(policy, begin, measure)
+        assert choice.fitting == fitting
+        assert choice.copy_bytes_per_s * choice.iteration_s in SIX_SLOTS
+        assert_is_window(slots, begin, choice.num_slots, 6)
+        begin += choice.num_slots
+        found.append(choice.num_slots)
+    assert found == chosen
+    assert measure.asked == 7
+
+
+def test_a_fixed_window_heeds_no_measurement() -> None:
+    policy = SparseWindows(config(window=2, window_drift=0.0), [equal(6)], 0)
+    policy.plan(0, unasked)
+    measure = Meter(1.0, 1e9)
+    assert [next_window(policy, begin, measure)[0].num_slots for begin in (1, 3, 5)] == [2, 2, 2]
+
+
+def test_the_stage_that_needs_most_slots_decides() -> None:
+    """With 42 bytes an iteration, 6 equal operators take 2 slots, and 12 take 6: 2 x 12 + 10 x 2 = 44, 12 + 24 = 36."""
+    profiles = [equal(6), equal(12), equal(1)]
+    assert [alone(stage, 36 + 8) for stage in profiles] == [2, 6, 1]
+    for own_stage in range(3):
+        policy = SparseWindows(config(), profiles, own_stage)
+        policy.plan(0, unasked)
+        choice, slots = next_window(policy, 6, Meter(44))
+        assert (choice.num_slots, choice.fitting) == (6, 6)
+        assert_is_window(slots, 6, 6, len(profiles[own_stage].table.operators))
+
+
+# Order
+
+
+def test_without_popularity_the_order_is_that_of_the_table_and_blocks_come_last_from_the_back() -> None:
+    policy = SparseWindows(config(window=5), [profile([[1] * 5], num_experts=3)], 0)
+    policy.plan(0, unasked)
+    _, slots = next_window(policy, 1, Meter(1.0, popularity=[[0.0] * 3]))
+    assert [slot.full for slot in slots] == [(2,), (3,), (4,), (1,), (0,)]
+
+
+def test_popular_experts_are_deferred() -> None:
+    policy = SparseWindows(config(window=5), [profile([[1] * 5], num_experts=3)], 0)
+    policy.plan(0, unasked)
+    _, slots = next_window(policy, 1, Meter(1.0, popularity=[[9.0, 1.0, 5.0]]))
+    assert [slot.full for slot in slots] == [(3,), (4,), (2,), (1,), (0,)]
+
+
+@given(counts=st.lists(st.integers(0, 9), min_size=2, max_size=12), ranks=st.integers(1, 4), data=st.data())
+def test_the_more_popular_expert_of_a_rank_comes_in_no_earlier_slot(
+    counts: list[int], ranks: int, data: st.DataObject
+) -> None:
+    homes = [expert % ranks for expert in range(len(counts))]
+    parameters = [[int(rank == 0), *(int(home == rank) for home in homes)] for rank in range(ranks)]
+    num_slots = data.draw(st.integers(1, len(counts) + 1))
+    policy = SparseWindows(config(window=num_slots), [profile(parameters, num_experts=len(counts))], 0)
+    policy.plan(0, unasked)
+    _, slots = next_window(policy, 1, Meter(1.0, popularity=[counts]))
+    place = slot_of_each(slots)
+    for rank in range(ranks):
+        mine = [expert for expert in range(len(counts)) if homes[expert] == rank]
+        ascending = sorted(mine, key=lambda expert: counts[expert])
+        assert all(place[1 + before] <= place[1 + after] for before, after in pairwise(ascending))
+        if rank == 0:
+            assert all(place[1 + expert] <= place[0] for expert in mine)
+
+
+@pytest.mark.parametrize(
+    ("change", "share", "now", "reordered"),
+    [
+        pytest.param(0.10, 0.25, [100] * 8, False, id="the same"),
+        pytest.param(0.10, 0.25, [1000] * 8, False, id="more of all: the shares are the same"),
+        pytest.param(0.10, 0.25, [100] * 7 + [120], False, id="1 of 8 changed"),
+        pytest.param(0.10, 0.25, [100] * 6 + [80, 120], True, id="2 of 8 changed"),
+        pytest.param(0.10, 0.26, [100] * 6 + [80, 120], False, id="2 of 8 are too few"),
+        pytest.param(0.10, 0.25, [100] * 6 + [90, 110], False, id="by just as much as is allowed"),
+        pytest.param(0.25, 0.25, [100] * 6 + [80, 120], False, id="by less than is allowed"),
+        pytest.param(0.10, 0.25, [0] * 7 + [1], True, id="all to one"),
+    ],
+)
+def test_experts_are_reordered_when_enough_of_them_changed(
+    change: float, share: float, now: list[int], reordered: bool
+) -> None:
+    settings = config(window=8, reorder_change=change, reorder_share=share)
+    policy = SparseWindows(settings, [profile([[1] * 8], num_experts=8)], 0)
+    policy.plan(0, unasked)
+    measure = Meter(1.0, popularity=[[100] * 8, now])
+    first, slots = next_window(policy, 1, measure)
+    second, later = next_window(policy, 9, measure)
+    assert (first.reordered, second.reordered) == (True, reordered)
+    wanted = sorted(range(8), key=lambda expert: now[expert]) if reordered else list(range(8))
+    assert [slot.full for slot in slots] == [(expert,) for expert in range(8)]
+    assert [slot.full for slot in later] == [(expert,) for expert in wanted]
+
+
+def test_changes_count_from_the_last_order_not_from_the_last_window() -> None:
+    policy = SparseWindows(config(window=8), [profile([[1] * 8], num_experts=8)], 0)
+    policy.plan(0, unasked)
+    creeping = [[100 + by, 100 - by] + [100] * 6 for by in (0, 8, 16, 16, 24)]
+    measure = Meter(1.0, popularity=creeping)
+    reordered = [next_window(policy, begin, measure)[0].reordered for begin in (1, 9, 17, 25, 33)]
+    assert reordered == [True, False, True, False, False]
+
+
+def test_an_order_is_kept_over_a_change_of_the_window() -> None:
+    policy = SparseWindows(config(), [profile([[1] * 6], num_experts=6)], 0)
+    policy.plan(0, unasked)
+    measure = Meter(22, 42, popularity=[[6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]])
+    first, slots = next_window(policy, 6, measure)
+    second, later = next_window(policy, 12, measure)
+    assert [(choice.num_slots, choice.reordered) for choice in (first, second)] == [(6, True), (2, False)]
+    assert [slot.full for slot in slots] == [(5,), (4,), (3,), (2,), (1,), (0,)]
+    assert [slot.full for slot in later] == [(3, 4, 5), (0, 1, 2)]
+
+
+# Memory
+
+
+@pytest.mark.parametrize(("keep_windows", "logs_bytes"), [(1, 0), (2, 0), (1, 7)])
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 6, 12])
+def test_equal_operators_take_the_bytes_of_the_formula(num_slots: int, keep_windows: int, logs_bytes: int) -> None:
+    """W slots of bf16 weights: 12 + (W - 1) bytes a parameter and window, one window more than are kept."""
+    parameters = 12 * 100
+    stage = profile([[100] * 12], boundary_log_bytes=logs_bytes, step_log_bytes=2 * logs_bytes)
+    forecast = SparseWindows(config(keep_windows=keep_windows), [stage], 0).forecast(num_slots)
+    assert forecast.snapshots_bytes == (keep_windows + 1) * (12 + num_slots - 1) * parameters
+    assert forecast.boundary_log_bytes == ((keep_windows + 1) * num_slots + 1) * logs_bytes
+    assert forecast.step_log_bytes == 2 * forecast.boundary_log_bytes
+    logged_bytes = forecast.boundary_log_bytes + forecast.step_log_bytes
+    assert forecast.total_bytes == forecast.snapshots_bytes + logged_bytes
+    assert forecast.double_buffered_dense_bytes == 2 * 12 * parameters
+
+
+def test_the_forecast_is_that_of_the_rank_with_the_most() -> None:
+    logs, sizes = equal(6, boundary_log_bytes=1000), profile([[1] * 6, [50] * 6])
+    policy = SparseWindows(config(), [sizes, logs, equal(3)], 2)
+    assert policy.forecast(1).total_bytes == 2 * 12 * 6 * 50
+    assert policy.forecast(6).total_bytes == 2 * 6 * 17 + 13 * 1000
+
+
+@pytest.mark.parametrize("num_slots", range(1, 7))
+def test_the_budget_bounds_the_window(num_slots: int) -> None:
+    unlimited = SparseWindows(config(), [equal(6)], 0)
+    assert unlimited.max_slots == 6
+    budget = unlimited.forecast(num_slots).total_bytes
+    assert SparseWindows(config(memory_budget_bytes=budget), [equal(6)], 0).max_slots == num_slots
+    if num_slots > 1:
+        assert SparseWindows(config(memory_budget_bytes=budget - 1), [equal(6)], 0).max_slots == num_slots - 1
+
+
+@given(stages=stages(), budget_bytes=st.integers(1, 20_000), speeds=st.lists(st.floats(1, 500), max_size=4))
+def test_auto_stays_in_the_budget_and_uses_it(
+    stages: list[StageProfile], budget_bytes: int, speeds: list[float]
+) -> None:
+    unlimited = SparseWindows(config(), stages, 0)
+    allowed = [w for w in range(1, unlimited.max_slots + 1) if unlimited.forecast(w).total_bytes <= budget_bytes]
+    settings = config(memory_budget_bytes=budget_bytes, profile_iters=2, window_drift=0.0)
+    if not allowed:
+        with pytest.raises(ConfigError, match=rf"^ckpt\.memory_budget_bytes: got {budget_bytes}, wanted "):
+            SparseWindows(settings, stages, 0)
+        return
+    policy = SparseWindows(settings, stages, 0)
+    assert policy.max_slots == max(allowed)
+    policy.plan(0, unasked)
+    begin = 3
+    for speed in speeds:
+        measure = Meter(speed, popularity=[popularity_for(stages[0], 0)])
+        choice, slots = next_window(policy, begin, measure)
+        assert choice.num_slots <= policy.max_slots
+        assert_is_window(slots, begin, choice.num_slots, len(stages[0].table.operators))
+        begin += choice.num_slots
+
+
+MIB = 1 << 20
+
+
+def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
+    """6 operators of 1 Mi parameters: 2 windows of 72 MiB, 3 iterations of logs."""
+    stage = profile([[MIB] * 6], boundary_log_bytes=2 * MIB, step_log_bytes=MIB // 2)
+    fits = int(151.5 * MIB)
+    assert SparseWindows(config(memory_budget_bytes=fits), [stage, equal(3)], 1).max_slots == 1
+    with pytest.raises(ConfigError) as caught:
+        SparseWindows(config(memory_budget_bytes=fits - 1), [stage, equal(3)], 1)
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"ckpt.memory_budget_bytes: got {fits - 1}, wanted with a window of 1 at least:"
+    assert [line.split()[-2:] for line in lines] == [[n, "MiB"] for n in ("144.0", "6.0", "1.5", "151.5", "144.0")]
+
+
+def test_a_fixed_window_that_does_not_fit_is_refused_even_if_a_shorter_one_would() -> None:
+    budget = SparseWindows(config(), [equal(6)], 0).forecast(3).total_bytes
+    assert SparseWindows(config(window=3, memory_budget_bytes=budget), [equal(6)], 0).max_slots == 3
+    with pytest.raises(ConfigError, match=rf"^ckpt\.memory_budget_bytes: got {budget}, wanted with a window of 4 at"):
+        SparseWindows(config(window=4, memory_budget_bytes=budget), [equal(6)], 0)
+
+
+def test_a_window_of_more_slots_than_any_stage_has_operators_is_refused() -> None:
+    profiles = [equal(2), equal(6), equal(3)]
+    assert SparseWindows(config(window=6), profiles, 0).max_slots == 6
+    with pytest.raises(
+        ConfigError, match=r"^ckpt\.window: got 7, wanted at most 6, the operators of the largest stage$"
+    ):
+        SparseWindows(config(window=7), profiles, 1)
