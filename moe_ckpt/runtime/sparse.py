@@ -184,7 +184,7 @@ class SparseTier:
             adam_steps=self._operators.adam_steps(),
             parts=(),
             payload_bytes=0,
-            crc32=0,
+            checksum=0,
         )
         full, compute = frozenset(plan.full), frozenset(plan.compute)
         pieces = functools.partial(self._operators.pieces, full, compute)

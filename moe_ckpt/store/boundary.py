@@ -43,7 +43,7 @@ class _Entry:
     buffer: torch.Tensor
     size_bytes: int
     copied: Future[float]
-    crc32: Future[int]
+    checksum: Future[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,8 +87,8 @@ class BoundaryLog:
         buffer = self._buffers.acquire(source.numel())
         size_bytes = source.numel()
         copied = self._copier.run(lambda: self._copier.copy_now([(buffer[:size_bytes], source)]))
-        crc32 = self._copier.then(lambda: checksum(buffer, size_bytes))
-        entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied, crc32=crc32)
+        hashed = self._copier.then(lambda: checksum(buffer, size_bytes))
+        entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied, checksum=hashed)
         self._current.sent[direction].append(entry)
         self.spent_s += time.monotonic() - started_s
 
@@ -113,7 +113,7 @@ class BoundaryLog:
 
     def _is_intact(self, iteration: int) -> bool:
         entries = self._iterations[iteration].entries()
-        intact = all(checksum(entry.buffer, entry.size_bytes) == entry.crc32.result() for entry in entries)
+        intact = all(checksum(entry.buffer, entry.size_bytes) == entry.checksum.result() for entry in entries)
         if not intact:
             _log.warning("boundary log: iteration %d is damaged (checksum)", iteration)
         return intact
@@ -132,7 +132,7 @@ class BoundaryLog:
     def _drop(self, iteration: int) -> None:
         log = self._iterations.pop(iteration, None)
         for entry in log.entries() if log else []:
-            entry.crc32.result()
+            entry.checksum.result()
             self._buffers.release(entry.buffer)
 
     def _span(self) -> str:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 import torch
+import xxhash
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.types import ParallelLayout, RunIdentity
@@ -101,7 +102,7 @@ class SnapshotHeader:
     """Everything about a snapshot but its bytes: the state after `iteration`, which is slot `slot` of a window.
 
     The snapshot of slot k is that of iteration `window_start` + k. `full` and `compute` name operators; `adam_steps`
-    holds the step count of each inner optimizer; `crc32` is that of the first `payload_bytes` bytes.
+    holds the step count of each inner optimizer; `checksum` is that of the first `payload_bytes` bytes.
     """
 
     identity: RunIdentity
@@ -115,7 +116,7 @@ class SnapshotHeader:
     adam_steps: tuple[float, ...]
     parts: tuple[Part, ...]
     payload_bytes: int
-    crc32: int
+    checksum: int
 
     def __str__(self) -> str:
         place = f"slot {self.slot} of {self.num_slots}, window from {self.window_start}"
@@ -162,9 +163,9 @@ def layout_parts(items: Sequence[tuple[PartKey, torch.Tensor, tuple[int, int]]])
 
 
 def checksum(payload: torch.Tensor, nbytes: int) -> int:
-    """Return the CRC-32 of the first `nbytes` bytes, without copying them and without holding the GIL."""
+    """Return the XXH3 hash (64 bits) of the first `nbytes` bytes, without copying them or holding the GIL."""
     assert nbytes <= payload.numel(), f"{nbytes} bytes of a payload of {payload.numel()}"
-    return zlib.crc32(payload[:nbytes].numpy().data)
+    return xxhash.xxh3_64_intdigest(payload[:nbytes].numpy().data)
 
 
 def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -> None:
@@ -181,7 +182,7 @@ def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -
     if held_bytes < header.payload_bytes:
         raise CheckpointLoadError(f"{header}: got a payload of {held_bytes} bytes, wanted {header.payload_bytes}")
     found = checksum(snapshot.payload, header.payload_bytes)
-    _expect(header, "CRC-32 of the payload", f"{found:08x}", f"{header.crc32:08x}")
+    _expect(header, "checksum of the payload", f"{found:016x}", f"{header.checksum:016x}")
 
 
 def header_to_json(header: SnapshotHeader) -> bytes:
@@ -268,7 +269,7 @@ def _header_from(body: object) -> SnapshotHeader:
         "adam_steps": _tuple_of(_finite),
         "parts": _tuple_of(_part_from),
         "payload_bytes": _count,
-        "crc32": _count,
+        "checksum": _hash,
     }
     return SnapshotHeader(**_read(body, readers))
 
@@ -320,6 +321,12 @@ def _text(value: object) -> str:
 def _count(value: object) -> int:
     if not 0 <= _typed(int, value) < 2**63:  # what a tensor's size can be
         raise ValueError(f"got {reprlib.repr(value)}, wanted a number from 0 to 2**63 - 1")
+    return _typed(int, value)
+
+
+def _hash(value: object) -> int:
+    if not 0 <= _typed(int, value) < 2**64:
+        raise ValueError(f"got {reprlib.repr(value)}, wanted a number of 64 bits")
     return _typed(int, value)
 
 

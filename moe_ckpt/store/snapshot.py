@@ -102,5 +102,5 @@ class SnapshotEngine:
 
 def _with_checksum(taken: Taken) -> Snapshot:
     snapshot = taken.snapshot
-    crc32 = checksum(snapshot.payload, snapshot.header.payload_bytes)
-    return Snapshot(header=replace(snapshot.header, crc32=crc32), payload=snapshot.payload)
+    found = checksum(snapshot.payload, snapshot.header.payload_bytes)
+    return Snapshot(header=replace(snapshot.header, checksum=found), payload=snapshot.payload)

@@ -47,6 +47,9 @@ Parts = dict[PartKey, torch.Tensor]
 Tensors = dict[str, torch.Tensor]
 
 
+# --- the table
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A job, what its stages' operators are called, and the bytes of a parameter: whole state, compute weights."""
@@ -156,6 +159,9 @@ def test_table_lists_every_operator_and_counts_every_parameter_once(shape: Shape
             assert rank.compute_bytes == shape.compute_bytes * num_parameters + buffer_bytes
 
 
+# --- who owns what
+
+
 @dataclass(frozen=True, kw_only=True)
 class Owned:
     """A piece that a rank takes: its range in a whole of `size` elements, and the values in it."""
@@ -227,6 +233,9 @@ def _shard() -> tuple[int, ...]:
 
 def test_shard_identity_names_the_place_on_every_axis() -> None:
     assert run_ranks(4, _shard) == [(0, 0, 0, 0, 0, 0), (1, 0, 0, 1, 0, 1), (2, 1, 0, 0, 0, 0), (3, 1, 0, 1, 0, 1)]
+
+
+# --- taking and putting back
 
 
 def _trained(overrides: tuple[str, ...], num_iterations: int = 2) -> tuple[TrainingState, Trainer, RankOperators]:
@@ -358,7 +367,7 @@ def _of_another_type(parts: Parts, key: PartKey) -> Parts:
 
 def _refusals() -> list[tuple[str, str]]:
     """Return, for each damage to each role's first part, the part's name and what the error says."""
-    state, _, operators = _trained(BIAS, num_iterations=0)
+    _, _, operators = _trained(BIAS, num_iterations=0)
     everything = _everything(operators)
     buffer_pieces = operators.buffer_pieces(everything)
     full = _kept([*operators.pieces(everything, ()), *buffer_pieces])
@@ -384,6 +393,9 @@ def test_a_missing_or_unfitting_part_is_refused_by_name() -> None:
     for key, message in refusals:
         assert message.startswith(f"{key}: got "), message
     assert sum(": got nothing, wanted " in message for _, message in refusals) == 5
+
+
+# --- freezing
 
 
 def _with_gradient(state: TrainingState, trainer: Trainer, operators: RankOperators) -> dict[str, bool]:
@@ -422,6 +434,9 @@ def test_frozen_operators_get_no_gradient() -> None:
     assert all(nothing.values())
     assert all(undone.values())
     assert all(overlapped.values())
+
+
+# --- names
 
 
 class _Mlp(torch.nn.Module):
@@ -524,7 +539,7 @@ def test_front_to_back_is_the_order_of_the_forward_pass() -> None:
         OperatorId(kind=kinds.BLOCK, layer=0, mtp_depth=1),
         OperatorId(kind=kinds.OUTPUT),
     ]
-    assert sorted(reversed(ordered), key=front_to_back) == ordered
+    assert sorted(ordered[::-1], key=front_to_back) == ordered
     assert len({front_to_back(operator) for operator in ordered}) == len(ordered)
 
 

@@ -1,4 +1,4 @@
-"""The observed communicator counts exactly what a stage hands to its neighbours, and changes nothing."""
+"""The stage communicator counts exactly what a stage hands to its neighbours."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from launcher.config import (
 )
 from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.faults import StateLoss
 
 CHOICES = sorted((path.parent.name, path.stem) for path in CONF_DIR.glob("*/*.yaml"))
 NEEDS_A_PATH = {("data", "text"), ("data", "megatron")}
@@ -345,3 +346,107 @@ def test_values_at_the_edge_of_what_goes_together_are_taken(
 def test_the_learning_rate_decays_over_the_run_unless_told(defaults: Settings) -> None:
     assert replace(defaults.train, iterations=77).num_decay_iters == 77
     assert replace(defaults.train, iterations=77, lr_decay_iters=300).num_decay_iters == 300
+
+
+@pytest.mark.parametrize(
+    ("setting", "got", "says"),
+    [
+        ("window", "0", "got 0, wanted auto or a number of iterations of at least 1"),
+        ("window", "-1", "got -1, wanted auto or a number of iterations of at least 1"),
+        ("window", "x", "got 'x', wanted auto or a number of iterations of at least 1"),
+        ("window", "null", "Value 'None'"),
+        ("window", "1.5", "Value '1.5'"),
+        ("window", "true", "Value 'True'"),
+        ("profile_iters", "1", "got 1, wanted at least 2"),
+        ("window_drift", "-0.1", "got -0.1, wanted at least 0"),
+        ("window_drift", "nan", "got nan, wanted at least 0"),
+        ("popularity", "x", "got 'x', wanted one of hard, soft, decayed, capacity"),
+        ("popularity_decay", "2", "got 2.0, wanted between 0 and 1"),
+        ("popularity_decay", "-0.1", "got -0.1, wanted between 0 and 1"),
+        ("reorder_change", "-1", "got -1.0, wanted at least 0"),
+        ("reorder_share", "1.1", "got 1.1, wanted between 0 and 1"),
+        ("reorder_share", "-0.1", "got -0.1, wanted between 0 and 1"),
+        ("boundary_log", "maybe", "Value 'maybe'"),
+        ("keep_windows", "0", "got 0, wanted at least 1"),
+        ("memory_budget_bytes", "0", "got 0, wanted at least 1"),
+        ("memory_budget_bytes", "much", "Value 'much'"),
+        ("strict", "maybe", "Value 'maybe'"),
+        ("policy", "x", "got 'x', wanted one of none, dense, moevement"),
+    ],
+)
+def test_a_setting_of_sparse_snapshots_that_cannot_be_is_named(setting: str, got: str, says: str) -> None:
+    assert message_of("ckpt=moevement", f"ckpt.{setting}={got}").startswith(f"ckpt.{setting}: {says}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("window", "auto"),
+        ("window", 1),
+        ("profile_iters", 2),
+        ("window_drift", 0.0),
+        ("popularity", "capacity"),
+        ("popularity_decay", 0.0),
+        ("popularity_decay", 1.0),
+        ("reorder_change", 0.0),
+        ("reorder_share", 1.0),
+        ("boundary_log", False),
+        ("keep_windows", 1),
+        ("memory_budget_bytes", 1),
+        ("memory_budget_bytes", None),
+    ],
+)
+def test_a_setting_of_sparse_snapshots_at_the_edge_is_taken(setting: str, value: object) -> None:
+    given = "null" if value is None else value
+    got = getattr(compose_settings(["ckpt=moevement", f"ckpt.{setting}={given}"]).ckpt, setting)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("at", "losses"),
+    [
+        ("[]", []),
+        ("[{iteration: 12, stage: 1, phase: forward}]", [StateLoss(iteration=12, stage=1, phase="forward")]),
+        (
+            "[{iteration: 1, stage: 0, phase: between, dp_rank: 0}, {iteration: 3, stage: 2, phase: step}]",
+            [
+                StateLoss(iteration=1, stage=0, phase="between", dp_rank=0),
+                StateLoss(iteration=3, stage=2, phase="step", dp_rank=None),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_losses_are_composed(plus: str, at: str, losses: list[StateLoss]) -> None:
+    fault = compose_settings([f"{plus}fault=state_loss", f"fault.at={at}"]).fault
+    assert (fault.kind, fault.at) == ("state_loss", losses)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["fault.kind=x"], "fault.kind: got 'x', wanted one of none, state_loss"),
+        (["fault.at=[{iteration: 0, stage: 1, phase: step}]"], "fault.at: iteration: got 0, wanted at least 1"),
+        (["fault.at=[{iteration: 1, stage: -1, phase: step}]"], "fault.at: stage: got -1, wanted at least 0"),
+        (
+            ["fault.at=[{iteration: 1, stage: 1, phase: x}]"],
+            "fault.at: phase: got 'x', wanted one of forward, backward",
+        ),
+        (["fault.at=[{iteration: 1, stage: 1, phase: step, dp_rank: -1}]"], "fault.at: dp_rank: got -1, wanted at le"),
+        (["fault.at=[{iteration: 1, stage: 1}]"], "fault.at[0].phase: "),
+        (["fault.at=[5]"], "fault.at[0]: "),
+        (["fault.at=5"], "fault.at: "),
+        (["fault.at=null"], "fault.at: "),
+        (["fault.att=[]"], "fault.att: no such setting, wanted one of the keys at, kind"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_named(arguments: list[str], says: str) -> None:
+    assert message_of("fault=state_loss", *arguments).startswith(says)
+
+
+def test_losses_without_a_kind_of_fault_are_refused() -> None:
+    message = message_of("fault.at=[{iteration: 12, stage: 1, phase: forward}]")
+    assert message.startswith(
+        "fault.at: got [StateLoss(iteration=12, stage=1, phase='forward', dp_rank=None)], wanted []"
+    )

@@ -124,7 +124,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[
 @pytest.mark.parametrize(
     ("inflict", "reason"),
     [
-        (flip_a_byte, "rank 1's snapshot of iteration 8 .*CRC-32"),
+        (flip_a_byte, "rank 1's snapshot of iteration 8 .*checksum"),
         (take_another_runs, "rank 1's snapshot of iteration 9 .*another"),
         (take_another_layouts, "rank 1's snapshot of iteration 9 .*EP=2"),
         (take_another_shards, "rank 1's snapshot of iteration 9 .*pp 0"),

@@ -64,7 +64,7 @@ def snapshot_of(items: list[Item], *, spare_bytes: int = 0) -> Snapshot:
     return Snapshot(header=header_of(parts, payload_bytes, checksum(payload, payload_bytes)), payload=payload)
 
 
-def header_of(parts: tuple[Part, ...], payload_bytes: int, crc32: int = 0) -> SnapshotHeader:
+def header_of(parts: tuple[Part, ...], payload_bytes: int, checksum: int = 0) -> SnapshotHeader:
     return SnapshotHeader(
         identity=IDENTITY,
         shard=SHARD,
@@ -77,7 +77,7 @@ def header_of(parts: tuple[Part, ...], payload_bytes: int, crc32: int = 0) -> Sn
         adam_steps=(12.0, 11.5),
         parts=parts,
         payload_bytes=payload_bytes,
-        crc32=crc32,
+        checksum=checksum,
     )
 
 
@@ -188,10 +188,10 @@ def test_a_layout_that_makes_no_sense_is_our_bug(items: list[Item]) -> None:
         layout_parts(items)
 
 
-def test_the_checksum_is_crc32_of_the_bytes_that_count() -> None:
+def test_the_checksum_is_xxh3_of_the_bytes_that_count() -> None:
     payload = torch.tensor(list(b"123456789 and what was here before"), dtype=torch.uint8)
-    assert checksum(payload, 9) == 0xCBF43926  # the check value
-    assert checksum(payload, 0) == 0
+    assert checksum(payload, 0) == 0x2D06800538D394C2  # of nothing, as the algorithm's authors publish it
+    assert checksum(payload, 9) == checksum(payload[:9].clone(), 9) != checksum(payload, 10)
     with pytest.raises(AssertionError):
         checksum(payload, payload.numel() + 1)
 
@@ -210,7 +210,7 @@ def test_a_flipped_bit_anywhere_in_the_payload_is_refused_by_name() -> None:
     name = r"^rank 3's snapshot of iteration 12 \(slot 1 of 3, window from 11\): "
     for position in range(snapshot.header.payload_bytes):
         snapshot.payload[position] ^= 1 << position % 8
-        with pytest.raises(CheckpointLoadError, match=name + "got CRC-32 of the payload [0-9a-f]{8}, wanted"):
+        with pytest.raises(CheckpointLoadError, match=name + "got checksum of the payload [0-9a-f]{16}, wanted"):
             verify(snapshot, identity=IDENTITY, shard=SHARD)
         snapshot.payload[position] ^= 1 << position % 8
     verify(snapshot, identity=IDENTITY, shard=SHARD)
@@ -276,7 +276,7 @@ def headers(draw: st.DrawFn) -> SnapshotHeader:
         adam_steps=draw(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple)),
         parts=parts,
         payload_bytes=payload_bytes + draw(small),
-        crc32=draw(st.integers(0, 2**32 - 1)),
+        checksum=draw(st.integers(0, 2**64 - 1)),
     )
 
 

@@ -51,7 +51,7 @@ def snapshot_of(buffers: HostBuffers, place: tuple[int, int, int], items: Items 
         adam_steps=(),
         parts=parts,
         payload_bytes=payload_bytes,
-        crc32=0,
+        checksum=0,
     )
     return Snapshot(header=header, payload=buffers.acquire(payload_bytes))
 
@@ -381,7 +381,7 @@ def test_the_same_buffer_under_a_new_header_stays_in_use() -> None:
     memory.begin(1, 1)
     snapshot = snapshot_of(buffers, (1, 0, 1))
     memory.add(snapshot)
-    memory.add(Snapshot(header=replace(snapshot.header, crc32=1), payload=snapshot.payload))
+    memory.add(Snapshot(header=replace(snapshot.header, checksum=1), payload=snapshot.payload))
     assert buffers.in_use_bytes == 1000
 
 

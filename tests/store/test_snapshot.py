@@ -34,7 +34,7 @@ HEADER = SnapshotHeader(
     adam_steps=(12.0,),
     parts=(),
     payload_bytes=0,
-    crc32=0,
+    checksum=0,
 )
 KIB = 1 << 10
 
@@ -106,7 +106,9 @@ def test_a_snapshot_is_complete_when_it_is_collected(parts: Engine) -> None:
         "count": (0, 3),
     }
     assert header.payload_bytes == 15 * 4 + 3 * 8
-    assert header == replace(HEADER, parts=header.parts, payload_bytes=84, crc32=checksum(taken.snapshot.payload, 84))
+    assert header == replace(
+        HEADER, parts=header.parts, payload_bytes=84, checksum=checksum(taken.snapshot.payload, 84)
+    )
     values = values_of(taken.snapshot)
     assert torch.equal(values[piece(weight)[0]], weight)
     assert torch.equal(values[piece(buffer, "count", "buffer")[0]], buffer)
