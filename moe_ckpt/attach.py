@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -34,14 +36,14 @@ from moe_ckpt.runtime.inject import StateLosses
 from moe_ckpt.runtime.recover import Recovery
 from moe_ckpt.runtime.session import Session, SparseParts
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
-from moe_ckpt.runtime.stage import Place
+from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.disk import CheckpointFolder
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
-from moe_ckpt.types import RunIdentity
+from moe_ckpt.types import OperatorKind, RunIdentity
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,8 +109,9 @@ class _Sparse:
 
     def session(self, durable: DurableTier, losses: Sequence[StateLoss]) -> Session:
         counts = RouterCounts(self.state, self.operators.table)
-        tier = SparseTier(self.config, self.place, self.stage, self.operators, self.stores, counts, self.events)
-        recovery = Recovery(self.place, self.stage, self.operators, self.stores, self.events)
+        training = Training(stage=self.stage, operators=self.operators, counts=counts)
+        tier = SparseTier(self.config, self.place, training, self.stores, self.events)
+        recovery = Recovery(self.place, training, self.stores, self.events)
         schedule = FaultSchedule(losses)
         schedule.check_fit(self.place.num_stages, self.place.identity.layout.dp)
         injected = StateLosses(schedule, StateWiper(self.state), self.place, tier.lose, self.events)
@@ -162,6 +165,12 @@ class _Sparse:
         """Return the bytes of this rank's step log an iteration."""
         return sum(tensor.nbytes for tensor in self.stage.begin().values()) + self.stage.tied_gradient_bytes
 
+    def expert_capacity(self) -> npt.NDArray[np.float64] | None:
+        """Return what each expert of this stage can take, relative to an even share; Megatron gives all the same."""
+        factor = getattr(cast("Any", self.state.model[0]).config, "moe_expert_capacity_factor", None)
+        num_experts = sum(operator.kind is OperatorKind.EXPERT for operator in self.operators.table.operators)
+        return None if factor is None else np.full(num_experts, float(factor))
+
 
 def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:
     shard, layout = shard_identity(), identity.layout
@@ -181,6 +190,7 @@ def _gather_profiles(parts: _Sparse) -> list[StageProfile]:
         table=parts.operators.table,
         boundary_log_bytes=parts.boundary_log_bytes(),
         step_log_bytes=parts.step_log_bytes(),
+        expert_capacity=parts.expert_capacity(),
     )
     everyone: list[tuple[int, StageProfile]] = [(0, mine)] * dist.get_world_size()
     dist.all_gather_object(everyone, (parts.place.stage, mine))

@@ -59,6 +59,7 @@ class MoevementConfig:
     window: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
     profile_iters: int
     window_drift: float
+    paper_exact: bool
     popularity: str
     popularity_decay: float
     reorder_change: float

@@ -16,19 +16,29 @@ from moe_ckpt import schedule
 from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.footprint import MemoryForecast, forecast
-from moe_ckpt.popularity import has_shifted
-from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
+from moe_ckpt.popularity import has_shifted, relative_to_capacity
+from moe_ckpt.types import Measured, OperatorKind, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProfile:
-    """What is known of a stage before training: its operators, and the bytes a rank of it logs an iteration."""
+    """What is known of a stage before training: its operators, and the bytes a rank of it logs an iteration.
+
+    `expert_capacity` is float64 [experts in the table's order], relative to each other; None where experts take any
+    number of tokens.
+    """
 
     table: OperatorTable
     boundary_log_bytes: int
     step_log_bytes: int
+    expert_capacity: npt.NDArray[np.float64] | None = None
+
+    @property
+    def has_unlimited_experts(self) -> bool:
+        has_experts = any(operator.kind is OperatorKind.EXPERT for operator in self.table.operators)
+        return has_experts and self.expert_capacity is None
 
 
 class SparseWindows:
@@ -40,7 +50,11 @@ class SparseWindows:
     def __init__(self, config: MoevementConfig, stages: Sequence[StageProfile], own_stage: int) -> None:
         self._config = config
         self._stages = stages
-        self._table = stages[own_stage].table
+        self._own = stages[own_stage]
+        self._table = self._own.table
+        if config.popularity == "capacity" and any(stage.has_unlimited_experts for stage in stages):
+            wanted = "hard, soft or decayed where experts have no capacity (model.moe_capacity_factor=null)"
+            raise ConfigError(f"ckpt.popularity: got 'capacity', wanted {wanted}")
         self._fixed = schedule.fixed_order(self._table.operators)
         self._natural = [_natural_order(stage.table) for stage in stages]
         self.max_slots = self._fitting_in_memory()
@@ -85,13 +99,13 @@ class SparseWindows:
     def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
         fitting = self._num_slots
         if self._config.window == AUTO:
-            fitting = self._fitting_in_time(measured.iteration_s * measured.copy_bytes_per_s)
+            fitting = self._fitting_in_time(measured)
             is_first = self._window is None
             kept = schedule.refit(self._num_slots, fitting, drift=self._config.window_drift)
             self._num_slots = fitting if is_first else kept
         reordered = self._reorder(measured.popularity)
         self._start = iteration
-        self._window = schedule.cut_slots(self._order, self._table, self._num_slots)
+        self._window = self._cut(self._order, self._table, self._num_slots)
         return WindowChoice(
             num_slots=self._num_slots,
             fitting=fitting,
@@ -105,10 +119,20 @@ class SparseWindows:
         if self._reference is not None and not has_shifted(self._reference, popularity, change=change, share=share):
             return False
         self._reference = popularity
-        self._order = schedule.order_operators(self._fixed, popularity)
+        capacity = self._own.expert_capacity if self._config.popularity == "capacity" else None
+        scores = popularity if capacity is None else relative_to_capacity(popularity, capacity)
+        self._order = schedule.order_operators(self._fixed, scores)
         return True
 
-    def _fitting_in_time(self, budget_bytes: float) -> int:
+    def _cut(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> schedule.WindowSchedule:
+        if self._config.paper_exact:
+            return schedule.paper_schedule(order, num_slots=num_slots, num_active=-(-len(order) // num_slots))
+        return schedule.cut_slots(order, table, num_slots)
+
+    def _fitting_in_time(self, measured: Measured) -> int:
+        if self._config.paper_exact:
+            return min(self.max_slots, max(_paper_window(stage.table, measured) for stage in self._stages))
+        budget_bytes = measured.iteration_s * measured.copy_bytes_per_s
         return max(
             schedule.fitting_window(stage.table, order, budget_bytes, max_slots=self.max_slots)
             for stage, order in zip(self._stages, self._natural, strict=True)
@@ -132,7 +156,7 @@ class SparseWindows:
 
     def _forecast(self, stage: int, num_slots: int) -> MemoryForecast:
         profile = self._stages[stage]
-        window = schedule.cut_slots(self._natural[stage], profile.table, num_slots)
+        window = self._cut(self._natural[stage], profile.table, num_slots)
         return forecast(
             window_bytes=int(schedule.window_bytes(profile.table, window).max()),
             num_slots=num_slots,
@@ -141,6 +165,20 @@ class SparseWindows:
             dense_bytes=int(profile.table.full_bytes.sum(axis=1).max()),
             step_log_bytes_per_iteration=profile.step_log_bytes,
         )
+
+
+def _paper_window(table: OperatorTable, measured: Measured) -> int:
+    """Return W of Algorithm 1 for the rank with the most, whose operators all count as equal in size."""
+    num_operators = len(table.operators)
+    window, _ = schedule.paper_window(
+        num_operators=num_operators,
+        compute_bytes=float(table.compute_bytes.sum(axis=1).max()) / num_operators,
+        master_bytes=float(table.full_bytes.sum(axis=1).max()) / num_operators,
+        optimizer_bytes=0.0,  # in the above
+        iteration_s=measured.iteration_s,
+        copy_bytes_per_s=measured.copy_bytes_per_s,
+    )
+    return window
 
 
 def _natural_order(table: OperatorTable) -> npt.NDArray[np.int64]:

@@ -23,7 +23,7 @@ from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRe
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
 from moe_ckpt.recovery.plan import Inventory, Rollback, plan_recovery
 from moe_ckpt.runtime.sparse import SparseStores
-from moe_ckpt.runtime.stage import Operators, Place, Stage
+from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.boundary import Direction, LoggedEnds
 from moe_ckpt.store.codec import Snapshot, verify
@@ -48,12 +48,10 @@ class Loss:
 class Recovery:
     """Recovers in living processes. Collective over all ranks."""
 
-    def __init__(
-        self, place: Place, stage: Stage, operators: Operators, stores: SparseStores, events: EventLog
-    ) -> None:
+    def __init__(self, place: Place, training: Training, stores: SparseStores, events: EventLog) -> None:
         self._place = place
-        self._stage = stage
-        self._operators = operators
+        self._stage = training.stage
+        self._operators = training.operators
         self._stores = stores
         self._events = events
 

@@ -27,7 +27,7 @@ from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken
 from moe_ckpt.popularity import accumulate, carried_over
-from moe_ckpt.runtime.stage import Counts, Operators, Place, Stage
+from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.codec import SnapshotHeader
 from moe_ckpt.store.copier import HostCopier
@@ -62,26 +62,24 @@ class SparseTier:
         self,
         config: MoevementConfig,
         place: Place,
-        stage: Stage,
-        operators: Operators,
+        training: Training,
         stores: SparseStores,
-        counts: Counts,
         events: EventLog,
     ) -> None:
         self._config = config
         self._place = place
-        self._stage = stage
-        self._operators = operators
+        self._stage = training.stage
+        self._operators = training.operators
+        self._counts = training.counts
         self._stores = stores
-        self._counts = counts
         self._events = events
-        self._names = tuple(str(operator) for operator in operators.table.operators)
-        self._dense_bytes = int(operators.table.full_bytes[dist.get_rank(place.stage_group)].sum())
+        self._names = tuple(str(operator) for operator in training.operators.table.operators)
+        self._dense_bytes = int(training.operators.table.full_bytes[dist.get_rank(place.stage_group)].sum())
         self._newest: SlotPlan | None = None
         self._awaits_confirmation = False
         self._clock = _Clock()
         self._copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
-        self._popularity = np.zeros(sum(op.kind is OperatorKind.EXPERT for op in operators.table.operators))
+        self._popularity = np.zeros(sum(op.kind is OperatorKind.EXPERT for op in training.operators.table.operators))
         self._counted: ExpertCounts | None = None
         self._measured: Measured | None = None
 

@@ -112,6 +112,15 @@ class Counts(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Training:
+    """One rank's training, as sparse checkpointing sees it."""
+
+    stage: Stage
+    operators: Operators
+    counts: Counts
+
+
 class FaultInjector(Protocol):
     """Loses this rank's training state."""
 

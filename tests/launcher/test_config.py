@@ -15,6 +15,7 @@ from launcher.config import (
     CONF_DIR,
     GROUPS,
     DataConfig,
+    FaultConfig,
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -36,6 +37,7 @@ KINDS: dict[str, type[Any]] = {
     "precision": PrecisionConfig,
     "data": DataConfig,
     "train": TrainConfig,
+    "fault": FaultConfig,
     "run": RunConfig,
 }
 TRAIN_KEYS = sorted(field.name for field in fields(TrainConfig))
@@ -226,7 +228,7 @@ def test_an_unknown_choice_of_a_group_is_named_with_the_choices(group: str) -> N
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("ckpt.policy=sparse", "ckpt.policy: got 'sparse', wanted one of none, dense"),
+        ("ckpt.policy=sparse", "ckpt.policy: got 'sparse', wanted one of none, dense, moevement"),
         ("train.optimizer=sgd", "train.optimizer: got 'sgd', wanted one of adam"),
         ("parallel.dp=0", "parallel.dp: got 0, wanted auto or a number of at least 1"),
         ("run.name=a/b", "run.name: got 'a/b', wanted letters, digits, '_', '-' and '.'"),

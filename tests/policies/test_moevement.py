@@ -29,6 +29,7 @@ def config(**changes: Any) -> MoevementConfig:
         "window": "auto",
         "profile_iters": 5,
         "window_drift": 0.25,
+        "paper_exact": False,
         "popularity": "hard",
         "popularity_decay": 0.9,
         "reorder_change": 0.10,
