@@ -199,12 +199,11 @@ def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
     policy = SparseWindows(config(window=3), [equal(6)], 0)
     policy.plan(0, unasked)
     measure = Meter(1.0)
-    first = slots_of([policy.plan(iteration, measure) for iteration in (1, 2)])
-    after_gap = slots_of([policy.plan(iteration, measure) for iteration in (4, 5, 6, 7)])
-    assert [(slot.window_start, slot.slot) for slot in first] == [(1, 0), (1, 1)]
-    assert [(slot.window_start, slot.slot) for slot in after_gap] == [(4, 0), (4, 1), (4, 2), (7, 0)]
-    assert_is_window(after_gap[:3], 4, 3, 6)
-    assert measure.asked == 3
+    slots = slots_of([policy.plan(iteration, measure) for iteration in (1, 3, 4, 5, 6, 20)])
+    places = [(slot.window_start, slot.slot) for slot in slots]
+    assert places == [(1, 0), (3, 0), (3, 1), (3, 2), (6, 0), (20, 0)]
+    assert_is_window(slots[1:4], 3, 3, 6)
+    assert measure.asked == 4
 
 
 def test_an_iteration_that_was_planned_already_takes_nothing_and_changes_nothing() -> None:
@@ -380,7 +379,7 @@ def test_equal_operators_take_the_bytes_of_the_formula(num_slots: int, keep_wind
 def test_the_forecast_is_that_of_the_rank_with_the_most() -> None:
     logs, sizes = equal(6, boundary_log_bytes=1000), profile([[1] * 6, [50] * 6])
     policy = SparseWindows(config(), [sizes, logs, equal(3)], 2)
-    assert policy.forecast(1).total_bytes == 2 * 12 * 6 * 50
+    assert policy.forecast(1).total_bytes == policy.forecast(1).double_buffered_dense_bytes == 2 * 12 * 6 * 50
     assert policy.forecast(6).total_bytes == 2 * 6 * 17 + 13 * 1000
 
 
@@ -415,6 +414,16 @@ def test_auto_stays_in_the_budget_and_uses_it(
         assert choice.num_slots <= policy.max_slots
         assert_is_window(slots, begin, choice.num_slots, len(stages[0].table.operators))
         begin += choice.num_slots
+
+
+@pytest.mark.parametrize("max_slots", [1, 3, 6])
+def test_auto_takes_no_longer_window_than_the_budget_allows(max_slots: int) -> None:
+    budget = SparseWindows(config(), [equal(6)], 0).forecast(max_slots).total_bytes
+    policy = SparseWindows(config(memory_budget_bytes=budget), [equal(6)], 0)
+    policy.plan(0, unasked)
+    choice, slots = next_window(policy, 6, Meter(1.0))
+    assert (choice.num_slots, choice.fitting) == (max_slots, max_slots)
+    assert_is_window(slots, 6, max_slots, 6)
 
 
 MIB = 1 << 20
