@@ -316,7 +316,13 @@ def _section(config: DictConfig, name: str, kind: type[T]) -> T:
     try:
         return cast("T", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config[name])))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{name}.{error.full_key}: {error.msg or error}".split("\n")[0]) from None
+        key = error.full_key if error.full_key in known else f"{_key_of_list(config[name])}: {error.full_key}"
+        raise ConfigError(f"{name}.{key}: {error.msg or error}".split("\n")[0]) from None
+
+
+def _key_of_list(section: DictConfig) -> str:
+    """Return which key holds a list of values with keys of their own; OmegaConf names only the inner key."""
+    return next((str(key) for key in section if OmegaConf.is_list(section[key])), "")
 
 
 def _explain(message: str) -> str:

@@ -141,7 +141,7 @@ class _Sparse:
     def _limit(self) -> int | None:
         if self.config.memory_budget_bytes is None:
             return None
-        forecast = self.windows.forecast(self.windows.max_slots)
+        forecast = self.windows.forecast_of(self.place.stage, self.windows.max_slots)
         return self.config.memory_budget_bytes - forecast.boundary_log_bytes - forecast.step_log_bytes
 
     def _notes(self) -> list[str]:

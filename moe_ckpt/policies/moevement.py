@@ -58,7 +58,7 @@ class SparseWindows:
         self._fixed = schedule.fixed_order(self._table.operators)
         self._natural = [_natural_order(stage.table) for stage in stages]
         self.max_slots = self._fitting_in_memory()
-        self._order = self._natural[own_stage]
+        self._order = self._own_natural = self._natural[own_stage]
         self._reference: npt.NDArray[np.float64] | None = None
         self._window: schedule.WindowSchedule | None = None
         self._start = 0
@@ -86,9 +86,8 @@ class SparseWindows:
 
     def forecast(self, num_slots: int) -> MemoryForecast:
         """Return the host memory that the rank with the most of it needs."""
-        return max(
-            (self._forecast(stage, num_slots) for stage in range(len(self._stages))), key=lambda f: f.total_bytes
-        )
+        forecasts = (self.forecast_of(stage, num_slots) for stage in range(len(self._stages)))
+        return max(forecasts, key=lambda forecast: forecast.total_bytes)
 
     def _base(self, iteration: int) -> SnapshotPlan:
         profile_iters = self._config.profile_iters if self._config.window == AUTO else 0
@@ -119,15 +118,28 @@ class SparseWindows:
         if self._reference is not None and not has_shifted(self._reference, popularity, change=change, share=share):
             return False
         self._reference = popularity
+        previous = self._order
         capacity = self._own.expert_capacity if self._config.popularity == "capacity" else None
         scores = popularity if capacity is None else relative_to_capacity(popularity, capacity)
         self._order = schedule.order_operators(self._fixed, scores)
-        return True
+        if not self._is_within_forecast(self._order):
+            self._order = previous
+        return self._order is not previous
+
+    def _is_within_forecast(self, order: npt.NDArray[np.int64]) -> bool:
+        """Return whether a budget allows an order: windows of one may take more than the forecast for another."""
+        if self._config.memory_budget_bytes is None:
+            return True
+        taken, forecast = (self._window_bytes(each, self._table, self.max_slots) for each in (order, self._own_natural))
+        return taken <= forecast
 
     def _cut(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> schedule.WindowSchedule:
         if self._config.paper_exact:
             return schedule.paper_schedule(order, num_slots=num_slots, num_active=-(-len(order) // num_slots))
         return schedule.cut_slots(order, table, num_slots)
+
+    def _window_bytes(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> int:
+        return int(schedule.window_bytes(table, self._cut(order, table, num_slots)).max())
 
     def _fitting_in_time(self, measured: Measured) -> int:
         if self._config.paper_exact:
@@ -150,15 +162,15 @@ class SparseWindows:
         for num_slots in reversed(candidates):
             if self.forecast(num_slots).total_bytes <= budget:
                 return num_slots
-        needed = "\n  ".join(self.forecast(candidates[0]).lines())
-        wanted = f"with a window of {candidates[0]} at least:\n  {needed}"
+        needed = self.forecast(candidates[0])
+        wanted = f"with a window of {candidates[0]} at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
         raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
 
-    def _forecast(self, stage: int, num_slots: int) -> MemoryForecast:
+    def forecast_of(self, stage: int, num_slots: int) -> MemoryForecast:
+        """Return the host memory that the rank with the most of one stage needs."""
         profile = self._stages[stage]
-        window = self._cut(self._natural[stage], profile.table, num_slots)
         return forecast(
-            window_bytes=int(schedule.window_bytes(profile.table, window).max()),
+            window_bytes=self._window_bytes(self._natural[stage], profile.table, num_slots),
             num_slots=num_slots,
             keep_windows=self._config.keep_windows,
             log_bytes_per_iteration=profile.boundary_log_bytes,

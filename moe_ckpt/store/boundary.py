@@ -112,8 +112,7 @@ class BoundaryLog:
         return first
 
     def _is_intact(self, iteration: int) -> bool:
-        entries = self._iterations[iteration].entries()
-        intact = all(checksum(entry.buffer, entry.size_bytes) == entry.checksum.result() for entry in entries)
+        intact = all(map(_is_as_recorded, self._iterations[iteration].entries()))
         if not intact:
             _log.warning("boundary log: iteration %d is damaged (checksum)", iteration)
         return intact
@@ -137,3 +136,8 @@ class BoundaryLog:
 
     def _span(self) -> str:
         return f"{min(self._iterations)} to {max(self._iterations)}" if self._iterations else "an empty log"
+
+
+def _is_as_recorded(entry: _Entry) -> bool:
+    recorded = entry.checksum.result()  # the copy is over by then, for better or worse
+    return entry.copied.exception() is None and checksum(entry.buffer, entry.size_bytes) == recorded

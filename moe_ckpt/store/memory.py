@@ -74,8 +74,12 @@ class HostBuffers:
             self._free.append(self._in_use.pop(id(buffer)))
 
     def _take_free(self, nbytes: int) -> torch.Tensor | None:
-        """Return the smallest free buffer that is large enough, unless a snapshot would waste too much of it."""
-        fitting = [buffer for buffer in self._free if nbytes <= buffer.numel() <= 1.25 * nbytes + 4096]
+        """Return the smallest free buffer that is large enough, unless a snapshot would waste too much of it.
+
+        Under a limit nothing is wasted: what is forecast counts exact sizes.
+        """
+        most_bytes = 1.25 * nbytes + 4096 if self._limit_bytes is None else nbytes
+        fitting = [buffer for buffer in self._free if nbytes <= buffer.numel() <= most_bytes]
         if not fitting:
             return None
         best = min(fitting, key=torch.Tensor.numel)

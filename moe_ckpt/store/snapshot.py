@@ -8,6 +8,7 @@ Owns: one capture from start to checksum. Must not: decide what is taken, or kee
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.codec import PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers
+
+_COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
 
 Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
 """Something to take: what it is, the tensor, and its range in the flattened whole."""
@@ -66,7 +69,7 @@ class SnapshotEngine:
             return
         try:
             capture.copied.result()
-        except (CheckpointSaveError, RuntimeError, MemoryError) as error:
+        except _COPY_ERRORS as error:
             self._capture = None
             raise CheckpointSaveError(f"the snapshot could not be copied: {error}") from error
 
@@ -85,7 +88,8 @@ class SnapshotEngine:
         if capture is None or capture.copied.done():
             return
         self._capture = None
-        self._buffers.release(capture.finished.result().payload)
+        with contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
+            self._buffers.release(capture.finished.result().payload)
 
     def _take(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> Taken:
         parts, payload_bytes = layout_parts(pieces)

@@ -539,7 +539,9 @@ def test_front_to_back_is_the_order_of_the_forward_pass() -> None:
         OperatorId(kind=kinds.BLOCK, layer=0, mtp_depth=1),
         OperatorId(kind=kinds.OUTPUT),
     ]
-    assert sorted(ordered[::-1], key=front_to_back) == ordered
+    scattered = sorted(ordered, key=str)
+    assert scattered != ordered
+    assert sorted(scattered, key=front_to_back) == ordered
     assert len({front_to_back(operator) for operator in ordered}) == len(ordered)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -437,14 +438,16 @@ def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
         SparseWindows(config(memory_budget_bytes=fits - 1), [stage, equal(3)], 1)
     first, *lines = str(caught.value).splitlines()
-    assert first == f"ckpt.memory_budget_bytes: got {fits - 1}, wanted with a window of 1 at least:"
+    assert first == f"ckpt.memory_budget_bytes: got {fits - 1}, wanted with a window of 1 at least {fits}:"
     assert [line.split()[-2:] for line in lines] == [[n, "MiB"] for n in ("144.0", "6.0", "1.5", "151.5", "144.0")]
 
 
 def test_a_fixed_window_that_does_not_fit_is_refused_even_if_a_shorter_one_would() -> None:
     budget = SparseWindows(config(), [equal(6)], 0).forecast(3).total_bytes
     assert SparseWindows(config(window=3, memory_budget_bytes=budget), [equal(6)], 0).max_slots == 3
-    with pytest.raises(ConfigError, match=rf"^ckpt\.memory_budget_bytes: got {budget}, wanted with a window of 4 at"):
+    with pytest.raises(
+        ConfigError, match=rf"^ckpt\.memory_budget_bytes: got {budget}, wanted with a window of 4 at least \d+:"
+    ):
         SparseWindows(config(window=4, memory_budget_bytes=budget), [equal(6)], 0)
 
 
@@ -455,3 +458,34 @@ def test_a_window_of_more_slots_than_any_stage_has_operators_is_refused() -> Non
         ConfigError, match=r"^ckpt\.window: got 7, wanted at most 6, the operators of the largest stage$"
     ):
         SparseWindows(config(window=7), profiles, 1)
+
+
+def test_each_stage_has_its_own_share_of_logs() -> None:
+    stages = [profile([[100] * 6]), profile([[60] * 6], boundary_log_bytes=3000)]
+    policy = SparseWindows(config(window=1), stages, 0)
+    assert policy.forecast_of(0, 1).boundary_log_bytes == 0
+    assert policy.forecast_of(1, 1).boundary_log_bytes == 9000
+    assert policy.forecast(1) == policy.forecast_of(1, 1)
+
+
+def test_capacity_orders_by_the_share_of_what_an_expert_can_take() -> None:
+    stage = replace(profile([[1] * 3], num_experts=3), expert_capacity=np.array([1.0, 10.0, 2.0]))
+    policy = SparseWindows(config(popularity="capacity", window=3), [stage], 0)
+    counted = Measured(iteration_s=1.0, copy_bytes_per_s=1.0, popularity=np.array([3.0, 5.0, 4.0]))
+    policy.plan(0, unasked)
+    taken = [policy.plan(iteration, lambda: counted).sparse for iteration in (1, 2, 3)]
+    assert [plan.full for plan in taken if plan] == [(1,), (2,), (0,)]  # 0.5, 2 and 3 of capacity
+
+
+def test_capacity_without_a_capacity_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^ckpt\.popularity: got 'capacity', wanted hard, soft or decayed where"):
+        SparseWindows(config(popularity="capacity"), [profile([[1] * 3], num_experts=3)], 0)
+
+
+def test_paper_exact_cuts_by_count_and_takes_all_operators_for_equal() -> None:
+    stage = profile([[1, 1, 1, 1, 1, 7]])  # 144 bytes whole, 24 of weights: 24 and 4 an operator on the average
+    measured = Measured(iteration_s=1.0, copy_bytes_per_s=64.0, popularity=np.zeros(0))  # 2 * 24 + 4 * 4
+    exact = SparseWindows(config(paper_exact=True, profile_iters=2), [stage], 0)
+    exact.plan(0, unasked)
+    plans = [exact.plan(iteration, lambda: measured).sparse for iteration in range(1, 6)]
+    assert [(len(plan.full), plan.num_slots) for plan in plans if plan] == [(2, 3)] * 3

@@ -322,3 +322,9 @@ def test_what_is_left_of_a_buffer_that_is_too_large_is_not_of_the_log(logging_: 
     (sent,) = logging_.log.sent(1, ACTIVATION)
     sent.as_strided((1000,), (1,))[24:] = 0xFF
     assert logging_.usable_from(1) == 1
+
+
+def test_judging_waits_for_the_copy(logging_: Logging) -> None:
+    with held_until_waited_for(logging_.copier):
+        logging_.write(1)
+        assert logging_.log.usable_from(1) == 1

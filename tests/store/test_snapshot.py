@@ -351,3 +351,10 @@ def test_work_of_others_goes_on_after_a_failure(parts: Engine) -> None:
     assert other.result(WAIT_S) == 5
     with pytest.raises(CheckpointSaveError):
         parts.engine.release()
+
+
+def test_discarding_a_capture_that_fails_raises_nothing(parts: Engine) -> None:
+    with held_until_waited_for(parts.copier):
+        parts.capture([uncopyable()])
+        parts.engine.discard_torn()
+    parts.assert_usable()
