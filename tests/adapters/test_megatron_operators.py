@@ -203,12 +203,18 @@ def _owned_after_numbering(overrides: tuple[str, ...]) -> list[Owned]:
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [EP2_DP2, (*EP2_DP2, UNSHARDED), EP2_DP4, (*EP2_DP4, UNSHARDED), (*EP2_DP4, UNSHARDED, "precision=fp32")],
-    ids=", ".join,
+    ("world_size", "overrides"),
+    [
+        (4, EP2_DP2),
+        (4, (*EP2_DP2, UNSHARDED)),
+        (4, EP2_DP4),
+        (4, (*EP2_DP4, UNSHARDED)),
+        (3, ("parallel.dp=3", UNSHARDED, "precision=fp32")),  # 3 divides no parameter
+    ],
+    ids=str,
 )
-def test_every_expert_is_found_and_owned_exactly_once(overrides: tuple[str, ...]) -> None:
-    owned = [piece for rank in run_ranks(4, _owned_after_numbering, overrides) for piece in rank]
+def test_every_expert_is_found_and_owned_exactly_once(world_size: int, overrides: tuple[str, ...]) -> None:
+    owned = [piece for rank in run_ranks(world_size, _owned_after_numbering, overrides) for piece in rank]
     numbers = {f"layer {i} expert {j}": 1 + i * NUM_EXPERTS + j for i in range(NUM_LAYERS) for j in range(NUM_EXPERTS)}
     assert {piece.key.operator for piece in owned} >= numbers.keys()
     for piece in owned:
