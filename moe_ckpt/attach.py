@@ -12,10 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -23,7 +20,7 @@ from moe_ckpt.adapters.megatron_durable import MegatronDurableState
 from moe_ckpt.adapters.megatron_operators import RankOperators, shard_identity, stage_group
 from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
 from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
-from moe_ckpt.adapters.megatron_router import RouterCounts
+from moe_ckpt.adapters.megatron_router import RouterCounts, expert_capacity
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
 from moe_ckpt.adapters.megatron_wipe import StateWiper
 from moe_ckpt.config import CkptConfig, DenseConfig, MoevementConfig, require
@@ -43,7 +40,7 @@ from moe_ckpt.store.disk import CheckpointFolder
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
-from moe_ckpt.types import OperatorKind, RunIdentity
+from moe_ckpt.types import RunIdentity
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,10 +119,8 @@ class _Sparse:
         """Host memory: logs take what they need, snapshots what the budget leaves them."""
         pinned = torch.cuda.is_available()
         copier = HostCopier()
-        log_buffers, snapshot_buffers = (
-            HostBuffers(pinned=pinned),
-            HostBuffers(pinned=pinned, limit_bytes=self._limit()),
-        )
+        log_buffers = HostBuffers(pinned=pinned)
+        snapshot_buffers = HostBuffers(pinned=pinned, limit_bytes=self._limit())
         keeps_log = self.config.boundary_log and self.place.num_stages > 1
         boundary = BoundaryLog(copier, log_buffers) if keeps_log else None
         self.loop.communicator.log = boundary
@@ -152,24 +147,15 @@ class _Sparse:
 
     def boundary_log_bytes(self) -> int:
         """Return the bytes that a rank of this stage logs an iteration."""
-        config: Any = cast("Any", self.state.model[0]).config
         if not self.config.boundary_log:
             return 0
         num_neighbours = sum(rank is not None for rank in (self.place.previous_rank, self.place.next_rank))
-        tokens = self.loop.micro_batch_size * self.loop.sequence_length
-        tokens //= config.tensor_model_parallel_size if config.sequence_parallel else 1
-        size_bytes = tokens * config.hidden_size * config.pipeline_dtype.itemsize if num_neighbours else 0
-        return num_neighbours * self.loop.num_micro_batches * size_bytes
+        num_tokens = self.loop.micro_batch_size * self.loop.sequence_length
+        return num_neighbours * self.loop.num_micro_batches * self.loop.communicator.tensor_bytes(num_tokens)
 
     def step_log_bytes(self) -> int:
         """Return the bytes of this rank's step log an iteration."""
         return sum(tensor.nbytes for tensor in self.stage.begin().values()) + self.stage.tied_gradient_bytes
-
-    def expert_capacity(self) -> npt.NDArray[np.float64] | None:
-        """Return what each expert of this stage can take, relative to an even share; Megatron gives all the same."""
-        factor = getattr(cast("Any", self.state.model[0]).config, "moe_expert_capacity_factor", None)
-        num_experts = sum(operator.kind is OperatorKind.EXPERT for operator in self.operators.table.operators)
-        return None if factor is None else np.full(num_experts, float(factor))
 
 
 def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:
@@ -190,7 +176,7 @@ def _gather_profiles(parts: _Sparse) -> list[StageProfile]:
         table=parts.operators.table,
         boundary_log_bytes=parts.boundary_log_bytes(),
         step_log_bytes=parts.step_log_bytes(),
-        expert_capacity=parts.expert_capacity(),
+        expert_capacity=expert_capacity(parts.state, parts.operators.table),
     )
     everyone: list[tuple[int, StageProfile]] = [(0, mine)] * dist.get_world_size()
     dist.all_gather_object(everyone, (parts.place.stage, mine))

@@ -53,6 +53,12 @@ class StageCommunicator(P2PCommunicator):
             logging_s=self.log.spent_s if self.log else 0.0,
         )
 
+    def tensor_bytes(self, num_tokens: int) -> int:
+        """Return the size of what crosses a stage boundary for a micro-batch of so many tokens."""
+        config: Any = self.config
+        num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return num_tokens // num_shards * config.hidden_size * config.pipeline_dtype.itemsize
+
     @contextlib.contextmanager
     def replaying(self, ends: LoggedEnds) -> Iterator[None]:
         """Within the context, transfers with a logged end take what is logged, in order, and send nothing there."""

@@ -7,7 +7,7 @@ over ranks. Recomputed forwards are not counted again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,16 @@ class RouterCounts:
             layer = by_layer.get((expert.layer, expert.mtp_depth))
             found[position] = 0.0 if layer is None or expert.expert is None else layer[expert.expert]
         return found
+
+
+def expert_capacity(state: TrainingState, table: OperatorTable) -> npt.NDArray[np.float64] | None:
+    """Return what each expert of a table can take, relative to an even share of tokens; None for any number.
+
+    Megatron gives all experts the same.
+    """
+    factor = getattr(cast("Any", state.model[0]).config, "moe_expert_capacity_factor", None)
+    num_experts = sum(operator.kind is OperatorKind.EXPERT for operator in table.operators)
+    return None if factor is None else np.full(num_experts, float(factor))
 
 
 def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, torch.nn.Module]]:
