@@ -41,7 +41,7 @@ class StateWiper:
 
         def left(_: Any, __: Any, outputs: Any) -> None:
             hidden = outputs[0] if isinstance(outputs, tuple) else outputs
-            if hidden.requires_grad:
+            if hidden.requires_grad and torch.is_grad_enabled():  # not in a pass that is recomputed later
                 handle.remove()
                 hidden.register_hook(lambda _: callback())
 
