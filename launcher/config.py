@@ -316,7 +316,8 @@ def _section(config: DictConfig, name: str, kind: type[T]) -> T:
     try:
         return cast("T", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config[name])))
     except OmegaConfBaseException as error:
-        key = error.full_key if error.full_key in known else f"{_key_of_list(config[name])}: {error.full_key}"
+        is_ours = re.split(r"[.\[]", str(error.full_key))[0] in known
+        key = error.full_key if is_ours else f"{_key_of_list(config[name])}: {error.full_key}"
         raise ConfigError(f"{name}.{key}: {error.msg or error}".split("\n")[0]) from None
 
 

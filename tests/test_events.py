@@ -23,10 +23,16 @@ from moe_ckpt.events import (
     Event,
     EventLog,
     EventsLost,
+    HostMemoryUsed,
     IterationCommitted,
+    ReplayDiffered,
     RunFinished,
+    SnapshotTaken,
+    StageRecovered,
+    StateLost,
     StateResumed,
     TrainerStarted,
+    WindowChosen,
     read_events,
 )
 
@@ -63,6 +69,22 @@ EVENTS: tuple[Event, ...] = (
     Evaluated(iteration=50, loss=2.25),
     CheckpointSaved(iteration=50, directory="/run/iter_0000050", size_bytes=1 << 40, seconds=3.0, stall_s=0.5),
     CheckpointFailed(iteration=60, reason='No space left on "/run"'),
+    WindowChosen(iteration=4, num_slots=3, fitting=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, reordered=True),
+    SnapshotTaken(iteration=5, window_start=4, slot=1, num_slots=3, size_bytes=400, dense_bytes=1200, copy_s=0.001),
+    HostMemoryUsed(
+        full_bytes=1200,
+        compute_bytes=200,
+        buffer_bytes=8,
+        boundary_log_bytes=64,
+        step_log_bytes=32,
+        allocated_bytes=3000,
+        double_buffered_dense_bytes=2400,
+    ),
+    StateLost(iteration=8, phase="backward"),
+    StageRecovered(
+        iteration=7, window_start=4, first_stage=1, last_stage=2, replayed_iters=3, fetched_bytes=96, seconds=0.25
+    ),
+    ReplayDiffered(iteration=7, live_digest="0f", replayed_digest="f0"),
     EventsLost(count=3),
     RunFinished(iteration=200, digest="00ff"),
 )

@@ -439,6 +439,8 @@ def test_losses_are_composed(plus: str, at: str, losses: list[StateLoss]) -> Non
         (["fault.at=[{iteration: 1, stage: 1}]"], "fault.at[0].phase: "),
         (["fault.at=[5]"], "fault.at[0]: "),
         (["fault.at=5"], "fault.at: "),
+        (["fault.at=[{iteration: 1, stage: 1, phase: step, rank: 1}]"], "fault.at: rank: Key 'rank' not in"),
+        (["fault.at=[{iteration: x, stage: 1, phase: step}]"], "fault.at: iteration: Value 'x' of type"),
         (["fault.at=null"], "fault.at: "),
         (["fault.att=[]"], "fault.att: no such setting, wanted one of the keys at, kind"),
     ],

@@ -95,6 +95,16 @@ def test_the_policy_chooses_its_own_window(tmp_path: Path) -> None:
     assert first.copy_bytes_per_s > 0
 
 
+def test_operators_are_ordered_anew_when_enough_experts_have_changed(tmp_path: Path) -> None:
+    job = ("parallel.pp=2", "train.iterations=8", "ckpt=moevement", "ckpt.window=2")
+    train(2, tmp_path / "always", *job, "ckpt.reorder_share=0")
+    train(2, tmp_path / "never", *job, "ckpt.reorder_change=1000")
+    reordered = [
+        [chosen.reordered for chosen in events_of(tmp_path / run, WindowChosen)] for run in ("always", "never")
+    ]
+    assert reordered == [[True, True, True, True], [True, False, False, False]]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
