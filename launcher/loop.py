@@ -114,8 +114,9 @@ class Trainer:
             if go_on:
                 return losses, gradients, stall_s
 
+    @torch.no_grad()  # with gradients, Megatron's routers would count these tokens for the next update of their biases
     def evaluate(self, num_batches: int) -> float:
-        """Return the mean cross-entropy, nats per token, over the held-out batches."""
+        """Return the mean cross-entropy, nats per token, over the held-out batches. Changes no state."""
         losses: list[torch.Tensor] = []
         for chunk in self._state.model:
             chunk.eval()

@@ -118,14 +118,14 @@ class _Sparse:
     def _stores(self) -> SparseStores:
         """Host memory: logs take what they need, snapshots what the budget leaves them."""
         pinned = torch.cuda.is_available()
-        copier = HostCopier()
+        copier, log_copier = HostCopier(), HostCopier()  # two: what is sent is not to wait behind a snapshot
         log_buffers = HostBuffers(pinned=pinned)
         snapshot_buffers = HostBuffers(pinned=pinned, limit_bytes=self._limit())
         keeps_log = self.config.boundary_log and self.place.num_stages > 1
-        boundary = BoundaryLog(copier, log_buffers) if keeps_log else None
+        boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
         self.loop.communicator.log = boundary
         return SparseStores(
-            copier=copier,
+            copiers=(copier, log_copier),
             engine=SnapshotEngine(copier, snapshot_buffers),
             memory=SnapshotMemory(snapshot_buffers, self.config.keep_windows),
             steps=StepLog(),

@@ -25,7 +25,10 @@ class TrainingHooks(Protocol):
         ...
 
     def step_committed(self, iteration: int) -> None:
-        """Parameters, optimizer state and schedule are those after `iteration` steps."""
+        """Parameters, optimizer state and schedule are those after `iteration` steps.
+
+        From here to the next iteration's start the loop changes no state; it may evaluate, under `torch.no_grad()`.
+        """
         ...
 
 

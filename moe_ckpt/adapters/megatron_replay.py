@@ -31,7 +31,7 @@ from moe_ckpt.adapters.megatron_state import (
     small_state,
 )
 from moe_ckpt.adapters.megatron_step import apply_update, clear_gradients, unscale_gradients
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.config import require
 from moe_ckpt.store.boundary import LoggedEnds
 from moe_ckpt.store.steps import StepRecord
 from moe_ckpt.types import ReadyGradients
@@ -86,8 +86,11 @@ class StageReplay:
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
+        config: Any = cast("Any", self._state.model[0]).config
+        timers, config.timers = config.timers, None  # they may wait for all ranks of the job
         with self._communicator.replaying(ends), self._tied.replaying(None if whole_model else record.tied_gradient):
             self._forward_backward(record.iteration)
+        config.timers = timers
         unscale_gradients(self._state)
         apply_update(self._state, record.gradients)
 
@@ -165,10 +168,19 @@ def _shares_embedding(model: Any) -> bool:
 
 
 def require_replayable(state: TrainingState) -> None:
-    """Raise ConfigError for what crosses stages or changes state in a way that no log here covers."""
+    """Raise ConfigError for what crosses stages, or changes state, in a way that nothing here logs or puts back."""
     config = cast("Any", state.model[0]).config
-    if getattr(config, "calculate_per_token_loss", False):
-        raise ConfigError("ckpt=moevement: got calculate_per_token_loss=True, wanted False: stages would sum tokens")
-    for optimizer in state.inner_optimizers:
-        if getattr(optimizer.config, "use_precision_aware_optimizer", False):
-            raise ConfigError("ckpt=moevement: got use_precision_aware_optimizer=True, wanted False")
+    ddp_config = cast("Any", state.model[0]).ddp_config
+    require(len(state.model) == 1, "ckpt=moevement: model chunks a stage", len(state.model), "1: no virtual stages")
+    unsupported = [
+        (config, "calculate_per_token_loss"),  # sums tokens over stages
+        (config, "variable_seq_lengths"),
+        (config, "mtp_standalone"),
+        (ddp_config, "use_megatron_fsdp"),
+        (ddp_config, "overlap_param_gather"),  # weights that the next forward gathers
+        *((optimizer.config, "use_precision_aware_optimizer") for optimizer in state.inner_optimizers),
+    ]
+    for owner, name in unsupported:
+        require(not getattr(owner, name, False), f"ckpt=moevement: {name}", True, "False")
+    num_instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
+    require(num_instances == 1, "ckpt=moevement: num_distributed_optimizer_instances", num_instances, "1")

@@ -117,14 +117,13 @@ class SparseWindows:
         change, share = self._config.reorder_change, self._config.reorder_share
         if self._reference is not None and not has_shifted(self._reference, popularity, change=change, share=share):
             return False
-        self._reference = popularity
-        previous = self._order
         capacity = self._own.expert_capacity if self._config.popularity == "capacity" else None
         scores = popularity if capacity is None else relative_to_capacity(popularity, capacity)
-        self._order = schedule.order_operators(self._fixed, scores)
-        if not self._is_within_forecast(self._order):
-            self._order = previous
-        return self._order is not previous
+        order = schedule.order_operators(self._fixed, scores)
+        if not self._is_within_forecast(order):
+            return False
+        self._reference, self._order = popularity, order
+        return True
 
     def _is_within_forecast(self, order: npt.NDArray[np.int64]) -> bool:
         """Return whether a budget allows an order: windows of one may take more than the forecast for another."""

@@ -67,6 +67,6 @@ class StateLosses:
         return any(loss.stage == shard.pp_rank and loss.dp_rank in (None, shard.dp_rank) for loss in losses)
 
     def _lose(self, iteration: int, phase: str) -> None:
+        self._forget()  # first: it tells by the copy that is still running that a snapshot would be torn
         self._injector.wipe()
-        self._forget()
         self._events.append(StateLost(iteration=iteration, phase=phase))

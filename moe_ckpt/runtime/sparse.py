@@ -44,7 +44,7 @@ _RECENT_ITERS = 16
 class SparseStores:
     """What a rank keeps in host memory, and the engine that fills it. `boundary` is None where stages keep no log."""
 
-    copier: HostCopier
+    copiers: Sequence[HostCopier]
     engine: SnapshotEngine
     memory: SnapshotMemory
     steps: StepLog
@@ -77,6 +77,7 @@ class SparseTier:
         self._dense_bytes = int(training.operators.table.full_bytes[dist.get_rank(place.stage_group)].sum())
         self._newest: SlotPlan | None = None
         self._awaits_confirmation = False
+        self._longest_span_iters = 0  # logs end there, even where no window is ever complete
         self._clock = _Clock()
         self._copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
         self._popularity = np.zeros(sum(op.kind is OperatorKind.EXPERT for op in training.operators.table.operators))
@@ -87,6 +88,7 @@ class SparseTier:
         """Before the first forward of `iteration`."""
         self._stores.steps.note_start(iteration, self._stage.begin())
         self._measured = None
+        self._drop_logs_up_to(iteration - self._longest_span_iters)
         self._counts.begin()
         if self._stores.boundary:
             self._stores.boundary.begin(iteration)
@@ -118,6 +120,8 @@ class SparseTier:
         if plan.slot == 0:
             self._stores.memory.begin(plan.window_start, plan.num_slots)
         self._newest = plan
+        span_iters = (self._config.keep_windows + 1) * plan.num_slots + self._config.profile_iters
+        self._longest_span_iters = max(self._longest_span_iters, 2 * span_iters)
         self._awaits_confirmation = plan.slot == plan.num_slots - 1
         self._capture(plan)
 
@@ -158,7 +162,8 @@ class SparseTier:
     def close(self) -> None:
         """Finish, and end the thread that copies."""
         self.settle()
-        self._stores.copier.close()
+        for copier in self._stores.copiers:
+            copier.close()
 
     def retake(self, iteration: int) -> None:
         """The state is that after `iteration` steps again: take what the fault tore of it."""
@@ -242,9 +247,12 @@ class SparseTier:
     def _drop_old_logs(self) -> None:
         oldest = self._stores.memory.oldest_needed_iteration()
         assert oldest is not None
-        self._stores.steps.drop_up_to(oldest)
+        self._drop_logs_up_to(oldest)
+
+    def _drop_logs_up_to(self, iteration: int) -> None:
+        self._stores.steps.drop_up_to(iteration)
         if self._stores.boundary:
-            self._stores.boundary.drop_up_to(oldest)
+            self._stores.boundary.drop_up_to(iteration)
 
     def _memory_used(self) -> HostMemoryUsed:
         return HostMemoryUsed(

@@ -15,7 +15,7 @@ from enum import Enum
 
 import torch
 
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.codec import checksum
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers
@@ -84,7 +84,11 @@ class BoundaryLog:
             return
         started_s = time.monotonic()
         source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron swaps the storage of what it has sent
-        buffer = self._buffers.acquire(source.numel())
+        try:
+            buffer = self._buffers.acquire(source.numel())
+        except CheckpointSaveError as error:
+            self._give_up(error)
+            return
         size_bytes = source.numel()
         copied = self._copier.run(lambda: self._copier.copy_now([(buffer[:size_bytes], source)]))
         hashed = self._copier.then(lambda: checksum(buffer, size_bytes))
@@ -103,6 +107,13 @@ class BoundaryLog:
         for entry in entries:
             entry.copied.result()
         return [entry.buffer[: entry.size_bytes] for entry in entries]
+
+    def _give_up(self, error: CheckpointSaveError) -> None:
+        """Log nothing more of this iteration, and keep nothing of it: a recovery sees the gap. Training goes on."""
+        (iteration,) = (number for number, log in self._iterations.items() if log is self._current)
+        self._current = None
+        self._drop(iteration)
+        _log.warning("boundary log: iteration %d is not logged, training goes on: %s", iteration, error)
 
     def usable_from(self, last: int) -> int:
         """Return the first iteration from which on to `last` the log holds everything undamaged; last + 1 for none."""

@@ -368,5 +368,5 @@ def _refusals() -> list[str]:
 
 def test_what_no_log_covers_is_refused() -> None:
     ((per_token, precision_aware),) = run_ranks(1, _refusals)
-    assert "got calculate_per_token_loss=True, wanted False" in per_token
-    assert "got use_precision_aware_optimizer=True, wanted False" in precision_aware
+    assert "calculate_per_token_loss: got True, wanted False" in per_token
+    assert "use_precision_aware_optimizer: got True, wanted False" in precision_aware

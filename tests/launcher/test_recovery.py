@@ -87,6 +87,17 @@ CASES = {
     "clipping every step": Case(world=2, overrides=(*PP2, "train.clip_grad=0.1")),
     # models
     "aux-loss-free bias": Case(overrides=("model.moe_balancing=bias", "model.moe_score_function=sigmoid")),
+    "aux-loss-free bias, evaluated after every iteration": Case(
+        world=2,
+        overrides=(
+            *PP2,
+            "model.moe_balancing=bias",
+            "model.moe_score_function=sigmoid",
+            "train.eval_every_iters=1",
+            "train.eval_batches=3",
+        ),
+        lost=((5, 0, FORWARD), (6, 1, FORWARD)),
+    ),
     "sigmoid scores": Case(world=2, overrides=(*PP2, "model.moe_score_function=sigmoid")),
     "global aux loss": Case(overrides=("model.moe_balancing=global_aux_loss",)),
     "shared experts": Case(world=2, overrides=(*PP2, "model.shared_expert_ffn_hidden_size=32")),

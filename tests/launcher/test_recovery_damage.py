@@ -18,12 +18,15 @@ from launcher.config import Settings, compose_settings
 from launcher.run import run
 from moe_ckpt.adapters.megatron_operators import RankOperators
 from moe_ckpt.adapters.megatron_replay import StageReplay
+from moe_ckpt.adapters.megatron_wipe import StateWiper
+from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, ReplayDiffered, StageRecovered
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.runtime.sparse import SparseStores
-from moe_ckpt.store.boundary import Direction
-from moe_ckpt.store.memory import Window
+from moe_ckpt.store.boundary import BoundaryLog, Direction
+from moe_ckpt.store.copier import HostCopier
+from moe_ckpt.store.memory import HostBuffers, Window
 from moe_ckpt.types import ReadyGradients
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.training import events_of, fast, losing, losses, train
@@ -216,3 +219,90 @@ def test_a_snapshot_that_fails_never_stops_training_unless_told_to(
     assert (failure.iteration, "out of memory" in failure.reason) == (5, True)
     assert [event.window_start for event in events_of(tmp_path, StageRecovered)] == [1]  # not 4: no rank keeps that
     assert (result["digest_per_rank"], losses(tmp_path)) == expected
+
+
+def _run_with_slow_copies(settings: Settings) -> dict[str, Any]:
+    """Copy so slowly that a snapshot is still being taken when its state is lost, and lose it slowly."""
+    copy_now, wipe = HostCopier.copy_now, StateWiper.wipe
+
+    def slow_copy(copier: HostCopier, copies: Any) -> float:
+        return sum(copy_now(copier, [copy]) for copy in _one_by_one(copies))
+
+    def slow_wipe(wiper: StateWiper) -> None:
+        wipe(wiper)
+        for _ in range(200_000):  # Python takes its time; so can the copier
+            pass
+
+    HostCopier.copy_now = slow_copy  # type: ignore[method-assign]
+    StateWiper.wipe = slow_wipe  # type: ignore[method-assign]
+    return run(settings, store=rank_store())
+
+
+def _one_by_one(copies: Any) -> Any:
+    for copy in copies:
+        for _ in range(20_000):
+            pass
+        yield copy
+
+
+@pytest.mark.parametrize("phase", ["forward", "between"])
+def test_a_snapshot_that_the_loss_tears_is_not_kept(
+    phase: str, tmp_path: Path, expected: tuple[list[str], dict[int, float]]
+) -> None:
+    lost = losing((5, 1, phase), (9, 1, "step"))
+    settings = compose_settings((*fast(*JOB), *lost, "ckpt.window=2", f"run.dir={tmp_path}"))
+    result = run_ranks(2, _run_with_slow_copies, settings)[0]
+    assert (result["digest_per_rank"], losses(tmp_path)) == expected
+
+
+def _run_without_memory_for_the_log(settings: Settings) -> dict[str, Any]:
+    """Refuse the host memory that rank 0 wants for the boundary log of iteration 9."""
+    acquire, record = HostBuffers.acquire, BoundaryLog.record
+
+    def refuse(buffers: HostBuffers, nbytes: int) -> torch.Tensor:
+        raise CheckpointSaveError(f"no memory for {nbytes} bytes")
+
+    def failing_record(log: BoundaryLog, *arguments: Any) -> None:
+        fails = torch.distributed.get_rank() == 0 and max(log._iterations, default=0) == 9
+        HostBuffers.acquire = refuse if fails else acquire  # type: ignore[method-assign]
+        record(log, *arguments)
+        HostBuffers.acquire = acquire  # type: ignore[method-assign]
+
+    BoundaryLog.record = failing_record  # type: ignore[method-assign]
+    return run(settings, store=rank_store())
+
+
+def test_a_log_that_cannot_be_written_makes_all_stages_roll_back_and_stops_nothing(
+    tmp_path: Path, expected: tuple[list[str], dict[int, float]]
+) -> None:
+    settings = compose_settings((*fast(*JOB), *LOST, "ckpt.window=4", f"run.dir={tmp_path}"))  # windows 1-4, 5-8
+    result = run_ranks(2, _run_without_memory_for_the_log, settings)[0]
+    assert [event.first_stage for event in events_of(tmp_path, StageRecovered)] == [0]
+    assert (result["digest_per_rank"], losses(tmp_path)) == expected
+
+
+def _run_with_copies_that_always_fail(settings: Settings) -> list[int]:
+    """Return the bytes that rank 1 has logged at the end, where none of its snapshots but the base succeeds."""
+    calls, take = 0, RankOperators.pieces
+
+    def pieces(operators: RankOperators, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1 and torch.distributed.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return take(operators, *arguments)
+
+    RankOperators.pieces = pieces  # type: ignore[method-assign]
+    sessions: list[Any] = []
+    run(settings, store=rank_store(), around_hooks=lambda hooks: sessions.append(hooks) or hooks)
+    stores = sessions[0].sparse.stores
+    return [stores.boundary.size_bytes, stores.steps.size_bytes]
+
+
+def test_logs_end_somewhere_even_if_no_window_is_ever_complete(tmp_path: Path) -> None:
+    sizes = []
+    for name, iterations in (("short", 30), ("long", 45)):
+        job = ("parallel.pp=2", f"train.iterations={iterations}", "ckpt=moevement", "ckpt.window=2")
+        settings = compose_settings((*fast(*job), f"run.dir={tmp_path / name}"))
+        sizes.append(run_ranks(2, _run_with_copies_that_always_fail, settings))
+    assert sizes[0] == sizes[1]
