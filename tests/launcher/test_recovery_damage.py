@@ -5,7 +5,9 @@ Damage is done to the host memory of a running job, on the rank named, right bef
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.store.boundary import BoundaryLog, Direction
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers, Window
+from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.types import ReadyGradients
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.training import events_of, fast, losing, losses, train
@@ -221,37 +224,46 @@ def test_a_snapshot_that_fails_never_stops_training_unless_told_to(
     assert (result["digest_per_rank"], losses(tmp_path)) == expected
 
 
-def _run_with_slow_copies(settings: Settings) -> dict[str, Any]:
-    """Copy so slowly that a snapshot is still being taken when its state is lost, and lose it slowly."""
-    copy_now, wipe = HostCopier.copy_now, StateWiper.wipe
+def _run_with_a_copy_held_until_its_state_is_lost(settings: Settings, held: int) -> dict[str, Any]:
+    """Hold the copy of snapshot `held` (from 1) on rank 1 until its state is being lost; it ends with the loss."""
+    may_copy, copied = threading.Event(), threading.Event()
+    copy_now, wipe, discard = HostCopier.copy_now, StateWiper.wipe, SnapshotEngine.discard_torn
+    num_taken = 0
 
-    def slow_copy(copier: HostCopier, copies: Any) -> float:
-        return sum(copy_now(copier, [copy]) for copy in _one_by_one(copies))
+    def holding_copy(copier: HostCopier, copies: Any) -> float:
+        nonlocal num_taken
+        num_taken += not isinstance(copies, list)  # lists are what crosses stages
+        if num_taken != held or isinstance(copies, list):
+            return copy_now(copier, copies)
+        assert may_copy.wait(30)
+        seconds = copy_now(copier, copies)
+        copied.set()
+        return seconds
 
-    def slow_wipe(wiper: StateWiper) -> None:
+    def discard_at_last(engine: SnapshotEngine) -> None:
+        may_copy.set()
+        discard(engine)
+
+    def wipe_and_let_copy(wiper: StateWiper) -> None:
         wipe(wiper)
-        for _ in range(200_000):  # Python takes its time; so can the copier
-            pass
+        may_copy.set()
+        assert copied.wait(30)
 
-    HostCopier.copy_now = slow_copy  # type: ignore[method-assign]
-    StateWiper.wipe = slow_wipe  # type: ignore[method-assign]
+    if os.environ["RANK"] == "1":
+        HostCopier.copy_now = holding_copy  # type: ignore[method-assign]
+        StateWiper.wipe = wipe_and_let_copy  # type: ignore[method-assign]
+        SnapshotEngine.discard_torn = discard_at_last  # type: ignore[method-assign]
     return run(settings, store=rank_store())
 
 
-def _one_by_one(copies: Any) -> Any:
-    for copy in copies:
-        for _ in range(20_000):
-            pass
-        yield copy
-
-
-@pytest.mark.parametrize("phase", ["forward", "between"])
+@pytest.mark.parametrize(("phase", "held"), [("forward", 5), ("between", 6)])
 def test_a_snapshot_that_the_loss_tears_is_not_kept(
-    phase: str, tmp_path: Path, expected: tuple[list[str], dict[int, float]]
+    phase: str, held: int, tmp_path: Path, expected: tuple[list[str], dict[int, float]]
 ) -> None:
-    lost = losing((5, 1, phase), (9, 1, "step"))
-    settings = compose_settings((*fast(*JOB), *lost, "ckpt.window=2", f"run.dir={tmp_path}"))
-    result = run_ranks(2, _run_with_slow_copies, settings)[0]
+    again = 5 if phase == "forward" else 6  # the second recovery starts from the snapshot that the first loss tears
+    lost = losing((5, 1, phase), (again, 1, "step"))
+    settings = compose_settings((*fast(*JOB), *lost, "ckpt.window=1", f"run.dir={tmp_path}"))
+    result = run_ranks(2, _run_with_a_copy_held_until_its_state_is_lost, settings, held)[0]
     assert (result["digest_per_rank"], losses(tmp_path)) == expected
 
 
