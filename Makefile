@@ -1,5 +1,5 @@
 # make demo   train on 4 local ranks, kill one in the middle, show that nothing was lost     (under 5 minutes)
-# make test   ruff, pyright, import-linter, pytest                                           (under 10 minutes)
+# make test   ruff, pyright, import-linter, pytest                                           (about 12 minutes)
 # make bench  what ckpt=moevement costs while nothing fails, in pairs of blocks within one job
 # All make .venv on the first call and install nothing on the next.
 
