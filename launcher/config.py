@@ -7,7 +7,7 @@ ConfigError that names it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_type_hints
@@ -18,12 +18,12 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least, require_choice
+from launcher.faults.config import FAULT_CONFIGS, FaultConfig
+from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, RuntimeConfig, require, require_at_least, require_choice
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.faults import StateLoss
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault")
+GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault", "runtime")
 AUTO = "auto"
 
 T = TypeVar("T")
@@ -116,6 +116,7 @@ class ParallelConfig:
     dp: Union[int, str]  # noqa: UP007
     ep: Union[int, str]  # noqa: UP007
     tp: Union[int, str]  # noqa: UP007
+    ranks_per_node: Union[int, str]  # noqa: UP007
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -212,19 +213,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultConfig:
-    """What goes wrong on purpose. See conf/fault/*.yaml."""
-
-    kind: str
-    at: list[StateLoss]
-
-    def __post_init__(self) -> None:
-        require_choice("fault.kind", self.kind, ["none", "state_loss"])
-        if self.kind == "none":
-            require(not self.at, "fault.at", self.at, "[] where fault.kind=none")
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where a run leaves its files and how it shows progress. See conf/config.yaml."""
 
@@ -243,6 +231,7 @@ class Settings:
     """A whole run. `composed_yaml` is the configuration as composed, for the run folder."""
 
     ckpt: CkptConfig
+    runtime: RuntimeConfig
     model: ModelConfig
     parallel: ParallelConfig
     precision: PrecisionConfig
@@ -294,19 +283,26 @@ def to_settings(config: DictConfig) -> Settings:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {error.msg or error}".split("\n")[0]) from None
-    policy = OmegaConf.select(config, "ckpt.policy")
-    require_choice("ckpt.policy", policy, list(CKPT_CONFIGS))
+    policy = _choice(config, "ckpt.policy", CKPT_CONFIGS)
+    kind = _choice(config, "fault.kind", FAULT_CONFIGS)
     return Settings(
         ckpt=_section(config, "ckpt", CKPT_CONFIGS[policy]),
+        runtime=_section(config, "runtime", RuntimeConfig),
         model=_section(config, "model", ModelConfig),
         parallel=_section(config, "parallel", ParallelConfig),
         precision=_section(config, "precision", PrecisionConfig),
         data=_section(config, "data", DataConfig),
         train=_section(config, "train", TrainConfig),
-        fault=_section(config, "fault", FaultConfig),
+        fault=_section(config, "fault", FAULT_CONFIGS[kind]),
         run=_section(config, "run", RunConfig),
         composed_yaml=composed_yaml,
     )
+
+
+def _choice(config: DictConfig, key: str, choices: Mapping[str, Any]) -> str:
+    choice = OmegaConf.select(config, key)
+    require_choice(key, choice, list(choices))
+    return choice
 
 
 def _section(config: DictConfig, name: str, kind: type[T]) -> T:
@@ -332,8 +328,8 @@ def _explain(message: str) -> str:
     if missing is None:
         return message.partition("\nConfig search path")[0].strip()
     group = missing[1].rpartition(".")[0]
-    if group == "ckpt":
-        keys = "; ".join(f"{_names(kind)} (ckpt={choice})" for choice, kind in CKPT_CONFIGS.items())
+    if group in _CHOSEN:
+        keys = "; ".join(f"{_names(kind)} ({group}={choice})" for choice, kind in _CHOSEN[group].items())
     elif group in _SECTIONS:
         keys = _names(get_type_hints(Settings)[group])
     else:
@@ -346,3 +342,4 @@ def _names(kind: Any) -> str:
 
 
 _SECTIONS = sorted(field.name for field in fields(Settings) if field.name != "composed_yaml")
+_CHOSEN: dict[str, Mapping[str, Any]] = {"ckpt": CKPT_CONFIGS, "fault": FAULT_CONFIGS}  # a class for each choice

@@ -21,6 +21,7 @@ class Launch:
     global_rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
     attempt: int
 
 
@@ -36,6 +37,7 @@ def read_launch() -> Launch:
         global_rank=int(os.environ["RANK"]),
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
@@ -46,6 +48,24 @@ def agent_store(part: str) -> dist.Store | None:
         return None
     tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return dist.PrefixStore(f"moe_ckpt/{part}", tcp)
+
+
+def open_store(launch: Launch, part: str) -> dist.Store:
+    """Return a new client of torchrun's store, for a part of it that belongs to this attempt.
+
+    Raises ConfigError where torchrun keeps no store for its workers, or it does not answer.
+    """
+    try:
+        store = agent_store(f"attempt-{launch.attempt}/{part}")
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(f"torchrun's store at {where}: got no answer ({error}), wanted one") from error
+    if store is None:
+        raise ConfigError(
+            "runtime.guard: got a launcher without a store of its own (TORCHELASTIC_USE_AGENT_STORE), wanted torchrun, "
+            "or runtime.guard=false"
+        )
+    return store
 
 
 def say_once(message: str) -> None:

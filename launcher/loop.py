@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,20 +20,28 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from launcher.data import Batches
 from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
 from moe_ckpt.adapters.megatron_state import TrainingState
-from moe_ckpt.adapters.megatron_step import advance_schedule, apply_update, clear_gradients, finish_gradients
+from moe_ckpt.adapters.megatron_step import (
+    advance_schedule,
+    apply_update,
+    clear_gradients,
+    finish_gradients,
+    gather_parameters,
+)
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.types import ReadyGradients
+from moe_ckpt.types import Phase, ReadyGradients
 
 T = TypeVar("T")
+PhaseListener = Callable[[Phase], None]
 
 
 class StageRunner:
     """Runs batches through one rank's stage, by Megatron's own schedule. Collective over all ranks."""
 
-    def __init__(self, state: TrainingState, batches: Batches) -> None:
+    def __init__(self, state: TrainingState, batches: Batches, on_phase: PhaseListener = lambda _: None) -> None:
         self.state = state
         self.batches = batches
+        self.on_phase = on_phase
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self.communicator = StageCommunicator(self._groups.pp, _config(state))
         self._schedule = get_forward_backward_func()
@@ -51,7 +60,7 @@ class StageRunner:
     ) -> list[torch.Tensor]:
         """Run Megatron's schedule over all micro-batches; return their losses on the last stage, else nothing."""
         outputs = self._schedule(
-            forward_step_func=_forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=self._micro_batches(draw),
             model=self.state.model if len(self.state.model) > 1 else self.state.model[0],
             num_microbatches=self.batches.num_micro_batches,
@@ -63,6 +72,13 @@ class StageRunner:
         )
         return [output["loss"] for output in outputs]
 
+    def _forward_step(self, micro_batches: Iterator[torch.Tensor | None], model: torch.nn.Module) -> tuple[Any, Any]:
+        self.on_phase(Phase.FORWARD)
+        output = _forward(next(micro_batches), model)
+        if output.requires_grad:
+            output.register_hook(lambda _: self.on_phase(Phase.BACKWARD))
+        return output, _mean_loss
+
     def _micro_batches(self, draw: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor | None]:
         """Yield the micro-batches in order, on the stages that look at tokens; None elsewhere."""
         for micro_batch in range(self.batches.num_micro_batches):
@@ -71,48 +87,65 @@ class StageRunner:
 
 
 class Trainer:
-    """Runs iterations of one rank's stage. All methods are collective over all ranks."""
+    """Runs iterations of one rank's stage. All methods are collective over all ranks.
+
+    `prepared` is the iteration whose gradients were last complete, as it is once it is committed: where others are lost
+    between the two, it may be a recovery that commits it.
+    """
 
     def __init__(self, runner: StageRunner, hooks: TrainingHooks) -> None:
         self._runner = runner
         self._state = runner.state
         self._hooks = hooks
+        self._stall_s = 0.0
+        self.prepared: IterationCommitted | None = None
 
     def run_iteration(self, iteration: int) -> IterationCommitted:
         """Train on the batch of `iteration`, which counts from 1, and commit the step."""
         started_s, before = time.monotonic(), self._runner.communicator.observed
-        losses, gradients, stall_s = self._compute_gradients(iteration)
-        learning_rate = _learning_rate(self._state)
+        self._stall_s = 0.0
+        gradients = self._compute_gradients(iteration)
         apply_update(self._state, gradients)
         advance_schedule(self._state, gradients)
-        stall_s += self._timed(lambda: self._hooks.step_committed(iteration))[1]
+        self._timed(lambda: self._hooks.update_applied(iteration))
+        gather_parameters(self._state)
+        self._timed(lambda: self._hooks.step_committed(iteration))
 
+        assert self.prepared is not None, iteration
         observed = self._runner.communicator.observed
-        return IterationCommitted(
-            iteration=iteration,
-            loss=self._mean_over_job(losses),
-            grad_norm=gradients.total_norm,
-            loss_scale=gradients.loss_scale,
-            learning_rate=learning_rate,
-            skipped=gradients.overflow,
+        return replace(
+            self.prepared,
             seconds=time.monotonic() - started_s,
-            stall_s=stall_s + observed.logging_s - before.logging_s,
+            stall_s=self._stall_s + observed.logging_s - before.logging_s,
             sent_activation_bytes=observed.activation_bytes - before.activation_bytes,
             sent_gradient_bytes=observed.gradient_bytes - before.gradient_bytes,
         )
 
-    def _compute_gradients(self, iteration: int) -> tuple[list[torch.Tensor], ReadyGradients, float]:
-        """Return the micro-batches' losses, what the step needs, and the hooks' seconds; starts over when told to."""
-        stall_s = 0.0
+    def _compute_gradients(self, iteration: int) -> ReadyGradients:
+        """Return what the step needs, once everybody has it; starts over when told to."""
         while True:
-            stall_s += self._timed(lambda: self._hooks.iteration_started(iteration))[1]
+            self._timed(lambda: self._hooks.iteration_started(iteration))
             clear_gradients(self._state)
             losses = self._runner.train_on(iteration)
+            self._runner.on_phase(Phase.REDUCE)
             gradients = finish_gradients(self._state)
-            go_on, seconds = self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients))
-            stall_s += seconds
-            if go_on:
-                return losses, gradients, stall_s
+            self.prepared = self._describe(iteration, self._mean_over_job(losses), gradients)
+            if self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients)):
+                return gradients
+
+    def _describe(self, iteration: int, loss: float, gradients: ReadyGradients) -> IterationCommitted:
+        return IterationCommitted(
+            iteration=iteration,
+            loss=loss,
+            grad_norm=gradients.total_norm,
+            loss_scale=gradients.loss_scale,
+            learning_rate=_learning_rate(self._state),
+            skipped=gradients.overflow,
+            seconds=0.0,
+            stall_s=0.0,
+            sent_activation_bytes=0,
+            sent_gradient_bytes=0,
+        )
 
     @torch.no_grad()  # with gradients, Megatron's routers would count these tokens for the next update of their biases
     def evaluate(self, num_batches: int) -> float:
@@ -126,10 +159,11 @@ class Trainer:
             chunk.train()
         return self._mean_over_job(losses)
 
-    def _timed(self, hook: Callable[[], T]) -> tuple[T, float]:
+    def _timed(self, hook: Callable[[], T]) -> T:
         started_s = time.monotonic()
         outcome = hook()
-        return outcome, time.monotonic() - started_s
+        self._stall_s += time.monotonic() - started_s
+        return outcome
 
     def _mean_over_job(self, losses: list[torch.Tensor]) -> float:
         """Average what the last stages measured, and tell all ranks."""
@@ -140,13 +174,12 @@ class Trainer:
         return float(total[0] / total[1])
 
 
-def _forward_step(micro_batches: Iterator[torch.Tensor | None], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    tokens = next(micro_batches)
+def _forward(tokens: torch.Tensor | None, model: torch.nn.Module) -> torch.Tensor:
     if tokens is None:
-        return model(input_ids=None, position_ids=None, attention_mask=None), _mean_loss
+        return model(input_ids=None, position_ids=None, attention_mask=None)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    return model(input_ids=inputs, position_ids=positions, attention_mask=None, labels=targets), _mean_loss
+    return model(input_ids=inputs, position_ids=positions, attention_mask=None, labels=targets)
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

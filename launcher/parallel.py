@@ -12,6 +12,7 @@ from launcher.config import AUTO, ModelConfig, ParallelConfig, TrainConfig
 from launcher.launch import Launch, agent_store
 from moe_ckpt.adapters import megatron_cpu
 from moe_ckpt.config import require
+from moe_ckpt.runtime.groups import BACKEND
 from moe_ckpt.types import ParallelLayout
 
 
@@ -62,23 +63,34 @@ def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) ->
     require(train.global_batch_size % step == 0, "train.global_batch_size", train.global_batch_size, wanted)
 
 
-def join_job(launch: Launch, *, deterministic: bool, store: dist.Store | None = None) -> None:
-    """Choose this process's device and form the world: NCCL where there is CUDA, gloo elsewhere.
+def choose_device(launch: Launch, *, deterministic: bool) -> bool:
+    """Choose this process's device, a GPU where there is CUDA; return whether it is one."""
+    if megatron_cpu.enable():
+        torch.set_num_threads(_threads_per_process())
+        return False
+    if deterministic:
+        _make_deterministic()
+    torch.cuda.set_device(torch.device("cuda", launch.local_rank))
+    return True
+
+
+def join_job(launch: Launch, *, on_gpu: bool, store: dist.Store | None = None) -> None:
+    """Form the world: NCCL on GPUs, gloo elsewhere.
 
     The ranks meet through `store`, or torchrun's where none is given. torchrun's outlives a restart of its workers,
     with the addresses that the dead ones left in it: every attempt has a part of its own.
     """
     store = store or agent_store(f"attempt-{launch.attempt}")
     world = {"store": store, "rank": launch.global_rank, "world_size": launch.world_size} if store else {}
-    if megatron_cpu.enable():
-        torch.set_num_threads(_threads_per_process())
-        dist.init_process_group("gloo", **world)
+    if on_gpu:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()), **world)
     else:
-        if deterministic:
-            _make_deterministic()
-        device = torch.device("cuda", launch.local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, **world)
+        dist.init_process_group("gloo", **world)
+
+
+def join_elastic_job(launch: Launch) -> None:
+    """Make the world a group that outlives the loss of ranks; nobody else is in it until a generation is formed."""
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=launch.global_rank, world_size=launch.world_size)
 
 
 def _make_deterministic() -> None:

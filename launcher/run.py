@@ -7,8 +7,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,32 @@ from megatron.core import parallel_state
 
 from launcher.config import AUTO, Settings, TrainConfig
 from launcher.data import Batches, TokenSource, open_source
+from launcher.elastic import RankPlace, open_elastic, open_groups, open_transport
+from launcher.elastic_job import ElasticJob
 from launcher.launch import Launch, read_launch
+from launcher.live import remove_live, write_live
 from launcher.loop import StageRunner, Trainer
 from launcher.model import build_training, padded_vocab_size
-from launcher.parallel import check_fit, fit_layout, form_groups, join_job, leave_job
-from launcher.progress import Display, Scalars, open_display
-from launcher.run_folder import RunFolder, open_run_folder
+from launcher.parallel import (
+    check_fit,
+    choose_device,
+    fit_layout,
+    form_groups,
+    join_elastic_job,
+    join_job,
+    leave_job,
+)
+from launcher.run_folder import RunFolder, find_run_folder, open_run_folder
+from launcher.training import Log, Training
+from moe_ckpt.adapters.megatron_fresh import synchronize_fresh
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError, DataError
-from moe_ckpt.events import Evaluated, EventLog, IterationCommitted, RunFinished, TrainerStarted, read_events
+from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
 from moe_ckpt.ports import TrainingHooks
+from moe_ckpt.runtime.elastic import Elastic
+from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store.disk import CheckpointFolder, is_committed
@@ -51,16 +65,84 @@ def run(
     Raises MoeCkptError on all ranks where a user can mend the cause.
     """
     launch = read_launch()
-    layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
-    check_fit(layout, settings.model, settings.train)
-    join_job(launch, deterministic=settings.train.deterministic, store=store)
+    layout = _fit(settings, launch)
+    on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
+    join_job(launch, on_gpu=on_gpu, store=store)
     folder = open_run_folder(settings, launch)
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)
+    state, runner, session = _build(settings, layout, folder, log, None)
+    done = _resume(session, settings, folder, launch)
+    training = Training(Trainer(runner, around_hooks(session)), settings, folder, log)
+    training.run(done, session.notes)
+    training.close()
+    session.finish()
+    result = _result(training, state, settings, folder, log.faults)
+    _finish(result, folder, log)
+    leave_job()
+    return result
+
+
+def run_guarded(
+    settings: Settings,
+    place: RankPlace,
+    life: int,
+    *,
+    around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
+) -> dict[str, Any]:
+    """Train as `run` does, as one of the lives of a rank that others of which may follow, and outlive others' deaths.
+
+    The model is built before the others are met: those that live do not wait for what they have no part in.
+    """
+    started_s, launch = time.monotonic(), place.launch
+    layout = _fit(settings, launch)
+    on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
+    page = Page(place.memory / "page")
+    elastic = open_elastic(settings, place, life, page, open_groups(settings, page, open_transport(on_gpu=on_gpu)))
+    join_elastic_job(launch)
+    folder = find_run_folder(settings, launch, place.memory)
+    write_live(
+        folder.path,
+        global_rank=launch.global_rank,
+        node=place.node,
+        guard_pid=os.getppid(),
+        memory=place.memory,
+        life=life,
+    )
+    form_groups(layout, settings.train.seed)
+    log = _open_log(folder, launch)
+    state, runner, session = _build(settings, layout, folder, log, elastic)
+    log.events.append(ModelBuilt(seconds=time.monotonic() - started_s))
+    trainer = Trainer(runner, around_hooks(session))
+    training = Training(trainer, settings, folder, log)
+    job = ElasticJob(elastic.membership, session, training, log.events)
+
+    def start() -> int:
+        synchronize_fresh(state)
+        return _resume(session, settings, folder, launch)
+
+    result = job.run(start, lambda faults: _result(training, state, settings, folder, faults))
+    training.close()
+    session.finish()
+    _finish(result, folder, log)
+    remove_live(folder.path, launch.global_rank)
+    return result
+
+
+def _fit(settings: Settings, launch: Launch) -> ParallelLayout:
+    layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
+    check_fit(layout, settings.model, settings.train)
+    return layout
+
+
+def _build(
+    settings: Settings, layout: ParallelLayout, folder: RunFolder, log: Log, elastic: Elastic | None
+) -> tuple[TrainingState, StageRunner, Session]:
     source = _open_source_everywhere(settings, folder)
     vocab_size = _vocab_size(settings, source, layout)
     state = build_training(settings, layout, vocab_size)
-    runner = StageRunner(state, _batches(source, settings.train, layout))
+    on_phase = elastic.enter_phase if elastic else lambda _: None
+    runner = StageRunner(state, _batches(source, settings.train, layout), on_phase)
     session = attach(
         ckpt=settings.ckpt,
         identity=RunIdentity(run_id=folder.run_id, model=_fingerprint(settings, vocab_size), layout=layout),
@@ -69,43 +151,28 @@ def run(
         loop=_training_loop(runner, settings.train),
         events=log.events,
         last_iteration=settings.train.iterations,
-        losses=settings.fault.at,
+        losses=settings.fault.losses,
+        elastic=elastic,
     )
-    done = _resume(session, settings, folder, launch)
-    outcome = _train(Trainer(runner, around_hooks(session)), settings, folder, log, done, session.notes)
-    session.finish()
-    result = _finish(outcome, state, settings, folder, log)
-    leave_job()
-    return result
+    return state, runner, session
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Log:
-    """This rank's event file, and how many earlier lives of the rank ended before they were done."""
-
-    events: EventLog
-    faults: int
-    global_rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """The last losses; `loss` is None where an earlier life had done all iterations."""
-
-    loss: float | None
-    eval_loss: float
-
-
-def _open_log(folder: RunFolder, launch: Launch) -> _Log:
+def _open_log(folder: RunFolder, launch: Launch) -> Log:
     path = folder.events(launch.global_rank)
-    earlier = read_events(path) if path.exists() else ()
-    lives_and_ends = [logged.event for logged in earlier if isinstance(logged.event, TrainerStarted | RunFinished)]
-    life = sum(isinstance(event, TrainerStarted) for event in lives_and_ends)
-    faults = life - sum(isinstance(event, RunFinished) for event in lives_and_ends)
+    earlier = [logged.event for logged in read_events(path)] if path.exists() else []
+    life = sum(isinstance(event, TrainerStarted) for event in earlier)
+    faults = life - sum(isinstance(event, RunFinished) for event in earlier)
+    evaluated = [event for event in earlier if isinstance(event, Evaluated)]
     events = _open_events(path, folder, launch)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     events.append(TrainerStarted(pid=os.getpid(), host=socket.gethostname(), life=life, device=device))
-    return _Log(events=events, faults=faults, global_rank=launch.global_rank)
+    return Log(
+        events=events,
+        life=life,
+        faults=faults,
+        global_rank=launch.global_rank,
+        evaluated=evaluated[-1] if evaluated else None,
+    )
 
 
 def _open_events(path: Path, folder: RunFolder, launch: Launch) -> EventLog:
@@ -196,67 +263,27 @@ def _checkpoint_at(path: Path) -> Path:
     return Path(candidates[0].directory)
 
 
-def _train(
-    trainer: Trainer, settings: Settings, folder: RunFolder, log: _Log, done: int, notes: Sequence[str]
-) -> _Outcome:
-    train = settings.train
-    display = open_display(settings.run, global_rank=log.global_rank, total=train.iterations, done=done)
-    scalars = Scalars(folder.tensorboard, done + 1) if settings.run.tensorboard and log.global_rank == 0 else None
-    _greet(display, settings, folder, done)
-    for note in notes:
-        display.note(note)
-
-    def evaluate(iteration: int) -> float:
-        loss = trainer.evaluate(train.eval_batches)
-        log.events.append(Evaluated(iteration=iteration, loss=loss))
-        display.note(f"iteration {iteration:>6}: evaluation loss {loss:.4f}")
-        if scalars:
-            scalars.evaluated(iteration, loss)
-        return loss
-
-    committed: IterationCommitted | None = None
-    eval_loss = evaluate(done) if done in (0, train.iterations) else float("nan")
-    for iteration in range(done + 1, train.iterations + 1):
-        committed = trainer.run_iteration(iteration)
-        tokens_per_s = train.global_batch_size * train.sequence_length / committed.seconds
-        log.events.append(committed)
-        display.iteration(committed, tokens_per_s)
-        if scalars:
-            scalars.iteration(committed, tokens_per_s)
-        due = train.eval_every_iters > 0 and iteration % train.eval_every_iters == 0
-        if due or iteration == train.iterations:
-            eval_loss = evaluate(iteration)
-    display.close()
-    if scalars:
-        scalars.close()
-    return _Outcome(loss=committed.loss if committed else None, eval_loss=eval_loss)
-
-
-def _greet(display: Display, settings: Settings, folder: RunFolder, done: int) -> None:
-    display.note(f"run folder {folder.path}")
-    display.note(f"model {settings.model.name}, ckpt={settings.ckpt.policy}, {dist.get_world_size()} processes")
-    if done:
-        display.note(f"resumed after iteration {done}")
-
-
-def _finish(
-    outcome: _Outcome, state: TrainingState, settings: Settings, folder: RunFolder, log: _Log
+def _result(
+    training: Training, state: TrainingState, settings: Settings, folder: RunFolder, faults: int
 ) -> dict[str, Any]:
+    """Return what result.json holds. Collective over all ranks."""
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, digest_of(state))
-    overall = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-    result = {
+    return {
         "iteration": settings.train.iterations,
-        "loss": outcome.loss,
-        "eval_loss": outcome.eval_loss,
+        "loss": training.loss,
+        "eval_loss": training.eval_loss,
         "wall_s": round(time.time() - folder.clock_origin_unix_s, 3),
-        "faults_survived": log.faults,
-        "digest": overall,
+        "faults_survived": faults,
+        "digest": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         "digest_per_rank": digests,
     }
-    log.events.append(RunFinished(iteration=settings.train.iterations, digest=overall))
+
+
+def _finish(result: dict[str, Any], folder: RunFolder, log: Log) -> None:
+    iteration, digest = result["iteration"], result["digest"]
+    log.events.append(RunFinished(iteration=iteration, digest=digest))
     log.events.close()
     if log.global_rank == 0:
-        print(f"done: iteration {settings.train.iterations}, evaluation loss {outcome.eval_loss:.4f}, digest {overall}")
+        print(f"done: iteration {iteration}, evaluation loss {result['eval_loss']:.4f}, digest {digest}")
         folder.write_result(result)
-    return result

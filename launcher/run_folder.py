@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ import torch.distributed as dist
 
 from launcher.config import RunConfig, Settings
 from launcher.launch import Launch, agent_store
+from launcher.live import read_live
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.store.agree import from_rank_zero
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
+_FOLDER_TIMEOUT_S = 60
 _JOB = "job"  # what torchrun's store remembers over all lives of the job
 
 
@@ -71,6 +73,36 @@ def open_run_folder(settings: Settings, launch: Launch) -> RunFolder:
     """
     remembered = _remembered_folder() if launch.attempt > 0 else None
     return from_rank_zero(lambda: _create_or_find(settings, remembered), ConfigError)
+
+
+def find_run_folder(settings: Settings, launch: Launch, memory: Path) -> RunFolder:
+    """Return the run folder without the other ranks: global rank 0 makes it, the others wait for it to say where.
+
+    Raises ConfigError, naming run.dir, where it cannot be written, or belongs to another job that runs.
+    """
+    remembered = _remembered_folder()
+    if remembered:
+        return read_run_folder(Path(remembered))
+    if launch.global_rank == 0:
+        if settings.run.dir is not None:
+            _require_free(Path(settings.run.dir).resolve(), memory.parent)
+        return _create_or_find(settings, None)
+    store = agent_store(_JOB)
+    assert store is not None
+    try:
+        store.wait(["run_folder"], timedelta(seconds=_FOLDER_TIMEOUT_S))
+    except dist.DistStoreError as error:
+        raise ConfigError(f"run.dir: got no folder from rank 0 in {_FOLDER_TIMEOUT_S} s") from error
+    return read_run_folder(Path(store.get("run_folder").decode()))
+
+
+def _require_free(path: Path, memory_root: Path) -> None:
+    for trainer in read_live(path):
+        if Path(trainer.memory).parent != memory_root:
+            wanted = "a folder of its own for every run"
+            raise ConfigError(
+                f"run.dir: got {str(path)!r}, which the run of process {trainer.pid} uses, wanted {wanted}"
+            )
 
 
 def _create_or_find(settings: Settings, remembered: str | None) -> RunFolder:

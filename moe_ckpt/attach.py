@@ -29,15 +29,20 @@ from moe_ckpt.faults import FaultSchedule, StateLoss
 from moe_ckpt.policies.dense import make_policy
 from moe_ckpt.policies.moevement import AUTO, SparseWindows, StageProfile
 from moe_ckpt.runtime.durable import DurableTier
+from moe_ckpt.runtime.elastic import Elastic
+from moe_ckpt.runtime.groups import CPU_BACKEND
 from moe_ckpt.runtime.inject import StateLosses
 from moe_ckpt.runtime.recover import Recovery
-from moe_ckpt.runtime.session import Session, SparseParts
+from moe_ckpt.runtime.rejoin import Rejoin, adopt_kept
+from moe_ckpt.runtime.session import Parts, Session, SparseParts
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.runtime.stage import Place, Training
+from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.disk import CheckpointFolder
-from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
+from moe_ckpt.store.journal import Journal, NoCopies
+from moe_ckpt.store.memory import HostBuffers, PrivateMemory, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
 from moe_ckpt.types import RunIdentity
@@ -69,69 +74,117 @@ def attach(
     events: EventLog,
     last_iteration: int,
     losses: Sequence[StateLoss] = (),
+    elastic: Elastic | None = None,
 ) -> Session:
     """Return the session that checkpoints `state` as `ckpt` says, with checkpoints in `folder`. Call on every rank.
 
-    `losses` are inflicted on purpose. Raises ConfigError, on all ranks, for what cannot work.
+    `losses` are inflicted on purpose. With `elastic` the session outlives the loss of ranks; a rank may attach by
+    itself then, and the caller enters the session once all are together. Raises ConfigError for what cannot work.
     """
     allocate_optimizer_state(state)
     dense = ckpt if isinstance(ckpt, DenseConfig) else None
-    durable_state = MegatronDurableState(state, asynchronous=dense is not None and dense.async_save)
+    asynchronous, cpu_backend = dense is not None and dense.async_save, CPU_BACKEND if elastic else "gloo"
+    durable_state = MegatronDurableState(state, asynchronous=asynchronous, cpu_backend=cpu_backend)
     keep = dense.keep if dense else 1
     durable = DurableTier(durable_state, CheckpointFolder(folder), identity, events, keep=keep)
     if isinstance(ckpt, MoevementConfig):
-        return _Sparse(ckpt, identity, state, loop, events).session(durable, losses)
-    wanted = "none: only ckpt=moevement recovers what is lost in a living process"
-    require(not losses, "fault.at", [str(loss) for loss in losses], wanted)
-    policy = make_policy(ckpt, last_iteration=last_iteration)
-    return Session(policy, durable, events, strict=dense is not None and dense.strict, sparse=None)
+        sparse = _Sparse(ckpt, identity, state, loop, events, losses, elastic)
+        session = Session(sparse.meet, durable, events, strict=ckpt.strict, elastic=elastic)
+    else:
+        wanted = "none: only ckpt=moevement recovers what is lost in a living process"
+        require(not losses, "fault.at", [str(loss) for loss in losses], wanted)
+        policy = make_policy(ckpt, last_iteration=last_iteration)
+        parts = Parts(policy=policy, sparse=None)
+        session = Session(lambda: parts, durable, events, strict=dense is not None and dense.strict)
+    if elastic is None:
+        session.enter()
+    return session
 
 
 class _Sparse:
     """The parts of a session with sparse snapshots, built in the order in which they need each other."""
 
     def __init__(
-        self, config: MoevementConfig, identity: RunIdentity, state: TrainingState, loop: TrainingLoop, events: EventLog
+        self,
+        config: MoevementConfig,
+        identity: RunIdentity,
+        state: TrainingState,
+        loop: TrainingLoop,
+        events: EventLog,
+        losses: Sequence[StateLoss],
+        elastic: Elastic | None,
     ) -> None:
         require_replayable(state)
         self.config = config
         self.state = state
         self.loop = loop
         self.events = events
+        self.elastic = elastic
+        self.schedule = FaultSchedule(losses)
         self.place = _place(identity, loop.communicator)
+        self.schedule.check_fit(self.place.num_stages, self.place.identity.layout.dp)
         self.operators = RankOperators(state)
         self.stage = StageReplay(state, self.operators, loop.communicator, loop.forward_backward)
-        self.windows = SparseWindows(config, _gather_profiles(self), self.place.stage)
-        self.stores = self._stores()
+        self.stores: SparseStores | None = None
+        self.counts: RouterCounts | None = None
 
-    def session(self, durable: DurableTier, losses: Sequence[StateLoss]) -> Session:
-        counts = RouterCounts(self.state, self.operators.table)
-        training = Training(stage=self.stage, operators=self.operators, counts=counts)
+    def meet(self) -> Parts:
+        """Return parts that all ranks agree on; what this rank has in host memory stays. Collective over all ranks."""
+        self.operators.meet()
+        self.windows = SparseWindows(self.config, _gather_profiles(self), self.place.stage)
+        self.stores = self.stores or self._open_stores()
+        self.counts = self.counts or RouterCounts(self.state, self.operators.table)
+        training = Training(stage=self.stage, operators=self.operators, counts=self.counts)
         tier = SparseTier(self.config, self.place, training, self.stores, self.events)
         recovery = Recovery(self.place, training, self.stores, self.events)
-        schedule = FaultSchedule(losses)
-        schedule.check_fit(self.place.num_stages, self.place.identity.layout.dp)
-        injected = StateLosses(schedule, StateWiper(self.state), self.place, tier.lose, self.events)
-        parts = SparseParts(tier=tier, stores=self.stores, recovery=recovery, losses=injected, notes=self._notes())
-        return Session(self.windows, durable, self.events, strict=self.config.strict, sparse=parts)
+        injected = StateLosses(self.schedule, StateWiper(self.state), self.place, tier.lose, self.events)
+        parts = SparseParts(
+            tier=tier,
+            stores=self.stores,
+            recovery=recovery,
+            losses=injected,
+            notes=self._notes(),
+            rejoin=self._rejoin(recovery, self.stores),
+        )
+        return Parts(policy=self.windows, sparse=parts)
 
-    def _stores(self) -> SparseStores:
+    def _rejoin(self, recovery: Recovery, stores: SparseStores) -> Rejoin | None:
+        if self.elastic is None:
+            return None
+        logs_tied = self.stage.tied_gradient_bytes > 0
+        return Rejoin(self.place, self.stage, stores, recovery, self.elastic, logs_tied=logs_tied)
+
+    def _open_stores(self) -> SparseStores:
         """Host memory: logs take what they need, snapshots what the budget leaves them."""
         pinned = torch.cuda.is_available()
+        private = PrivateMemory(pinned=pinned)
+        journal = self._open_journal(pinned=pinned)
         copier, log_copier = HostCopier(), HostCopier()  # two: what is sent is not to wait behind a snapshot
-        log_buffers = HostBuffers(pinned=pinned)
-        snapshot_buffers = HostBuffers(pinned=pinned, limit_bytes=self._limit())
+        log_buffers = HostBuffers(private)
+        snapshot_buffers = HostBuffers(journal.folder if journal else private, limit_bytes=self._limit())
         keeps_log = self.config.boundary_log and self.place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
         self.loop.communicator.log = boundary
-        return SparseStores(
+        stores = SparseStores(
             copiers=(copier, log_copier),
             engine=SnapshotEngine(copier, snapshot_buffers),
-            memory=SnapshotMemory(snapshot_buffers, self.config.keep_windows),
-            steps=StepLog(),
+            memory=SnapshotMemory(snapshot_buffers, self.config.keep_windows, journal),
+            steps=StepLog(journal),
             boundary=boundary,
             buffers=(log_buffers, snapshot_buffers),
+            journal=journal,
         )
+        adopt_kept(stores)
+        return stores
+
+    def _open_journal(self, *, pinned: bool) -> Journal | None:
+        if self.elastic is None:
+            return None
+        keeper = self.elastic.keeper
+        if keeper:
+            keeper.use_peers([self.elastic.address_of(holder) for holder in self.elastic.holders])
+        folder = BlobFolder(own_path(self.elastic.memory), pinned=pinned)
+        return Journal(folder, keeper or NoCopies(), self.elastic.copy_s)
 
     def _limit(self) -> int | None:
         if self.config.memory_budget_bytes is None:

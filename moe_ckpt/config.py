@@ -67,6 +67,7 @@ class MoevementConfig:
     boundary_log: bool
     keep_windows: int
     memory_budget_bytes: int | None
+    replicas: Union[int, str]  # noqa: UP007
     strict: bool
 
     def __post_init__(self) -> None:
@@ -80,8 +81,42 @@ class MoevementConfig:
             require(0.0 <= getattr(self, name) <= 1.0, f"ckpt.{name}", getattr(self, name), "between 0 and 1")
         require_at_least("ckpt.reorder_change", self.reorder_change, 0)
         require_at_least("ckpt.keep_windows", self.keep_windows, 1)
+        wanted = "auto or a number of copies of at least 0"
+        valid = self.replicas == "auto" or (isinstance(self.replicas, int) and self.replicas >= 0)
+        require(valid, "ckpt.replicas", self.replicas, wanted)
         if self.memory_budget_bytes is not None:
             require_at_least("ckpt.memory_budget_bytes", self.memory_budget_bytes, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """How a job lives through the death of its processes: conf/runtime/default.yaml has the rule for each time."""
+
+    guard: Union[bool, str]  # noqa: UP007
+    heartbeat_s: float
+    progress_s: float
+    form_s: float
+    operation_s: float
+    join_s: float
+    grace_s: float
+    copy_s: float
+    max_deaths: int
+    shared_memory: str
+
+    def __post_init__(self) -> None:
+        require(self.guard in (True, False, "auto"), "runtime.guard", self.guard, "auto, true or false")
+        require_at_least("runtime.heartbeat_s", self.heartbeat_s, 0.5)  # ten beats
+        require_at_least("runtime.progress_s", self.progress_s, self.heartbeat_s)
+        require_at_least("runtime.form_s", self.form_s, 1.0)
+        require_at_least("runtime.grace_s", self.grace_s, 0.0)
+        require_at_least("runtime.copy_s", self.copy_s, 1.0)
+        require_at_least("runtime.max_deaths", self.max_deaths, 1)
+        wanted = f"more than runtime.progress_s={self.progress_s:g}: others may compute for so long"
+        require(self.operation_s > self.progress_s, "runtime.operation_s", self.operation_s, wanted)
+        wanted = f"more than runtime.progress_s + runtime.form_s = {self.progress_s + self.form_s:g}"
+        require(self.join_s > self.progress_s + self.form_s, "runtime.join_s", self.join_s, wanted)
+        wanted = f"less than runtime.heartbeat_s={self.heartbeat_s:g}"
+        require(self.grace_s < self.heartbeat_s, "runtime.grace_s", self.grace_s, wanted)
 
 
 CkptConfig = NoneConfig | DenseConfig | MoevementConfig

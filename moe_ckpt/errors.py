@@ -19,3 +19,7 @@ class CheckpointSaveError(MoeCkptError, OSError):
 
 class CheckpointLoadError(MoeCkptError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another run, model or layout."""
+
+
+class PeersLostError(MoeCkptError, RuntimeError):
+    """Other ranks died, or are about to be replaced: nothing that was communicated since can be trusted."""

@@ -155,11 +155,49 @@ class StageRecovered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayDiffered:
-    """A healthy rank's replayed state is not the one it had: a bug, or silent data corruption on either side."""
+    """A healthy rank's replayed state is not the one it had: a bug, or silent data corruption on either side.
+
+    `operators` are those that differ, by name.
+    """
 
     iteration: int
-    live_digest: str
-    replayed_digest: str
+    operators: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationEnded:
+    """Ranks were lost, and this one has left the generation with all others that live."""
+
+    generation: int
+    reason: str
+    left_unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejoined:
+    """A generation goes on from the state after `iteration`. `deaths` tell why the one before ended.
+
+    Seconds on this rank: `detect_s` from the last sign of life to the guard's finding (the longest of the deaths),
+    `rebuild_s` from there until all ranks are together again, `fetch_s` for windows out of other ranks' memories,
+    `replay_s` for the rest. `executed_iters` were run again on this rank.
+    """
+
+    generation: int
+    iteration: int
+    deaths: list[str]
+    detect_s: float
+    rebuild_s: float
+    fetch_s: float
+    replay_s: float
+    fetched_bytes: int
+    executed_iters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBuilt:
+    """A trainer has built its model, `seconds` after its process began."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +229,9 @@ Event = (
     | StateLost
     | StageRecovered
     | ReplayDiffered
+    | GenerationEnded
+    | Rejoined
+    | ModelBuilt
     | EventsLost
     | RunFinished
 )

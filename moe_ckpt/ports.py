@@ -24,6 +24,10 @@ class TrainingHooks(Protocol):
         """
         ...
 
+    def update_applied(self, iteration: int) -> None:
+        """What this rank owns is updated; weights that others have updated may not be gathered yet."""
+        ...
+
     def step_committed(self, iteration: int) -> None:
         """Parameters, optimizer state and schedule are those after `iteration` steps.
 

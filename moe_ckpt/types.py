@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -161,3 +161,18 @@ class Measured:
     iteration_s: float
     copy_bytes_per_s: float
     popularity: npt.NDArray[np.float64]
+
+
+class Phase(IntEnum):
+    """What a trainer is doing. BUILD comes first; JOIN to RECOVERY come again with every generation."""
+
+    BUILD = 0
+    JOIN = 1
+    RECOVERY = 2
+    FORWARD = 3
+    BACKWARD = 4
+    REDUCE = 5  # gradients and their norm
+    STEP = 6  # from the vote to the whole new state
+    SNAPSHOT = 7
+    BETWEEN = 8  # evaluation, and whatever the loop does between iterations
+    DONE = 9

@@ -52,9 +52,9 @@ _LOAD_ERRORS = (
 class MegatronDurableState:
     """Implements `ports.DurableState`."""
 
-    def __init__(self, state: TrainingState, *, asynchronous: bool) -> None:
+    def __init__(self, state: TrainingState, *, asynchronous: bool, cpu_backend: str = "gloo") -> None:
         self._state = state
-        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))
         self._writer_thread = _writer_thread() if asynchronous else None
         self._writing: Future[None] | None = None
 

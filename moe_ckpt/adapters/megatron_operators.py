@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -101,6 +102,10 @@ class RankOperators:
         self.buffers = list(_buffers(state))
         self.table = _gather_table(self)
 
+    def meet(self) -> None:
+        """Gather the table again: others of the stage may be new, or this process had been alone. Collective in it."""
+        self.table = _gather_table(self)
+
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
         """Return what to take of the operators at these positions of the table: whole state, or compute weights."""
         wholes = {self.table.operators[position]: position in full for position in (*full, *compute)}
@@ -143,6 +148,15 @@ class RankOperators:
                 key, tensor, _ = buffer.piece()
                 _copy_part(parts, key, tensor)
         _make_whole(loaded, full)
+
+    def digests(self) -> dict[str, str]:
+        """Return an XXH3 hash, in hex, of what this rank holds of each operator: weights, optimizer state, buffers."""
+        hashes: dict[str, Any] = {}
+        for owned in self.parameters:
+            _hash_into(hashes, owned.operator, [owned.weights(), *owned.optimizer_state().values()])
+        for buffer in self.buffers:
+            _hash_into(hashes, buffer.operator, [buffer.buffer])
+        return {name: total.hexdigest() for name, total in hashes.items()}
 
     def freeze(self, frozen: Collection[str]) -> None:
         """Let the weights of these operators skip their gradients, and all others compute them.
@@ -305,6 +319,12 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
     names = sorted({operator for rank in everyone for operator in rank}, key=front_to_back)
     sizes = np.array([[rank.get(operator, [0, 0]) for operator in names] for rank in everyone], dtype=np.int64)
     return OperatorTable(operators=tuple(names), full_bytes=sizes[:, :, 0], compute_bytes=sizes[:, :, 1])
+
+
+def _hash_into(hashes: dict[str, Any], operator: OperatorId, tensors: Iterable[torch.Tensor]) -> None:
+    total = hashes.setdefault(str(operator), xxhash.xxh3_128())
+    for tensor in tensors:
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor) -> None:

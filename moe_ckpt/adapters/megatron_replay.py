@@ -25,12 +25,18 @@ from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
 from moe_ckpt.adapters.megatron_state import (
     TrainingState,
     buffers,
-    digest_of,
     restore_buffers,
     restore_small_state,
     small_state,
 )
-from moe_ckpt.adapters.megatron_step import apply_update, clear_gradients, unscale_gradients
+from moe_ckpt.adapters.megatron_step import (
+    advance_scalers,
+    advance_schedule,
+    apply_update,
+    clear_gradients,
+    gather_parameters,
+    unscale_gradients,
+)
 from moe_ckpt.config import require
 from moe_ckpt.store.boundary import LoggedEnds
 from moe_ckpt.store.steps import StepRecord
@@ -81,22 +87,31 @@ class StageReplay:
     ) -> None:
         """Run the record's iteration again, from the state before it. Collective over the stages that replay together.
 
-        Generators, loss scalers and schedule are left in the middle of it: the next start is known. `whole_model`: all
-        stages replay; then nothing but the update's facts comes from a log.
+        `whole_model`: all stages replay; then nothing but the update's facts comes from a log.
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
         config: Any = cast("Any", self._state.model[0]).config
         timers, config.timers = config.timers, None  # they may wait for all ranks of the job
-        with self._communicator.replaying(ends), self._tied.replaying(None if whole_model else record.tied_gradient):
-            self._forward_backward(record.iteration)
-        config.timers = timers
-        unscale_gradients(self._state)
-        apply_update(self._state, record.gradients)
+        tied = None if whole_model else record.tied_gradient
+        try:
+            with self._communicator.replaying(ends), self._tied.replaying(tied):
+                self._forward_backward(record.iteration)
+            unscale_gradients(self._state)
+            self.update(record.gradients)
+            self.gather()
+        finally:
+            config.timers = timers
+        advance_scalers(self._state, record.gradients)
 
-    def digest(self) -> str:
-        """Return a hash of this rank's whole state."""
-        return digest_of(self._state)
+    def update(self, gradients: ReadyGradients) -> None:
+        """Take the step whose gradients are there, on this rank alone."""
+        apply_update(self._state, gradients)
+        advance_schedule(self._state, gradients)
+
+    def gather(self) -> None:
+        """Make the weights whole after a step. Collective in the stage; may be repeated."""
+        gather_parameters(self._state)
 
 
 class _TiedEmbedding:

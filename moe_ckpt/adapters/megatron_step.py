@@ -1,10 +1,11 @@
 """Megatron's optimizer step, split where fault tolerance needs to look in.
 
-    finish_gradients   unscale, look for overflow, total gradient norm     (communicates)
-    apply_update       clip by that norm, Adam, master -> compute weights  (local, or with a parameter all-gather)
+    finish_gradients    unscale, look for overflow, total gradient norm           (communicates)
+    apply_update        clip by that norm, Adam, master -> own compute weights    (local)
+    gather_parameters   compute weights that other ranks have updated             (communicates; may be done again)
 
-Called back to back the two do what `MegatronOptimizer.step` does, bit for bit. A replay calls `apply_update` with a
-logged norm instead of measuring one.
+Called back to back they do what `MegatronOptimizer.step` does, bit for bit. A replay calls `apply_update` with a logged
+norm instead of measuring one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, cast
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from moe_ckpt.adapters.megatron_state import TrainingState
 from moe_ckpt.types import ReadyGradients
@@ -34,7 +37,7 @@ def finish_gradients(state: TrainingState) -> ReadyGradients:
 
 
 def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Clip by the given norm and update the parameters, unless the gradients overflowed."""
+    """Clip by the given norm and update what this rank owns, unless the gradients overflowed. Talks to nobody."""
     if gradients.overflow:
         return
     assert gradients.total_norm is not None
@@ -43,7 +46,26 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
         if parameters and config.clip_grad > 0.0:
             decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, config.clip_grad, gradients.total_norm, decoupled)
-    state.optimizer.step_with_ready_grads()
+    for optimizer in state.inner_optimizers:
+        if isinstance(optimizer, DistributedOptimizer):
+            MixedPrecisionOptimizer.step_with_ready_grads(optimizer)  # its own gathers parameters as well
+        else:
+            optimizer.step_with_ready_grads()
+
+
+@torch.no_grad()
+def gather_parameters(state: TrainingState) -> None:
+    """Get the compute weights that other ranks have updated. Collective in the stage; may be repeated.
+
+    Does nothing where no optimizer is sharded, or where the next forward gathers them.
+    """
+    sharded: list[Any] = [inner for inner in state.inner_optimizers if isinstance(inner, DistributedOptimizer)]
+    for optimizer in sharded:
+        if not optimizer.is_stub_optimizer:
+            optimizer._copy_main_params_to_model_params()  # a gather that was cut off may have left anything here
+    if sharded and not sharded[0].ddp_config.overlap_param_gather:
+        for chunk in state.model:
+            cast("Any", chunk).start_param_sync()
 
 
 def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
@@ -68,3 +90,15 @@ def unscale_gradients(state: TrainingState) -> None:
             ignored = torch.zeros_like(scaler.inv_scale)
             gradients = inner._collect_main_grad_data_for_unscaling()
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, scaler.inv_scale)
+
+
+def advance_scalers(state: TrainingState, gradients: ReadyGradients) -> None:
+    """Adapt the loss scalers to a step as `finish_gradients` does, from the step's facts alone.
+
+    Megatron gives expert and other parameters a scaler each, which adapt to overflows of their own; here all adapt
+    alike. A logged start of the next iteration, where there is one, is put over this.
+    """
+    for optimizer in state.inner_optimizers:
+        scaler = getattr(optimizer, "grad_scaler", None)
+        if scaler is not None:
+            scaler.update(torch.tensor([float(gradients.overflow)]))

@@ -1,11 +1,23 @@
-"""Which pipeline stages roll back after a loss. Pure. MoEvement, section 3.4 and Appendix A."""
+"""Who rolls back to where after a loss, and from whose memory. Pure. MoEvement, section 3.4 and Appendix A.
+
+inventories -> the fewest stages that logs lead to the target, else the whole model -> who fetches from whom
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.recovery.inventory import (
+    Inventory,
+    Memories,
+    StageInventory,
+    WindowRef,
+    combine_stages,
+    find_memories,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,72 +31,207 @@ class Segment:
     def stages(self) -> range:
         return range(self.first_stage, self.last_stage + 1)
 
-
-def plan_segments(lost_stages: Collection[int], num_stages: int, *, boundary_log: bool) -> tuple[Segment, ...]:
-    """Return the segments that roll back, each on its own, from the first stage to the last.
-
-    A segment is a run of lost neighbours: its healthy neighbours replay their logs into it. Lost stages 1, 2 and 5 of 8
-    make 1-2 and 5-5. Without a boundary log the whole model rolls back as one. After a further loss during recovery,
-    plan again with all stages that are lost by then: a segment that it touches grows, the others stay as they are.
-    MoEvement, Appendix A.
-    """
-    assert all(0 <= stage < num_stages for stage in lost_stages), (sorted(lost_stages), num_stages)
-    if lost_stages and not boundary_log:
-        return (Segment(first_stage=0, last_stage=num_stages - 1),)
-    lost = set(lost_stages)
-    firsts = sorted(stage for stage in lost if stage - 1 not in lost)
-    lasts = sorted(stage for stage in lost if stage + 1 not in lost)
-    return tuple(Segment(first_stage=first, last_stage=last) for first, last in zip(firsts, lasts, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inventory:
-    """What one rank has to recover with, up to the target of a recovery.
-
-    `windows`: the starts of the windows from which it can run to the target, all snapshots valid and all steps logged.
-    Its boundary log holds iterations `logged_from` to the target; `logged_from` is past the target where it has none.
-    """
-
-    stage: int
-    windows: tuple[int, ...]
-    logged_from: int
+    def neighbours(self, num_stages: int) -> tuple[int, ...]:
+        return tuple(stage for stage in (self.first_stage - 1, self.last_stage + 1) if 0 <= stage < num_stages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """A segment and the start of the window that it rolls back to."""
+    """A segment and the window that it rolls back to."""
 
     segment: Segment
     window_start: int
+    num_slots: int
+
+    @property
+    def states(self) -> range:
+        """The iterations after which the window's snapshots were taken."""
+        return range(self.window_start, self.window_start + self.num_slots)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetch:
+    """A rank gets its window, and the step log that belongs to it, from a rank that holds a copy."""
+
+    global_rank: int
+    source_rank: int
+    window_start: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryPlan:
+    """Who rolls back, from the first stage on, and who fetches, from the first rank on. All end at the target."""
+
+    target_iteration: int
+    num_stages: int
+    rollbacks: tuple[Rollback, ...]
+    fetches: tuple[Fetch, ...]
+
+    def lines(self) -> list[str]:
+        """Return the plan for people to read, a line for each fact."""
+        rolling = {stage for rollback in self.rollbacks for stage in rollback.segment.stages}
+        sending = {
+            stage
+            for rollback in self.rollbacks
+            if rollback.window_start < self.target_iteration
+            for stage in rollback.segment.neighbours(self.num_stages)
+        }
+        waiting = set(range(self.num_stages)) - rolling - sending
+        return [
+            *(f"{_span('stage', rollback.segment.stages)}: {self._replay(rollback)}" for rollback in self.rollbacks),
+            *([f"{_list(sending)}: wait and send logs"] if sending else []),
+            *([f"{_list(waiting)}: wait"] if rolling and waiting else []),
+            *(
+                f"rank {fetch.global_rank}: get the window at {fetch.window_start} from rank {fetch.source_rank}"
+                for fetch in self.fetches
+            ),
+            f"all stages: go on after iteration {self.target_iteration}",
+        ]
+
+    def _replay(self, rollback: Rollback) -> str:
+        iterations = range(rollback.window_start + 1, self.target_iteration + 1)
+        window = f"the window at {rollback.window_start}"
+        return f"replay {_span('iteration', iterations)} from {window}" if iterations else f"load {window}"
+
+
+def plan_segments(stages: Collection[int]) -> tuple[Segment, ...]:
+    """Return the runs of neighbours among stages, from the first to the last: 1, 2 and 5 make 1 to 2 and 5."""
+    firsts = sorted(stage for stage in set(stages) if stage - 1 not in stages)
+    lasts = sorted(stage for stage in set(stages) if stage + 1 not in stages)
+    return tuple(Segment(first_stage=first, last_stage=last) for first, last in zip(firsts, lasts, strict=True))
 
 
 def plan_recovery(
-    lost_stages: Collection[int], inventories: Sequence[Inventory], *, target_iteration: int, boundary_log: bool
-) -> tuple[Rollback, ...]:
-    """Return who rolls back to where: the newest windows with which as few stages as possible reach the target.
+    lost_stages: Collection[int],
+    inventories: Collection[Inventory],
+    *,
+    target_iteration: int | None,
+    boundary_log: bool,
+) -> RecoveryPlan:
+    """Return how as few stages as possible get to the target, from the newest windows. `inventories`: of all ranks.
 
-    `inventories` are those of all ranks. Where logs do not cover what a lost segment needs, the whole model rolls back.
-    Raises CheckpointLoadError, with what there was, if nothing that is left leads to the target.
+    Each run of neighbouring lost stages recovers on its own, next to stages that logged what it needs: stages 1, 2 and
+    5 of 8 as 1 to 2 and 5. If stage 3 did not log that, 1 to 3 roll back, next to stage 4. Where no logs lead there,
+    without `boundary_log`, or where nobody has state (`target_iteration` None), all stages roll back to the newest
+    window that all ranks can have. It may lead elsewhere: one of 10 to 12, with steps to 13, leads to 13 where 14 was
+    wanted, and to 12 where 11 or None was. After a further loss, plan again. MoEvement, Appendix A.
+
+    Raises CheckpointLoadError, with what there was, if there is no such window.
     """
-    num_stages = 1 + max(inventory.stage for inventory in inventories)
-    whole = plan_segments(range(num_stages), num_stages, boundary_log=boundary_log)
-    for segments in (plan_segments(lost_stages, num_stages, boundary_log=boundary_log), whole):
-        starts = [_newest_start(segment, inventories, target_iteration) for segment in segments]
-        found = [start for start in starts if start is not None]
-        if len(found) == len(segments):
-            pairs = zip(segments, found, strict=True)
-            return tuple(Rollback(segment=segment, window_start=start) for segment, start in pairs)
-    raise CheckpointLoadError(
-        f"stages {sorted(lost_stages)} cannot be rebuilt at iteration {target_iteration}: looked for a complete sparse "
-        f"window that all ranks concerned share, or that all ranks share; got windows from "
-        f"{[inventory.windows for inventory in inventories]} and boundary logs from iterations "
-        f"{[inventory.logged_from for inventory in inventories]}, by global rank"
+    ranks = sorted(inventories, key=lambda inventory: inventory.global_rank)
+    memories = find_memories(ranks)
+    stages = combine_stages(ranks, memories)
+    lost = set(lost_stages)
+    assert lost <= set(range(len(stages))), (sorted(lost), len(stages))
+    target, rollbacks = target_iteration, None
+    if target is not None and (boundary_log or not lost):
+        rollbacks = _plan_local(lost, stages, target)
+    if target is None or rollbacks is None:
+        whole = _common_windows(stages)
+        if not whole:
+            raise CheckpointLoadError(_nothing_found(lost, target, ranks, memories))
+        states = _newest(whole)
+        target = max(states[-1], min(states[-1] if target is None else target, whole[states]))
+        rollbacks = tuple(_rollback(segment, states) for segment in plan_segments(range(len(stages))))
+    fetches = _plan_fetches(ranks, memories, stages, rollbacks, target)
+    return RecoveryPlan(target_iteration=target, num_stages=len(stages), rollbacks=rollbacks, fetches=fetches)
+
+
+def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -> tuple[Rollback, ...] | None:
+    """Return the rollbacks of the fewest stages that reach the target by logs, or None if there are none.
+
+    There is nothing to choose: what a segment's newest window needs of a log, all its older ones need, and so do all
+    larger segments, which have no newer one. So a neighbour whose log does not reach has to roll back in any case.
+    """
+    rolling = set(lost)
+    while True:
+        rollbacks, missing = [], set()
+        for segment in plan_segments(rolling):
+            steps_to = _common_windows([stages[stage] for stage in segment.stages])
+            usable = [states for states in steps_to if states[-1] <= target <= steps_to[states]]
+            if not usable:
+                return None
+            rollbacks.append(_rollback(segment, _newest(usable)))
+            missing |= _missing_logs(rollbacks[-1], stages, target)
+        if not missing:
+            return tuple(rollbacks)
+        rolling |= missing
+
+
+def _missing_logs(rollback: Rollback, stages: Sequence[StageInventory], target: int) -> set[int]:
+    """Return the neighbours that did not log all that the segment replays."""
+    neighbours, first = rollback.segment.neighbours(len(stages)), rollback.window_start + 1
+    return {stage for stage in neighbours if not stages[stage].has_logged(first, target)}
+
+
+def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
+    """Return the states of the windows that all these stages have, with the iteration to which all have the steps."""
+    shared = set(stages[0].windows).intersection(*(stage.windows for stage in stages))
+    return {states: min(stage.windows[states].steps_to for stage in stages) for states in shared}
+
+
+def _newest(windows: Iterable[range]) -> range:
+    return max(windows, key=lambda states: (states.start, -len(states)))
+
+
+def _rollback(segment: Segment, states: range) -> Rollback:
+    return Rollback(segment=segment, window_start=states.start, num_slots=len(states))
+
+
+def _plan_fetches(
+    ranks: Iterable[Inventory],
+    memories: Memories,
+    stages: Sequence[StageInventory],
+    rollbacks: Iterable[Rollback],
+    target: int,
+) -> tuple[Fetch, ...]:
+    """Return who has to fetch its window or the steps to the target, each from the holder that was asked least."""
+    states = {stage: rollback.states for rollback in rollbacks for stage in rollback.segment.stages}
+    asked: Counter[int] = Counter()
+    fetches = []
+    for rank in ranks:
+        if rank.stage not in states:
+            continue
+        wanted = stages[rank.stage].windows[states[rank.stage]]
+        holders = _holders(wanted, memories[rank.global_rank], target)
+        if rank.global_rank in holders:
+            continue
+        source = min(holders, key=lambda holder: (asked[holder], holder))
+        asked[source] += 1
+        fetches.append(Fetch(global_rank=rank.global_rank, source_rank=source, window_start=wanted.start))
+    return tuple(fetches)
+
+
+def _holders(wanted: WindowRef, memories: Mapping[int, Collection[WindowRef]], target: int) -> list[int]:
+    """Return the ranks whose memory has the window and the steps to the target."""
+    return [
+        holder
+        for holder, windows in memories.items()
+        if any(window.is_of(wanted) and window.steps_to >= target for window in windows)
+    ]
+
+
+def _nothing_found(lost: Collection[int], target: int | None, ranks: Iterable[Inventory], memories: Memories) -> str:
+    return (
+        f"stages {sorted(lost)} cannot be rebuilt{'' if target is None else f' at iteration {target}'}: looked for a "
+        f"complete sparse window from which logs lead there, or that all ranks have; got "
+        + "; ".join(_describe(rank, memories[rank.global_rank]) for rank in ranks)
     )
 
 
-def _newest_start(segment: Segment, inventories: Sequence[Inventory], target_iteration: int) -> int | None:
-    inside = [set(i.windows) for i in inventories if i.stage in segment.stages]
-    neighbours = [i for i in inventories if i.stage in (segment.first_stage - 1, segment.last_stage + 1)]
-    first_logged = max((neighbour.logged_from for neighbour in neighbours), default=0)
-    usable = [start for start in set.intersection(*inside) if start + 1 >= first_logged or start == target_iteration]
-    return max(usable, default=None)
+def _describe(rank: Inventory, memories: Mapping[int, Collection[WindowRef]]) -> str:
+    windows = [
+        f"{window} in rank {holder}'s memory" for holder, windows in sorted(memories.items()) for window in windows
+    ]
+    logged = f"{rank.logged_from} to {rank.logged_to}" if rank.logged_from <= rank.logged_to else "none"
+    return (
+        f"rank {rank.global_rank} of stage {rank.stage}: windows {', '.join(windows) or 'none'}, boundary log {logged}"
+    )
+
+
+def _span(noun: str, numbers: range) -> str:
+    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {numbers[0]} to {numbers[-1]}"
+
+
+def _list(stages: Collection[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, sorted(stages)))}"

@@ -10,9 +10,10 @@ who rolls back to where (`recovery.plan` does) or in which steps (`recovery.conv
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +22,15 @@ import torch.distributed as dist
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
-from moe_ckpt.recovery.plan import Inventory, Rollback, plan_recovery
+from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.boundary import Direction, LoggedEnds
-from moe_ckpt.store.codec import Snapshot, verify
+from moe_ckpt.store.codec import ShardIdentity, Snapshot, verify
 from moe_ckpt.store.memory import Window
+from moe_ckpt.types import RunIdentity
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class Loss:
 
 
 class Recovery:
-    """Recovers in living processes. Collective over all ranks."""
+    """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
 
     def __init__(self, place: Place, training: Training, stores: SparseStores, events: EventLog) -> None:
         self._place = place
@@ -56,55 +59,77 @@ class Recovery:
         self._events = events
 
     def recover(self, loss: Loss) -> None:
-        """Bring all ranks to the state after the target iteration.
+        """Bring all ranks to the state after the target iteration, where processes live and state is gone.
 
         Raises CheckpointLoadError on all ranks if nothing that is left leads there, or if a replay proves a healthy
         rank to differ from what its own steps lead to.
         """
-        started_s = time.monotonic()
         if loss.undo and not loss.mine:
             start = self._stores.steps.start(loss.target_iteration + 1)
             self._stage.restore_start(start, with_buffers=True)
-        rollbacks = self._plan(loss)
-        mine = next((rollback for rollback in rollbacks if self._place.stage in rollback.segment.stages), None)
-        before = None if mine is None or loss.mine else self._stage.digest()
-        if mine is None:
-            self._serve(rollbacks, loss.target_iteration)
-        else:
-            fetched_bytes = self._roll_back(mine, loss.target_iteration)
-            self._report(mine, loss.target_iteration, fetched_bytes, started_s)
-        on_all_ranks(lambda: self._compare(loss.target_iteration, before), CheckpointLoadError)
-        self._say(loss, rollbacks, time.monotonic() - started_s)
-
-    def _plan(self, loss: Loss) -> tuple[Rollback, ...]:
-        inventories = on_all_ranks(lambda: self._inventory(loss.target_iteration), CheckpointLoadError)
-        return plan_recovery(
-            loss.stages,
-            inventories,
-            target_iteration=loss.target_iteration,
-            boundary_log=self._stores.boundary is not None,
+        target = loss.target_iteration
+        inventories = on_all_ranks(lambda: self.inventory(target, {}), CheckpointLoadError)
+        plan = plan_recovery(
+            loss.stages, inventories, target_iteration=target, boundary_log=self._stores.boundary is not None
         )
+        if plan.target_iteration != target:
+            raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
+        self.carry_out(plan, live=not loss.mine)
 
-    def _inventory(self, target: int) -> Inventory:
-        windows = [window for window in self._stores.memory.windows() if self._is_usable(window, target)]
+    def inventory(self, target: int | None, held: Mapping[int, tuple[WindowRef, ...]]) -> Inventory:
+        """Return what this rank has to recover with, towards a target or wherever it leads; all of it is verified."""
         boundary = self._stores.boundary
+        refs = [
+            ref
+            for window in self._stores.memory.windows()
+            if (ref := self._usable(window)) is not None and (target is None or ref.end <= target)
+        ]
+        last = 0 if target is None else target
         return Inventory(
+            global_rank=self._place.shard.global_rank,
             stage=self._place.stage,
-            windows=tuple(window.start for window in windows),
-            logged_from=boundary.usable_from(target) if boundary else target + 1,
+            windows=tuple(refs),
+            held=held,
+            logged_from=boundary.usable_from(last) if boundary else last + 1,
+            logged_to=last,
         )
 
-    def _is_usable(self, window: Window, target: int) -> bool:
+    def carry_out(self, plan: RecoveryPlan, *, live: bool) -> int:
+        """Bring this rank to the plan's target; return how many iterations it has run for that.
+
+        `live`: its state is whole, and that of the target already; where its stage rolls back all the same, it must
+        come out as it was. Raises CheckpointLoadError on all ranks if one does not.
+        """
+        started_s = time.monotonic()
+        target = plan.target_iteration
+        mine = next((rollback for rollback in plan.rollbacks if self._place.stage in rollback.segment.stages), None)
+        before = self._operators.digests() if mine is not None and live else None
+        if mine is None:
+            self._serve(plan.rollbacks, target)
+        else:
+            fetched_bytes = self._roll_back(mine, target)
+            self._report(mine, target, fetched_bytes, started_s)
+        on_all_ranks(lambda: self._compare(target, before), CheckpointLoadError)
+        self._say(plan, time.monotonic() - started_s)
+        return 0 if mine is None else target - mine.window_start
+
+    def _usable(self, window: Window) -> WindowRef | None:
         try:
-            for snapshot in window.snapshots:
-                verify(snapshot, identity=self._place.identity, shard=self._place.shard)
-            plan_conversion([_contents(snapshot) for snapshot in window.snapshots], target)
+            return self._verified(window)
         except CheckpointLoadError as error:
             self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
             _log.warning("%s cannot be used: %s", window, error)
             self._stores.memory.drop(window.start)
-            return False
-        return self._stores.steps.covers(window.start + 1, target)
+            return None
+
+    def _verified(self, window: Window) -> WindowRef | None:
+        """Return what the window is good for; None where the step log does not lead to its end.
+
+        Raises CheckpointLoadError where it is damaged.
+        """
+        return verified_window(
+            window.snapshots, self._place.identity, self._place.shard, self._stores.steps.reaches(window.start + 1)
+        )
 
     def _roll_back(self, rollback: Rollback, target: int) -> int:
         """Load and replay; return the bytes that came from neighbours."""
@@ -117,7 +142,8 @@ class Recovery:
             if step.run_iteration is not None:
                 fetched_bytes += self._run_again(step, step.run_iteration, rollback)
         self._operators.freeze(())
-        self._stage.restore_start(self._stores.steps.start(target + 1), with_buffers=False)
+        if self._stores.steps.has_start(target + 1):  # else the replay has led there
+            self._stage.restore_start(self._stores.steps.start(target + 1), with_buffers=False)
         return fetched_bytes
 
     def _load(self, snapshot: Snapshot) -> None:
@@ -178,15 +204,17 @@ class Recovery:
         dist.recv(payload, rank)
         return payload.split(size_bytes)
 
-    def _compare(self, target: int, live: str | None) -> None:
+    def _compare(self, target: int, live: Mapping[str, str] | None) -> None:
         """Compare a healthy rank's state with what it was before it was replayed, too."""
-        replayed = live and self._stage.digest()
-        if live is None or live == replayed:
+        replayed = self._operators.digests() if live is not None else None
+        if live == replayed or live is None or replayed is None:
             return
-        self._events.append(ReplayDiffered(iteration=target, live_digest=live, replayed_digest=str(replayed)))
+        differing = [name for name in live if live[name] != replayed.get(name)]
+        self._events.append(ReplayDiffered(iteration=target, operators=differing))
         raise CheckpointLoadError(
-            f"rank {self._place.shard.global_rank}: replaying to iteration {target} gave the state {replayed}, where "
-            f"the rank, which lost nothing, was at {live}: corrupt memory, or training that is not deterministic"
+            f"rank {self._place.shard.global_rank}: replaying to iteration {target} gave another state of "
+            f"{', '.join(differing)} than the rank had, which lost nothing: corrupt memory, or training that is not "
+            "deterministic"
         )
 
     def _report(self, rollback: Rollback, target: int, fetched_bytes: int, started_s: float) -> None:
@@ -202,18 +230,26 @@ class Recovery:
             )
         )
 
-    def _say(self, loss: Loss, rollbacks: Collection[Rollback], seconds: float) -> None:
-        if self._place.shard.global_rank == 0:
-            for rollback in rollbacks:
-                _log.warning(
-                    "stages %d to %d rebuilt at iteration %d in %.2f s: %d iterations replayed from iteration %d on",
-                    rollback.segment.first_stage,
-                    rollback.segment.last_stage,
-                    loss.target_iteration,
-                    seconds,
-                    loss.target_iteration - rollback.window_start,
-                    rollback.window_start,
-                )
+    def _say(self, plan: RecoveryPlan, seconds: float) -> None:
+        if self._place.shard.global_rank == 0 and plan.rollbacks:
+            _log.warning("%s; done in %.2f s", "; ".join(plan.lines()), seconds)
+
+
+def verified_window(
+    snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity, steps_to: int
+) -> WindowRef | None:
+    """Return what the complete window of these snapshots is good for, with steps up to `steps_to`; None for nothing.
+
+    Raises CheckpointLoadError where it is damaged, incomplete, or another run's or shard's.
+    """
+    for snapshot in snapshots:
+        verify(snapshot, identity=identity, shard=shard)
+    contents = sorted(map(_contents, snapshots), key=lambda snapshot: snapshot.slot)
+    last = contents[-1].iteration
+    plan_conversion(contents, last)
+    cut = hashlib.sha256(repr([(slot.full, slot.compute) for slot in contents]).encode()).hexdigest()[:12]
+    start = contents[0].window_start
+    return None if steps_to < last else WindowRef(start=start, num_slots=len(contents), steps_to=steps_to, cut=cut)
 
 
 def _contents(snapshot: Snapshot) -> SnapshotContents:

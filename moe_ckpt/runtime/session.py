@@ -18,42 +18,96 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import EventLog, WindowChosen
 from moe_ckpt.ports import Policy
 from moe_ckpt.runtime.durable import DurableTier
+from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.inject import StateLosses
 from moe_ckpt.runtime.recover import Loss, Recovery
+from moe_ckpt.runtime.rejoin import Rejoin, Rejoined, StepState
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
-from moe_ckpt.types import Measured, ReadyGradients, SnapshotPlan
+from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SparseParts:
-    """What a session with sparse snapshots consists of; `notes` say what it will cost, for people."""
+    """What a session with sparse snapshots consists of; `notes` say what it will cost, for people.
+
+    `rejoin` is None where the loss of a process ends the job.
+    """
 
     tier: SparseTier
     stores: SparseStores
     recovery: Recovery
     losses: StateLosses
     notes: Sequence[str]
+    rejoin: Rejoin | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parts:
+    """What is made anew, by all ranks together, whenever ranks have been replaced: all decide from the same start."""
+
+    policy: Policy
+    sparse: SparseParts | None
 
 
 class Session:
-    """Implements `ports.TrainingHooks`. Every method is collective over all ranks."""
+    """Implements `ports.TrainingHooks`. Every method is collective over all ranks.
+
+    `enter` comes first, and again in every generation of an elastic job.
+    """
 
     def __init__(
-        self, policy: Policy, durable: DurableTier, events: EventLog, *, strict: bool, sparse: SparseParts | None
+        self,
+        make_parts: Callable[[], Parts],
+        durable: DurableTier,
+        events: EventLog,
+        *,
+        strict: bool,
+        elastic: Elastic | None = None,
     ) -> None:
-        self._policy = policy
+        self._make_parts = make_parts
         self._durable = durable
         self._events = events
         self._strict = strict
-        self.sparse = sparse
+        self._elastic = elastic
+        self._parts: Parts | None = None
+        self._state = StepState()
         self._has_base = False
+
+    @property
+    def sparse(self) -> SparseParts | None:
+        return self._parts.sparse if self._parts else None
 
     @property
     def notes(self) -> Sequence[str]:
         """What checkpointing will cost, line by line, for people."""
         return self.sparse.notes if self.sparse else ()
+
+    def enter(self) -> None:
+        """Meet the other ranks, some of which may be new."""
+        if self.sparse:
+            self.sparse.tier.abort()
+        self._parts = self._make_parts()
+        self._has_base = False
+
+    def rejoin(self) -> Rejoined:
+        """Bring all ranks to one state out of what is left of it; its iteration is None where nothing is.
+
+        Then the caller starts from the beginning or a checkpoint: `resume`. Raises CheckpointLoadError on all ranks if
+        what is left leads nowhere.
+        """
+        assert self.sparse is not None
+        assert self.sparse.rejoin is not None
+        self._enter_phase(Phase.RECOVERY)
+        rejoined = self.sparse.rejoin.run(self._state)
+        if rejoined.iteration is not None:
+            self.sparse.tier.note_start(rejoined.iteration + 1)
+        return rejoined
+
+    def begin_at(self, iteration: int) -> None:
+        """The whole state is that after `iteration` steps, on all ranks."""
+        self._state.be_at(iteration)
 
     def resume(self, source: Path | None) -> int:
         """Load the newest checkpoint of this run, or the one at `source`; return the iteration of the state.
@@ -69,6 +123,7 @@ class Session:
             self._take_base(self.sparse, iteration - 1)
         self.sparse.tier.started(iteration)
         self.sparse.losses.arm(iteration)
+        self._enter_phase(Phase.FORWARD, iteration)
 
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         if self.sparse is None:
@@ -76,14 +131,24 @@ class Session:
         if self._recover(self.sparse, iteration - 1, undo=True):
             return False
         self.sparse.tier.ready(iteration, gradients)
+        if self._elastic:
+            self._vote(self.sparse, iteration, gradients)
+        self._enter_phase(Phase.STEP)
         return True
 
+    def update_applied(self, iteration: int) -> None:
+        self._state.apply(iteration)
+        self._enter_phase(Phase.STEP)
+
     def step_committed(self, iteration: int) -> None:
+        self._state.be_at(iteration)
+        self._enter_phase(Phase.SNAPSHOT)
         if self.sparse:
             self.sparse.tier.committed(iteration)
             self.sparse.losses.strike(iteration, "step")
             self._recover(self.sparse, iteration, undo=False)
-        plan = self._policy.plan(iteration, self._measure)
+        assert self._parts is not None
+        plan = self._parts.policy.plan(iteration, self._measure)
         self._attempt(lambda: self._durable.poll(wait=plan.durable))
         if plan.durable:
             self._attempt(lambda: self._durable.save(iteration))
@@ -91,6 +156,7 @@ class Session:
             self._take(self.sparse, iteration, plan)
             self.sparse.losses.strike(iteration, "between")
             self._recover(self.sparse, iteration, undo=False)
+        self._enter_phase(Phase.BETWEEN)
 
     def finish(self) -> None:
         """Wait for what is still being written."""
@@ -98,8 +164,23 @@ class Session:
         if self.sparse:
             self.sparse.tier.close()
 
+    def _vote(self, sparse: SparseParts, iteration: int, gradients: ReadyGradients) -> None:
+        """Return once every rank has complete gradients: then no rank that lives can be left behind by the others.
+
+        Peers know by then what each rank started the iteration from, or a rank whose memory is lost could not replay.
+        """
+        if sparse.stores.journal:
+            sparse.stores.journal.has_copies_of_steps(iteration)
+        self._state.prepare(gradients)
+        dist.barrier()
+
+    def _enter_phase(self, phase: Phase, iteration: int | None = None) -> None:
+        if self._elastic:
+            self._elastic.page.enter(phase, iteration)
+
     def _take_base(self, sparse: SparseParts, iteration: int) -> None:
-        plan = self._policy.plan(iteration, self._measure).sparse
+        assert self._parts is not None
+        plan = self._parts.policy.plan(iteration, self._measure).sparse
         assert plan is not None, iteration
         sparse.tier.take_base(plan)
         self._has_base = True

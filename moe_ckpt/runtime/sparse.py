@@ -5,7 +5,7 @@ decide which operators a snapshot takes (the policy does), or recover (`runtime.
 
     started(t)           note what t starts from; logs and counts of t begin
     ready(t)             the copy of snapshot t-1 is done: the step may change the state; facts of t are logged
-    committed(t), take   snapshot t starts; a window is kept once all ranks have all of it
+    committed(t), take   snapshot t starts; a window is kept once all ranks, and their peers, have all of it
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.codec import SnapshotHeader
 from moe_ckpt.store.copier import HostCopier
+from moe_ckpt.store.journal import Journal
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
@@ -42,7 +43,10 @@ _RECENT_ITERS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SparseStores:
-    """What a rank keeps in host memory, and the engine that fills it. `boundary` is None where stages keep no log."""
+    """What a rank keeps in host memory, and the engine that fills it.
+
+    `boundary` is None where stages keep no log, `journal` where nothing outlives the process.
+    """
 
     copiers: Sequence[HostCopier]
     engine: SnapshotEngine
@@ -50,6 +54,7 @@ class SparseStores:
     steps: StepLog
     boundary: BoundaryLog | None
     buffers: Sequence[HostBuffers]
+    journal: Journal | None = None
 
     def allocated_bytes(self) -> int:
         return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
@@ -77,6 +82,7 @@ class SparseTier:
         self._dense_bytes = int(training.operators.table.full_bytes[dist.get_rank(place.stage_group)].sum())
         self._newest: SlotPlan | None = None
         self._awaits_confirmation = False
+        self._noted: int | None = None
         self._longest_span_iters = 0  # logs end there, even where no window is ever complete
         self._clock = _Clock()
         self._copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
@@ -86,7 +92,8 @@ class SparseTier:
 
     def started(self, iteration: int) -> None:
         """Before the first forward of `iteration`."""
-        self._stores.steps.note_start(iteration, self._stage.begin())
+        if self._noted != iteration:
+            self.note_start(iteration)
         self._measured = None
         self._drop_logs_up_to(iteration - self._longest_span_iters)
         self._counts.begin()
@@ -112,7 +119,12 @@ class SparseTier:
     def committed(self, iteration: int) -> None:
         """The state is that after `iteration` steps."""
         self._clock.finished()
-        self._stores.steps.note_start(iteration + 1, self._stage.begin())
+        self.note_start(iteration + 1)
+
+    def note_start(self, iteration: int) -> None:
+        """The state is what `iteration` starts from."""
+        self._stores.steps.note_start(iteration, self._stage.begin())
+        self._noted = iteration
 
     def take(self, plan: SlotPlan) -> None:
         """Start taking of the state what the plan for it says."""
@@ -126,9 +138,10 @@ class SparseTier:
         self._capture(plan)
 
     def take_base(self, plan: SlotPlan) -> None:
-        """Take what training begins with, and keep it before it begins: a fault can come at any time."""
+        """Take everything; where nothing else is kept, wait until it is: a fault can come at any time."""
         self.take(plan)
-        self._confirm()
+        if not self._stores.memory.windows():
+            self._confirm()
 
     def stop_observing(self) -> None:
         """The pass over the batch is over: what follows is neither logged nor counted."""
@@ -154,6 +167,12 @@ class SparseTier:
         if self._stores.boundary:
             self._stores.boundary.clear()
         self._popularity = np.zeros_like(self._popularity)
+
+    def abort(self) -> None:
+        """What was being done has come to nothing: stop looking, finish copies, drop the window in flight."""
+        self.stop_observing()
+        self.settle()
+        self._stores.memory.abandon()
 
     def settle(self) -> None:
         """Finish what is being taken: the state under it may change then."""
@@ -201,7 +220,11 @@ class SparseTier:
             return
         if taken is None:
             return
-        self._stores.memory.add(taken.snapshot)
+        try:
+            self._stores.memory.add(taken.snapshot)
+        except CheckpointSaveError as error:
+            self._report(error)
+            return
         header = taken.snapshot.header
         if header.payload_bytes:
             self._copy_rates.append(header.payload_bytes / max(taken.copy_s, 1e-9))
@@ -232,7 +255,7 @@ class SparseTier:
 
     def _agree(self) -> bool:
         """Measure, and return whether the window in flight is complete, on all ranks alike."""
-        complete = self._stores.memory.complete
+        complete = self._stores.memory.complete and self._has_copies()
         mine = [self._clock.iteration_s(), -self._copy_bytes_per_s(), -float(complete)]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -243,6 +266,10 @@ class SparseTier:
             iteration_s=iteration_s, copy_bytes_per_s=-negative_rate, popularity=popularity.cpu().numpy()
         )
         return all_complete < 0
+
+    def _has_copies(self) -> bool:
+        window, journal = self._stores.memory.in_flight(), self._stores.journal
+        return window is not None and (journal is None or journal.has_copies(window.snapshots))
 
     def _drop_old_logs(self) -> None:
         oldest = self._stores.memory.oldest_needed_iteration()

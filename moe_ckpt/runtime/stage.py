@@ -69,6 +69,10 @@ class Operators(Protocol):
         """Put pieces back, on all ranks of the stage together, and make all copies whole."""
         ...
 
+    def digests(self) -> Mapping[str, str]:
+        """Return a hash of what this rank holds of each operator, by its name."""
+        ...
+
     def freeze(self, frozen: Collection[str]) -> None:
         """Let these skip weight gradients, and all others compute them."""
         ...
@@ -95,8 +99,12 @@ class Stage(Protocol):
         """Run an iteration again, from the state before it."""
         ...
 
-    def digest(self) -> str:
-        """Return a hash of the whole state."""
+    def update(self, gradients: ReadyGradients) -> None:
+        """Take the step whose gradients are there, on this rank alone."""
+        ...
+
+    def gather(self) -> None:
+        """Make the weights whole after a step. Collective in the stage; may be repeated."""
         ...
 
 

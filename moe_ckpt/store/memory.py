@@ -9,10 +9,11 @@ payloads, copy, or talk to other ranks. MoEvement, section 3.2, "Persisting Snap
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from threading import Lock
+from typing import Protocol
 
 import torch
 
@@ -28,16 +29,47 @@ BYTES_OF_ROLE = {
 }
 
 
+class HostMemory(Protocol):
+    """Where buffers come from, for any thread."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return new memory: uint8, [nbytes], contiguous, of any content; the caller's until it is freed.
+
+        Raises CheckpointSaveError if there is no such memory.
+        """
+        ...
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Take back memory, the very object that was allocated. Nobody uses it, or a view of it, any more."""
+        ...
+
+
+class PrivateMemory:
+    """Memory that ends with the process. `pinned` asks for page-locked memory, where there is a GPU to copy from."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pin_memory = pinned and torch.cuda.is_available()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
+        except RuntimeError as error:
+            raise CheckpointSaveError(f"no host memory for a snapshot of {nbytes} bytes: {error}") from error
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: the memory goes with its last tensor."""
+
+
 class HostBuffers:
     """A pool of uint8 buffers in host memory, for any thread.
 
     Free buffers are kept only up to the most bytes that were ever in use at the same time: a run whose sizes repeat
     finds every size again and allocates nothing after its first windows, and one whose sizes drift gives back the
-    buffers that were of no use for longest. `pinned` asks for page-locked memory, where there is a GPU to copy from.
+    buffers that were of no use for longest.
     """
 
-    def __init__(self, *, pinned: bool, limit_bytes: int | None = None) -> None:
-        self._pin_memory = pinned and torch.cuda.is_available()
+    def __init__(self, memory: HostMemory, limit_bytes: int | None = None) -> None:
+        self._memory = memory
         self._limit_bytes = limit_bytes
         self._lock = Lock()
         self._in_use: dict[int, torch.Tensor] = {}  # by id
@@ -63,15 +95,24 @@ class HostBuffers:
             buffer = self._take_free(nbytes)
             if buffer is None:
                 buffer = self._allocate(nbytes)
-            self._in_use[id(buffer)] = buffer
-            self._peak_bytes = max(self._peak_bytes, _total(self._in_use.values()))
+            self._use(buffer)
             return buffer
+
+    def adopt(self, buffer: torch.Tensor) -> None:
+        """Count a buffer that the memory has handed out already as acquired, whatever the limit."""
+        with self._lock:
+            assert id(buffer) not in self._in_use, "adopted a buffer in use"
+            self._use(buffer)
 
     def release(self, buffer: torch.Tensor) -> None:
         """Take back a buffer, the very object that was acquired. Nobody may read it, or a view of it, any more."""
         with self._lock:
             assert id(buffer) in self._in_use, "released a tensor that is not a buffer in use"
             self._free.append(self._in_use.pop(id(buffer)))
+
+    def _use(self, buffer: torch.Tensor) -> None:
+        self._in_use[id(buffer)] = buffer
+        self._peak_bytes = max(self._peak_bytes, _total(self._in_use.values()))
 
     def _take_free(self, nbytes: int) -> torch.Tensor | None:
         """Return the smallest free buffer that is large enough, unless a snapshot would waste too much of it.
@@ -94,15 +135,12 @@ class HostBuffers:
                 f"wanted at most ckpt.memory_budget_bytes={self._limit_bytes}"
             )
         self._drop_free(self._peak_bytes - nbytes)
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
-        except RuntimeError as error:
-            raise CheckpointSaveError(f"no host memory for a snapshot of {nbytes} bytes: {error}") from error
+        return self._memory.allocate(nbytes)
 
     def _drop_free(self, allowed_bytes: int) -> None:
         """Drop free buffers, the longest free first, until the pool is that small or all of it is in use."""
         while self._free and self._total_bytes() > allowed_bytes:
-            del self._free[0]
+            self._memory.free(self._free.pop(0))
 
     def _total_bytes(self) -> int:
         return _total(self._in_use.values()) + _total(self._free)
@@ -132,6 +170,18 @@ class Window:
         return f"the window from {self.start} ({len(self.snapshots)} of {self.num_slots} slots, {self.state.value})"
 
 
+class SnapshotKeeper(Protocol):
+    """Told of all snapshots that are held, to keep them elsewhere as well."""
+
+    def add_snapshot(self, snapshot: Snapshot) -> None:
+        """A snapshot is held from now on. Raises CheckpointSaveError if it cannot be kept."""
+        ...
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        """It is not held any more."""
+        ...
+
+
 class SnapshotMemory:
     """Which snapshots of this rank are held, for one thread; payloads are buffers acquired from `buffers`.
 
@@ -139,9 +189,10 @@ class SnapshotMemory:
     out may be read only until the next call that changes anything.
     """
 
-    def __init__(self, buffers: HostBuffers, keep_windows: int) -> None:
+    def __init__(self, buffers: HostBuffers, keep_windows: int, keeper: SnapshotKeeper | None = None) -> None:
         assert keep_windows >= 1, keep_windows
         self._buffers = buffers
+        self._keeper = keeper
         self._keep_windows = keep_windows
         self._windows: list[Window] = []  # newest first; only the first may be in flight
 
@@ -173,15 +224,35 @@ class SnapshotMemory:
         self._hold([window, *self.windows()])
 
     def add(self, snapshot: Snapshot) -> None:
-        """Put a finished snapshot into the window in flight, in the place of one of the same slot."""
+        """Put a finished snapshot into the window in flight, in the place of one of the same slot.
+
+        Raises CheckpointSaveError if it cannot be kept; then its buffer is released.
+        """
         window, header = self.in_flight(), snapshot.header
         assert window is not None, f"{header}: no window is in flight"
         assert (header.window_start, header.num_slots) == (window.start, window.num_slots), f"{header}: not of {window}"
         assert 0 <= header.slot < window.num_slots, f"{header}: no such slot"
         assert header.iteration == window.start + header.slot, f"{header}: of another iteration"
+        self._keep(snapshot)
         others = [other for other in window.snapshots if other.header.slot != header.slot]
         snapshots = tuple(sorted([*others, snapshot], key=lambda snapshot: snapshot.header.slot))
         self._hold([replace(window, snapshots=snapshots), *self.windows()])
+
+    def adopt(self, snapshots: Sequence[Snapshot]) -> None:
+        """Hold what an earlier process has kept: its complete windows; all else is dropped.
+
+        Their buffers count as acquired from the pool.
+        """
+        assert not self._windows, self._windows
+        for snapshot in snapshots:
+            self._buffers.adopt(snapshot.payload)
+        self._windows = _group(snapshots)
+        complete = {window.start: window for window in self._windows if window.complete}
+        self._hold([complete[start] for start in sorted(complete, reverse=True)])
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._hold([])
 
     def confirm(self) -> None:
         """The window in flight became persisted: keep it and the newest before it, `keep_windows` in all.
@@ -219,7 +290,33 @@ class SnapshotMemory:
         gone = [snapshot for snapshot in _snapshots(self._windows) if id(snapshot.payload) not in kept]
         self._windows = windows
         for snapshot in gone:
+            if self._keeper:
+                self._keeper.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        try:
+            if self._keeper:
+                self._keeper.add_snapshot(snapshot)
+        except CheckpointSaveError:
+            self._buffers.release(snapshot.payload)
+            raise
+
+
+def _group(snapshots: Iterable[Snapshot]) -> list[Window]:
+    """Return windows with all these snapshots, each slot at most once in a window."""
+    groups: dict[tuple[int, int, int], dict[int, Snapshot]] = {}
+    for snapshot in snapshots:
+        header, copy = snapshot.header, 0
+        while header.slot in groups.setdefault((header.window_start, header.num_slots, copy), {}):
+            copy += 1
+        groups[header.window_start, header.num_slots, copy][header.slot] = snapshot
+    return [
+        Window(
+            start=start, num_slots=num, state=WindowState.PERSISTED, snapshots=tuple(slots[k] for k in sorted(slots))
+        )
+        for (start, num, _), slots in groups.items()
+    ]
 
 
 def _total(buffers: Iterable[torch.Tensor]) -> int:

@@ -6,9 +6,9 @@ tensors in a record are opaque, named, on the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -30,10 +30,21 @@ class StepRecord:
     tied_gradient: torch.Tensor | None
 
 
+class StepKeeper(Protocol):
+    """Told of all that is logged and dropped, to keep it elsewhere as well."""
+
+    def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None: ...
+
+    def add_record(self, record: StepRecord) -> None: ...
+
+    def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None: ...
+
+
 class StepLog:
     """One rank's log, by iteration: what each started from (generators, scalers, schedule), and its record."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: StepKeeper | None = None) -> None:
+        self._keeper = keeper
         self._starts: dict[int, Mapping[str, torch.Tensor]] = {}
         self._records: dict[int, StepRecord] = {}
 
@@ -44,13 +55,41 @@ class StepLog:
         tied = [record.tied_gradient for record in self._records.values()]
         return sum(tensor.nbytes for tensor in [*tensors, *tied] if tensor is not None)
 
+    @property
+    def gradients(self) -> Mapping[int, ReadyGradients]:
+        """What all ranks of the job share of their records, by iteration."""
+        return {iteration: record.gradients for iteration, record in self._records.items()}
+
+    def adopt(self, starts: Mapping[int, Mapping[str, torch.Tensor]], records: Mapping[int, StepRecord]) -> None:
+        """Take over what an earlier process had logged, and its keeper has."""
+        self._starts |= starts
+        self._records |= records
+
+    def fill(self, facts: Mapping[int, ReadyGradients]) -> None:
+        """Add records of iterations that there are none of."""
+        for iteration, gradients in facts.items():
+            if iteration not in self._records:
+                self.add(StepRecord(iteration=iteration, gradients=gradients, tied_gradient=None))
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.drop_up_to(max([*self._starts, *self._records], default=0))
+
     def note_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
         """Log what `iteration` starts from, in place of what was noted before."""
         self._starts[iteration] = small_state
+        if self._keeper:
+            self._keeper.add_start(iteration, small_state)
 
     def add(self, record: StepRecord) -> None:
         """Log a record, in place of an older one of the same iteration."""
         self._records[record.iteration] = record
+        if self._keeper:
+            self._keeper.add_record(record)
+
+    def has_start(self, iteration: int) -> bool:
+        """Return whether it is logged what an iteration starts from."""
+        return iteration in self._starts
 
     def start(self, iteration: int) -> Mapping[str, torch.Tensor]:
         """Return what an iteration started from. Raises CheckpointLoadError if that is not logged."""
@@ -65,11 +104,27 @@ class StepLog:
         iterations = range(first, last + 1)
         return last + 1 in self._starts and all(i in self._starts and i in self._records for i in iterations)
 
+    def reaches(self, first: int) -> int:
+        """Return the last iteration to which, from `first` on, all can be run again; `first` - 1 for none.
+
+        Of `first` it must be logged what it starts from, or nothing can: then `first` - 2.
+        """
+        if first not in self._starts:
+            return first - 2
+        last = first - 1
+        while last + 1 in self._starts and last + 1 in self._records:
+            last += 1
+        return last
+
     def drop_up_to(self, iteration: int) -> None:
         """Drop `iteration` and all before it."""
-        for logged in (self._starts, self._records):
-            for old in [i for i in logged if i <= iteration]:
-                del logged[old]
+        starts, records = ([i for i in logged if i <= iteration] for logged in (self._starts, self._records))
+        for old in starts:
+            del self._starts[old]
+        for old in records:
+            del self._records[old]
+        if self._keeper and (starts or records):
+            self._keeper.drop_steps(starts, records)
 
 
 def _found(logged: Mapping[int, T], iteration: int) -> T:

@@ -24,7 +24,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.store.boundary import BoundaryLog, Direction, LoggedEnds
 from moe_ckpt.store.codec import PartKey
 from moe_ckpt.store.copier import HostCopier
-from moe_ckpt.store.memory import HostBuffers
+from moe_ckpt.store.memory import HostBuffers, PrivateMemory
 from moe_ckpt.store.steps import StepRecord
 from moe_ckpt.types import ReadyGradients
 from tests.adapters.stage import build_stage
@@ -46,7 +46,7 @@ class _Job:
         self.runner = cast("StageRunner", trainer._runner)
         self.operators = RankOperators(self.state)
         self.replay = StageReplay(self.state, self.operators, self.runner.communicator, self.runner.train_on)
-        self.boundary = BoundaryLog(HostCopier(), HostBuffers(pinned=False))
+        self.boundary = BoundaryLog(HostCopier(), HostBuffers(PrivateMemory(pinned=False)))
         self.runner.communicator.log = self.boundary
         self.starts: dict[int, Mapping[str, torch.Tensor]] = {}
         self.records: dict[int, StepRecord] = {}

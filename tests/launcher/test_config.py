@@ -15,7 +15,6 @@ from launcher.config import (
     CONF_DIR,
     GROUPS,
     DataConfig,
-    FaultConfig,
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -25,19 +24,19 @@ from launcher.config import (
     compose_settings,
     group_choice_without_plus,
 )
+from launcher.faults.config import FAULT_CONFIGS
 from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.faults import StateLoss
+from moe_ckpt.faults import Kill, StateLoss, poisson_kills, trace_kills
 
 CHOICES = sorted((path.parent.name, path.stem) for path in CONF_DIR.glob("*/*.yaml"))
-NEEDS_A_PATH = {("data", "text"), ("data", "megatron")}
+NEEDS_A_PATH = {("data", "text"), ("data", "megatron"), ("fault", "trace")}
 KINDS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
     "precision": PrecisionConfig,
     "data": DataConfig,
     "train": TrainConfig,
-    "fault": FaultConfig,
     "run": RunConfig,
 }
 TRAIN_KEYS = sorted(field.name for field in fields(TrainConfig))
@@ -85,16 +84,26 @@ def test_a_choice_may_be_appended(group: str, choice: str) -> None:
     assert_section_is_the_file(f"+{group}={choice}", group, choice)
 
 
+def class_of(group: str, config: DictConfig) -> type[Any]:
+    if group == "ckpt":
+        return CKPT_CONFIGS[config.policy]
+    return FAULT_CONFIGS[config.kind] if group == "fault" else KINDS[group]
+
+
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda name: name)
 def test_every_yaml_spells_out_every_key(group: str, choice: str) -> None:
     config = load(CONF_DIR / group / f"{choice}.yaml")
-    kind = CKPT_CONFIGS[config.policy] if group == "ckpt" else KINDS[group]
-    assert list(config) == [field.name for field in fields(kind)]
+    assert list(config) == [field.name for field in fields(class_of(group, config))]
 
 
 def test_every_ckpt_yaml_is_named_after_its_policy() -> None:
     assert {path.stem for path in CONF_DIR.glob("ckpt/*.yaml")} == set(CKPT_CONFIGS)
     assert all(load(CONF_DIR / "ckpt" / f"{name}.yaml").policy == name for name in CKPT_CONFIGS)
+
+
+def test_every_fault_yaml_is_named_after_its_kind() -> None:
+    assert {path.stem for path in CONF_DIR.glob("fault/*.yaml")} == set(FAULT_CONFIGS)
+    assert all(load(CONF_DIR / "fault" / f"{name}.yaml").kind == name for name in FAULT_CONFIGS)
 
 
 @pytest.mark.parametrize("path", sorted(CONF_DIR.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF_DIR)))
@@ -265,9 +274,9 @@ def test_an_unknown_value_is_named_with_the_choices(defaults: Settings, section:
     assert str(caught.value) == f"{section}.{key}: got 'nonesuch', wanted {choices}"
 
 
-@pytest.mark.parametrize("choice", sorted(choice for _, choice in NEEDS_A_PATH))
-def test_a_missing_path_of_the_data_is_named(choice: str) -> None:
-    assert message_of(f"data={choice}").startswith("data.path: ")
+@pytest.mark.parametrize(("group", "choice"), sorted(NEEDS_A_PATH))
+def test_a_missing_path_is_named(group: str, choice: str) -> None:
+    assert message_of(f"{group}={choice}").startswith(f"{group}.path: ")
 
 
 @pytest.mark.parametrize(
@@ -422,13 +431,13 @@ def test_a_setting_of_sparse_snapshots_at_the_edge_is_taken(setting: str, value:
 @pytest.mark.parametrize("plus", ["", "+"])
 def test_losses_are_composed(plus: str, at: str, losses: list[StateLoss]) -> None:
     fault = compose_settings([f"{plus}fault=state_loss", f"fault.at={at}"]).fault
-    assert (fault.kind, fault.at) == ("state_loss", losses)
+    assert (fault.kind, fault.losses, fault.kills(8)) == ("state_loss", losses, ())
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["fault.kind=x"], "fault.kind: got 'x', wanted one of none, state_loss"),
+        (["fault.kind=x"], "fault.kind: got 'x', wanted one of none, state_loss, at, poisson, trace"),
         (["fault.at=[{iteration: 0, stage: 1, phase: step}]"], "fault.at: iteration: got 0, wanted at least 1"),
         (["fault.at=[{iteration: 1, stage: -1, phase: step}]"], "fault.at: stage: got -1, wanted at least 0"),
         (
@@ -442,7 +451,10 @@ def test_losses_are_composed(plus: str, at: str, losses: list[StateLoss]) -> Non
         (["fault.at=[{iteration: 1, stage: 1, phase: step, rank: 1}]"], "fault.at: rank: Key 'rank' not in"),
         (["fault.at=[{iteration: x, stage: 1, phase: step}]"], "fault.at: iteration: Value 'x' of type"),
         (["fault.at=null"], "fault.at: "),
-        (["fault.att=[]"], "fault.att: no such setting, wanted one of the keys at, kind"),
+        (
+            ["fault.att=[]"],
+            "fault.att: no such setting, wanted one of the keys kind (fault=none); at, kind (fault=state",
+        ),
     ],
 )
 def test_a_loss_that_cannot_be_is_named(arguments: list[str], says: str) -> None:
@@ -451,6 +463,105 @@ def test_a_loss_that_cannot_be_is_named(arguments: list[str], says: str) -> None
 
 def test_losses_without_a_kind_of_fault_are_refused() -> None:
     message = message_of("fault.at=[{iteration: 12, stage: 1, phase: forward}]")
-    assert message.startswith(
-        "fault.at: got [StateLoss(iteration=12, stage=1, phase='forward', dp_rank=None)], wanted []"
-    )
+    assert message.startswith("fault.at: no such setting, wanted one of the keys kind (fault=none); at, kind (fault=")
+
+
+def test_nothing_goes_wrong_unless_asked_for(defaults: Settings) -> None:
+    assert (defaults.fault.losses, defaults.fault.kills(8)) == ([], ())
+
+
+def kills_of(*arguments: str, world_size: int = 8) -> tuple[Kill, ...]:
+    fault = compose_settings(arguments).fault
+    assert fault.losses == []
+    return fault.kills(world_size)
+
+
+@pytest.mark.parametrize(
+    ("at", "kills"),
+    [
+        ("[]", ()),
+        ("[{iteration: 12, phase: backward, rank: 2}]", (Kill(rank=2, iteration=12, phase="backward"),)),
+        (
+            "[{rank: 7, phase: recovery, signal: STOP}, {iteration: 3, rank: 0, scope: node}, {after_s: 2, rank: 1}]",
+            (
+                Kill(rank=7, phase="recovery", signal="STOP"),
+                Kill(rank=0, iteration=3, scope="node"),
+                Kill(rank=1, after_s=2.0),
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_kills_at_points_are_composed(plus: str, at: str, kills: tuple[Kill, ...]) -> None:
+    assert kills_of(f"{plus}fault=at", f"fault.at={at}") == kills
+
+
+def test_ranks_that_entries_leave_open_follow_the_seed() -> None:
+    at = "fault.at=[{iteration: 1}, {iteration: 2}, {iteration: 3, rank: 5}, {iteration: 4}]"
+    plans = [kills_of("fault=at", at, f"fault.seed={seed}") for seed in (0, 0, 1)]
+    assert plans[0] == plans[1] != plans[2]
+    assert [kill.iteration for kill in plans[0]] == [1, 2, 3, 4]
+    assert all(kill.rank in range(8) for kill in plans[0])
+    assert plans[0][2].rank == plans[2][2].rank == 5
+
+
+def test_poisson_settings_become_their_plan() -> None:
+    settings = ["mtbf_s=7", "count=4", "seed=3", "signal=KILL", "scope=node"]
+    kills = kills_of("fault=poisson", *(f"fault.{setting}" for setting in settings), world_size=4)
+    assert kills == poisson_kills(mtbf_s=7.0, count=4, seed=3, world_size=4, scope="node")
+    assert {kill.scope for kill in kills} == {"node"}
+
+
+def test_a_trace_becomes_its_plan(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("0,add,a\n60000,remove,a\n90000,remove,b\n90000,remove,c\n")
+    settings = [f"path={path}", "speedup=60", "seed=3", "signal=TERM"]
+    kills = kills_of("fault=trace", *(f"fault.{setting}" for setting in settings), world_size=4)
+    assert kills == trace_kills(path.read_text(), speedup=60.0, seed=3, world_size=4, signal="TERM")
+    assert [kill.after_s for kill in kills] == [1.0, 1.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["fault=at", "fault.at=[{}]"], "fault.at: iteration: got None, wanted a number here, a phase, or after_s"),
+        (["fault=at", "fault.at=[{iteration: 0}]"], "fault.at: iteration: got 0, wanted at least 1"),
+        (["fault=at", "fault.at=[{iteration: 1, stage: 1}]"], "fault.at: stage: Key 'stage' not in"),
+        (
+            ["fault=at", "fault.at=[{iteration: 9}, {iteration: 8}]"],
+            "fault.at: iteration: got [9, 8], wanted the order",
+        ),
+        (["fault=at", "fault.seed=-1"], "fault.seed: got -1, wanted at least 0"),
+        (["fault=at", "fault.count=1"], "fault.count: no such setting, wanted one of the keys kind (fault=none); "),
+        (["fault=poisson", "fault.mtbf_s=0"], "fault.mtbf_s: got 0.0, wanted a number above 0"),
+        (["fault=poisson", "fault.mtbf_s=inf"], "fault.mtbf_s: got inf, wanted a number above 0"),
+        (["fault=poisson", "fault.count=-1"], "fault.count: got -1, wanted at least 0"),
+        (["fault=poisson", "fault.seed=-1"], "fault.seed: got -1, wanted at least 0"),
+        (["fault=poisson", "fault.signal=HUP"], "fault.signal: got 'HUP', wanted one of KILL, STOP, SEGV, TERM"),
+        (["fault=poisson", "fault.scope=x"], "fault.scope: got 'x', wanted one of process, node"),
+        (
+            ["fault=poisson", "fault.scope=node", "fault.signal=TERM"],
+            "fault.signal: got 'TERM', wanted KILL where scope",
+        ),
+        (["fault=trace", "fault.path=x", "fault.speedup=0"], "fault.speedup: got 0.0, wanted a number above 0"),
+        (["fault=trace", "fault.path=x", "fault.seed=-1"], "fault.seed: got -1, wanted at least 0"),
+        (["fault=trace", "fault.path=x", "fault.signal=x"], "fault.signal: got 'x', wanted one of KILL, STOP, SEGV"),
+    ],
+)
+def test_a_plan_of_kills_that_cannot_be_is_named(arguments: list[str], says: str) -> None:
+    assert message_of(*arguments).startswith(says)
+
+
+def test_a_rank_that_the_job_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^fault\.at: rank: got 4, wanted between 0 and 3, the ranks of the job$"):
+        kills_of("fault=at", "fault.at=[{iteration: 1, rank: 3}, {iteration: 1, rank: 4}]", world_size=4)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "trace.csv"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        kills_of("fault=trace", f"fault.path={path}")
+    assert str(caught.value).startswith(f"fault.path: got '{path}', wanted a file with a trace (")

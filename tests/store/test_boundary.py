@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.store.boundary import BoundaryLog, Direction
 from moe_ckpt.store.copier import HostCopier
-from moe_ckpt.store.memory import HostBuffers
+from moe_ckpt.store.memory import HostBuffers, PrivateMemory
 from tests.store.test_copier import WAIT_S, held, held_until_waited_for
 
 ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
@@ -26,7 +26,7 @@ class Logging:
 
     def __init__(self) -> None:
         self.copier = HostCopier()
-        self.buffers = HostBuffers(pinned=False)
+        self.buffers = HostBuffers(PrivateMemory(pinned=False))
         self.log = BoundaryLog(self.copier, self.buffers)
 
     def write(self, iteration: int, activations: int = 1, gradients: int = 1) -> None:

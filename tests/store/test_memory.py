@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.footprint import forecast
+from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.codec import ROLES, PartKey, ShardIdentity, Snapshot, SnapshotHeader, layout_parts
 from moe_ckpt.store.memory import (
     BYTES_OF_ROLE,
     HostBuffers,
+    HostMemory,
+    PrivateMemory,
     SnapshotMemory,
     Window,
     WindowState,
@@ -32,7 +36,7 @@ Items = list[tuple[PartKey, torch.Tensor, tuple[int, int]]]
 
 
 def pool(limit_bytes: int | None = None) -> HostBuffers:
-    return HostBuffers(pinned=False, limit_bytes=limit_bytes)
+    return HostBuffers(PrivateMemory(pinned=False), limit_bytes)
 
 
 def snapshot_of(buffers: HostBuffers, place: tuple[int, int, int], items: Items | None = None) -> Snapshot:
@@ -180,16 +184,81 @@ def test_memory_that_the_machine_does_not_have_is_a_failed_save() -> None:
     assert buffers.total_bytes == 0
 
 
+@pytest.fixture(params=["private", "folder"])
+def memory(request: pytest.FixtureRequest, tmp_path: Path) -> HostMemory:
+    return BlobFolder(tmp_path) if request.param == "folder" else PrivateMemory(pinned=False)
+
+
+def test_memory_is_bytes_of_its_own(memory: HostMemory) -> None:
+    tensors = [memory.allocate(nbytes) for nbytes in (1000, 1, 0, 1000)]
+    for number, tensor in enumerate(tensors):
+        assert (tensor.dtype, tensor.dim(), tensor.is_contiguous()) == (torch.uint8, 1, True)
+        tensor.fill_(number)
+    assert [tensor.numel() for tensor in tensors] == [1000, 1, 0, 1000]
+    assert [set(tensor.tolist()) for tensor in tensors] == [{0}, {1}, set(), {3}]
+    memory.free(tensors.pop(0))
+    assert [set(tensor.tolist()) for tensor in tensors] == [{1}, set(), {3}]
+    assert memory.allocate(1000).numel() == 1000
+
+
+def test_memory_that_there_is_not_is_a_failed_save_and_no_harm(memory: HostMemory) -> None:
+    with pytest.raises(CheckpointSaveError, match=f"{2**62} bytes"):
+        memory.allocate(2**62)
+    assert memory.allocate(10).numel() == 10
+
+
+class CountingMemory:
+    """Knows what is allocated and not freed."""
+
+    def __init__(self) -> None:
+        self.allocated: list[torch.Tensor] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.allocated.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.allocated[-1]
+
+    def free(self, tensor: torch.Tensor) -> None:
+        self.allocated = [other for other in self.allocated if other is not tensor]
+
+
+def test_a_dropped_buffer_goes_back_to_its_memory() -> None:
+    memory = CountingMemory()
+    buffers = HostBuffers(memory)
+    large, small = buffers.acquire(600 * KIB), buffers.acquire(200 * KIB)
+    buffers.release(large)
+    buffers.release(small)
+    assert memory.allocated == [large, small]
+    fresh = buffers.acquire(100 * KIB)  # 900 would be more than was ever needed
+    assert [tensor.numel() for tensor in memory.allocated] == [200 * KIB, 100 * KIB]
+    assert memory.allocated[1] is fresh
+
+
+def test_an_adopted_buffer_is_one_in_use() -> None:
+    memory = PrivateMemory(pinned=False)
+    buffers = HostBuffers(memory, limit_bytes=1000)
+    adopted = memory.allocate(1200)  # more than the limit: it is there already
+    buffers.adopt(adopted)
+    assert (buffers.in_use_bytes, buffers.total_bytes) == (1200, 1200)
+    with pytest.raises(AssertionError):
+        buffers.adopt(adopted)
+    with pytest.raises(CheckpointSaveError, match="got 1200 bytes in use and 1 more"):
+        buffers.acquire(1)
+    buffers.release(adopted)
+    assert (buffers.in_use_bytes, buffers.total_bytes) == (0, 1200)
+    assert buffers.acquire(1000).numel() == 1000
+    assert buffers.total_bytes == 1000, "the adopted buffer was kept beyond what was needed"
+
+
 def test_pinned_memory_is_ordinary_memory_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not HostBuffers(pinned=True).acquire(10).is_pinned()
+    assert not PrivateMemory(pinned=True).allocate(10).is_pinned()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_memory_is_pinned() -> None:
-    assert HostBuffers(pinned=True).acquire(10).is_pinned()
-    assert not HostBuffers(pinned=False).acquire(10).is_pinned()
+    assert PrivateMemory(pinned=True).allocate(10).is_pinned()
+    assert not PrivateMemory(pinned=False).allocate(10).is_pinned()
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 200_000)), max_size=60), st.integers(200_000, 1_000_000))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.codec import DTYPES, ROLES, PartKey, ShardIdentity, Snapshot, SnapshotHeader, checksum, verify
 from moe_ckpt.store.copier import HostCopier
-from moe_ckpt.store.memory import HostBuffers
+from moe_ckpt.store.memory import HostBuffers, PrivateMemory
 from moe_ckpt.store.snapshot import Piece, SnapshotEngine, Taken
 from moe_ckpt.types import ParallelLayout, RunIdentity
 from tests.store.test_copier import WAIT_S, held, held_until_waited_for
@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.copier = HostCopier()
-        self.buffers = HostBuffers(pinned=False, limit_bytes=limit_bytes)
+        self.buffers = HostBuffers(PrivateMemory(pinned=False), limit_bytes)
         self.engine = SnapshotEngine(self.copier, self.buffers)
 
     def capture(self, pieces: Sequence[Piece], changing: Sequence[Piece] = ()) -> None:

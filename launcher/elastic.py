@@ -1,0 +1,185 @@
+"""A rank that lives through deaths: its guard, its keeper, and how its trainers find each other again.
+
+The process that torchrun starts imports everything slow, forks the keeper and then trainer after trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from launcher.config import AUTO, Settings
+from launcher.launch import Launch, open_store
+from moe_ckpt.config import MoevementConfig, require
+from moe_ckpt.placement import num_nodes
+from moe_ckpt.runtime.elastic import Elastic
+from moe_ckpt.runtime.groups import ElasticGroups, GroupTimeouts
+from moe_ckpt.runtime.guard import Guard, GuardLimits, run_and_exit
+from moe_ckpt.runtime.heartbeat import start_heartbeat
+from moe_ckpt.runtime.keeper import KeeperPlace, run_keeper
+from moe_ckpt.runtime.membership import Generations, Member, Membership
+from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory
+from moe_ckpt.runtime.page import Page
+from moe_ckpt.runtime.transport import GlooTransport, NcclTransport, Transport
+from moe_ckpt.store.keeper_client import KeeperClient
+from moe_ckpt.store.messages import Address, Ticket, parse_address
+
+_STORE_TIMEOUT_S = 60.0
+
+
+def wants_guard(settings: Settings) -> bool:
+    """Return whether ranks of this run are guarded: by default where the policy recovers a lost rank from memory."""
+    guard = settings.runtime.guard
+    return isinstance(settings.ckpt, MoevementConfig) if guard == AUTO else bool(guard)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Where a guarded rank is: its launch, its folder in shared memory, and what its node and the job look like."""
+
+    launch: Launch
+    memory: Path
+    ticket: Ticket
+    ranks_per_node: int
+    replicas: int
+
+    @property
+    def node(self) -> int:
+        return self.launch.global_rank // self.ranks_per_node
+
+
+def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, int], int]) -> int:
+    """Guard a rank until the job is done or has failed; return the exit status. `train(place, life)` is the trainer.
+
+    Raises ConfigError for what cannot work.
+    """
+    wanted = "ckpt=moevement (dense and none: torchrun --max-restarts)"
+    require(isinstance(settings.ckpt, MoevementConfig), "runtime.guard", settings.runtime.guard, f"false, or {wanted}")
+    store = open_store(launch, "generations")
+    place = _place(settings, launch, store)
+    _start_keeper(settings, place)
+    page = Page(place.memory / "page")
+    gc.freeze()  # what is imported is shared by all trainers, and nobody looks through it for garbage
+    limits = GuardLimits(
+        heartbeat_s=settings.runtime.heartbeat_s,
+        progress_s=settings.runtime.progress_s,
+        max_deaths=settings.runtime.max_deaths,
+    )
+    generations = Generations(store)
+    guard = Guard(launch.global_rank, launch.world_size, page, generations, lambda life: train(place, life), limits)
+    return guard.run()
+
+
+def open_groups(settings: Settings, page: Page, transport: Transport) -> ElasticGroups:
+    """Return process groups that outlive generations, registered with torch; this process is alone in them yet."""
+    runtime = settings.runtime
+    timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, grace_s=runtime.grace_s)
+    groups = ElasticGroups(transport, timeouts, page.wait)
+    groups.register()
+    return groups
+
+
+def open_transport(*, on_gpu: bool) -> Transport:
+    """Return what moves bytes between ranks; call once the device is chosen."""
+    return NcclTransport() if on_gpu else GlooTransport()
+
+
+def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, groups: ElasticGroups) -> Elastic:
+    """Return a trainer's means to live through the loss of ranks; its heart beats from now on."""
+    start_heartbeat(page)
+    launch, runtime = place.launch, settings.runtime
+    membership = Membership(
+        Member(global_rank=launch.global_rank, world_size=launch.world_size, life=life),
+        lambda: open_store(launch, "generations"),
+        groups,
+        page,
+        join_s=runtime.join_s,
+        grace_s=runtime.grace_s,
+    )
+    addresses = open_store(launch, "keepers")
+    return Elastic(
+        membership=membership,
+        page=page,
+        memory=place.memory,
+        keeper=KeeperClient(place.memory, timeout_s=runtime.copy_s) if place.replicas else None,
+        address_of=lambda rank: _address(addresses, rank),
+        ticket=place.ticket,
+        replicas=place.replicas,
+        ranks_per_node=place.ranks_per_node,
+        copy_s=runtime.copy_s,
+    )
+
+
+def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
+    assert isinstance(settings.ckpt, MoevementConfig)
+    ranks_per_node = _ranks_per_node(settings, launch)
+    nodes = num_nodes(launch.world_size, ranks_per_node)
+    wanted = settings.ckpt.replicas
+    replicas = min(1, nodes - 1) if wanted == AUTO else int(wanted)
+    limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
+    require(replicas < nodes, "ckpt.replicas", replicas, limit)
+    root = open_memory_root(Path(settings.runtime.shared_memory), os.getppid())
+    token = store.compare_set("token", "", os.urandom(16).hex()).decode()
+    return RankPlace(
+        launch=launch,
+        memory=rank_memory(root, launch.global_rank),
+        ticket=Ticket(run_id=token[:8], token=token),
+        ranks_per_node=ranks_per_node,
+        replicas=replicas,
+    )
+
+
+def _ranks_per_node(settings: Settings, launch: Launch) -> int:
+    """Return how many ranks fail together; on a single machine each is taken for a node of its own."""
+    wanted = settings.parallel.ranks_per_node
+    if wanted == AUTO:
+        return launch.local_world_size if launch.local_world_size < launch.world_size else 1
+    divides = launch.world_size % int(wanted) == 0
+    require(divides, "parallel.ranks_per_node", wanted, f"a divisor of {launch.world_size} processes")
+    return int(wanted)
+
+
+def _start_keeper(settings: Settings, place: RankPlace) -> None:
+    if not place.replicas:
+        return
+    guard_pid = os.getpid()
+    if os.fork() == 0:
+        run_and_exit(lambda: _keep(settings, place, guard_pid))
+
+
+def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
+    page = Page(place.memory / "page")
+    store = open_store(place.launch, "keepers")
+    run_keeper(
+        KeeperPlace(
+            rank_folder=place.memory,
+            global_rank=place.launch.global_rank,
+            ticket=place.ticket,
+            host=_own_host(place.launch),
+            timeout_s=settings.runtime.copy_s,
+            copy_deadline_s=settings.runtime.copy_s,
+        ),
+        guard_pid=guard_pid,
+        may_send=lambda: not page.waiting,
+        announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
+    )
+
+
+def _own_host(launch: Launch) -> str:
+    """Return the address under which other nodes reach this one; the loopback where there are no others."""
+    if launch.local_world_size == launch.world_size:
+        return "127.0.0.1"
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing: picks the route
+        return str(probe.getsockname()[0])
+
+
+def _address(store: dist.Store, global_rank: int) -> Address:
+    return parse_address(store.get(str(global_rank)).decode())

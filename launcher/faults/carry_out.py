@@ -1,0 +1,72 @@
+"""Carries a plan of kills out on the trainers of a running job, from another process beside it.
+
+At times: as soon as the time has come and the trainers live. A trainer that is being replaced is waited for; no life is
+struck twice. At a point: an order in the trainer's page, which the trainer carries out on itself at exactly that point.
+A lost node takes several processes and their memory, which no trainer can do to itself: the page of the kill's rank is
+watched, every millisecond, and the node is struck as soon as the point is seen or has been passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launcher.faults.job import LOOK_EVERY_S, Job
+from launcher.faults.tasks import NodeAtPoint, Orders, StrikeAtTime, Task
+from launcher.live import read_world_size
+from moe_ckpt.faults import Kill, plan_strikes, victims
+
+_log = logging.getLogger(__name__)
+
+
+def carry_out(
+    kills: Sequence[Kill],
+    run: Path,
+    *,
+    ranks_per_node: int,
+    say: Callable[[str], None] = _log.info,
+    patience_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Inflict the kills, each with a rank, on a run's trainers on this machine; return whether all could be.
+
+    Times count by `clock` from when the first trainer is seen. Ends once all is done or the run has ended: all its live
+    files are gone, or no trainer and no guard lived for `patience_s`; as long are its start and a victim waited for.
+    """
+    assert all(kill.rank is not None for kill in kills), kills
+    job = Job(run, say, patience_s, clock)
+    while not job.has_begun and job.look():
+        time.sleep(LOOK_EVERY_S)
+    if not job.has_begun:
+        say(f"no trainer of {run} came to live within {patience_s:g} s")
+        return False
+    tasks = _tasks(kills, job, ranks_per_node)
+    pending = tasks
+    while pending and job.look():
+        for task in pending:
+            with contextlib.suppress(FileNotFoundError):  # a memory that goes as the job ends
+                task.advance()
+        pending = [task for task in pending if not task.is_over]
+        time.sleep(min((task.look_again_s() for task in pending), default=0))
+    for task in pending:
+        say(f"the run ended before: {task}")
+    return all(task.was_done for task in tasks)
+
+
+def _tasks(kills: Sequence[Kill], job: Job, ranks_per_node: int) -> list[Task]:
+    world_size = read_world_size(job.run)
+    nodes: list[Kill] = []
+    orders: dict[int, list[Kill]] = {}
+    for kill in kills:
+        if kill.after_s is None and kill.scope == "node":
+            nodes.append(kill)
+        elif kill.after_s is None and kill.rank is not None:
+            orders.setdefault(kill.rank, []).append(kill)
+    return [
+        *(Orders(job, rank, of_a_rank) for rank, of_a_rank in orders.items()),
+        *(NodeAtPoint(job, kill, victims(kill, world_size, ranks_per_node)) for kill in nodes),
+        *(StrikeAtTime(job, strike) for strike in plan_strikes(kills, world_size, ranks_per_node)),
+    ]

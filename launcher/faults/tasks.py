@@ -1,0 +1,184 @@
+"""The parts of a plan of kills, each of which goes on by small steps: at a time, by order, by watching a page."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.faults.job import LOOK_EVERY_S, Job
+from launcher.faults.log import InjectedFault, append_faults
+from launcher.faults.strike import signal_number
+from launcher.live import LiveTrainer
+from moe_ckpt.faults import Kill, Strike, has_come
+from moe_ckpt.runtime.page import ANY_ITERATION, Page, Phase
+
+_WATCH_EVERY_S = 0.001
+_SLEEP_AT_MOST_S = 0.2
+
+
+class Task(ABC):
+    """One part. Once it `is_over`, `was_done` says whether all of it was carried out."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.is_over = False
+        self.was_done = False
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Do what can be done now."""
+
+    @abstractmethod
+    def look_again_s(self) -> float:
+        """Return for how long `advance` has nothing to do."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    def end(self, *, done: bool) -> None:
+        self.is_over, self.was_done = True, done
+
+
+class StrikeAtTime(Task):
+    """A strike once its time has come, on all its trainers together; after a while without those that do not come."""
+
+    def __init__(self, job: Job, strike: Strike) -> None:
+        super().__init__(job)
+        self._strike = strike
+
+    def advance(self) -> None:
+        late_s = self.job.elapsed_s - self._strike.after_s
+        if late_s < 0:
+            return
+        ranks = self._strike.ranks
+        elsewhere = self.job.elsewhere(ranks)
+        trainers = self.job.strikable(ranks)
+        missing = set(ranks) - {trainer.global_rank for trainer in (*trainers, *elsewhere)}
+        if missing and late_s < self.job.patience_s:
+            return
+        self.job.leave(elsewhere)
+        for rank in sorted(missing):
+            self.job.say(f"rank {rank}: no new life within {self.job.patience_s:g} s, left alone")
+        if trainers:
+            self.job.strike(trainers, self._strike)
+        self.end(done=len(trainers) == len(ranks))
+
+    def look_again_s(self) -> float:
+        return min(max(LOOK_EVERY_S, self._strike.after_s - self.job.elapsed_s), _SLEEP_AT_MOST_S)
+
+    def __str__(self) -> str:
+        return str(self._strike)
+
+
+class NodeAtPoint(Task):
+    """The loss of a node when the page of one of its ranks shows the point."""
+
+    def __init__(self, job: Job, kill: Kill, ranks: Sequence[int]) -> None:
+        super().__init__(job)
+        assert kill.rank is not None
+        self._kill = kill
+        self._rank = kill.rank
+        self._strike = Strike(after_s=0, ranks=tuple(ranks), signal=kill.signal, scope=kill.scope)
+        self._page: Page | None = None
+        self._memory = ""
+
+    def advance(self) -> None:
+        elsewhere = self.job.elsewhere([self._rank])
+        if elsewhere:
+            self.job.leave(elsewhere)
+            self.end(done=False)
+        elif self._has_come() and self.job.strikable([self._rank]):
+            self.job.strike(self.job.strikable(self._strike.ranks), self._strike)
+            self.end(done=True)
+
+    def look_again_s(self) -> float:
+        return _WATCH_EVERY_S
+
+    def __str__(self) -> str:
+        return str(self._kill)
+
+    def _has_come(self) -> bool:
+        trainer = self.job.trainers.get(self._rank)
+        if trainer is None or not trainer.is_alive:
+            return False
+        if self._page is None or self._memory != trainer.memory:
+            self._page, self._memory = trainer.open_page(), trainer.memory
+        phase = self._page.phase.name.lower()  # first: a trainer writes it last
+        return has_come(self._kill, self._page.iteration, phase)
+
+
+class Orders(Task):
+    """Kills of one rank's process at points, one after the other, each an order to a life of its own."""
+
+    def __init__(self, job: Job, rank: int, kills: Sequence[Kill]) -> None:
+        super().__init__(job)
+        self._rank = rank
+        self._kills = list(kills)
+        self._order: _Order | None = None
+
+    def advance(self) -> None:
+        trainers = self.job.strikable([self._rank])  # first: a trainer obeys before another takes its place
+        if self._order is None:
+            self._place(trainers)
+        elif self._order.was_obeyed():
+            self._finish(self._order)
+        elif trainers and trainers[0] != self._order.trainer:  # it died of something else
+            is_for_the_next = self._order.page.has_order  # given when the dead one's page was its successor's already
+            self._order = replace(self._order, trainer=trainers[0]) if is_for_the_next else None
+
+    def look_again_s(self) -> float:
+        return LOOK_EVERY_S
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self._kills))
+
+    def _place(self, trainers: Sequence[LiveTrainer]) -> None:
+        elsewhere = self.job.elsewhere([self._rank])
+        if elsewhere:
+            self.job.leave(elsewhere)
+            self.end(done=False)
+        for trainer in trainers:
+            page = trainer.open_page()
+            if not page.has_order:
+                self._order = _Order(trainer=trainer, page=page, obeyed_before=page.orders_obeyed)
+                _give_order(self.job.run, self._kills[0], self._order)
+                self.job.say(f"ordered from pid {trainer.pid}: {self._kills[0]}")
+
+    def _finish(self, order: _Order) -> None:
+        self.job.say(f"carried out by pid {order.trainer.pid}: {self._kills.pop(0)}")
+        self.job.mark_struck([order.trainer])
+        self._order = None
+        if not self._kills:
+            self.end(done=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """An order that stands in a trainer's page, and how many had been carried out there before."""
+
+    trainer: LiveTrainer
+    page: Page
+    obeyed_before: int
+
+    def was_obeyed(self) -> bool:
+        return self.page.orders_obeyed > self.obeyed_before
+
+
+def _give_order(run: Path, kill: Kill, order: _Order) -> None:
+    fault = InjectedFault(
+        unix_s=time.time(),
+        rank=order.trainer.global_rank,
+        pid=order.trainer.pid,
+        signal=kill.signal,
+        scope=kill.scope,
+        generation=order.page.generation,
+        iteration=kill.iteration,
+        phase=kill.point_phase,
+        ordered=True,
+    )
+    append_faults(run, [fault])
+    iteration = ANY_ITERATION if kill.iteration is None else kill.iteration
+    order.page.order(signal_number(kill.signal), Phase[kill.point_phase.upper()], iteration=iteration)

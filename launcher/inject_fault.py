@@ -1,0 +1,202 @@
+"""Inject faults into a running job: kill a random trainer, or follow a plan. The command of scripts/inject_fault.sh."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from launcher.faults.carry_out import carry_out
+from launcher.faults.config import read_trace
+from launcher.faults.job import LOOK_EVERY_S
+from launcher.live import LATEST, LiveTrainer, is_running, read_live, read_world_size, read_written
+from moe_ckpt.config import require
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.faults import KILL_PHASES, SCOPES, SIGNALS, Kill, check_signal, choose_ranks, poisson_kills, trace_kills
+
+_FAILED = 1
+_WRONG_USE = 2
+_INTERRUPTED = 130
+_PATIENCE_S = 60.0
+_UNITS_S = {"s": 1, "m": 60, "h": 3600}
+_EXAMPLES = """examples:
+  inject_fault.sh                                       kill one random trainer of the newest run
+  inject_fault.sh --rank 2 --signal STOP                rank 2 hangs
+  inject_fault.sh --rank 0 --scope node                 rank 0's node is lost, with the host memory of all its ranks
+  inject_fault.sh --rank 1 --at-iteration 17 --phase backward
+                                                        rank 1 dies as it enters backward of iteration 17
+  inject_fault.sh --rank 1 --phase recovery             rank 1 dies in the next recovery
+  inject_fault.sh --mtbf 30s --count 5 --seed 7         five kills of random ranks, 30 seconds apart on average
+  inject_fault.sh --trace aws_p3.csv --speedup 60       as nodes went in a trace, a minute in a second
+  inject_fault.sh --mtbf 5m --count 100 --dry-run       print the plan, touch nothing
+
+what happened is added to RUN/faults.jsonl; exit status: 0 all was carried out, 1 not all or no run, 2 wrong use"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Inject faults as the arguments say; return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _inject(options, Path(options.run).resolve())
+    except ConfigError as error:
+        return _fail(_WRONG_USE, str(error))
+    except KeyboardInterrupt:
+        return _fail(_INTERRUPTED, "interrupted: what was ordered stays ordered, the rest is left undone")
+
+
+def _inject(options: argparse.Namespace, run: Path) -> int:
+    _check_combination(options)
+    if not (run / "run.json").exists():
+        return _fail(_FAILED, f"no run in {run}: start one, or name another's folder with --run")
+    live = _wait_for_live(run)
+    if not live:
+        return _fail(_FAILED, f"no live trainer in {run}: the run has ended, or is on other machines")
+    kills = _plan(options, [trainer.global_rank for trainer in live], read_world_size(run))
+    _check_fit(options, kills, live, read_world_size(run))
+    if options.dry_run:
+        print("\n".join([f"plan for {run}, seed {options.seed}:", *map(str, kills)]))
+        return 0
+    if options.mtbf is not None or options.trace is not None:
+        _say(f"{len(kills)} faults, seed {options.seed}")
+    done = carry_out(kills, run, ranks_per_node=_ranks_per_node(run), say=_say, patience_s=_PATIENCE_S)
+    return 0 if done else _FAILED
+
+
+def _plan(options: argparse.Namespace, live_ranks: Sequence[int], world_size: int) -> tuple[Kill, ...]:
+    signal, scope, seed = options.signal, options.scope, options.seed
+    if options.mtbf is not None:
+        count = 1 if options.count is None else options.count
+        return poisson_kills(
+            mtbf_s=options.mtbf, count=count, seed=seed, world_size=world_size, signal=signal, scope=scope
+        )
+    if options.trace is not None:
+        text, speedup = read_trace("--trace", options.trace), options.speedup or 1.0
+        return trace_kills(text, speedup=speedup, seed=seed, world_size=world_size, signal=signal, scope=scope)
+    now = options.at_iteration is None and options.phase is None
+    kill = Kill(
+        rank=options.rank,
+        signal=signal,
+        scope=scope,
+        iteration=options.at_iteration,
+        phase=options.phase,
+        after_s=0.0 if now else None,
+    )
+    return choose_ranks([kill], seed=seed, ranks=live_ranks)
+
+
+def _check_combination(options: argparse.Namespace) -> None:
+    check_signal("--", options.signal, options.scope)
+    planned = options.mtbf is not None or options.trace is not None
+    for name in ("rank", "at_iteration", "phase"):
+        got = getattr(options, name)
+        require(got is None or not planned, _flag(name), got, "nothing beside --mtbf or --trace, which choose")
+    require(options.count is None or options.mtbf is not None, "--count", options.count, "--mtbf beside it")
+    require(options.speedup is None or options.trace is not None, "--speedup", options.speedup, "--trace beside it")
+
+
+def _check_fit(
+    options: argparse.Namespace, kills: Sequence[Kill], live: Sequence[LiveTrainer], world_size: int
+) -> None:
+    """Raise ConfigError for a rank that the run lacks and for an iteration that lies behind."""
+    wanted = f"between 0 and {world_size - 1}, the ranks of the run"
+    require(options.rank is None or options.rank < world_size, "--rank", options.rank, wanted)
+    if options.at_iteration is not None:
+        for trainer in (trainer for trainer in live if trainer.global_rank == kills[0].rank):
+            there = trainer.open_page().iteration
+            wanted = f"at least {there}, where rank {trainer.global_rank} is"
+            require(options.at_iteration >= there, "--at-iteration", options.at_iteration, wanted)
+
+
+def _wait_for_live(run: Path) -> list[LiveTrainer]:
+    """Return who lives; where all are just being replaced, wait for the first that comes."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not (live := read_live(run)) and is_running(read_written(run)) and time.monotonic() < deadline_s:
+        time.sleep(LOOK_EVERY_S)
+    return live
+
+
+def _ranks_per_node(run: Path) -> int:
+    return max(Counter(trainer.node for trainer in read_written(run)).values(), default=1)
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
+
+
+def _fail(status: int, message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_WRONG_USE, f"error: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="inject_fault.sh",
+        description="Inject faults into a running job. Without options: SIGKILL to one random live trainer.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--run", metavar="DIR", default=LATEST, help="the run's folder (default: outputs/latest, the newest)")
+    add("--rank", type=_whole(0), help="which rank (default: a random one that lives)")
+    add("--signal", choices=SIGNALS, default="KILL", help="STOP is a hang (default: KILL)")
+    add("--scope", choices=SCOPES, default="process", help="node: all ranks of its node, with their host memory")
+    add("--at-iteration", type=_whole(1), metavar="N", help="not at once but as the rank enters iteration N")
+    add("--phase", choices=KILL_PHASES, help="not at once but as the rank enters this phase, the next time or in N")
+    plan = parser.add_mutually_exclusive_group()
+    plan.add_argument("--mtbf", type=_duration_s, help="kills at random times, this far apart on average: 30s, 5m, 1h")
+    plan.add_argument("--trace", metavar="FILE", help="kills when nodes of a real cluster went")
+    add("--count", type=_whole(1), help="with --mtbf: how many kills (default: 1)")
+    add("--speedup", type=_above_zero, help="with --trace: how many times as fast (default: 1)")
+    add("--seed", type=_whole(0), default=random.SystemRandom().randrange(2**32), help="the same seed, the same plan")
+    add("--dry-run", action="store_true", help="print the plan, touch nothing")
+    return parser
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"\d+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number of at least {least}")
+        return int(text)
+
+    return convert
+
+
+def _above_zero(text: str) -> float:
+    wrong = argparse.ArgumentTypeError(f"got {text!r}, wanted a number above 0")
+    try:
+        number = float(text)
+    except ValueError:
+        raise wrong from None
+    if not 0 < number < math.inf:
+        raise wrong
+    return number
+
+
+def _duration_s(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number above 0 with its unit: 30s, 5m, 1h")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

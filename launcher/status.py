@@ -1,0 +1,143 @@
+"""Shows what the ranks of a run are doing, from their pages: `python -m launcher.status [RUN]`. Changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launcher.live import LATEST, LiveTrainer, read_world_size, read_written
+
+_FAILED = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doing:
+    """What a trainer's page says."""
+
+    generation: int
+    iteration: int
+    phase: str
+    waiting: bool
+    heartbeat_age_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """A rank of a run; `doing` is None where its trainer is dead or on another machine than this one."""
+
+    rank: int
+    node: int
+    host: str
+    pid: int
+    life: int
+    state: str
+    doing: Doing | None
+
+
+def read_status(run: Path) -> list[RankStatus]:
+    """Return the ranks that have not finished, by rank."""
+    return [_status_of(trainer) for trainer in read_written(run)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the status of a run; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m launcher.status", description="Show what a run's ranks are doing.")
+    parser.add_argument("run", nargs="?", default=LATEST, help="the run's folder (default: outputs/latest, the newest)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    run = Path(options.run).resolve()
+    try:
+        world_size = read_world_size(run)
+    except FileNotFoundError:
+        print(f"error: no run in {run}: start one, or name another's folder", file=sys.stderr)
+        return _FAILED
+    ranks, result = read_status(run), _result_of(run)
+    if options.json:
+        record = {"run": str(run), "ended": _has_ended(ranks), "result": result, "ranks": [asdict(r) for r in ranks]}
+        print(json.dumps(record, indent=1))
+    else:
+        _print(run, world_size, ranks, result)
+    return 0
+
+
+def _status_of(trainer: LiveTrainer) -> RankStatus:
+    doing = _doing(trainer)
+    if doing is not None:
+        state = "waiting" if doing.waiting else "computing"
+    elif not trainer.is_here:
+        state = "elsewhere"
+    else:
+        state = "being replaced" if trainer.is_guarded else "dead"
+    return RankStatus(
+        rank=trainer.global_rank,
+        node=trainer.node,
+        host=trainer.host,
+        pid=trainer.pid,
+        life=trainer.life,
+        state=state,
+        doing=doing,
+    )
+
+
+def _doing(trainer: LiveTrainer) -> Doing | None:
+    if not trainer.is_alive:
+        return None
+    page = trainer.open_page()
+    return Doing(
+        generation=page.generation,
+        iteration=page.iteration,
+        phase=page.phase.name.lower(),
+        waiting=page.waiting,
+        heartbeat_age_s=round(time.monotonic() - page.heartbeat_s, 3),
+    )
+
+
+def _has_ended(ranks: Sequence[RankStatus]) -> bool:
+    """Return whether nobody is left; ranks on other machines are not known to have gone."""
+    return all(rank.state == "dead" for rank in ranks)
+
+
+def _result_of(run: Path) -> dict[str, Any] | None:
+    path = run / "result.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _print(run: Path, world_size: int, ranks: Sequence[RankStatus], result: dict[str, Any] | None) -> None:
+    console = Console(highlight=False)
+    console.print(f"{run}: {world_size} ranks", soft_wrap=True)
+    if ranks:
+        console.print(_table(ranks))
+    if not _has_ended(ranks):
+        return
+    if result is None:
+        console.print("ended without a result")
+    else:
+        loss = f"iteration {result['iteration']}, evaluation loss {result['eval_loss']:.4f}"
+        console.print(f"ended: {loss}, digest {result['digest']}", soft_wrap=True)
+
+
+def _table(ranks: Sequence[RankStatus]) -> Table:
+    table = Table("rank", "node", "host", "pid", "life", "generation", "iteration", "phase", "state", "heartbeat")
+    for rank in ranks:
+        known = [rank.rank, rank.node, rank.host, rank.pid, rank.life]
+        doing = rank.doing
+        if doing is None:
+            seen = ["-", "-", "-", rank.state, "-"]
+        else:
+            age = f"{1e3 * doing.heartbeat_age_s:.0f} ms ago"
+            seen = [doing.generation, doing.iteration, doing.phase, rank.state, age]
+        table.add_row(*map(str, [*known, *seen]))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""A run from one iteration to its last: train, evaluate when due, show and log. May be entered again after a fault.
+
+Owns: what has been evaluated and logged so far. Must not: build, or know how a fault is recovered from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from launcher.config import Settings
+from launcher.loop import Trainer
+from launcher.progress import Display, Scalars, open_display
+from launcher.run_folder import RunFolder
+from moe_ckpt.events import Evaluated, EventLog, IterationCommitted
+
+_log = logging.getLogger(__name__)
+_NEVER = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """This rank's events: the file, and what its earlier lives left there."""
+
+    events: EventLog
+    life: int
+    faults: int
+    global_rank: int
+    evaluated: Evaluated | None
+
+
+class Training:
+    """One rank's way through the iterations. Collective over all ranks."""
+
+    def __init__(self, trainer: Trainer, settings: Settings, folder: RunFolder, log: Log) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._folder = folder
+        self._log = log
+        self._display: Display | None = None
+        self._scalars: Scalars | None = None
+        self._evaluated = log.evaluated
+        self.committed: IterationCommitted | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The last iteration's loss; None where an earlier life had done all iterations."""
+        return self.committed.loss if self.committed else None
+
+    @property
+    def eval_loss(self) -> float:
+        """The last evaluation's loss."""
+        return self._evaluated.loss if self._evaluated else float("nan")
+
+    def run(self, done: int, notes: Sequence[str]) -> None:
+        """Go on from the state after `done` iterations to the last; `notes` are shown once."""
+        train = self._settings.train
+        if self._display is None:
+            self._open(done, notes)
+        prepared = self._trainer.prepared
+        if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
+            self._commit(prepared)  # others were lost before this rank could say so
+        self._evaluate_where_due(done)
+        for iteration in range(done + 1, train.iterations + 1):
+            self._commit(self._trainer.run_iteration(iteration))
+            if self._is_due(iteration):
+                self._evaluate(iteration)
+
+    def note(self, text: str) -> None:
+        """Show a line that stays, on global rank 0."""
+        if self._display:
+            self._display.note(text)
+
+    def close(self) -> None:
+        """Leave the terminal as it should be, and close what is open."""
+        if self._display:
+            self._display.close()
+        if self._scalars:
+            self._scalars.close()
+
+    def _open(self, done: int, notes: Sequence[str]) -> None:
+        run, train, rank = self._settings.run, self._settings.train, self._log.global_rank
+        self._display = open_display(run, global_rank=rank, total=train.iterations, done=done)
+        self._scalars = Scalars(self._folder.tensorboard, done + 1) if run.tensorboard and rank == 0 else None
+        if self._log.life == 0 or not done:
+            self.note(f"run folder {self._folder.path}")
+            policy, name = self._settings.ckpt.policy, self._settings.model.name
+            self.note(f"model {name}, ckpt={policy}, {dist.get_world_size()} processes")
+        if done:
+            self.note(f"resumed after iteration {done}")
+        for note in notes if self._log.life == 0 else ():
+            self.note(note)
+
+    def _commit(self, committed: IterationCommitted) -> None:
+        self.committed = committed
+        self._log.events.append(committed)
+        train = self._settings.train
+        num_tokens = train.global_batch_size * train.sequence_length
+        tokens_per_s = num_tokens / committed.seconds if committed.seconds else 0.0
+        if self._display:
+            self._display.iteration(committed, tokens_per_s)
+        if self._scalars:
+            self._scalars.iteration(committed, tokens_per_s)
+
+    def _evaluate_where_due(self, done: int) -> None:
+        """Evaluate what a fault, or an earlier life, has left unevaluated on any rank."""
+        latest = self._evaluated.iteration if self._evaluated else _NEVER
+        everywhere = torch.tensor([latest], device=torch.cuda.current_device())
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        if self._is_due(done) and int(everywhere) < done:
+            self._evaluate(done)
+
+    def _is_due(self, iteration: int) -> bool:
+        every, last = self._settings.train.eval_every_iters, self._settings.train.iterations
+        return iteration in (0, last) or (every > 0 and iteration % every == 0)
+
+    def _evaluate(self, iteration: int) -> None:
+        evaluated = Evaluated(iteration=iteration, loss=self._trainer.evaluate(self._settings.train.eval_batches))
+        self._evaluated = evaluated
+        self._log.events.append(evaluated)
+        self.note(f"iteration {iteration:>6}: evaluation loss {evaluated.loss:.4f}")
+        if self._scalars:
+            self._scalars.evaluated(iteration, evaluated.loss)

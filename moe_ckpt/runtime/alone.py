@@ -1,0 +1,81 @@
+"""A process group in which nobody else is: for groups of one, and for a process that builds its model by itself.
+
+Must not: be used for an exchange that needs others' data; that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Done(dist.Work):
+    """The work of an operation that was complete as it returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's signature
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Alone:
+    """The operations of a group of `size` ranks as this one has them alone.
+
+    Reductions and broadcasts leave what is there; gathers return this rank's own part in place of everybody's.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def _leave_as_is(self, *_: Any, **__: Any) -> Done:
+        return Done()
+
+    allreduce = allreduce_coalesced = reduce = broadcast = barrier = _leave_as_is
+
+    def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+        for gathered, own in zip(outputs, inputs, strict=True):
+            for output in gathered:
+                output.copy_(own)
+        return Done()
+
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> Done:
+        output.view(self._size, -1).copy_(own.reshape(1, -1).expand(self._size, -1))
+        return Done()
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+        for output, own in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, own)
+        return Done()
+
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+        return self.allgather(outputs, inputs) if outputs else Done()
+
+    def scatter(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+        return self._exchange(outputs, [group[0] for group in inputs])
+
+    reduce_scatter = scatter
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+        return self._exchange(outputs, inputs)
+
+    alltoall = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def alltoall_base(self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> Done:
+        return self._exchange([output], [own])
+
+    _reduce_scatter_base = reduce_scatter_single = all_to_all_single = alltoall_base
+
+    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Done:
+        if self._size != 1:
+            raise RuntimeError(f"process groups are not formed yet: got an exchange among {self._size} ranks")
+        for output, own in zip(outputs, inputs, strict=True):
+            output.copy_(own)
+        return Done()

@@ -1,0 +1,38 @@
+"""The death of a trainer, as its guard found it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Death:
+    """How a generation came to its end: a rank's process died of a signal, in a phase of an iteration."""
+
+    global_rank: int
+    pid: int
+    signal: str
+    why: str
+    iteration: int
+    phase: str
+    last_seen_unix_s: float
+    found_unix_s: float
+
+    @property
+    def detect_s(self) -> float:
+        """Seconds from the last sign of life until the guard had found it."""
+        return self.found_unix_s - self.last_seen_unix_s
+
+    def __str__(self) -> str:
+        where = f" of iteration {self.iteration}" if self.iteration else ""
+        found = f"found {1e3 * self.detect_s:.0f} ms after its last sign of life"
+        return f"rank {self.global_rank} (pid {self.pid}) {self.why} in {self.phase}{where}, {found}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def death_from_json(text: str) -> Death:
+    """Return the death that `Death.to_json` wrote."""
+    return Death(**json.loads(text))

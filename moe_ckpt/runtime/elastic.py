@@ -1,0 +1,47 @@
+"""What a session has in hand to live through the loss of ranks: its rank's page, shared memory, keeper and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ckpt.placement import copy_holders
+from moe_ckpt.runtime.membership import Membership
+from moe_ckpt.runtime.page import Page
+from moe_ckpt.store.keeper_client import KeeperClient
+from moe_ckpt.store.messages import Address, Ticket
+from moe_ckpt.types import Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Elastic:
+    """One trainer's means. `keeper` is None where nobody keeps copies; `address_of` a rank's keeper's.
+
+    `copy_s` bounds what a copy of a window, or getting it back, may take.
+    """
+
+    membership: Membership
+    page: Page
+    memory: Path
+    keeper: KeeperClient | None
+    address_of: Callable[[int], Address]
+    ticket: Ticket
+    replicas: int
+    ranks_per_node: int
+    copy_s: float
+
+    def enter_phase(self, phase: Phase) -> None:
+        """The training thread begins a phase; what a recovery runs again is all recovery."""
+        self.page.enter(Phase.RECOVERY if self.page.phase is Phase.RECOVERY else phase)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that keep copies of this rank's memory."""
+        member = self.membership.member
+        return copy_holders(
+            member.global_rank,
+            world_size=member.world_size,
+            ranks_per_node=self.ranks_per_node,
+            replicas=self.replicas,
+        )

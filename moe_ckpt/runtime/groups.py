@@ -1,0 +1,286 @@
+"""Process groups that outlive a fault: handles that stay, around groups that are formed anew in every generation.
+
+Megatron keeps dozens of references to process groups, so what it is given are handles; only what is inside is swapped.
+Owns: the handles of this process, forming what is inside, and getting every operation out of it when a generation ends.
+Must not: decide when that is (`runtime.membership` does).
+
+    alone      while a process builds its model: every collective has this rank's contribution only
+    formed     gloo or NCCL inside
+    cut        operations raise PeersLostError, also those that wait, until groups are formed again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.errors import PeersLostError
+from moe_ckpt.runtime.abandon import Helper, Outcome
+from moe_ckpt.runtime.alone import Alone
+from moe_ckpt.runtime.polling_store import PollingStore
+from moe_ckpt.runtime.transport import GlooTransport, Transport
+
+BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
+"""Names of backends: for tensors where training's are, and for tensors on the host."""
+
+_FORMING_THREADS = 4
+_CLOSING_S = 0.5
+_OPERATIONS = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "recv_anysource"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    "all_to_all_single",  # these names are newer than those above
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTimeouts:
+    """Seconds: to form all groups, for one operation, and for operations to fail by themselves once they are cut."""
+
+    form_s: float
+    operation_s: float
+    grace_s: float
+
+
+class ElasticGroup(dist.ProcessGroup):
+    """The handle of one group, in which this process has place `own` of `size`."""
+
+    def __init__(self, name: str, own: int, size: int, transport: Transport, groups: ElasticGroups) -> None:
+        super().__init__(own, size)  # pyright: ignore[reportCallIssue] - the stubs know another constructor
+        self.key = name
+        self.inside: Any = Alone(size)
+        self.transport = transport
+        self._groups = groups
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [self.transport.device]
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return BACKEND
+
+
+def _forwarded(name: str) -> Callable[..., dist.Work]:
+    def operation(self: ElasticGroup, *arguments: Any, **options: Any) -> dist.Work:
+        return self._groups.run(self, name, arguments, options)
+
+    return operation
+
+
+for _name in _OPERATIONS:
+    setattr(ElasticGroup, _name, _forwarded(_name))
+
+
+class ElasticGroups:
+    """All handles of this process. One thread forms and leaves; `cut` and `abandon` may come from any other."""
+
+    def __init__(self, transport: Transport, timeouts: GroupTimeouts, on_wait: Callable[[bool], None]) -> None:
+        self._transports = {BACKEND: transport, CPU_BACKEND: transport}
+        if transport.device.type != "cpu":
+            self._transports[CPU_BACKEND] = GlooTransport()
+        self._timeouts = timeouts
+        self._on_wait = on_wait
+        self._handles: list[ElasticGroup] = []
+        self._helpers = threading.local()
+        self._lock = threading.Lock()
+        self._awaited: set[Outcome] = set()
+        self._unfinished: dict[int, tuple[Any, ...]] = {}
+        self._is_cut = False
+
+    @property
+    def insides(self) -> list[Any]:
+        """What is inside the handles of more than one rank, now."""
+        return [handle.inside for handle in self._handles if handle.size() > 1 and handle.inside is not None]
+
+    def register(self) -> None:
+        """Let `torch.distributed` make such groups under the backends' names."""
+        for name, transport in self._transports.items():
+            create = functools.partial(self._create, transport)
+            dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
+
+    def form(self, client: dist.Store, generation: int) -> None:
+        """Form what is inside all handles, for a generation that no group was formed for yet.
+
+        The ranks meet in the store of `client`, which nobody else may use meanwhile. Raises PeersLostError if that
+        takes too long, or is cut.
+        """
+        for transport in self._distinct:
+            transport.begin()
+        self._is_cut = False
+        shared = [handle for handle in self._handles if handle.size() > 1]
+        parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
+        made: dict[ElasticGroup, Any] = {}
+        prefix, form_s = f"{generation}/groups/", self._timeouts.form_s
+        store = PollingStore(client, threading.Lock(), prefix, lambda: self._is_cut, form_s)
+        outcomes = [self._start(lambda part=part: self._form(part, store, made)) for part in parts]
+        try:
+            for outcome in outcomes:
+                self._await(outcome, 2 * self._timeouts.form_s)
+        except RuntimeError as error:
+            raise PeersLostError(f"forming process groups: {error}") from error
+        finally:
+            for transport in self._distinct:
+                transport.formed()
+        for handle, inside in made.items():
+            handle.inside = inside
+        if self._is_cut:
+            self.cut()
+            raise PeersLostError("forming process groups: other ranks were lost")
+
+    def cut(self) -> None:
+        """End all operations, and let no new one begin. May be repeated."""
+        self._is_cut = True
+        for transport in self._distinct:
+            mine = (handle.inside for handle in self._handles if handle.transport is transport)
+            transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, Alone)])
+
+    def abandon(self) -> None:
+        """Wake whoever still waits for an operation that nobody will end."""
+        with self._lock:
+            awaited = list(self._awaited)
+        for outcome in awaited:
+            outcome.abandon()
+
+    def leave(self) -> None:
+        """Drop what is inside, once nothing can arrive in anybody's tensors any more."""
+        self.cut()
+        deadline_s = time.monotonic() + _CLOSING_S
+        unfinished, self._unfinished = list(self._unfinished.values()), {}
+        insides = self.insides
+        for handle in self._handles:
+            if handle.size() > 1:
+                handle.inside = None
+        threading.Thread(target=_bury, args=(unfinished, insides), daemon=True).start()
+        del unfinished, insides
+        while time.monotonic() < deadline_s and not all(transport.is_quiet() for transport in self._distinct):
+            time.sleep(0.001)  # the kernel tells nobody when gloo has read its last
+        gc.collect()
+        _return_free_memory()
+
+    def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
+        """Begin an operation of what is inside a handle. Raises PeersLostError where others are lost."""
+        inside = handle.inside
+        if isinstance(inside, Alone):
+            return getattr(inside, name)(*arguments, **options)
+        if self._is_cut:
+            raise PeersLostError(f"{name}: other ranks were lost")
+        try:
+            work = getattr(inside, name)(*arguments, **options)
+        except RuntimeError as error:
+            raise PeersLostError(f"{name}: {error}") from error
+        self._unfinished[id(work)] = (work, arguments)
+        return _Operation(work, self, can_be_forgotten=handle.transport.can_forget)
+
+    def wait(self, work: Any, *, can_be_forgotten: bool) -> None:
+        """Wait for an operation to end or to be abandoned. Raises PeersLostError where others are lost."""
+        self._on_wait(True)
+        try:
+            self._wait_for_helper(work) if can_be_forgotten else work.wait()
+        except RuntimeError as error:
+            raise PeersLostError(str(error)) from error
+        finally:
+            self._on_wait(False)
+        self._unfinished.pop(id(work), None)
+        if self._is_cut:
+            raise PeersLostError("other ranks were lost")
+
+    @property
+    def _distinct(self) -> set[Transport]:
+        return set(self._transports.values())
+
+    def _wait_for_helper(self, work: Any) -> None:
+        helper: Helper = getattr(self._helpers, "own", None) or Helper()
+        self._helpers.own = helper
+        outcome = Outcome()
+        with self._lock:
+            self._awaited.add(outcome)
+        helper.start(work.wait, outcome)
+        try:
+            self._await(outcome, None)
+        finally:
+            if outcome.abandoned:
+                self._helpers.own = None
+                self._unfinished[id(work)] = (helper, *self._unfinished.get(id(work), ()))
+                helper.close()
+
+    def _start(self, call: Callable[[], object]) -> Outcome:
+        outcome, helper = Outcome(), Helper()
+        with self._lock:
+            self._awaited.add(outcome)
+        helper.start(call, outcome)
+        helper.close()
+        return outcome
+
+    def _await(self, outcome: Outcome, timeout_s: float | None) -> None:
+        try:
+            if not outcome.wait(timeout_s):
+                raise PeersLostError(f"forming process groups took more than {timeout_s} s")
+        finally:
+            with self._lock:
+                self._awaited.discard(outcome)
+
+    def _form(self, handles: Sequence[ElasticGroup], store: dist.Store, made: dict[ElasticGroup, Any]) -> None:
+        for handle in handles:
+            if self._is_cut:
+                raise PeersLostError("forming process groups: other ranks were lost")
+            made[handle] = handle.transport.make(
+                dist.PrefixStore(handle.key, store),
+                handle.rank(),
+                handle.size(),
+                form_s=self._timeouts.form_s,
+                operation_s=self._timeouts.operation_s,
+            )
+
+    def _create(self, transport: Transport, options: Any, _: Any) -> ElasticGroup:
+        handle = ElasticGroup(options.group_id, options.group_rank, options.group_size, transport, self)
+        self._handles.append(handle)
+        return handle
+
+
+class _Operation(dist.Work):
+    """An operation of what is inside a handle, which can be abandoned."""
+
+    def __init__(self, work: Any, groups: ElasticGroups, *, can_be_forgotten: bool) -> None:
+        super().__init__()
+        self._work = work
+        self._groups = groups
+        self._can_be_forgotten = can_be_forgotten
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
+        self._groups.wait(self._work, can_be_forgotten=self._can_be_forgotten)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def result(self) -> Any:
+        return self._work.result()
+
+
+def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
+    """Keep what an unfinished operation needs until it has ended: a group's destructor would wait for it."""
+    for first, *_ in unfinished:
+        if isinstance(first, Helper):
+            first.join()
+            continue
+        with contextlib.suppress(RuntimeError):
+            first.wait()
+    insides.clear()
+
+
+def _return_free_memory() -> None:
+    """Give memory that nobody uses back to the system: glibc keeps freed blocks of this size."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

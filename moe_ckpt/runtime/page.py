@@ -1,0 +1,135 @@
+"""The page that a trainer shares with its guard: a file of 4 KiB in shared memory, written without system calls.
+
+Owns: where each number lies. The trainer writes what it is doing; the guard reads that and knows a hang; whoever
+injects faults writes an order, which the trainer carries out on itself at the point named: a real signal, at an exact
+moment.
+
+Every number is eight aligned bytes, which are read and written whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from enum import IntEnum
+from pathlib import Path
+
+from moe_ckpt.types import Phase
+
+_SIZE_BYTES = 4096
+ANY_ITERATION = -1
+
+
+class _Word(IntEnum):
+    HEARTBEAT_NS = 0
+    PROGRESS_NS = 1
+    WAITING = 2
+    GENERATION = 3
+    ITERATION = 4
+    PHASE = 5
+    ORDER_SIGNAL = 6  # 0: no order
+    ORDER_ITERATION = 7
+    ORDER_PHASE = 8
+    ORDER_SKIP = 9
+    ORDERS_OBEYED = 10
+
+
+class Page:
+    """One trainer's page. Times are `time.monotonic_ns()`, which all processes of a machine share."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, _SIZE_BYTES)
+            self._words = memoryview(mmap.mmap(fd, _SIZE_BYTES)).cast("q")
+        finally:
+            os.close(fd)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """When the trainer was last seen alive."""
+        return self._words[_Word.HEARTBEAT_NS] / 1e9
+
+    @property
+    def progress_s(self) -> float:
+        """When the training thread last entered a phase, or began or ended to communicate."""
+        return self._words[_Word.PROGRESS_NS] / 1e9
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the training thread waits for other ranks: then a hang is not this rank's."""
+        return bool(self._words[_Word.WAITING])
+
+    @property
+    def generation(self) -> int:
+        return self._words[_Word.GENERATION]
+
+    @property
+    def iteration(self) -> int:
+        return self._words[_Word.ITERATION]
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self._words[_Word.PHASE])
+
+    def reset(self) -> None:
+        """Make the page that of a process about to be born; an order for the dead one is void."""
+        for word in _Word:
+            if word is not _Word.ORDERS_OBEYED:
+                self._words[word] = 0
+        self.beat()
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
+
+    def beat(self) -> None:
+        """The process lives."""
+        self._words[_Word.HEARTBEAT_NS] = time.monotonic_ns()
+
+    def wait(self, waiting: bool) -> None:
+        """The training thread begins or ends to wait for other ranks."""
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
+        self._words[_Word.WAITING] = waiting
+
+    def join(self, generation: int) -> None:
+        """The trainer is about to be part of a generation."""
+        self._words[_Word.GENERATION] = generation
+        self.enter(Phase.JOIN)
+
+    def enter(self, phase: Phase, iteration: int | None = None) -> None:
+        """Begin a phase, of `iteration` or of the one before it; die here if that was ordered."""
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
+        if iteration is not None:
+            self._words[_Word.ITERATION] = iteration
+        self._words[_Word.PHASE] = phase
+        if self._words[_Word.ORDER_SIGNAL]:
+            self._obey()
+
+    def order(self, number: signal.Signals, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0) -> None:
+        """Let the trainer send itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time."""
+        self._words[_Word.ORDER_ITERATION] = iteration
+        self._words[_Word.ORDER_PHASE] = phase
+        self._words[_Word.ORDER_SKIP] = skip
+        self._words[_Word.ORDER_SIGNAL] = number  # last: from now on it counts
+
+    @property
+    def has_order(self) -> bool:
+        """Whether an order waits to be carried out."""
+        return bool(self._words[_Word.ORDER_SIGNAL])
+
+    @property
+    def orders_obeyed(self) -> int:
+        """How many orders were carried out, over all lives: what tells an order obeyed from one that became void."""
+        return self._words[_Word.ORDERS_OBEYED]
+
+    def _obey(self) -> None:
+        words = self._words
+        wanted = words[_Word.ORDER_ITERATION]
+        if words[_Word.ORDER_PHASE] != words[_Word.PHASE] or wanted not in (ANY_ITERATION, words[_Word.ITERATION]):
+            return
+        if words[_Word.ORDER_SKIP] > 0:
+            words[_Word.ORDER_SKIP] -= 1
+            return
+        number, words[_Word.ORDER_SIGNAL] = words[_Word.ORDER_SIGNAL], 0
+        words[_Word.ORDERS_OBEYED] += 1
+        os.kill(os.getpid(), number)

@@ -1,0 +1,82 @@
+"""Gets blobs back from a peer's keeper: what a trainer does that has replaced a dead one and found its memory gone.
+
+Owns: one conversation with one keeper, within a deadline. Must not: choose the peer or what to fetch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.store.caller import Caller
+from moe_ckpt.store.link import Link
+from moe_ckpt.store.messages import Address, Clear, Done, Found, Get, Keys, ListKeys, Ticket
+from moe_ckpt.store.transfer import receive_blob
+
+
+def list_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float) -> list[str]:
+    """Return the keys of all blobs of a rank that a keeper has, sorted.
+
+    Raises CheckpointLoadError if it does not say so in time.
+    """
+    with _calling(address, ticket) as caller:
+        return list(_keys(caller, owner_rank, time.monotonic() + timeout_s))
+
+
+def fetch_blobs(
+    address: Address,
+    ticket: Ticket,
+    owner_rank: int,
+    folder: BlobFolder,
+    keys: Sequence[str] | None = None,
+    *,
+    timeout_s: float,
+) -> int:
+    """Copy a rank's blobs, all or some, from a keeper into `folder` and publish them there; return their bytes.
+
+    Raises CheckpointLoadError for the first that cannot be had; those before it are published then.
+    """
+    until_s = time.monotonic() + timeout_s
+    with _calling(address, ticket) as caller:
+        wanted = _keys(caller, owner_rank, until_s) if keys is None else keys
+        return sum(_fetch(caller, Get(owner_rank=owner_rank, key=key), folder, until_s) for key in wanted)
+
+
+def clear_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float) -> None:
+    """Let a keeper drop all it holds of a rank.
+
+    Raises CheckpointLoadError if it does not confirm that in time.
+    """
+    request = Clear(owner_rank=owner_rank)
+    with _calling(address, ticket) as caller:
+        what = f"clearing the copies of rank {owner_rank}"
+        caller.call(what, lambda link: link.ask(request, Done), time.monotonic() + timeout_s)
+
+
+@contextlib.contextmanager
+def _calling(address: Address, ticket: Ticket) -> Iterator[Caller]:
+    caller = Caller(address, ticket, CheckpointLoadError)
+    try:
+        yield caller
+    finally:
+        caller.close()
+
+
+def _keys(caller: Caller, owner_rank: int, until_s: float) -> Sequence[str]:
+    request = ListKeys(owner_rank=owner_rank)
+    return caller.call(f"listing rank {owner_rank}'s blobs", lambda link: link.ask(request, Keys), until_s).keys
+
+
+def _fetch(caller: Caller, request: Get, folder: BlobFolder, until_s: float) -> int:
+    def act(link: Link) -> int:
+        found = link.ask(request, Found)
+        return receive_blob(link, found, folder, request.key, folder.publish, _at_once)
+
+    return caller.call(f"fetching {request.key} of rank {request.owner_rank}", act, until_s)
+
+
+def _at_once() -> None:
+    """A recovery yields to nothing."""

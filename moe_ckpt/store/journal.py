@@ -1,0 +1,194 @@
+"""What of a rank's host memory outlives its trainer: finished snapshots and the step log, in shared memory and copied.
+
+Owns: which blob is what, and which copies have been confirmed. Must not: keep snapshots or steps itself
+(`store.memory` and `store.steps` do), or decide how long. The boundary log is not here: whoever dies replays, and logs
+again what it sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTimeError
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.store.blobs import Blob, BlobFolder
+from moe_ckpt.store.codec import Snapshot, header_from_json, header_to_json
+from moe_ckpt.store.steps import StepRecord
+from moe_ckpt.types import ReadyGradients
+
+_log = logging.getLogger(__name__)
+_SNAPSHOT, _START, _RECORD = "snapshot-", "start-", "record-"
+_TIED = "tied_gradient"
+
+
+class Copies(Protocol):
+    """Copies own blobs to peers, in the background."""
+
+    def copy(self, keys: list[str]) -> Future[None]:
+        """Start copying; done when all peers have all of them."""
+        ...
+
+    def forget(self, keys: list[str]) -> None:
+        """Let peers drop theirs."""
+        ...
+
+
+class NoCopies:
+    """Nobody keeps copies: what is in this node's memory counts as kept."""
+
+    def copy(self, keys: list[str]) -> Future[None]:  # noqa: ARG002
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def forget(self, keys: list[str]) -> None:
+        """Nothing to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kept:
+    """What a folder holds: snapshots in any order, and by iteration what each started from and its record."""
+
+    snapshots: tuple[Snapshot, ...]
+    starts: Mapping[int, Mapping[str, torch.Tensor]]
+    records: Mapping[int, StepRecord]
+
+
+class Journal:
+    """Keeps one rank's snapshots and steps in `folder`, for one thread. A copy may take `copy_s` seconds."""
+
+    def __init__(self, folder: BlobFolder, copies: Copies, copy_s: float) -> None:
+        self.folder = folder
+        self._copies = copies
+        self._copy_s = copy_s
+        self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
+        self._copying: dict[str, Future[None]] = {}
+
+    def add_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError."""
+        header = snapshot.header
+        key = f"{_SNAPSHOT}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
+        self.folder.publish(key, header_to_json(header), snapshot.payload, header.payload_bytes)
+        self._keys[id(snapshot.payload)] = key
+        self._copy(key)
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep it no longer: its memory is about to be used again."""
+        self._drop([self._keys.pop(id(snapshot.payload))])
+
+    def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
+        """Keep what an iteration starts from."""
+        self._put(f"{_START}{iteration}", save(dict(start)))
+
+    def add_record(self, record: StepRecord) -> None:
+        """Keep an iteration's facts."""
+        tensors = {} if record.tied_gradient is None else {_TIED: record.tied_gradient}
+        facts = {"gradients": json.dumps(asdict(record.gradients))}
+        self._put(f"{_RECORD}{record.iteration}", save(tensors, metadata=facts))
+
+    def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None:
+        """Keep these no longer."""
+        self._drop([f"{_START}{i}" for i in starts] + [f"{_RECORD}{i}" for i in records])
+
+    def has_copies_of_steps(self, iteration: int) -> bool:
+        """Wait until peers hold what `iteration` started from; return whether they do."""
+        return self._are_copied([f"{_START}{iteration}"])
+
+    def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
+        """Wait until peers hold these snapshots; return whether they do."""
+        return self._are_copied([self._keys[id(snapshot.payload)] for snapshot in snapshots])
+
+    def copy_again(self) -> None:
+        """Copy all that is kept: a peer has lost what it held."""
+        for key in self.folder.keys():  # noqa: SIM118 - not a mapping
+            self._copy(key)
+
+    def adopt(self) -> Kept:
+        """Return what is in the folder, left there by an earlier process or fetched from a peer."""
+        blobs = self.folder.adopt()
+        self._keys |= {id(blob.payload): key for key, blob in blobs.items() if key.startswith(_SNAPSHOT)}
+        return _kept(blobs)
+
+    def _put(self, key: str, content: bytes) -> None:
+        try:
+            self.folder.publish(key, content, None, 0)
+        except CheckpointSaveError as error:  # a failing save never stops training
+            _log.warning("%s is not kept: %s", key, error)
+            return
+        self._copy(key)
+
+    def _copy(self, key: str) -> None:
+        self._copying[key] = self._copies.copy([key])
+
+    def _drop(self, keys: list[str]) -> None:
+        for key in keys:
+            self.folder.withdraw(key)
+            self._copying.pop(key, None)
+        self._copies.forget(keys)
+
+    def _are_copied(self, keys: Iterable[str]) -> bool:
+        until_s = time.monotonic() + self._copy_s
+        try:
+            for key in keys:
+                self._copying[key].result(max(0.0, until_s - time.monotonic()))
+        except (CheckpointSaveError, NotInTimeError, KeyError) as error:
+            _log.warning("not copied, training goes on: %s", error or f"no answer in {self._copy_s:g} s")
+            return False
+        return True
+
+
+def read_kept(folder: BlobFolder) -> Kept:
+    """Return what somebody else's folder holds, undamaged; it may change meanwhile."""
+    blobs: dict[str, Blob] = {}
+    for key in folder.keys():  # noqa: SIM118 - not a mapping
+        with contextlib.suppress(CheckpointLoadError):
+            blobs[key] = folder.get(key)
+    return _kept(blobs)
+
+
+def _kept(blobs: Mapping[str, Blob]) -> Kept:
+    snapshots: list[Snapshot] = []
+    starts: dict[int, Mapping[str, torch.Tensor]] = {}
+    records: dict[int, StepRecord] = {}
+    for key, blob in blobs.items():
+        try:
+            if key.startswith(_SNAPSHOT) and blob.payload is not None:
+                snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
+            elif key.startswith(_START):
+                starts[int(key.removeprefix(_START))] = _tensors(blob)[0]
+            elif key.startswith(_RECORD):
+                records[int(key.removeprefix(_RECORD))] = _record(key, blob)
+        except CheckpointLoadError as error:
+            _log.warning("%s cannot be used: %s", key, error)
+    return Kept(snapshots=tuple(snapshots), starts=starts, records=records)
+
+
+def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the facts of a blob without payload."""
+    try:
+        length = int.from_bytes(blob.header[:8], "little")
+        facts = json.loads(blob.header[8 : 8 + length]).get("__metadata__", {})
+        return load(blob.header), facts
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointLoadError(f"step log: {error}") from error
+
+
+def _record(key: str, blob: Blob) -> StepRecord:
+    tensors, facts = _tensors(blob)
+    return StepRecord(
+        iteration=int(key.removeprefix(_RECORD)),
+        gradients=ReadyGradients(**json.loads(facts["gradients"])),
+        tied_gradient=tensors.get(_TIED),
+    )

@@ -1,0 +1,221 @@
+"""What keepers and trainers say to each other: values, and their form as JSON.
+
+Owns: which messages there are, and reading them strictly. Must not: send, or carry out what they ask for.
+
+    trainer -> its keeper   Copy, Forget, UsePeers                 answers: Copied
+    keeper -> a keeper      Ticket; Put, Drop, Clear               answers: Done, Refused
+    trainer -> a keeper     Ticket; ListKeys, Get                  answers: Keys, a blob, Refused
+    a blob                  Found ->   <- Done   header, payload, Sent ->
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where a keeper's server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Return the address that `str` gave. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    return Address(host=host, port=int(port))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """Root of all messages. Fields are of the types that `_READERS` names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket(Message):
+    """The first message to a server: of which run the sender is, and the secret that this run shares."""
+
+    run_id: str
+    token: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Put(Message):
+    """Hold a copy for a rank; the blob follows."""
+
+    owner_rank: int
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drop(Message):
+    """Hold these no more."""
+
+    owner_rank: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clear(Message):
+    """Hold nothing of a rank."""
+
+    owner_rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListKeys(Message):
+    """Say what is held of a rank; of the server's own rank, what it has published."""
+
+    owner_rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Get(Message):
+    """Send a blob of a rank, held or own."""
+
+    owner_rank: int
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keys(Message):
+    """The answer to ListKeys."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found(Message):
+    """A blob of this size, whose bytes follow once the other side says Done; without a payload at all if None."""
+
+    header_bytes: int
+    payload_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent(Message):
+    """All bytes of a blob have been sent; these are their XXH3 hashes."""
+
+    header_xxh3: int
+    payload_xxh3: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done(Message):
+    """What was asked for is done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused(Message):
+    """What was asked for is not done; `garbled` if the bytes did not arrive as they were sent."""
+
+    reason: str
+    garbled: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy(Message):
+    """Copy these blobs of the trainer's rank to all peers; the answer bears the same number."""
+
+    number: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied(Message):
+    """The copies are confirmed by all peers, or why they are not."""
+
+    number: int
+    failure: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forget(Message):
+    """Let all peers drop their copies of these."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsePeers(Message):
+    """Copy to these addresses from now on."""
+
+    addresses: tuple[str, ...]
+
+
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind
+    for kind in (
+        *(Ticket, Put, Drop, Clear, ListKeys, Get, Keys, Found, Sent, Done, Refused),
+        *(Copy, Copied, Forget, UsePeers),
+    )
+}
+
+
+def message_to_json(message: Message) -> bytes:
+    """Return a message as an object with one field: its kind, and its fields."""
+    return json.dumps({type(message).__name__: asdict(message)}, separators=(",", ":")).encode()
+
+
+def message_from_json(data: bytes) -> Message:
+    """Return the message that `message_to_json` wrote. Raises ValueError if the bytes are anything else."""
+    try:
+        ((name, content),) = _typed(dict, json.loads(data)).items()
+        return _read(_KINDS[name], _typed(dict, content))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"not a message: {error!r}: {reprlib.repr(data)}") from error
+
+
+def _read(kind: type[Message], content: dict[str, object]) -> Message:
+    readers = {field.name: _READERS[str(field.type)] for field in fields(kind)}
+    if content.keys() != readers.keys():
+        raise ValueError(f"got fields {reprlib.repr(sorted(content))}, wanted {sorted(readers)}")
+    return kind(**{name: reader(content[name]) for name, reader in readers.items()})
+
+
+def _typed(kind: type[T], value: object) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"got {reprlib.repr(value)}, wanted {kind.__name__}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    return _typed(bool, value)
+
+
+def _text(value: object) -> str:
+    return _typed(str, value)
+
+
+def _count(value: object) -> int:
+    if not 0 <= _typed(int, value) < 2**64:
+        raise ValueError(f"got {reprlib.repr(value)}, wanted a number of 64 bits")
+    return _typed(int, value)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(_text(item) for item in _typed(list, value))
+
+
+def _or_none(reader: Callable[[object], T]) -> Callable[[object], T | None]:
+    return lambda value: None if value is None else reader(value)
+
+
+_READERS: dict[str, Callable[[object], Any]] = {
+    "bool": _flag,
+    "int": _count,
+    "str": _text,
+    "int | None": _or_none(_count),
+    "str | None": _or_none(_text),
+    "tuple[str, ...]": _texts,
+}

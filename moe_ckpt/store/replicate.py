@@ -1,0 +1,161 @@
+"""Copies one rank's blobs to its peers while training goes on.
+
+Owns: a sending thread per peer, its order, and yielding to training traffic. Must not: decide what is copied, or keep a
+payload mapped for longer than a copy takes. Gemini, section 5: chunks between the traffic of training.
+
+    copy a, copy b, forget a     in this order to each peer, each peer at its own speed; confirmed when all have it
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.store.caller import Caller
+from moe_ckpt.store.link import Link
+from moe_ckpt.store.messages import Address, Done, Drop, Put, Ticket
+from moe_ckpt.store.transfer import send_blob
+
+_LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
+_YIELD_S = 0.001
+
+_log = logging.getLogger(__name__)
+
+
+class Replicator:
+    """Copies blobs of `own`, those of rank `owner_rank`, to the peers that `use_peers` named last; for any thread.
+
+    A copy that is not confirmed `deadline_s` after it was asked for has failed. While `may_send()` is False, every
+    chunk waits up to 20 ms.
+    """
+
+    def __init__(
+        self, own: BlobFolder, owner_rank: int, ticket: Ticket, *, may_send: Callable[[], bool], deadline_s: float
+    ) -> None:
+        self._own = own
+        self._owner_rank = owner_rank
+        self._ticket = ticket
+        self._may_send = may_send
+        self._deadline_s = deadline_s
+        self._lock = Lock()
+        self._peers: dict[Address, _Peer] | None = None
+
+    def use_peers(self, addresses: Sequence[Address]) -> None:
+        """Copy to these from now on; what is under way or asked for already to others fails."""
+        with self._lock:
+            before = self._peers or {}
+            self._peers = {address: before.get(address) or self._peer(address) for address in addresses}
+            gone = [peer for address, peer in before.items() if address not in self._peers]
+        for peer in gone:
+            peer.close()
+
+    def copy(self, keys: Sequence[str]) -> Future[None]:
+        """Start copying; the future is done when all peers hold all of it, or failed with a CheckpointSaveError."""
+        until_s = time.monotonic() + self._deadline_s
+        with self._lock:
+            if self._peers is None:
+                return _failed(CheckpointSaveError("copies: got no peers yet, wanted to be told which to use"))
+            return _all_done([peer.copy(keys, until_s) for peer in self._peers.values()])
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Let all peers drop their copies, after what was asked for before; a failure is logged."""
+        until_s = time.monotonic() + self._deadline_s
+        with self._lock:
+            for peer in (self._peers or {}).values():
+                peer.forget(keys, until_s).add_done_callback(_log_failure)
+
+    def close(self) -> None:
+        """End everything; what is not confirmed fails."""
+        self.use_peers([])
+
+    def _peer(self, address: Address) -> _Peer:
+        return _Peer(self._own, self._owner_rank, Caller(address, self._ticket, CheckpointSaveError), self._may_send)
+
+
+class _Peer:
+    """The sending thread to one peer."""
+
+    def __init__(self, own: BlobFolder, owner_rank: int, caller: Caller, may_send: Callable[[], bool]) -> None:
+        self._own = own
+        self._owner_rank = owner_rank
+        self._caller = caller
+        self._may_send = may_send
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replicator")
+
+    def copy(self, keys: Sequence[str], until_s: float) -> Future[None]:
+        return self._thread.submit(self._copy_all, tuple(keys), until_s)
+
+    def forget(self, keys: Sequence[str], until_s: float) -> Future[None]:
+        return self._thread.submit(self._forget, tuple(keys), until_s)
+
+    def close(self) -> None:
+        self._caller.shut_down()
+        self._thread.submit(self._caller.close)
+        self._thread.shutdown(wait=False)  # it may be connecting, until its deadline
+
+    def _copy_all(self, keys: Sequence[str], until_s: float) -> None:
+        for key in keys:
+            self._caller.call(f"copy of {key}", lambda link, key=key: self._put(link, key), until_s)
+
+    def _forget(self, keys: Sequence[str], until_s: float) -> None:
+        request = Drop(owner_rank=self._owner_rank, keys=tuple(keys))
+        self._caller.call(f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s)
+
+    def _put(self, link: Link, key: str) -> None:
+        blob = self._own.get(key)
+        link.send(Put(owner_rank=self._owner_rank, key=key))
+        send_blob(link, self._own, key, blob, self._yield_to_training)
+        link.expect(Done)
+
+    def _yield_to_training(self) -> None:
+        until_s = time.monotonic() + _LONGEST_YIELD_S
+        self._caller.pause(0)
+        while not self._may_send() and time.monotonic() < until_s:
+            self._caller.pause(_YIELD_S)
+
+
+def _failed(error: CheckpointSaveError) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _all_done(parts: Sequence[Future[None]]) -> Future[None]:
+    """Return a future that is done once all are, and fails with all the reasons if any of them has failed."""
+    whole: Future[None] = Future()
+    whole.set_running_or_notify_cancel()  # so that nobody can cancel it
+    lock, num_left = Lock(), len(parts)
+
+    def finish(_: Future[None]) -> None:
+        nonlocal num_left
+        with lock:
+            num_left -= 1
+            if num_left:
+                return
+        _settle(whole, parts)
+
+    for part in parts:
+        part.add_done_callback(finish)
+    if not parts:
+        whole.set_result(None)
+    return whole
+
+
+def _settle(whole: Future[None], parts: Sequence[Future[None]]) -> None:
+    reasons = [reason for part in parts if (reason := part.exception())]
+    if not reasons:
+        whole.set_result(None)
+        return
+    error = CheckpointSaveError("; ".join(str(reason) for reason in reasons))
+    error.__cause__ = reasons[0]
+    whole.set_exception(error)
+
+
+def _log_failure(future: Future[None]) -> None:
+    if reason := future.exception():
+        _log.warning("copies stay that are not needed any more: %s", reason)

@@ -1,0 +1,101 @@
+"""Failure traces of real clusters, as text. Pure. Knows three formats by their first line, and only when nodes went.
+
+480000,add,node1                    milliseconds, add|remove, node (AWS, in Bamboo's repository)
+2021-12-10, 13:07:45, 80            date, time, nodes that are there (GCP): a fall is that many removals
+t_s,event,arg / 2679,remove,4       seconds, add|remove, how many; with this header
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from moe_ckpt.config import require
+from moe_ckpt.errors import ConfigError
+
+_SUMMARY_HEADER = "t_s,event,arg"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Removals:
+    """`count` nodes went at one time, `at_s` seconds after the first event of the trace."""
+
+    at_s: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    """One event: how many nodes it removes, or how many are there after it."""
+
+    at_ms: int
+    removed: int = 0
+    there: int | None = None
+
+
+def read_removals(text: str) -> tuple[Removals, ...]:
+    """Return when how many nodes went, by time. Lines need not be sorted; those of one time keep their order.
+
+    `0,add,a`, `5000,remove,a`, `5000,remove,b` make two removals at 5.0; counts 80, 70, 75 make ten at the second line.
+    Raises ConfigError with number and content of a line that is malformed.
+    """
+    numbered = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    require(bool(numbered), "trace", text, "a line for each event")
+    parse, wanted = _format_of(numbered[0][1])
+    lines = [_parse(parse, wanted, number, line) for number, line in numbered if line != _SUMMARY_HEADER]
+    require(bool(lines), "trace", text, f"lines like '{wanted}' below the header")
+    lines.sort(key=lambda line: line.at_ms)
+    totals: Counter[int] = Counter()
+    there = lines[0].there
+    for line in lines:
+        totals[line.at_ms] += line.removed if there is None or line.there is None else max(0, there - line.there)
+        there = line.there
+    begin_ms = lines[0].at_ms
+    return tuple(Removals(at_s=(at_ms - begin_ms) / 1000, count=count) for at_ms, count in totals.items() if count)
+
+
+def _format_of(first_line: str) -> tuple[Callable[[str], _Line], str]:
+    if first_line == _SUMMARY_HEADER:
+        return _parse_summary, "2679,remove,4"
+    if re.match(r"\d+-", first_line):
+        return _parse_count, "2021-12-10, 13:07:45, 80"
+    return _parse_node, "480000,add|remove,node1"
+
+
+def _parse(parse: Callable[[str], _Line], wanted: str, number: int, line: str) -> _Line:
+    try:
+        return parse(line)
+    except ValueError:
+        raise ConfigError(f"trace: line {number}: got {line!r}, wanted a line like '{wanted}'") from None
+
+
+def _parse_node(line: str) -> _Line:
+    at_ms, event, _ = _three(line)
+    return _Line(at_ms=int(at_ms), removed=int(_is_removal(event)))
+
+
+def _parse_summary(line: str) -> _Line:
+    at_s, event, count = _three(line)
+    return _Line(at_ms=1000 * int(at_s), removed=int(count) * _is_removal(event))
+
+
+def _parse_count(line: str) -> _Line:
+    day, time, count = _three(line)
+    moment = datetime.strptime(f"{day} {time} +0000", "%Y-%m-%d %H:%M:%S %z")
+    return _Line(at_ms=1000 * int(moment.timestamp()), there=int(count))
+
+
+def _three(line: str) -> list[str]:
+    fields = [field.strip() for field in line.split(",")]
+    if len(fields) != 3 or not all(fields) or fields[2].startswith("-"):
+        raise ValueError(line)
+    return fields
+
+
+def _is_removal(event: str) -> bool:
+    if event not in ("add", "remove"):
+        raise ValueError(event)
+    return event == "remove"

@@ -1,0 +1,222 @@
+"""A job of small real processes, to inject faults into: a guard and a trainer per rank, without torch or training.
+
+A trainer walks through the phases of its iterations and keeps writing into its host memory. It parks where it is told
+to, until an order stands in its page. A guard notes how and where each trainer died, then replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from launcher.live import remove_live, write_live
+from moe_ckpt.runtime.page import Page, Phase
+
+ROOT = Path(__file__).parents[1]
+RECOVERS_AT = 8
+ITERATION = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)
+_STEP_S = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """What a rank of the job does. `hold`: its guard waits for a line before it replaces a trainer."""
+
+    run: str
+    memory: str
+    global_rank: int
+    ranks_per_node: int
+    park_iteration: int
+    park_phase: str
+    last_iteration: int
+    hold: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Died:
+    """What a guard noted about a trainer."""
+
+    pid: int
+    signal: str
+    generation: int
+    iteration: int
+    phase: str
+
+
+class Job:
+    """A running job: what a test may ask of it."""
+
+    def __init__(self, run: Path, walks: list[Walk], guards: list[subprocess.Popen[str]]) -> None:
+        self.run = run
+        self._walks = walks
+        self._guards = guards
+
+    def memory(self, rank: int) -> Path:
+        return Path(self._walks[rank].memory)
+
+    def page(self, rank: int) -> Page:
+        return Page(self.memory(rank) / "page")
+
+    def guard_pid(self, rank: int) -> int:
+        return self._guards[rank].pid
+
+    def next_word(self, rank: int) -> str:
+        """Wait for what a rank says next: `parked PID`, `died PID`, or nothing once it has ended."""
+        return _open(self._guards[rank].stdout).readline().strip()
+
+    def parked_pids(self) -> list[int]:
+        """Wait until each rank's trainer parks."""
+        words = [self.next_word(rank).split() for rank in range(len(self._guards))]
+        assert all(word[0] == "parked" for word in words), words
+        return [int(word[1]) for word in words]
+
+    def release(self, rank: int) -> None:
+        """Let a guard that holds replace its trainer."""
+        stdin = _open(self._guards[rank].stdin)
+        stdin.write("\n")
+        stdin.flush()
+
+    def deaths(self, rank: int) -> list[Died]:
+        path = _deaths(self.run, rank)
+        return [Died(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_end(self) -> None:
+        for guard in self._guards:
+            assert guard.wait(30) == 0
+
+
+@contextmanager
+def running_job(
+    folder: Path,
+    world_size: int,
+    *,
+    ranks_per_node: int = 1,
+    park: tuple[int, str] = (3, "backward"),
+    last_iteration: int = 10**9,
+    hold: bool = False,
+) -> Iterator[Job]:
+    """Run a job in `folder`/run until the block ends; no process of it outlives that."""
+    run = make_run(folder / "run", world_size)
+    walk = Walk(
+        run=str(run),
+        memory="",
+        global_rank=0,
+        ranks_per_node=ranks_per_node,
+        park_iteration=park[0],
+        park_phase=park[1],
+        last_iteration=last_iteration,
+        hold=hold,
+    )
+    walks = [replace(walk, global_rank=rank, memory=str(folder / f"rank{rank:04d}")) for rank in range(world_size)]
+    guards = [_start_guard(walk) for walk in walks]
+    try:
+        yield Job(run, walks, guards)
+    finally:
+        for guard in guards:
+            if guard.returncode is None:  # not reaped yet: the number is still its own
+                os.killpg(guard.pid, signal.SIGKILL)
+                guard.wait()
+            _open(guard.stdin).close()
+            _open(guard.stdout).close()
+
+
+def make_run(run: Path, world_size: int) -> Path:
+    """Make a run's folder, as far as whoever injects faults looks into it."""
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"world_size": world_size}))
+    return run
+
+
+def _start_guard(walk: Walk) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.jobs", json.dumps(asdict(walk))],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _open(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+def _deaths(run: Path, rank: int) -> Path:
+    return run / f"deaths{rank}.jsonl"
+
+
+def _say(word: str) -> None:
+    os.write(1, f"{word} {os.getpid()}\n".encode())
+
+
+def _guard(walk: Walk) -> int:
+    memory = Path(walk.memory)
+    memory.mkdir()
+    page = Page(memory / "page")
+    life = 0
+    while True:
+        page.reset()
+        pid = os.fork()
+        if pid == 0:
+            _train(walk, page, life)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status):
+            return os.WEXITSTATUS(status)
+        died = Died(
+            pid=pid,
+            signal=signal.Signals(os.WTERMSIG(status)).name,
+            generation=page.generation,
+            iteration=page.iteration,
+            phase=page.phase.name.lower(),
+        )
+        with _deaths(Path(walk.run), walk.global_rank).open("a") as file:
+            file.write(json.dumps(asdict(died)) + "\n")
+        _say("died")
+        if walk.hold:
+            sys.stdin.readline()
+        life += 1
+
+
+def _train(walk: Walk, page: Page, life: int) -> None:
+    run, memory, rank = Path(walk.run), Path(walk.memory), walk.global_rank
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    page.join(generation := life + 1)
+    node = rank // walk.ranks_per_node
+    write_live(run, global_rank=rank, node=node, guard_pid=os.getppid(), memory=memory, life=life)
+    for iteration in range(1, walk.last_iteration + 1):
+        if iteration == RECOVERS_AT:
+            page.join(generation := generation + 1)
+            page.enter(Phase.RECOVERY)
+        for phase in ITERATION:
+            page.enter(phase, iteration)
+            _work(memory, page, life)
+            if (iteration, phase.name.lower()) == (walk.park_iteration, walk.park_phase):
+                _say("parked")
+                while not page.has_order:
+                    _work(memory, page, life)
+    remove_live(run, rank)
+
+
+def _work(memory: Path, page: Page, life: int) -> None:
+    for part in ("own", "held"):
+        (memory / part).mkdir(exist_ok=True)
+        (memory / part / f"life{life}").write_text("state")
+    page.beat()
+    time.sleep(_STEP_S)
+
+
+if __name__ == "__main__":
+    sys.exit(_guard(Walk(**json.loads(sys.argv[1]))))

@@ -1,0 +1,567 @@
+"""Faults injected into a running job of real processes (tests/jobs.py): by command, by plan, by function."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.faults.carry_out import carry_out
+from launcher.faults.log import InjectedFault, append_faults, read_faults
+from launcher.inject_fault import main
+from launcher.live import LiveTrainer, read_live, read_written
+from launcher.proc import stands_still
+from moe_ckpt.faults import Kill, has_come, poisson_kills
+from tests.jobs import RECOVERS_AT, ROOT, Job, make_run, running_job
+
+PARKED = "generation 1, iteration 3, backward"
+
+
+def inject(job: Job, *arguments: str) -> int:
+    return main(["--run", str(job.run), *arguments])
+
+
+def wait_for_death(job: Job, rank: int) -> None:
+    assert job.next_word(rank).startswith("died")
+
+
+@contextmanager
+def injecting(job: Job, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process of its own, whose lines come as it says them."""
+    command = [sys.executable, "-m", "launcher.inject_fault", "--run", str(job.run), *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_without_arguments_a_random_trainer_of_the_newest_run_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_job(tmp_path, 2) as job:
+        pids = job.parked_pids()
+        (tmp_path / "outputs").mkdir()
+        (tmp_path / "outputs" / "latest").symlink_to("../run")
+        monkeypatch.chdir(tmp_path)
+        before_s = time.time()
+        assert main([]) == 0
+        match = re.fullmatch(rf"killed rank (\d) \(pid (\d+)\) of {job.run} in {PARKED}\n", capsys.readouterr().out)
+        assert match
+        rank, pid = int(match[1]), int(match[2])
+        wait_for_death(job, rank)
+        assert [(death.pid, death.signal) for death in job.deaths(rank)] == [(pid, "SIGKILL")]
+        assert pid == pids[rank]
+        assert job.deaths(1 - rank) == []
+        (fault,) = read_faults(job.run)
+        assert before_s <= fault.unix_s <= time.time()
+        assert asdict(fault) == {
+            "unix_s": fault.unix_s,
+            "rank": rank,
+            "pid": pid,
+            "signal": "KILL",
+            "scope": "process",
+            "generation": 1,
+            "iteration": 3,
+            "phase": "backward",
+            "ordered": False,
+        }
+
+
+@pytest.mark.parametrize("name", ["KILL", "SEGV", "TERM"])
+def test_a_rank_dies_of_the_signal_asked_for(tmp_path: Path, name: str) -> None:
+    with running_job(tmp_path, 2) as job:
+        pids = job.parked_pids()
+        assert inject(job, "--rank", "1", "--signal", name) == 0
+        wait_for_death(job, 1)
+        assert [(death.pid, death.signal) for death in job.deaths(1)] == [(pids[1], f"SIG{name}")]
+        assert job.deaths(0) == []
+
+
+def test_a_stopped_rank_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_job(tmp_path, 1) as job:
+        (pid,) = job.parked_pids()
+        assert inject(job, "--signal", "STOP") == 0
+        while not stands_still(pid):
+            os.sched_yield()
+        assert capsys.readouterr().out == f"stopped rank 0 (pid {pid}) of {job.run} in {PARKED}\n"
+        assert len(read_live(job.run)) == 1
+
+
+def host_memory(job: Job, rank: int) -> list[str]:
+    """Return what the first life has left."""
+    return sorted(part for part in ("own", "held") if (job.memory(rank) / part / "life0").exists())
+
+
+def test_a_lost_node_takes_the_host_memory_of_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_job(tmp_path, 4, ranks_per_node=2) as job:
+        pids = job.parked_pids()
+        assert inject(job, "--rank", "3", "--scope", "node") == 0
+        for rank in (2, 3):
+            wait_for_death(job, rank)
+            assert job.next_word(rank).startswith("parked")  # the next life has written its own
+        assert [host_memory(job, rank) for rank in range(4)] == [["held", "own"], ["held", "own"], [], []]
+        assert (job.memory(3) / "own" / "life1").exists()
+        assert [[death.pid for death in job.deaths(rank)] for rank in range(4)] == [[], [], pids[2:3], pids[3:]]
+        assert {death.signal for rank in (2, 3) for death in job.deaths(rank)} == {"SIGKILL"}
+        assert [(fault.rank, fault.pid, fault.scope) for fault in read_faults(job.run)] == [
+            (2, pids[2], "node"),
+            (3, pids[3], "node"),
+        ]
+        assert "lost the host memory of ranks 2, 3\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "iteration", "phase"),
+    [
+        (["--at-iteration", "4", "--phase", "forward"], 4, "forward"),
+        (["--at-iteration", "5", "--phase", "backward"], 5, "backward"),
+        (["--at-iteration", "6", "--phase", "reduce"], 6, "reduce"),
+        (["--at-iteration", "7", "--phase", "step"], 7, "step"),
+        (["--at-iteration", "4", "--phase", "snapshot"], 4, "snapshot"),
+        (["--at-iteration", "12"], 12, "forward"),
+        (["--phase", "step"], 3, "step"),
+        (["--phase", "backward"], 4, "backward"),
+        (["--phase", "recovery"], RECOVERS_AT - 1, "recovery"),
+    ],
+)
+def test_an_order_is_carried_out_at_exactly_its_point(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], iteration: int, phase: str
+) -> None:
+    with running_job(tmp_path, 2) as job:
+        pids = job.parked_pids()
+        before_s = time.time()
+        assert inject(job, "--rank", "1", *arguments) == 0
+        wait_for_death(job, 1)
+        (death,) = job.deaths(1)
+        assert (death.pid, death.signal, death.iteration, death.phase) == (pids[1], "SIGKILL", iteration, phase)
+        assert job.deaths(0) == []
+        (fault,) = read_faults(job.run)
+        assert (fault.pid, fault.ordered, fault.generation, fault.phase) == (pids[1], True, 1, phase)
+        assert fault.iteration == (iteration if "--at-iteration" in arguments else None)
+        assert before_s <= fault.unix_s <= time.time()
+        ordered, done = capsys.readouterr().out.splitlines()
+        assert ordered.startswith(f"ordered from pid {pids[1]}: SIGKILL to rank 1 ")
+        assert done == ordered.replace("ordered from", "carried out by")
+
+
+def test_an_order_to_stop_is_carried_out(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1) as job:
+        (pid,) = job.parked_pids()
+        assert inject(job, "--at-iteration", "5", "--phase", "step", "--signal", "STOP") == 0
+        while not stands_still(pid):
+            os.sched_yield()
+        assert (job.page(0).iteration, job.page(0).phase.name) == (5, "STEP")
+
+
+def test_an_order_that_the_run_does_not_live_to_see_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_job(tmp_path, 1, last_iteration=9) as job:
+        job.parked_pids()
+        assert inject(job, "--at-iteration", "10") == 1
+        assert capsys.readouterr().out.splitlines()[1] == (
+            "the run ended before: SIGKILL to rank 0 in iteration 10, forward"
+        )
+        job.wait_for_end()
+        assert job.deaths(0) == []
+
+
+def test_an_order_is_given_again_when_its_trainer_dies_of_something_else(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1) as job:
+        (pid,) = job.parked_pids()
+        with injecting(job, "--at-iteration", "1000000") as process:
+            assert line_of(process).startswith(f"ordered from pid {pid}: ")
+            assert job.page(0).has_order
+            os.kill(pid, signal.SIGKILL)
+            wait_for_death(job, 0)
+            _, parked = job.next_word(0).split()
+            assert line_of(process).startswith(f"ordered from pid {parked}: ")
+        assert [(fault.pid, fault.ordered) for fault in read_faults(job.run)] == [(pid, True), (int(parked), True)]
+
+
+def test_an_order_is_given_again_when_the_plan_itself_has_killed_its_trainer(tmp_path: Path) -> None:
+    said: list[str] = []
+    with running_job(tmp_path, 1, park=(1, "forward")) as job:
+        kills = [Kill(rank=0, iteration=100), Kill(rank=0, after_s=0.02)]
+        assert carry_out(kills, job.run, ranks_per_node=1, say=said.append)
+        wait_for_deaths(job, 0, 2)
+        assert job.deaths(0)[0].iteration < 100
+        assert (job.deaths(0)[1].iteration, job.deaths(0)[1].phase) == (100, "forward")
+        assert [fault.ordered for fault in read_faults(job.run)] == [True, False, True]
+
+
+def wait_for_deaths(job: Job, rank: int, num: int) -> None:
+    for _ in range(num):
+        while not job.next_word(rank).startswith("died"):
+            pass
+
+
+def test_orders_to_one_rank_are_for_one_life_after_the_other(tmp_path: Path) -> None:
+    with running_job(tmp_path, 2) as job:
+        kills = [
+            Kill(rank=0, iteration=4, phase="step"),
+            Kill(rank=1, iteration=5),
+            Kill(rank=0, iteration=6, phase="backward"),
+        ]
+        assert carry_out(kills, job.run, ranks_per_node=1)
+        wait_for_deaths(job, 0, 2)
+        wait_for_deaths(job, 1, 1)
+        assert [(death.iteration, death.phase) for death in job.deaths(0)] == [(4, "step"), (6, "backward")]
+        assert [(death.iteration, death.phase) for death in job.deaths(1)] == [(5, "forward")]
+
+
+@pytest.mark.parametrize("kill", [Kill(rank=1, iteration=20, phase="step", scope="node"), Kill(rank=0, iteration=9)])
+def test_a_node_at_a_point_is_lost_as_soon_as_the_point_has_come(tmp_path: Path, kill: Kill) -> None:
+    kill = Kill(rank=kill.rank, iteration=kill.iteration, phase=kill.phase, scope="node")
+    with running_job(tmp_path, 3, ranks_per_node=2, park=(0, "")) as job:
+        assert carry_out([kill], job.run, ranks_per_node=2)
+        for rank in (0, 1):
+            wait_for_death(job, rank)
+            assert host_memory(job, rank) == []
+        (death,) = job.deaths(kill.rank or 0)
+        assert has_come(kill, death.iteration, death.phase) or death.phase == "between"
+        assert death.iteration < 1000
+        assert job.deaths(2) == []
+        assert [fault.ordered for fault in read_faults(job.run)] == [False, False]
+
+
+def test_a_trainer_that_is_being_replaced_is_waited_for(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1, hold=True) as job:
+        (pid,) = job.parked_pids()
+        assert inject(job) == 0
+        wait_for_death(job, 0)
+        with injecting(job, "--rank", "0") as process:
+            job.release(0)
+            _, parked = job.next_word(0).split()
+            assert line_of(process).startswith(f"killed rank 0 (pid {parked}) of {job.run} in generation 2, ")
+            assert process.wait(30) == 0
+        wait_for_death(job, 0)
+        assert [death.pid for death in job.deaths(0)] == [pid, int(parked)]
+
+
+def test_a_trainer_that_nobody_replaces_is_left_alone_in_time(tmp_path: Path) -> None:
+    said: list[str] = []
+    with running_job(tmp_path, 2, hold=True) as job:
+        job.parked_pids()
+        assert inject(job, "--rank", "0") == 0
+        wait_for_death(job, 0)
+        kills = [Kill(rank=0, after_s=0.0), Kill(rank=1, after_s=0.0)]
+        assert not carry_out(kills, job.run, ranks_per_node=1, say=said.append, patience_s=0.2)
+        assert said[0] == "rank 0: no new life within 0.2 s, left alone"
+        assert said[1].startswith("killed rank 1 ")
+
+
+def test_a_random_victim_is_one_that_lives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_job(tmp_path, 2, hold=True) as job:
+        job.parked_pids()
+        assert inject(job, "--rank", "0") == 0
+        wait_for_death(job, 0)
+        for seed in range(8):
+            assert inject(job, "--dry-run", "--seed", str(seed)) == 0
+        assert set(re.findall(r"rank \d at once", capsys.readouterr().out)) == {"rank 1 at once"}
+
+
+def test_kills_come_as_planned_from_mtbf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_job(tmp_path, 2, park=(1, "forward")) as job:
+        job.parked_pids()
+        before_s = time.time()
+        assert inject(job, "--mtbf", "0.05s", "--count", "4", "--seed", "5") == 0
+        assert capsys.readouterr().out.startswith("4 faults, seed 5\nkilled rank ")
+        planned = poisson_kills(mtbf_s=0.05, count=4, seed=5, world_size=2)
+        faults = read_faults(job.run)
+        assert Counter(fault.rank for fault in faults) == Counter(kill.rank for kill in planned)
+        assert len({fault.pid for fault in faults}) == 4
+        assert faults[-1].unix_s - before_s >= (planned[-1].after_s or 0.0)
+
+
+def test_kills_come_as_planned_from_a_trace_in_bursts(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n6000,remove,a\n12000,remove,b\n12000,remove,c\n")
+    with running_job(tmp_path, 2) as job:
+        job.parked_pids()
+        before_s = time.time()
+        assert inject(job, "--trace", str(trace), "--speedup", "60", "--seed", "1", "--signal", "TERM") == 0
+        faults = read_faults(job.run)
+        assert len(faults) == 3
+        assert {fault.rank for fault in faults[1:]} == {0, 1}
+        assert faults[1].unix_s == faults[2].unix_s
+        assert faults[0].unix_s - before_s >= 0.1
+        assert faults[1].unix_s - before_s >= 0.2
+        assert {fault.signal for fault in faults} == {"TERM"}
+
+
+def test_time_runs_by_the_clock_given(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1) as job:
+        job.parked_pids()
+        seconds = count(step=100.0)
+        assert carry_out(
+            [Kill(rank=0, after_s=3000.0)],
+            job.run,
+            ranks_per_node=1,
+            patience_s=1000.0,
+            clock=lambda: float(next(seconds)),
+        )
+        wait_for_death(job, 0)
+
+
+def test_it_waits_for_the_run_to_begin_and_ends_with_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    outcome: list[bool] = []
+    kills = [Kill(rank=0, after_s=1e9), Kill(rank=0, iteration=4, phase="step")]
+
+    def inject_beside() -> None:
+        outcome.append(carry_out(kills, tmp_path / "run", ranks_per_node=1, say=said.append))
+
+    thread = threading.Thread(target=inject_beside)
+    thread.start()
+    with running_job(tmp_path, 1, last_iteration=6) as job:
+        wait_for_deaths(job, 0, 1)
+        assert job.next_word(0).startswith("parked")
+        with injecting(job, "--at-iteration", "7") as process:  # lets it go on, to its end
+            assert process.wait(30) == 1
+        job.wait_for_end()
+        thread.join(30)
+    assert outcome == [False]
+    assert said[-1] == "the run ended before: SIGKILL to rank 0 after 1000000000.0 s"
+
+
+def test_a_run_that_does_not_begin_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = make_run(tmp_path / "run", 1)
+    assert not carry_out([Kill(rank=0, after_s=0.0)], run, ranks_per_node=1, say=said.append, patience_s=0.05)
+    assert said == [f"no trainer of {run} came to live within 0.05 s"]
+
+
+def test_a_run_whose_processes_have_died_counts_as_ended_after_a_while(tmp_path: Path) -> None:
+    said: list[str] = []
+    with running_job(tmp_path, 1) as job:
+        job.parked_pids()
+
+        def hear(message: str) -> None:
+            said.append(message)
+            if message.startswith("killed"):
+                os.killpg(job.guard_pid(0), signal.SIGKILL)
+
+        kills = [Kill(rank=0, after_s=0.0), Kill(rank=0, after_s=1000.0)]
+        assert not carry_out(kills, job.run, ranks_per_node=1, say=hear, patience_s=0.2)
+    assert said[1:] == ["the run ended before: SIGKILL to rank 0 after 1000.0 s"]
+
+
+def rewrite_live(trainer: LiveTrainer, run: Path, **changes: Any) -> None:
+    path = run / "live" / f"rank{trainer.global_rank:04d}.json"
+    path.write_text(json.dumps(asdict(trainer) | changes))
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [Kill(rank=0, after_s=0.0)],
+        [Kill(rank=0, iteration=9)],
+        [Kill(rank=0, iteration=9, scope="node")],
+    ],
+)
+def test_ranks_of_another_machine_are_left_to_it(tmp_path: Path, kills: Sequence[Kill]) -> None:
+    said: list[str] = []
+    with running_job(tmp_path, 2) as job:
+        job.parked_pids()
+        rewrite_live(read_live(job.run)[0], job.run, host="far-away")
+        assert not carry_out([*kills, Kill(rank=1, after_s=0.0)], job.run, ranks_per_node=1, say=said.append)
+        assert "rank 0 runs on far-away: left to that machine" in said
+        wait_for_death(job, 1)
+        assert job.deaths(0) == []
+        assert not job.page(0).has_order
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "plan"),
+    [
+        ([], r"SIGKILL to rank \d at once"),
+        (["--rank", "1", "--signal", "STOP"], r"SIGSTOP to rank 1 at once"),
+        (["--rank", "1", "--scope", "node"], r"SIGKILL to the node of rank 1 at once"),
+        (["--rank", "0", "--at-iteration", "9"], r"SIGKILL to rank 0 in iteration 9, forward"),
+        (["--mtbf", "1m", "--count", "2"], r"(SIGKILL to rank \d after \d+\.\d s\n?){2}"),
+        (["--trace", "TRACE", "--speedup", "2"], r"SIGKILL to rank \d after 4.5 s"),
+    ],
+)
+def test_a_dry_run_prints_the_plan_and_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], plan: str
+) -> None:
+    (tmp_path / "trace.csv").write_text("1000,add,a\n10000,remove,a")
+    arguments = [argument.replace("TRACE", str(tmp_path / "trace.csv")) for argument in arguments]
+    with running_job(tmp_path, 2) as job:
+        pids = job.parked_pids()
+        before = contents(job.run)
+        assert inject(job, "--seed", "7", "--dry-run", *arguments) == 0
+        first, _, rest = capsys.readouterr().out.partition("\n")
+        assert first == f"plan for {job.run}, seed 7:"
+        assert re.fullmatch(plan, rest.strip())
+        assert contents(job.run) == before
+        assert [trainer.pid for trainer in read_live(job.run)] == pids
+        assert not any(job.page(rank).has_order for rank in (0, 1))
+
+
+@pytest.mark.parametrize("arguments", [["--mtbf", "1h", "--count", "9"], ["--trace", "TRACE"], []])
+def test_the_same_seed_is_the_same_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    (tmp_path / "trace.csv").write_text("0,add,a\n" + "".join(f"{at},remove,n{at}\n" for at in range(9)))
+    arguments = [argument.replace("TRACE", str(tmp_path / "trace.csv")) for argument in arguments]
+    with running_job(tmp_path, 4) as job:
+        job.parked_pids()
+
+        def plan_of(seed: str) -> str:
+            assert inject(job, *arguments, "--dry-run", "--seed", seed) == 0
+            return capsys.readouterr().out.partition("\n")[2]
+
+        assert plan_of("3") == plan_of("3")
+        assert len({plan_of(str(seed)) for seed in range(10)}) > 1
+
+
+@pytest.mark.parametrize("change", [{}, {"host": "far-away"}])
+def test_a_run_without_live_trainers_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    with running_job(tmp_path, 2) as job:
+        job.parked_pids()
+    for trainer in read_written(job.run):  # stale: this process has their pid now
+        rewrite_live(trainer, job.run, pid=os.getpid(), **change)
+    assert inject(job) == 1
+    assert capsys.readouterr().err == (
+        f"error: no live trainer in {job.run}: the run has ended, or is on other machines\n"
+    )
+    assert read_faults(job.run) == []
+
+
+def test_no_run_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 1
+    assert capsys.readouterr().err == (
+        f"error: no run in {tmp_path}/outputs/latest: start one, or name another's folder with --run\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rank", "x"], "argument --rank: got 'x', wanted a whole number of at least 0"),
+        (["--rank", "-1"], "argument --rank: got '-1', wanted a whole number of at least 0"),
+        (["--rank", "2"], "--rank: got 2, wanted between 0 and 1, the ranks of the run"),
+        (["--signal", "HUP"], "argument --signal: invalid choice: 'HUP'"),
+        (["--scope", "rack"], "argument --scope: invalid choice: 'rack'"),
+        (["--scope", "node", "--signal", "STOP"], "--signal: got 'STOP', wanted KILL where scope=node: it is gone"),
+        (["--at-iteration", "0"], "argument --at-iteration: got '0', wanted a whole number of at least 1"),
+        (["--at-iteration", "2"], "--at-iteration: got 2, wanted at least 3, where rank "),
+        (["--phase", "between"], "argument --phase: invalid choice: 'between'"),
+        (["--mtbf", "30"], "argument --mtbf: got '30', wanted a number above 0 with its unit: 30s, 5m, 1h"),
+        (["--mtbf", "0s"], "argument --mtbf: got '0s', wanted a number above 0"),
+        (["--mtbf", "1s", "--trace", "x"], "argument --trace: not allowed with argument --mtbf"),
+        (["--mtbf", "1s", "--rank", "0"], "--rank: got 0, wanted nothing beside --mtbf or --trace, which choose"),
+        (["--mtbf", "1s", "--at-iteration", "9"], "--at-iteration: got 9, wanted nothing beside"),
+        (["--trace", "x", "--phase", "step"], "--phase: got 'step', wanted nothing beside"),
+        (["--count", "3"], "--count: got 3, wanted --mtbf beside it"),
+        (["--mtbf", "1s", "--count", "0"], "argument --count: got '0', wanted a whole number of at least 1"),
+        (["--mtbf", "1s", "--speedup", "2"], "--speedup: got 2.0, wanted --trace beside it"),
+        (["--trace", "x", "--speedup", "0"], "argument --speedup: got '0', wanted a number above 0"),
+        (["--trace", "x", "--speedup", "y"], "argument --speedup: got 'y', wanted a number above 0"),
+        (["--trace", "/nonexistent"], "--trace: got '/nonexistent', wanted a file with a trace ("),
+        (["--trace", "/dev/null"], "trace: got '', wanted a line for each event"),
+        (["--seed", "x"], "argument --seed: got 'x', wanted a whole number of at least 0"),
+        (["--nonesuch"], "unrecognized arguments: --nonesuch"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    with running_job(tmp_path, 2) as job:
+        job.parked_pids()
+        assert status_of(job, arguments) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"error: {says}")
+        assert said.err.count("\n") == 1
+        assert said.out == ""
+        assert read_faults(job.run) == []
+        assert len(read_live(job.run)) == 2
+
+
+def status_of(job: Job, arguments: list[str]) -> object:
+    try:
+        return inject(job, *arguments)
+    except SystemExit as end:  # argparse's way
+        return end.code
+
+
+def test_an_interruption_is_one_line(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1) as job:
+        job.parked_pids()
+        command = [sys.executable, "-m", "launcher.inject_fault", "--run", str(job.run), "--at-iteration", "1000000"]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert line_of(process).startswith("ordered ")
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert err == "error: interrupted: what was ordered stays ordered, the rest is left undone\n"
+
+
+def test_the_script_shows_help_from_anywhere(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "inject_fault.sh"
+    shown = subprocess.run([script, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stderr == ""
+    for word in ("--rank", "--signal", "--scope", "--at-iteration", "--phase", "--mtbf", "--count", "--trace"):
+        assert word in shown.stdout
+    for word in ("--speedup", "--seed", "--run", "--dry-run", "examples:", "exit status"):
+        assert word in shown.stdout
+
+
+def test_the_script_kills(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1) as job:
+        (pid,) = job.parked_pids()
+        script = ROOT / "scripts" / "inject_fault.sh"
+        done = subprocess.run([script, "--run", job.run], capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout == f"killed rank 0 (pid {pid}) of {job.run} in {PARKED}\n"
+        wait_for_death(job, 0)
+
+
+def test_faults_are_added_to_the_file_in_the_order_in_which_they_come(tmp_path: Path) -> None:
+    assert read_faults(tmp_path) == []
+    faults = [
+        InjectedFault(
+            unix_s=float(number),
+            rank=number,
+            pid=number,
+            signal="KILL",
+            scope="process",
+            generation=1,
+            iteration=None,
+            phase="step",
+            ordered=True,
+        )
+        for number in range(3)
+    ]
+    append_faults(tmp_path, faults[:2])
+    append_faults(tmp_path, faults[2:])
+    assert read_faults(tmp_path) == faults
+    assert len((tmp_path / "faults.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,126 @@
+"""Who lives: files of trainers against the processes that there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.live import is_running, read_live, read_written, remove_live, write_live
+from launcher.proc import is_alive, stands_still, start_ticks
+from moe_ckpt.runtime.page import Page
+
+WAITS = [sys.executable, "-c", "input()"]
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits."""
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose rank 3 is this process."""
+    Page(tmp_path / "page")
+    write_live(tmp_path, global_rank=3, node=1, guard_pid=os.getppid(), memory=tmp_path, life=2)
+    return tmp_path
+
+
+def change(run: Path, **changes: Any) -> None:
+    (trainer,) = read_written(run)
+    (run / "live" / "rank0003.json").write_text(json.dumps(asdict(trainer) | changes))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Let a process end, but leave it a zombie."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_the_calling_process_is_written(run: Path) -> None:
+    (trainer,) = read_live(run)
+    assert asdict(trainer) == {
+        "global_rank": 3,
+        "node": 1,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+        "guard_pid": os.getppid(),
+        "memory": str(run),
+        "life": 2,
+    }
+    assert [path.name for path in (run / "live").iterdir()] == ["rank0003.json"]
+
+
+def test_trainers_come_by_rank_and_go(run: Path) -> None:
+    for rank in (11, 0):
+        write_live(run, global_rank=rank, node=0, guard_pid=1, memory=run, life=0)
+    assert [trainer.global_rank for trainer in read_live(run)] == [0, 3, 11]
+    for rank in (0, 11, 11):
+        remove_live(run, rank)
+    assert [trainer.global_rank for trainer in read_written(run)] == [3]
+
+
+def test_a_new_life_takes_the_place_of_the_old_one(run: Path) -> None:
+    write_live(run, global_rank=3, node=1, guard_pid=1, memory=run, life=3)
+    assert [trainer.life for trainer in read_live(run)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "running"),
+    [
+        ({"start_ticks": 1}, True),  # the pid is another process's now; the guard lives
+        ({"host": "elsewhere"}, False),
+        ({"memory": "/nonexistent"}, True),
+    ],
+)
+def test_a_stale_file_is_no_live_trainer(run: Path, changes: dict[str, Any], running: bool) -> None:
+    change(run, **changes)
+    assert read_live(run) == []
+    assert len(read_written(run)) == 1
+    assert is_running(read_written(run)) is running
+
+
+def test_a_zombie_is_dead_and_only_its_guard_keeps_the_run_going(run: Path, other: subprocess.Popen[bytes]) -> None:
+    change(run, pid=other.pid, start_ticks=start_ticks(other.pid))
+    assert len(read_live(run)) == 1
+    end(other)
+    assert read_live(run) == []
+    assert is_running(read_written(run))
+    change(run, guard_pid=other.pid)
+    assert not is_running(read_written(run))
+
+
+def test_no_folder_is_nobody(tmp_path: Path) -> None:
+    assert read_written(tmp_path) == []
+    assert not is_running([])
+
+
+def test_a_process_that_is_gone_has_no_start(other: subprocess.Popen[bytes]) -> None:
+    assert is_alive(other.pid, started=start_ticks(other.pid))
+    assert not is_alive(other.pid, started=start_ticks(other.pid) + 1)
+    other.kill()
+    other.wait()
+    assert not is_alive(other.pid)
+    with pytest.raises(ProcessLookupError):
+        start_ticks(other.pid)
+
+
+def test_a_stopped_process_stands_still_and_lives(other: subprocess.Popen[bytes]) -> None:
+    assert not stands_still(other.pid)
+    other.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+    assert stands_still(other.pid)
+    assert is_alive(other.pid)

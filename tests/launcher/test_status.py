@@ -1,0 +1,122 @@
+"""What a running job of real processes (tests/jobs.py) shows of itself, and what is left of one that has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.live import read_live, write_live
+from launcher.status import main
+from moe_ckpt.runtime.page import Page, Phase
+from tests.jobs import make_run, running_job
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two ranks, of which one is there: this process."""
+    run = make_run(tmp_path / "run", 2)
+    page = Page(tmp_path / "page")
+    page.join(3)
+    page.enter(Phase.STEP, 17)
+    page.beat()
+    write_live(run, global_rank=1, node=0, guard_pid=os.getppid(), memory=tmp_path, life=2)
+    return run
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def text_of(capsys: pytest.CaptureFixture[str], run: Path) -> str:
+    assert main([str(run)]) == 0
+    return capsys.readouterr().out
+
+
+def change(run: Path, **changes: Any) -> None:
+    path = run / "live" / "rank0001.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_running_job_is_shown_rank_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_job(tmp_path, 3, ranks_per_node=2) as job:
+        pids = job.parked_pids()
+        record = shown(capsys, job.run)
+        assert (record["run"], record["ended"], record["result"]) == (str(job.run), False, None)
+        assert [(rank["rank"], rank["node"], rank["pid"], rank["life"]) for rank in record["ranks"]] == [
+            (0, 0, pids[0], 0),
+            (1, 0, pids[1], 0),
+            (2, 1, pids[2], 0),
+        ]
+        for rank in record["ranks"]:
+            assert 0.0 <= rank["doing"].pop("heartbeat_age_s") < 5.0
+            assert rank["state"] == "computing"
+            assert rank["doing"] == {"generation": 1, "iteration": 3, "phase": "backward", "waiting": False}
+        text = text_of(capsys, job.run)
+        assert text.startswith(f"{job.run}: 3 ranks\n")
+        assert all(str(pid) in text for pid in pids)
+
+
+def test_the_table_has_a_row_for_each_rank(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (row,) = [line for line in text_of(capsys, run).splitlines() if str(os.getpid()) in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    (trainer,) = read_live(run)
+    assert cells[:9] == ["1", "0", trainer.host, str(os.getpid()), "2", "3", "17", "step", "computing"]
+    assert cells[9].endswith(" ms ago")
+
+
+def test_the_newest_run_is_shown(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "latest").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    assert shown(capsys)["run"] == str(run)
+
+
+def test_who_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Page(tmp_path / "page").wait(True)
+    (rank,) = shown(capsys, run)["ranks"]
+    assert (rank["state"], rank["doing"]["waiting"]) == ("waiting", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "ended"),
+    [
+        ({"start_ticks": 1}, "being replaced", False),
+        ({"start_ticks": 1, "guard_pid": 2**22 + 1}, "dead", True),
+        ({"host": "far-away"}, "elsewhere", False),
+    ],
+)
+def test_who_cannot_be_asked_is_shown(
+    run: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], state: str, ended: bool
+) -> None:
+    change(run, **changes)
+    record = shown(capsys, run)
+    assert [(rank["state"], rank["doing"]) for rank in record["ranks"]] == [(state, None)]
+    assert record["ended"] is ended
+    text = text_of(capsys, run)
+    assert ("ended without a result" in text) is ended
+
+
+def test_the_result_of_a_run_that_has_ended_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", 2)
+    result = {"iteration": 200, "eval_loss": 2.53912, "digest": "c7" * 32}
+    (run / "result.json").write_text(json.dumps(result))
+    assert shown(capsys, run) == {"run": str(run), "ended": True, "result": result, "ranks": []}
+    assert text_of(capsys, run).splitlines() == [
+        f"{run}: 2 ranks",
+        f"ended: iteration 200, evaluation loss 2.5391, digest {'c7' * 32}",
+    ]
+
+
+def test_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert capsys.readouterr().err == (f"error: no run in {tmp_path}/nowhere: start one, or name another's folder\n")

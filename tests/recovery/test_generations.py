@@ -1,0 +1,70 @@
+"""Jobs of a model (modelled.py) go on, after faults at any moment, as if nothing had happened; or nothing was left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.recovery.plan import RecoveryPlan
+from moe_ckpt.recovery.target import Target
+from tests.recovery.modelled import Job
+
+
+def run(random: Random) -> Counter[str]:
+    """Let a job live through some generations, and return what happened how often."""
+    job, outcomes = Job(random), Counter[str]()
+    for _ in range(random.randint(1, 5)):
+        job.train(random.randint(0, 8))
+        job.stop()
+        job.kill()
+        torn = True
+        while torn:
+            try:
+                target, plan = job.plan()
+            except CheckpointLoadError:
+                assert job.has_nothing_left()
+                return outcomes + Counter(["nothing is left"])
+            torn = random.random() < 0.4
+            job.recover(target, plan, torn=torn)
+            outcomes.update(outcomes_of(target, plan))
+            outcomes["torn"] += torn
+            if torn and random.random() < 0.7:
+                job.kill()
+        job.assert_as_without_faults()
+        outcomes["as without faults"] += 1
+    return outcomes
+
+
+def outcomes_of(target: Target | None, plan: RecoveryPlan) -> list[str]:
+    if target is None:
+        return ["from nothing"]
+    rolling = {stage for rollback in plan.rollbacks for stage in rollback.segment.stages}
+    names = {
+        "nothing is lost": not target.lost_stages,
+        "only the lost": target.lost_stages == rolling and 0 < len(rolling) < plan.num_stages,
+        "some healthy": target.lost_stages < rolling and len(rolling) < plan.num_stages,
+        "all, which were not lost": len(rolling) == plan.num_stages > len(target.lost_stages),
+        "apart": len(plan.rollbacks) > 1,
+        "finishing": bool(target.finishing_stages - rolling),
+        "fetches": bool(plan.fetches),
+        "ends earlier": plan.target_iteration < target.iteration,
+    }
+    return [name for name, is_so in names.items() if is_so]
+
+
+@settings(max_examples=200, deadline=None)
+@given(random=st.randoms(use_true_random=False))
+def test_a_job_with_faults_goes_on_as_if_there_were_none(random: Random) -> None:
+    run(random)
+
+
+def test_jobs_with_all_kinds_of_faults_go_on_as_if_there_were_none() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(2000):
+        outcomes.update(run(Random(seed)))
+    assert len(outcomes) == 12, outcomes
+    assert min(outcomes.values()) > 50, outcomes

@@ -1,0 +1,511 @@
+"""Blobs in shared memory: what is visible when, whose memory it is, and what death, damage and a full system leave."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.store.blobs import BlobFolder, held_path, is_key, own_path
+from moe_ckpt.store.memory import HostBuffers
+from tests.ranks import RankFailedError, run_ranks
+
+KIB = 1 << 10
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> BlobFolder:
+    return BlobFolder(tmp_path / "blobs")
+
+
+@contextlib.contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """Let the kernel refuse to make any file larger, as a full file system would."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+def publish(
+    folder: BlobFolder, key: str, content: bytes | None = b"content", header: bytes = b"header"
+) -> torch.Tensor:
+    """Publish a blob of these bytes; return the memory that it lies in."""
+    payload = None
+    if content is not None:
+        payload = folder.allocate(len(content))
+        payload.numpy()[:] = bytearray(content)
+    folder.publish(key, header, payload, len(content or b""))
+    return torch.empty(0) if payload is None else payload
+
+
+def content_of(folder: BlobFolder, key: str) -> tuple[bytes, bytes | None]:
+    blob = folder.get(key)
+    return blob.header, None if blob.payload is None else blob.payload[: blob.payload_bytes].numpy().tobytes()
+
+
+def buffers_of(folder: BlobFolder) -> list[str]:
+    return sorted(os.listdir(folder.path / "buffers"))
+
+
+def index_of(folder: BlobFolder) -> list[str]:
+    return sorted(os.listdir(folder.path / "index"))
+
+
+@pytest.mark.parametrize("header", [b"", b"header", b"\n\x00 two\nlines"])
+@pytest.mark.parametrize("content", [None, b"", b"a", bytes(range(256)) * 40])
+def test_another_process_finds_what_was_published(folder: BlobFolder, header: bytes, content: bytes | None) -> None:
+    publish(folder, "snapshot-7", content, header)
+    other = BlobFolder(folder.path)
+    assert other.keys() == ["snapshot-7"]
+    assert content_of(other, "snapshot-7") == content_of(folder, "snapshot-7") == (header, content)
+    assert other.get("snapshot-7").payload_bytes == len(content or b"")
+
+
+def test_a_payload_is_mapped_and_never_copied(folder: BlobFolder) -> None:
+    payload = publish(folder, "a", b"abc")
+    assert folder.get("a").payload is payload
+    mapped = BlobFolder(folder.path).get("a").payload
+    assert mapped is not None
+    payload[0] = ord("x")
+    assert bytes(mapped.tolist()) == b"xbc"
+
+
+def test_only_the_first_bytes_of_a_buffer_may_be_the_payload(folder: BlobFolder) -> None:
+    payload = folder.allocate(10)
+    payload.fill_(1)
+    folder.publish("a", b"", payload, 4)
+    assert folder.get("a").payload_bytes == 4
+    with pytest.raises(AssertionError):
+        folder.publish("a", b"", payload, 11)
+    with pytest.raises(AssertionError):
+        folder.publish("a", b"", None, 1)
+
+
+def test_memory_of_another_folder_cannot_be_published(folder: BlobFolder, tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        folder.publish("a", b"", BlobFolder(tmp_path / "other").allocate(1), 1)
+
+
+def test_a_blob_of_the_same_key_is_replaced_and_the_old_memory_stays_its_owners(folder: BlobFolder) -> None:
+    old = publish(folder, "a", b"old", b"1")
+    before = folder.get("a")
+    assert folder.is_current("a", before)
+    publish(folder, "a", b"newer", b"2")
+    assert content_of(BlobFolder(folder.path), "a") == (b"2", b"newer")
+    assert not folder.is_current("a", before)
+    assert len(buffers_of(folder)) == 2
+    folder.free(old)
+    assert len(buffers_of(folder)) == 1
+    assert content_of(BlobFolder(folder.path), "a") == (b"2", b"newer")
+
+
+def test_the_same_content_published_again_is_another_blob(folder: BlobFolder) -> None:
+    payload = publish(folder, "a", b"same")
+    before = folder.get("a")
+    folder.publish("a", b"header", payload, 4)
+    assert not folder.is_current("a", before)
+
+
+def test_a_withdrawn_blob_is_gone_and_its_memory_is_not(folder: BlobFolder) -> None:
+    payload, kept = publish(folder, "a"), publish(folder, "b")
+    blob = folder.get("a")
+    folder.withdraw("a")
+    folder.withdraw("a")
+    assert folder.keys() == ["b"]
+    assert not folder.is_current("a", blob)
+    with pytest.raises(CheckpointLoadError, match=r"index/a\.blob: No such file"):
+        folder.get("a")
+    assert len(buffers_of(folder)) == 2
+    folder.publish("c", b"", payload, 7)
+    assert folder.keys() == ["b", "c"]
+    assert folder.get("b").payload is kept
+
+
+def test_freed_memory_leaves_the_file_system(folder: BlobFolder) -> None:
+    payload = folder.allocate(100)
+    assert buffers_of(folder) == ["000001"]
+    folder.free(payload)
+    assert buffers_of(folder) == []
+    with pytest.raises(AssertionError):
+        folder.free(payload)
+    assert buffers_of(folder) == []
+
+
+@given(st.from_regex(r"[A-Za-z0-9._-]{1,200}", fullmatch=True))
+@settings(deadline=None, max_examples=50)
+def test_any_key_is_a_name_of_its_own(tmp_path_factory: pytest.TempPathFactory, key: str) -> None:
+    folder = BlobFolder(tmp_path_factory.mktemp("blobs"))
+    assert is_key(key)
+    publish(folder, key, b"1")
+    publish(folder, "other", b"2")
+    assert folder.keys() == sorted({key, "other"})
+    assert content_of(BlobFolder(folder.path), key) == (b"header", b"1" if key != "other" else b"2")
+    folder.withdraw(key)
+    assert folder.keys() == ([] if key == "other" else ["other"])
+
+
+@pytest.mark.parametrize("key", ["", "a/b", "../a", "a b", "a\n", "a\x00", "\u00e4", "k" * 201])
+def test_what_is_no_name_is_no_key(folder: BlobFolder, key: str) -> None:
+    assert not is_key(key)
+    for use in (lambda: folder.publish(key, b"", None, 0), lambda: folder.get(key), lambda: folder.withdraw(key)):
+        with pytest.raises(AssertionError, match="not a key"):
+            use()
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_every_flipped_bit_of_an_entry_is_found(folder: BlobFolder, position: int) -> None:
+    publish(folder, "a", b"content", b"the header")
+    path = folder.path / "index" / "a.blob"
+    intact = path.read_bytes()
+    for offset in range(len(intact)):
+        damaged = bytearray(intact)
+        damaged[offset] ^= 1 << position
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointLoadError, match=r"blob a: .* got XXH3 [0-9a-f]{16}, wanted [0-9a-f]{16}"):
+            folder.get("a")
+    path.write_bytes(intact)
+    assert content_of(folder, "a") == (b"the header", b"content")
+
+
+def test_an_entry_cut_anywhere_is_found(folder: BlobFolder) -> None:
+    publish(folder, "a")
+    path = folder.path / "index" / "a.blob"
+    intact = path.read_bytes()
+    for length in range(len(intact)):
+        path.write_bytes(intact[:length])
+        with pytest.raises(CheckpointLoadError):
+            folder.get("a")
+
+
+def test_an_entry_under_another_name_is_found(folder: BlobFolder) -> None:
+    publish(folder, "a")
+    (folder.path / "index" / "a.blob").rename(folder.path / "index" / "b.blob")
+    with pytest.raises(CheckpointLoadError, match=r"blob b: .* got the entry of 'a'"):
+        folder.get("b")
+
+
+def test_a_payload_that_is_gone_or_too_short_is_found(folder: BlobFolder) -> None:
+    publish(folder, "a", b"content")
+    buffer = folder.path / "buffers" / "000001"
+    reader = BlobFolder(folder.path)
+    os.truncate(buffer, 6)
+    with pytest.raises(CheckpointLoadError, match=r"blob a in .*: got 6 bytes of payload, wanted 7"):
+        reader.get("a")
+    buffer.unlink()
+    with pytest.raises(CheckpointLoadError, match=r"buffers/000001: not a payload: .*No such file"):
+        reader.get("a")
+    assert not buffer.exists()
+
+
+def test_a_successor_adopts_what_is_intact_and_removes_the_rest(
+    folder: BlobFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(folder, "a", b"aaa", b"1")
+    publish(folder, "bare", None)
+    for damaged in ("b", "c"):
+        publish(folder, damaged, b"xxx")
+    folder.allocate(100)  # was being filled
+    (folder.path / "index" / "d.tmp").write_bytes(b"half an en")
+    (folder.path / "index" / "b.blob").write_bytes(b"flipped")
+    (folder.path / "buffers" / "000003").unlink()
+    successor = BlobFolder(folder.path)
+    with caplog.at_level(logging.WARNING):
+        adopted = successor.adopt()
+    assert sorted(adopted) == successor.keys() == ["a", "bare"]
+    assert (index_of(folder), buffers_of(folder)) == (["a.blob", "bare.blob"], ["000001"])
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["dropped what is damaged"] * 2
+    assert adopted["a"].payload is successor.get("a").payload
+    assert content_of(successor, "a") == (b"1", b"aaa")
+
+
+def test_adopted_memory_is_the_successors(folder: BlobFolder) -> None:
+    publish(folder, "a", b"aaa")
+    successor = BlobFolder(folder.path)
+    payload = successor.adopt()["a"].payload
+    assert payload is not None
+    fresh = successor.allocate(5)
+    assert buffers_of(folder) == ["000001", "000002"]
+    assert successor.adopt()["a"].payload is payload
+    assert buffers_of(folder) == ["000001", "000002"], "memory that is in use here was removed"
+    successor.withdraw("a")
+    payload[0] = 0
+    successor.publish("b", b"", payload, 3)
+    successor.free(fresh)
+    assert content_of(BlobFolder(folder.path), "b") == (b"", b"\x00aa")
+    successor.free(payload)
+    assert buffers_of(folder) == []
+
+
+def test_two_blobs_may_share_memory(folder: BlobFolder) -> None:
+    payload = publish(folder, "a", b"same")
+    folder.publish("b", b"", payload, 2)
+    adopted = BlobFolder(folder.path).adopt()
+    assert adopted["a"].payload is adopted["b"].payload
+
+
+def test_a_full_file_system_is_a_failed_save_that_leaves_nothing(folder: BlobFolder) -> None:
+    with largest_file(100 * KIB):
+        kept = folder.allocate(100 * KIB)
+        with pytest.raises(CheckpointSaveError, match=r"got .*File too large.*, wanted room for 102401 bytes"):
+            folder.allocate(100 * KIB + 1)
+    assert buffers_of(folder) == ["000001"]
+    kept.fill_(1)  # all of it is there
+
+
+@pytest.mark.parametrize("nbytes", [2**62, 2**63, 2**64])
+def test_memory_that_no_file_system_has_is_a_failed_save(folder: BlobFolder, nbytes: int) -> None:
+    with pytest.raises(CheckpointSaveError, match=f"wanted room for {nbytes} bytes"):
+        folder.allocate(nbytes)
+    assert buffers_of(folder) == []
+
+
+def test_an_entry_that_has_no_room_leaves_the_blob_before(folder: BlobFolder) -> None:
+    publish(folder, "a", b"old", b"1")
+    with largest_file(KIB), pytest.raises(CheckpointSaveError, match=r"blob a in .*wanted to write it"):
+        publish(folder, "a", b"new", bytes(2 * KIB))
+    assert content_of(BlobFolder(folder.path), "a") == (b"1", b"old")
+    publish(folder, "a", b"new", bytes(2 * KIB))
+    assert content_of(BlobFolder(folder.path), "a") == (bytes(2 * KIB), b"new")
+
+
+def test_a_deleted_folder_is_an_empty_one(folder: BlobFolder) -> None:
+    before, blob = publish(folder, "a", b"aaa"), folder.get("a")
+    shutil.rmtree(folder.path)
+    assert folder.keys() == []
+    assert not folder.is_current("a", blob)
+    with pytest.raises(CheckpointLoadError):
+        folder.get("a")
+    folder.withdraw("a")
+    folder.discard("a")
+    folder.sweep()
+    with pytest.raises(CheckpointSaveError, match=r"blob a in .*No such file"):
+        folder.publish("a", b"", before, 3)
+    assert folder.keys() == []
+    publish(folder, "a", b"new")
+    assert content_of(BlobFolder(folder.path), "a") == (b"header", b"new")
+    folder.free(before)
+    assert content_of(BlobFolder(folder.path), "a") == (b"header", b"new"), "freed another's memory"
+
+
+def test_a_deposited_blob_owns_its_memory(folder: BlobFolder) -> None:
+    for content in (b"old", b"newer"):
+        payload = folder.allocate(len(content))
+        payload.copy_(torch.tensor(list(content), dtype=torch.uint8))
+        folder.deposit("a", b"h", payload, len(content))
+        assert len(buffers_of(folder)) == 1
+        assert content_of(folder, "a") == (b"h", content)
+    with pytest.raises(AssertionError):
+        folder.free(payload)
+    folder.deposit("b", b"h", None, 0)
+    folder.discard("b")
+    folder.discard("a")
+    folder.discard("a")
+    assert (index_of(folder), buffers_of(folder)) == ([], [])
+
+
+def test_what_could_not_be_deposited_stays_the_callers(folder: BlobFolder) -> None:
+    payload = folder.allocate(3)
+    with largest_file(4), pytest.raises(CheckpointSaveError):
+        folder.deposit("a", b"h", payload, 3)
+    folder.free(payload)
+    assert (folder.keys(), buffers_of(folder)) == ([], [])
+
+
+def test_clearing_leaves_only_memory_that_is_being_filled(folder: BlobFolder) -> None:
+    for key in ("a", "b"):
+        folder.deposit(key, b"h", folder.allocate(3), 3)
+    (folder.path / "index" / "b.blob").write_bytes(b"damaged")
+    filling = folder.allocate(5)
+    folder.clear()
+    assert (folder.keys(), index_of(folder), buffers_of(folder)) == ([], [], ["000003"])
+    folder.free(filling)
+
+
+def test_paths_of_a_ranks_folder(tmp_path: Path) -> None:
+    assert own_path(tmp_path) == tmp_path / "own"
+    assert held_path(tmp_path, 12) == tmp_path / "held" / "rank0012"
+
+
+def test_a_pool_over_a_folder_outlives_its_process(folder: BlobFolder) -> None:
+    buffers = HostBuffers(folder)
+    large, small = buffers.acquire(600 * KIB), buffers.acquire(200 * KIB)
+    small.fill_(7)
+    folder.publish("kept", b"h", small, 200 * KIB)
+    buffers.release(large)
+    buffers.acquire(300 * KIB)  # 1100 would be more than was ever needed: the large one goes
+    assert buffers_of(folder) == ["000002", "000003"]
+
+    successor = BlobFolder(folder.path)
+    again = HostBuffers(successor, limit_bytes=300 * KIB)
+    payload = successor.adopt()["kept"].payload
+    assert payload is not None
+    again.adopt(payload)
+    assert (again.in_use_bytes, buffers_of(folder)) == (200 * KIB, ["000002"])
+    with pytest.raises(CheckpointSaveError, match="got 204800 bytes in use"):
+        again.acquire(101 * KIB)
+    again.release(payload)
+    assert again.acquire(200 * KIB) is payload
+
+
+STEPS = ("memory", "half an entry", "entry", "renamed")
+
+
+def die_while_publishing(path: str, step: str) -> None:
+    """Publish "a" twice over; at a step of the second time, die as a trainer does."""
+    folder = BlobFolder(Path(path))
+    publish(folder, "a", b"old", b"1")
+    fallocate, write_bytes, replace = os.posix_fallocate, Path.write_bytes, Path.replace
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying_fallocate(fd: int, offset: int, length: int) -> None:
+        fallocate(fd, offset, length)
+        die()
+
+    def dying_write(path: Path, data: bytes) -> int:
+        write_bytes(path, data[: len(data) // (2 if step == "half an entry" else 1)])
+        die()
+        return 0
+
+    def dying_replace(source: Path, target: Path) -> Path:
+        replace(source, target)
+        die()
+        return target
+
+    if step == "memory":
+        os.posix_fallocate = dying_fallocate
+    elif step == "renamed":
+        Path.replace = dying_replace  # type: ignore[method-assign, assignment]
+    else:
+        Path.write_bytes = dying_write  # type: ignore[method-assign, assignment]
+    publish(folder, "a", b"newer", b"2")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_death_at_any_step_leaves_the_old_blob_or_the_new(
+    folder: BlobFolder, step: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, die_while_publishing, str(folder.path), step)
+    wanted = (b"2", b"newer") if step == "renamed" else (b"1", b"old")
+    assert content_of(folder, "a") == wanted
+    successor = BlobFolder(folder.path)
+    successor.adopt()
+    assert content_of(successor, "a") == wanted
+    assert (index_of(folder), len(buffers_of(folder))) == (["a.blob"], 1)
+    assert caplog.records == []
+
+
+def publish_for_ever(path: str, started: Connection) -> None:
+    """Publish blobs whose payload follows from the header, one over another, until killed."""
+    folder = BlobFolder(Path(path))
+    buffers = HostBuffers(folder)
+    held = {key: blob.payload for key, blob in folder.adopt().items()}
+    for payload in held.values():
+        assert payload is not None
+        buffers.adopt(payload)
+    for number in range(1 << 62):
+        key = f"key{number % 3}"
+        payload = buffers.acquire(4 * KIB + number % 50)
+        payload.fill_(number % 251)
+        folder.publish(key, str(number).encode() + bytes(2 * KIB), payload, payload.numel())
+        if (replaced := held.get(key)) is not None:
+            buffers.release(replaced)
+        held[key] = payload
+        if number == 10:
+            started.send(None)
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_whole_blobs(
+    folder: BlobFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    for _ in range(15):
+        receiver, sender = context.Pipe(duplex=False)
+        writer = context.Process(target=publish_for_ever, args=(str(folder.path), sender))
+        writer.start()
+        sender.close()
+        assert receiver.poll(WAIT_S)
+        writer.kill()
+        writer.join()
+        writer.close()
+        receiver.close()
+        reader = BlobFolder(folder.path)
+        keys = reader.keys()
+        assert keys == ["key0", "key1", "key2"]
+        for key in keys:
+            header, content = content_of(reader, key)
+            number = int(header.rstrip(b"\x00"))
+            assert (key, content) == (f"key{number % 3}", bytes([number % 251]) * (4 * KIB + number % 50))
+    adopted = BlobFolder(folder.path).adopt()
+    assert (len(adopted), len(buffers_of(folder))) == (3, 3)
+    assert caplog.records == []
+
+
+class FakeCudart:
+    """Stands in for the CUDA runtime: what is registered, by address."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
+    fake = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    return fake
+
+
+def test_pinned_memory_is_registered_for_as_long_as_it_is_ours(tmp_path: Path, cudart: FakeCudart) -> None:
+    folder = BlobFolder(tmp_path, pinned=True)
+    payload, empty = folder.allocate(100), folder.allocate(0)
+    assert sorted(cudart.registered.values()) == [1, 100]
+    assert cudart.registered[payload.data_ptr()] == 100
+    folder.publish("a", b"", payload, 100)
+    folder.free(empty)
+    successor = BlobFolder(tmp_path, pinned=True)
+    successor.get("a")
+    assert len(cudart.registered) == 1, "what is only read was registered"
+    adopted = successor.adopt()["a"].payload
+    assert adopted is not None
+    assert cudart.registered[adopted.data_ptr()] == 100
+    successor.free(adopted)
+    folder.free(payload)
+    assert cudart.registered == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_memory_is_pinned(tmp_path: Path) -> None:
+    folder = BlobFolder(tmp_path, pinned=True)
+    payload = folder.allocate(100)
+    assert payload.is_pinned()
+    folder.free(payload)
