@@ -6,7 +6,7 @@ The one place that tells the loss of other ranks from an error of one's own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher.training import Training
@@ -33,8 +33,8 @@ class ElasticJob:
             generation = self._membership.join()
             joined_unix_s = time.time()
             try:
-                done = self._enter(generation, joined_unix_s, start)
-                self._training.run(done, self._session.notes)
+                done, notes = self._enter(generation, joined_unix_s, start)
+                self._training.run(done, notes)
                 result = finish(generation - 1)
                 self._membership.finish()
             except Exception as error:
@@ -46,15 +46,15 @@ class ElasticJob:
             else:
                 return result
 
-    def _enter(self, generation: int, joined_unix_s: float, start: Callable[[], int]) -> int:
-        """Return the iteration that all ranks are at."""
+    def _enter(self, generation: int, joined_unix_s: float, start: Callable[[], int]) -> tuple[int, Sequence[str]]:
+        """Return the iteration that all ranks are at, and what a person may want to know."""
         started_s = time.monotonic()
         self._session.enter()
         rejoined = self._session.rejoin()
         done = start() if rejoined.iteration is None else rejoined.iteration
         self._session.begin_at(done)
         if generation == 1:
-            return done
+            return done, self._session.notes
         deaths = self._membership.deaths()
         event = Rejoined(
             generation=generation,
@@ -68,8 +68,7 @@ class ElasticJob:
             executed_iters=rejoined.executed_iters,
         )
         self._events.append(event)
-        self._training.note(_paragraph(event, rejoined.plan.lines() if rejoined.plan else []))
-        return done
+        return done, [_paragraph(event, rejoined.plan.lines() if rejoined.plan else [])]
 
 
 def _paragraph(event: Rejoined, plan: list[str]) -> str:

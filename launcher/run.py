@@ -114,7 +114,7 @@ def run_guarded(
     state, runner, session = _build(settings, layout, folder, log, elastic)
     log.events.append(ModelBuilt(seconds=time.monotonic() - started_s))
     trainer = Trainer(runner, around_hooks(session))
-    training = Training(trainer, settings, folder, log)
+    training = Training(trainer, settings, folder, log, is_guarded=True)
     job = ElasticJob(elastic.membership, session, training, log.events)
 
     def start() -> int:

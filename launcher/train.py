@@ -7,20 +7,16 @@
 
 from __future__ import annotations
 
-import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import hydra
 
-from launcher.config import CONF_DIR, Settings, compose_settings, group_choice_without_plus
+from launcher.config import CONF_DIR, compose_settings, group_choice_without_plus
 from moe_ckpt.errors import MoeCkptError
-
-if TYPE_CHECKING:
-    from launcher.elastic import RankPlace
 
 _FAILED = 1
 
@@ -29,45 +25,20 @@ def main(arguments: Sequence[str]) -> int:
     """Train, show help, or say in one message why not; return the exit status."""
     if any(argument.startswith("-") for argument in arguments):
         return _show_with_hydra(arguments)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU is not to start CUDA: guards fork
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.adapters)\.")  # every rank: what a CPU lacks
     try:
         settings = compose_settings(arguments)
-        from launcher.elastic import guard_rank, wants_guard  # noqa: PLC0415 - seconds of imports: not for help
-        from launcher.launch import read_launch  # noqa: PLC0415
+        from launcher.entry import start  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
 
-        if wants_guard(settings):
-            return guard_rank(settings, read_launch(), lambda place, life: _train_guarded(settings, place, life))
-        _train(settings)
+        return start(settings)
     except MoeCkptError as error:
-        return _say(error)
-    return 0
+        from launcher.launch import say_once  # noqa: PLC0415
 
-
-def _train(settings: Settings) -> None:
-    from launcher.run import run  # noqa: PLC0415
-
-    gc.freeze()  # what was imported stays: Megatron collects garbage at every save
-    run(settings)
-
-
-def _train_guarded(settings: Settings, place: RankPlace, life: int) -> int:
-    """Be one of a rank's trainers; return its exit status."""
-    from launcher.run import run_guarded  # noqa: PLC0415
-
-    try:
-        run_guarded(settings, place, life)
-    except MoeCkptError as error:
-        return _say(error)
-    return 0
-
-
-def _say(error: MoeCkptError) -> int:
-    from launcher.launch import say_once  # noqa: PLC0415
-
-    say_once(str(error))
-    return _FAILED
+        say_once(str(error))
+        return _FAILED
 
 
 def _show_with_hydra(arguments: Sequence[str]) -> int:

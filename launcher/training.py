@@ -5,7 +5,6 @@ Owns: what has been evaluated and logged so far. Must not: build, or know how a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from launcher.progress import Display, Scalars, open_display
 from launcher.run_folder import RunFolder
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted
 
-_log = logging.getLogger(__name__)
 _NEVER = -1
 
 
@@ -36,11 +34,14 @@ class Log:
 class Training:
     """One rank's way through the iterations. Collective over all ranks."""
 
-    def __init__(self, trainer: Trainer, settings: Settings, folder: RunFolder, log: Log) -> None:
+    def __init__(
+        self, trainer: Trainer, settings: Settings, folder: RunFolder, log: Log, *, is_guarded: bool = False
+    ) -> None:
         self._trainer = trainer
         self._settings = settings
         self._folder = folder
         self._log = log
+        self._is_guarded = is_guarded
         self._display: Display | None = None
         self._scalars: Scalars | None = None
         self._evaluated = log.evaluated
@@ -57,10 +58,12 @@ class Training:
         return self._evaluated.loss if self._evaluated else float("nan")
 
     def run(self, done: int, notes: Sequence[str]) -> None:
-        """Go on from the state after `done` iterations to the last; `notes` are shown once."""
+        """Go on from the state after `done` iterations to the last; `notes` are shown first."""
         train = self._settings.train
         if self._display is None:
-            self._open(done, notes)
+            self._open(done)
+        for note in notes:
+            self._note(note)
         prepared = self._trainer.prepared
         if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
             self._commit(prepared)  # others were lost before this rank could say so
@@ -70,11 +73,6 @@ class Training:
             if self._is_due(iteration):
                 self._evaluate(iteration)
 
-    def note(self, text: str) -> None:
-        """Show a line that stays, on global rank 0."""
-        if self._display:
-            self._display.note(text)
-
     def close(self) -> None:
         """Leave the terminal as it should be, and close what is open."""
         if self._display:
@@ -82,18 +80,21 @@ class Training:
         if self._scalars:
             self._scalars.close()
 
-    def _open(self, done: int, notes: Sequence[str]) -> None:
+    def _note(self, text: str) -> None:
+        if self._display:
+            self._display.note(text)
+
+    def _open(self, done: int) -> None:
         run, train, rank = self._settings.run, self._settings.train, self._log.global_rank
         self._display = open_display(run, global_rank=rank, total=train.iterations, done=done)
         self._scalars = Scalars(self._folder.tensorboard, done + 1) if run.tensorboard and rank == 0 else None
-        if self._log.life == 0 or not done:
-            self.note(f"run folder {self._folder.path}")
-            policy, name = self._settings.ckpt.policy, self._settings.model.name
-            self.note(f"model {name}, ckpt={policy}, {dist.get_world_size()} processes")
+        if self._is_guarded and self._log.life:
+            return  # others have said it
+        self._note(f"run folder {self._folder.path}")
+        policy, name = self._settings.ckpt.policy, self._settings.model.name
+        self._note(f"model {name}, ckpt={policy}, {dist.get_world_size()} processes")
         if done:
-            self.note(f"resumed after iteration {done}")
-        for note in notes if self._log.life == 0 else ():
-            self.note(note)
+            self._note(f"resumed after iteration {done}")
 
     def _commit(self, committed: IterationCommitted) -> None:
         self.committed = committed
@@ -122,6 +123,6 @@ class Training:
         evaluated = Evaluated(iteration=iteration, loss=self._trainer.evaluate(self._settings.train.eval_batches))
         self._evaluated = evaluated
         self._log.events.append(evaluated)
-        self.note(f"iteration {iteration:>6}: evaluation loss {evaluated.loss:.4f}")
+        self._note(f"iteration {iteration:>6}: evaluation loss {evaluated.loss:.4f}")
         if self._scalars:
             self._scalars.evaluated(iteration, evaluated.loss)

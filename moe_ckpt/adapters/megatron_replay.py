@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.adapters.megatron_operators import OwnedParameter, RankOperators, bare_model
@@ -103,6 +103,10 @@ class StageReplay:
         finally:
             config.timers = timers
         advance_scalers(self._state, record.gradients)
+
+    def abandon_pass(self) -> None:
+        """Forget what a pass that was cut off has left in Megatron's own globals."""
+        tensor_parallel.random._unset_checkpointing()  # it sets and unsets a flag around what it recomputes later
 
     def update(self, gradients: ReadyGradients) -> None:
         """Take the step whose gradients are there, on this rank alone."""

@@ -75,6 +75,8 @@ class Recovery:
         if plan.target_iteration != target:
             raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
         self.carry_out(plan, live=not loss.mine)
+        if self._place.shard.global_rank == 0:
+            _log.warning("%s", "; ".join(plan.lines()))
 
     def inventory(self, target: int | None, held: Mapping[int, tuple[WindowRef, ...]]) -> Inventory:
         """Return what this rank has to recover with, towards a target or wherever it leads; all of it is verified."""
@@ -110,7 +112,6 @@ class Recovery:
             fetched_bytes = self._roll_back(mine, target)
             self._report(mine, target, fetched_bytes, started_s)
         on_all_ranks(lambda: self._compare(target, before), CheckpointLoadError)
-        self._say(plan, time.monotonic() - started_s)
         return 0 if mine is None else target - mine.window_start
 
     def _usable(self, window: Window) -> WindowRef | None:
@@ -229,10 +230,6 @@ class Recovery:
                 seconds=time.monotonic() - started_s,
             )
         )
-
-    def _say(self, plan: RecoveryPlan, seconds: float) -> None:
-        if self._place.shard.global_rank == 0 and plan.rollbacks:
-            _log.warning("%s; done in %.2f s", "; ".join(plan.lines()), seconds)
 
 
 def verified_window(

@@ -171,6 +171,8 @@ class SparseTier:
     def abort(self) -> None:
         """What was being done has come to nothing: stop looking, finish copies, drop the window in flight."""
         self.stop_observing()
+        self._stage.abandon_pass()
+        self._operators.freeze(())
         self.settle()
         self._stores.memory.abandon()
 

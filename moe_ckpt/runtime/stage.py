@@ -99,6 +99,10 @@ class Stage(Protocol):
         """Run an iteration again, from the state before it."""
         ...
 
+    def abandon_pass(self) -> None:
+        """A pass over a batch was cut off and comes to nothing: forget what it left behind outside the state."""
+        ...
+
     def update(self, gradients: ReadyGradients) -> None:
         """Take the step whose gradients are there, on this rank alone."""
         ...

@@ -133,7 +133,6 @@ class CopyServer:
         with self._lock:
             if owner_rank not in self._held:
                 self._held[owner_rank] = BlobFolder(held_path(self._rank_folder, owner_rank))
-                self._held[owner_rank].sweep()
             return self._held[owner_rank]
 
 

@@ -70,8 +70,10 @@ class Replicator:
                 peer.forget(keys, until_s).add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """End everything; what is not confirmed fails."""
+        """End everything; what is not confirmed fails, and so does what is asked for from now on."""
         self.use_peers([])
+        with self._lock:
+            self._peers = None
 
     def _peer(self, address: Address) -> _Peer:
         return _Peer(self._own, self._owner_rank, Caller(address, self._ticket, CheckpointSaveError), self._may_send)

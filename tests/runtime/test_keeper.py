@@ -1,4 +1,4 @@
-"""Keepers as real processes: they outlive trainers, end with their guards, and serve on whatever is deleted or killed."""
+"""Keepers as real processes: they outlive trainers, end with their guards, and serve on whatever is deleted."""
 
 from __future__ import annotations
 
@@ -49,19 +49,23 @@ def guard_main(place: KeeperPlace, orders: Connection) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # the guard's own handler
     while True:
         orders.recv()
-        reading, writing = os.pipe()
-        guard_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            run_and_exit(lambda: keep(place, guard_pid, writing))
-        orders.send((pid, os.read(reading, 100).decode()))
-        os.close(reading)
-        os.close(writing)
+        orders.send(fork_keeper(place))
+
+
+def fork_keeper(place: KeeperPlace) -> tuple[int, str]:
+    reading, writing = os.pipe()
+    guard_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        run_and_exit(lambda: keep(place, guard_pid, writing))
+    os.close(writing)
+    with open(reading) as announced:
+        return pid, announced.readline().strip()
 
 
 def keep(place: KeeperPlace, guard_pid: int, writing: int) -> int:
     def announce(address: Address) -> None:
-        os.write(writing, str(address).encode())
+        os.write(writing, f"{address}\n".encode())
 
     run_keeper(place, guard_pid=guard_pid, may_send=lambda: not stop_file(place).exists(), announce=announce)
 
@@ -130,18 +134,24 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def ranks(tmp_path: Path, stack: ExitStack) -> list[Rank]:
-    return [Rank(tmp_path, rank, stack) for rank in range(3)]
+    return [Rank(tmp_path, rank, stack) for rank in range(2)]
 
 
-def test_a_trainers_copies_reach_all_peers_and_come_back(ranks: list[Rank]) -> None:
+@pytest.fixture
+def third_rank(tmp_path: Path, stack: ExitStack) -> Rank:
+    return Rank(tmp_path, 2, stack)
+
+
+def test_a_trainers_copies_reach_all_peers_and_come_back(ranks: list[Rank], third_rank: Rank) -> None:
     trainer, own = ranks[0].trainer(), ranks[0].own()
     publish(own, "a", LARGE)
     publish(own, "b", b"b")
-    trainer.use_peers([ranks[1].address, ranks[2].address])
+    peers = [ranks[1], third_rank]
+    trainer.use_peers([peer.address for peer in peers])
     for future in (trainer.copy(["a"]), trainer.copy(["b"])):
         future.result(WAIT_S)
     shutil.rmtree(ranks[0].place.rank_folder)
-    for peer in ranks[1:]:
+    for peer in peers:
         assert list_held(peer.address, TICKET, 0, timeout_s=WAIT_S) == ["a", "b"]
         again = BlobFolder(own_path(ranks[0].place.rank_folder))
         assert fetch_blobs(peer.address, TICKET, 0, again, timeout_s=WAIT_S) == len(LARGE) + 1 + 2 * len(b"header")
@@ -160,16 +170,16 @@ def test_what_is_forgotten_is_dropped_after_what_was_copied_before(ranks: list[R
     assert ranks[1].held(0).keys() == ["b", "c"]
 
 
-def test_a_copy_that_fails_says_why(ranks: list[Rank]) -> None:
+def test_a_copy_that_fails_says_why(ranks: list[Rank], third_rank: Rank) -> None:
     trainer, own = ranks[0].trainer(), ranks[0].own()
     publish(own, "a")
     with pytest.raises(CheckpointSaveError, match="got no peers yet"):
         trainer.copy(["a"]).result(WAIT_S)
-    trainer.use_peers([ranks[1].address, ranks[2].address])
+    trainer.use_peers([ranks[1].address, third_rank.address])
     with pytest.raises(CheckpointSaveError, match=r"copy of b, .*No such file.*; copy of b, .*No such file"):
         trainer.copy(["b"]).result(WAIT_S)
-    ranks[2].kill_keeper()
-    with pytest.raises(CheckpointSaveError, match=f"^copy of a, {ranks[2].address}: .*after 5 attempts$"):
+    third_rank.kill_keeper()
+    with pytest.raises(CheckpointSaveError, match=f"^copy of a, {third_rank.address}: .*after 5 attempts$"):
         trainer.copy(["a"]).result(WAIT_S)
     assert ranks[1].held(0).keys() == ["a"]
 

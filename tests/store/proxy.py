@@ -56,6 +56,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._sockets.append(client)
                 self.num_connections += 1
                 self._connect(client)
@@ -67,6 +68,7 @@ class Proxy:
             _shut_down(client)
             return
         server.settimeout(None)
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sockets.append(server)
         damage = self.damages.popleft() if self.damages else None
         for source, sink, is_client in ((client, server, True), (server, client, False)):

@@ -490,6 +490,9 @@ def test_without_having_been_told_of_peers_nothing_is_confirmed(ranks: Ranks) ->
     replicator.forget(["a"])
     replicator.use_peers([])
     replicator.copy(["a"]).result(WAIT_S)
+    replicator.close()
+    with pytest.raises(CheckpointSaveError, match="got no peers"):
+        replicator.copy(["a"]).result(WAIT_S)
 
 
 def test_copying_asks_before_every_chunk_and_waits_but_not_for_ever(ranks: Ranks) -> None:

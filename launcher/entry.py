@@ -1,0 +1,33 @@
+"""What a process that torchrun starts is: a trainer, or the guard of a rank whose trainers it forks.
+
+Everything slow is imported here, once: a guard's trainers share it, and a replacement is there in milliseconds.
+"""
+
+from __future__ import annotations
+
+import gc
+
+from launcher.config import Settings
+from launcher.elastic import RankPlace, guard_rank, wants_guard
+from launcher.launch import read_launch, say_once
+from launcher.run import run, run_guarded
+from moe_ckpt.errors import MoeCkptError
+
+
+def start(settings: Settings) -> int:
+    """Train, or guard what trains; return the exit status. Raises MoeCkptError where a user can mend the cause."""
+    gc.freeze()  # what was imported stays: nobody is to look through it for garbage
+    if wants_guard(settings):
+        return guard_rank(settings, read_launch(), lambda place, life: _train(settings, place, life))
+    run(settings)
+    return 0
+
+
+def _train(settings: Settings, place: RankPlace, life: int) -> int:
+    """Be one of a rank's trainers."""
+    try:
+        run_guarded(settings, place, life)
+    except MoeCkptError as error:
+        say_once(str(error))
+        return 1
+    return 0
