@@ -47,6 +47,10 @@ class AlternatingHooks:
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         return self._inner.gradients_ready(iteration, gradients) if is_on(iteration) else True
 
+    def update_applied(self, iteration: int) -> None:
+        if is_on(iteration):
+            self._inner.update_applied(iteration)
+
     def step_committed(self, iteration: int) -> None:
         if is_on(iteration):
             self._inner.step_committed(iteration)

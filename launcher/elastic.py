@@ -25,7 +25,7 @@ from moe_ckpt.runtime.guard import Guard, GuardLimits, run_and_exit
 from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.keeper import KeeperPlace, run_keeper
 from moe_ckpt.runtime.membership import Generations, Member, Membership
-from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory
+from moe_ckpt.runtime.memory_root import hold_for_others, open_memory_root, rank_memory
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.transport import GlooTransport, NcclTransport, Transport
 from moe_ckpt.store.keeper_client import KeeperClient
@@ -126,6 +126,9 @@ def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
     limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
     root = open_memory_root(Path(settings.runtime.shared_memory), os.getppid())
+    if launch.local_rank == 0:
+        first = launch.global_rank
+        hold_for_others(root, range(first, first + launch.local_world_size))
     token = store.compare_set("token", "", os.urandom(16).hex()).decode()
     return RankPlace(
         launch=launch,

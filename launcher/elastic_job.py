@@ -59,6 +59,7 @@ class ElasticJob:
         event = Rejoined(
             generation=generation,
             iteration=done,
+            joined_unix_s=joined_unix_s,
             deaths=[str(death) for death in deaths],
             detect_s=max((death.detect_s for death in deaths), default=0.0),
             rebuild_s=joined_unix_s - max((death.found_unix_s for death in deaths), default=joined_unix_s),

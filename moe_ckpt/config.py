@@ -68,6 +68,7 @@ class MoevementConfig:
     keep_windows: int
     memory_budget_bytes: int | None
     replicas: Union[int, str]  # noqa: UP007
+    durable_every_iters: int
     strict: bool
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class MoevementConfig:
             require(0.0 <= getattr(self, name) <= 1.0, f"ckpt.{name}", getattr(self, name), "between 0 and 1")
         require_at_least("ckpt.reorder_change", self.reorder_change, 0)
         require_at_least("ckpt.keep_windows", self.keep_windows, 1)
+        require_at_least("ckpt.durable_every_iters", self.durable_every_iters, 0)
         wanted = "auto or a number of copies of at least 0"
         valid = self.replicas == "auto" or (isinstance(self.replicas, int) and self.replicas >= 0)
         require(valid, "ckpt.replicas", self.replicas, wanted)

@@ -21,5 +21,9 @@ class CheckpointLoadError(MoeCkptError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another run, model or layout."""
 
 
+class NothingLeftError(CheckpointLoadError):
+    """No host memory that is left leads to a state of the whole job."""
+
+
 class PeersLostError(MoeCkptError, RuntimeError):
     """Other ranks died, or are about to be replaced: nothing that was communicated since can be trusted."""

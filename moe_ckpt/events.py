@@ -177,13 +177,15 @@ class GenerationEnded:
 class Rejoined:
     """A generation goes on from the state after `iteration`. `deaths` tell why the one before ended.
 
-    Seconds on this rank: `detect_s` from the last sign of life to the guard's finding (the longest of the deaths),
-    `rebuild_s` from there until all ranks are together again, `fetch_s` for windows out of other ranks' memories,
-    `replay_s` for the rest. `executed_iters` were run again on this rank.
+    All ranks were together again, on this rank's clock, at `joined_unix_s`. Seconds on this rank: `detect_s` from the
+    last sign of life to the guard's finding (the longest of the deaths), `rebuild_s` from there until all ranks are
+    together again, `fetch_s` for windows out of other ranks' memories, `replay_s` for the rest. `executed_iters` were
+    run again on this rank.
     """
 
     generation: int
     iteration: int
+    joined_unix_s: float
     deaths: list[str]
     detect_s: float
     rebuild_s: float

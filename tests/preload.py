@@ -8,6 +8,6 @@ with warnings.catch_warnings():
     import megatron.core.datasets.gpt_dataset  # noqa: F401
     import torch.distributed.checkpoint  # noqa: F401
 
-    import launcher.run  # noqa: F401
+    import launcher.entry  # noqa: F401
 
 gc.freeze()

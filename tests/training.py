@@ -66,6 +66,9 @@ class KillingHooks:
         self._die_at(iteration, "gradients")
         return self._inner.gradients_ready(iteration, gradients)
 
+    def update_applied(self, iteration: int) -> None:
+        self._inner.update_applied(iteration)
+
     def step_committed(self, iteration: int) -> None:
         self._die_at(iteration, "before-save")
         if (iteration, "while-saving") == (self._kill.iteration, self._kill.phase):

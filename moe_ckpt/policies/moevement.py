@@ -72,8 +72,10 @@ class SparseWindows:
         """
         if self._next_iteration is None:
             return self._base(iteration)
+        every = self._config.durable_every_iters
+        durable = every > 0 and iteration % every == 0
         if iteration < self._next_iteration:
-            return SnapshotPlan()
+            return SnapshotPlan(durable=durable)
         choice = None
         if self._window is None or iteration != self._next_iteration or iteration == self._start + self._num_slots:
             choice = self._begin(iteration, measure())
@@ -82,7 +84,7 @@ class SparseWindows:
         slot = iteration - self._start
         full, compute = self._window.full(slot), self._window.compute(slot)
         plan = SlotPlan(window_start=self._start, slot=slot, num_slots=self._num_slots, full=full, compute=compute)
-        return SnapshotPlan(sparse=plan, window=choice)
+        return SnapshotPlan(durable=durable, sparse=plan, window=choice)
 
     def forecast(self, num_slots: int) -> MemoryForecast:
         """Return the host memory that the rank with the most of it needs."""

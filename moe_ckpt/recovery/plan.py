@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.recovery.inventory import (
     Inventory,
     Memories,
@@ -116,7 +116,7 @@ def plan_recovery(
     window that all ranks can have. It may lead elsewhere: one of 10 to 12, with steps to 13, leads to 13 where 14 was
     wanted, and to 12 where 11 or None was. After a further loss, plan again. MoEvement, Appendix A.
 
-    Raises CheckpointLoadError, with what there was, if there is no such window.
+    Raises NothingLeftError, with what there was, if there is no such window.
     """
     ranks = sorted(inventories, key=lambda inventory: inventory.global_rank)
     memories = find_memories(ranks)
@@ -129,7 +129,7 @@ def plan_recovery(
     if target is None or rollbacks is None:
         whole = _common_windows(stages)
         if not whole:
-            raise CheckpointLoadError(_nothing_found(lost, target, ranks, memories))
+            raise NothingLeftError(_nothing_found(lost, target, ranks, memories))
         states = _newest(whole)
         target = max(states[-1], min(states[-1] if target is None else target, whole[states]))
         rollbacks = tuple(_rollback(segment, states) for segment in plan_segments(range(len(stages))))

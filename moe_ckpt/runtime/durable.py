@@ -67,6 +67,10 @@ class DurableTier:
         self._in_flight = _SaveInFlight(iteration=iteration, directory=directory, started_s=started_s, stall_s=stall_s)
         self.poll(wait=False)
 
+    def abandon(self) -> None:
+        """Forget a save that was cut off: it has no marker, and never will."""
+        self._in_flight = None
+
     def poll(self, *, wait: bool) -> None:
         """Commit the save in flight if it has been written everywhere; with `wait`, block until it is."""
         flight = self._in_flight

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from moe_ckpt.config import require
+from moe_ckpt.store.blobs import held_path, own_path
 
 
 def open_memory_root(base: Path, agent_pid: int) -> Path:
@@ -36,6 +37,22 @@ def rank_memory(root: Path, global_rank: int) -> Path:
     folder = root / f"rank{global_rank:04d}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+def hold_for_others(root: Path, ranks: range) -> None:
+    """Make what ranks of an earlier attempt left here, which are on other nodes now, copies held for them.
+
+    `ranks` are this node's; its first rank holds what it finds. torchrun may number nodes anew when it restarts a job.
+    """
+    for folder in sorted(root.glob("rank*")):
+        owner = int(folder.name.removeprefix("rank"))
+        left = own_path(folder)
+        if owner in ranks or not left.exists():
+            continue
+        held = held_path(rank_memory(root, ranks[0]), owner)
+        shutil.rmtree(held, ignore_errors=True)  # older than what the owner itself had
+        held.parent.mkdir(parents=True, exist_ok=True)
+        left.rename(held)
 
 
 def _start_ticks(pid: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.errors import CheckpointSaveError, NothingLeftError
 from moe_ckpt.events import EventLog, WindowChosen
 from moe_ckpt.ports import Policy
 from moe_ckpt.runtime.durable import DurableTier
@@ -88,19 +88,23 @@ class Session:
         """Meet the other ranks, some of which may be new."""
         if self.sparse:
             self.sparse.tier.abort()
+            self._durable.abandon()
         self._parts = self._make_parts()
         self._has_base = False
 
     def rejoin(self) -> Rejoined:
-        """Bring all ranks to one state out of what is left of it; its iteration is None where nothing is.
+        """Bring all ranks to one state out of what is left of it; its iteration is None where nothing ever was.
 
-        Then the caller starts from the beginning or a checkpoint: `resume`. Raises CheckpointLoadError on all ranks if
-        what is left leads nowhere.
+        Then the caller starts from the beginning or a checkpoint: `resume`. Where what is left in memory leads nowhere,
+        all go back to the newest checkpoint on disk. Raises CheckpointLoadError on all ranks if there is none, either.
         """
         assert self.sparse is not None
         assert self.sparse.rejoin is not None
         self._enter_phase(Phase.RECOVERY)
-        rejoined = self.sparse.rejoin.run(self._state)
+        try:
+            rejoined = self.sparse.rejoin.run(self._state)
+        except NothingLeftError as error:
+            rejoined = self._go_back_to_disk(error)
         if rejoined.iteration is not None:
             self.sparse.tier.note_start(rejoined.iteration + 1)
         return rejoined
@@ -163,6 +167,17 @@ class Session:
         self._attempt(lambda: self._durable.poll(wait=True))
         if self.sparse:
             self.sparse.tier.close()
+
+    def _go_back_to_disk(self, error: NothingLeftError) -> Rejoined:
+        self._state.lose()
+        iteration = self._durable.resume_newest()
+        if iteration == 0:
+            raise error
+        if dist.get_rank() == 0:
+            _log.warning(
+                "memory leads nowhere, all ranks go back to the checkpoint of iteration %d: %s", iteration, error
+            )
+        return Rejoined(iteration=iteration)
 
     def _vote(self, sparse: SparseParts, iteration: int, gradients: ReadyGradients) -> None:
         """Return once every rank has complete gradients: then no rank that lives can be left behind by the others.

@@ -88,8 +88,6 @@ class Caller:
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no time is left")
-        if self._link and self._link.is_readable(0):  # nothing comes unasked, so that is its end
-            self.close()
         if self._link is None:
             self._link = open_link(self._address, self._ticket, left_s)
         self.pause(0)  # who shut down while there was no link has not ended this one

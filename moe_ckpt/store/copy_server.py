@@ -66,7 +66,7 @@ class CopyServer:
         link.allow(self._timeout_s)
         if not self._admits(link):
             return
-        while link.is_readable(self._timeout_s):
+        while link.is_readable(None):
             link.allow(self._timeout_s)
             self._answer(link, link.receive())
 
@@ -133,6 +133,7 @@ class CopyServer:
         with self._lock:
             if owner_rank not in self._held:
                 self._held[owner_rank] = BlobFolder(held_path(self._rank_folder, owner_rank))
+                self._held[owner_rank].sweep()
             return self._held[owner_rank]
 
 

@@ -137,8 +137,7 @@ def _all_done(parts: Sequence[Future[None]]) -> Future[None]:
         nonlocal num_left
         with lock:
             num_left -= 1
-            if num_left:
-                return
+            pass
         _settle(whole, parts)
 
     for part in parts:

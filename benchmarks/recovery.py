@@ -1,0 +1,186 @@
+"""From kill -9 of a rank to the next new iteration: ckpt=moevement, and torchrun's restart with ckpt=dense.
+
+    python benchmarks/recovery.py [--kills 10] [OVERRIDES]        # model=tiny, 4 ranks, PP=2 EP=2 unless overridden
+
+Both jobs train the same model on this machine, one after the other, and lose a random rank again and again. Printed:
+the median of each part, and their ratio. Absolute times mean little on a laptop; the ratio does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launcher.live import read_live  # noqa: E402
+from moe_ckpt.events import Event, IterationCommitted, ModelBuilt, Rejoined, TrainerStarted, read_events  # noqa: E402
+
+RANKS = 4
+WARM_ITERATIONS = 6
+NEW_ITERATIONS_BETWEEN_KILLS = 4
+PATIENCE_S = 120.0
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """One kill. Seconds from it: all ranks together again, without building the model; the next new iteration."""
+
+    rejoined_s: float | None
+    committed_s: float
+    repeated_iters: int
+
+
+class Job:
+    """A running job and its events."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+        self.folder = folder
+        self._log = folder.with_suffix(".log").open("w")
+        torchrun = str(Path(sys.executable).with_name("torchrun"))
+        command = [torchrun, f"--nproc-per-node={RANKS}", *arguments, f"run.dir={folder}", "run.progress=none"]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT)
+
+    def events(self, rank: int) -> Iterator[tuple[float, Event]]:
+        """Yield a rank's events, with when they happened, in Unix seconds."""
+        origin = json.loads((self.folder / "run.json").read_text())["clock_origin_unix_s"]
+        path = self.folder / "events" / f"rank{rank:04d}.jsonl"
+        for logged in read_events(path) if path.exists() else ():
+            yield origin + logged.t_s, logged.event
+
+    def committed(self) -> list[tuple[float, int]]:
+        """Return when each iteration was committed, on any rank, in the order of the iterations."""
+        if not (self.folder / "run.json").exists():
+            return []
+        everywhere = [
+            (event.iteration, when)
+            for rank in range(RANKS)
+            for when, event in self.events(rank)
+            if isinstance(event, IterationCommitted)
+        ]
+        first = {}
+        for iteration, when in sorted(everywhere):
+            first.setdefault(iteration, when)
+        return [(when, iteration) for iteration, when in sorted(first.items())]
+
+    def wait_for(self, is_there: Callable[[], bool], what: str) -> None:
+        """Look at the files of the job until something is there."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not is_there():
+            if self._process.poll() is not None or time.monotonic() > until_s:
+                sys.exit(f"{self.folder.name}: no {what}\n{self.folder.with_suffix('.log').read_text()[-4000:]}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+        self._log.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    options, overrides = parser.parse_known_args()
+    common = ["train.iterations=100000", "train.eval_every_iters=0", "run.tensorboard=false", *overrides]
+    with tempfile.TemporaryDirectory() as folder:
+        moevement = ["launcher/train.py", "+ckpt=moevement", *common]
+        elastic = measure(Job(Path(folder) / "moevement", moevement), options.kills, options.seed)
+        restarts = [
+            f"--max-restarts={options.kills}",
+            "launcher/train.py",
+            "+ckpt=dense",
+            "ckpt.every_iters=10",
+            *common,
+        ]
+        restarted = measure(Job(Path(folder) / "dense", restarts), max(3, options.kills // 3), options.seed)
+    show(elastic, restarted)
+    return 0
+
+
+def measure(job: Job, kills: int, seed: int) -> list[Recovered]:
+    """Kill a random rank again and again; return how each was recovered from."""
+    chosen = random.Random(seed)
+    job.wait_for(lambda: len(job.committed()) >= WARM_ITERATIONS, "first iterations")
+    found = [kill_once(job, chosen) for _ in range(kills)]
+    job.stop()
+    return found
+
+
+def kill_once(job: Job, chosen: random.Random) -> Recovered:
+    before = job.committed()[-1][1]
+    pid, rank = victim(job, chosen)
+    killed_unix_s = time.time()
+    subprocess.run(["kill", "-9", str(pid)], check=True)
+    job.wait_for(lambda: len(job.committed()) > 0 and job.committed()[-1][1] > before + 1, "recovery")
+    committed = next(when for when, iteration in job.committed() if iteration > before and when > killed_unix_s)
+    wanted = before + 1 + NEW_ITERATIONS_BETWEEN_KILLS
+    job.wait_for(lambda: job.committed()[-1][1] >= wanted, "new iterations")
+    events = list(job.events(rank))
+    again = [event for when, event in events if when > killed_unix_s]
+    repeated = sum(isinstance(event, IterationCommitted) and event.iteration <= before for event in again)
+    executed = sum(event.executed_iters for event in again if isinstance(event, Rejoined))
+    return Recovered(
+        rejoined_s=rejoined(job, killed_unix_s, again),
+        committed_s=committed - killed_unix_s,
+        repeated_iters=repeated + executed,
+    )
+
+
+def victim(job: Job, chosen: random.Random) -> tuple[int, int]:
+    """Return the pid of a random rank's process, and the rank."""
+    rank = chosen.randrange(RANKS)
+    live = {trainer.global_rank: trainer.pid for trainer in read_live(job.folder)}
+    started = [event.pid for _, event in job.events(rank) if isinstance(event, TrainerStarted)]
+    return live.get(rank, started[-1]), rank
+
+
+def rejoined(job: Job, killed_unix_s: float, replacement: Sequence[Event]) -> float | None:
+    """Return the seconds until the last rank was there again, without those that building the model took."""
+    joined = [
+        event.joined_unix_s
+        for rank in range(RANKS)
+        for when, event in job.events(rank)
+        if isinstance(event, Rejoined) and when > killed_unix_s
+    ]
+    if not joined:
+        return None
+    built = next(event.seconds for event in replacement if isinstance(event, ModelBuilt))
+    return max(joined) - killed_unix_s - built
+
+
+def show(elastic: Sequence[Recovered], restarted: Sequence[Recovered]) -> None:
+    table = Table("median (least to most)", f"moevement, {len(elastic)} kills", f"dense, {len(restarted)} restarts")
+    together = [recovered.rejoined_s for recovered in elastic if recovered.rejoined_s is not None]
+    table.add_row("kill to all ranks rejoined, beside building the model, s", summary(together), "-")
+    rows = [[recovered.committed_s for recovered in found] for found in (elastic, restarted)]
+    table.add_row("kill to the next new iteration, s", *map(summary, rows))
+    again = [[float(recovered.repeated_iters) for recovered in found] for found in (elastic, restarted)]
+    table.add_row("iterations run again, on the killed rank", *map(summary, again))
+    console.print(table)
+    ratio = statistics.median(rows[1]) / statistics.median(rows[0])
+    console.print(f"torchrun's restart takes {ratio:.1f} times as long")
+
+
+def summary(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

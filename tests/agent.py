@@ -1,0 +1,129 @@
+"""A small torchrun for tests: starts the guards of a job, gives them a store, ends them all when one has failed.
+
+It is forked, like its guards, from the process that has imported everything slow: torchrun's own start takes seconds.
+As torchrun's agent it is the guards' parent and the store's host, so killing it is killing torchrun. All processes of
+a job but the janitor of its shared memory are in the agent's session. SIGUSR2 lets any of them write its stacks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from launcher.config import Settings
+from launcher.entry import start
+from launcher.launch import say_once
+from moe_ckpt.errors import MoeCkptError
+from moe_ckpt.runtime.guard import die_with_parent
+
+_ENDING_S = 5.0
+
+
+def run_agent(settings: Settings, world_size: int, folder: Path) -> None:
+    """Be the agent of a job; the exit status is that of the first guard that fails. Guards write to `guard_log`."""
+    os.setsid()
+    pipes = [os.pipe() for _ in range(world_size)]
+    pids = [_fork_guard(settings, rank, world_size, folder, pipes) for rank in range(world_size)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # after the forks: it has threads
+    for reading, writing in pipes:
+        os.write(writing, str(store.port).encode())
+        os.close(writing)
+        os.close(reading)
+    status = _wait_for_guards(set(pids))
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def guard_log(folder: Path, global_rank: int) -> Path:
+    """Return where a guard and its trainers write what they say."""
+    return folder / f"guard{global_rank}.log"
+
+
+def _fork_guard(settings: Settings, rank: int, world_size: int, folder: Path, pipes: list[tuple[int, int]]) -> int:
+    agent_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        die_with_parent(signal.SIGKILL, parent=agent_pid)
+        _be_heard(guard_log(folder, rank))
+        port = os.read(pipes[rank][0], 10).decode()
+        for pipe in pipes:
+            os.close(pipe[0])
+            os.close(pipe[1])
+        _set_environment(rank, world_size, port)
+        status = _guard(settings)
+    except BaseException:  # the top of a process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _guard(settings: Settings) -> int:
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    signal.signal(signal.SIGUSR1, _wedge)
+    try:
+        return start(settings)
+    except MoeCkptError as error:
+        say_once(str(error))
+        return 1
+
+
+def _be_heard(path: Path) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(fd, standard)
+    os.close(fd)
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+
+
+def _set_environment(rank: int, world_size: int, port: str) -> None:
+    """Set what torchrun sets."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def _wedge(number: int, _: object) -> None:
+    """Hang for ever in the thread that trains: what an order of SIGUSR1 does to a trainer."""
+    while True:
+        time.sleep(3600)
+
+
+def _wait_for_guards(pids: set[int]) -> int:
+    """Return 0 once all guards have, or the status of the first that has not, once the others are ended."""
+    while pids:
+        pid, status = os.waitpid(-1, 0)
+        pids.discard(pid)
+        if os.waitstatus_to_exitcode(status):
+            _end(pids)
+            return abs(os.waitstatus_to_exitcode(status))
+    return 0
+
+
+def _end(pids: set[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    deadline_s = time.monotonic() + _ENDING_S
+    while pids and time.monotonic() < deadline_s:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        pids.discard(pid)
+        time.sleep(0.002)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
