@@ -8,20 +8,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from launcher.config import AUTO, Settings
+from launcher.faults.carry_out import carry_out
 from launcher.launch import Launch, open_store
+from launcher.run_folder import wait_for_run_folder
 from moe_ckpt.config import MoevementConfig, require
+from moe_ckpt.faults import Kill
 from moe_ckpt.placement import num_nodes
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.groups import ElasticGroups, GroupTimeouts
-from moe_ckpt.runtime.guard import Guard, GuardLimits, run_and_exit
+from moe_ckpt.runtime.guard import Guard, GuardLimits, die_with_parent, run_and_exit
 from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.keeper import KeeperPlace, run_keeper
 from moe_ckpt.runtime.membership import Generations, Member, Membership
@@ -65,6 +70,7 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
     store = open_store(launch, "generations")
     place = _place(settings, launch, store)
     _start_keeper(settings, place)
+    _start_faults(settings, place)
     page = Page(place.memory / "page")
     gc.freeze()  # what is imported is shared by all trainers, and nobody looks through it for garbage
     limits = GuardLimits(
@@ -97,7 +103,8 @@ def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, gr
     launch, runtime = place.launch, settings.runtime
     membership = Membership(
         Member(global_rank=launch.global_rank, world_size=launch.world_size, life=life),
-        lambda: open_store(launch, "generations"),
+        open_store(launch, "generations"),
+        open_store(launch, "generations", own_connection=True),
         groups,
         page,
         join_s=runtime.join_s,
@@ -173,6 +180,26 @@ def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
         may_send=lambda: not page.waiting,
         announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
     )
+
+
+def _start_faults(settings: Settings, place: RankPlace) -> None:
+    """Let a process beside the job inflict what the settings ask for on this node's trainers."""
+    launch = place.launch
+    first = launch.global_rank - launch.local_rank
+    here = range(first, first + launch.local_world_size)
+    kills = [kill for kill in settings.fault.kills(launch.world_size) if kill.rank in here]
+    if launch.local_rank != 0 or not kills:
+        return
+    guard_pid = os.getpid()
+    if os.fork() == 0:
+        run_and_exit(lambda: _inflict(kills, place, guard_pid))
+
+
+def _inflict(kills: Sequence[Kill], place: RankPlace, guard_pid: int) -> int:
+    die_with_parent(signal.SIGKILL, parent=guard_pid)
+    run = wait_for_run_folder()
+    done = carry_out(kills, run, ranks_per_node=place.ranks_per_node, say=lambda text: print(text, file=sys.stderr))
+    return 0 if done else 1
 
 
 def _own_host(launch: Launch) -> str:

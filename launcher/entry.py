@@ -11,6 +11,7 @@ from launcher.config import Settings
 from launcher.elastic import RankPlace, guard_rank, wants_guard
 from launcher.launch import read_launch, say_once
 from launcher.run import run, run_guarded
+from moe_ckpt.config import require
 from moe_ckpt.errors import MoeCkptError
 
 
@@ -19,6 +20,8 @@ def start(settings: Settings) -> int:
     gc.freeze()  # what was imported stays: nobody is to look through it for garbage
     if wants_guard(settings):
         return guard_rank(settings, read_launch(), lambda place, life: _train(settings, place, life))
+    wanted = "none or state_loss where no guard replaces who is killed (ckpt=moevement has guards)"
+    require(settings.fault.kind in ("none", "state_loss"), "fault.kind", settings.fault.kind, wanted)
     run(settings)
     return 0
 

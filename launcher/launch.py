@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
@@ -42,21 +43,33 @@ def read_launch() -> Launch:
     )
 
 
-def agent_store(part: str) -> dist.Store | None:
-    """Return a part of the store that torchrun keeps over restarts of its workers, or None where it keeps none."""
+def agent_store(part: str, *, own_connection: bool = False) -> dist.Store | None:
+    """Return a part of the store that torchrun keeps over restarts of its workers, or None where it keeps none.
+
+    All parts share one connection, which serves one thread at a time, unless an own one is asked for.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore(f"moe_ckpt/{part}", tcp)
+    return dist.PrefixStore(f"moe_ckpt/{part}", _connect() if own_connection else _shared_client(os.getpid()))
 
 
-def open_store(launch: Launch, part: str) -> dist.Store:
-    """Return a new client of torchrun's store, for a part of it that belongs to this attempt.
+@functools.cache
+def _shared_client(pid: int) -> dist.Store:  # noqa: ARG001 - a forked process is not to use its parent's
+    """Return this process's client: every new one costs the store a look-up of its name, which can take seconds."""
+    return _connect()
+
+
+def _connect() -> dist.Store:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def open_store(launch: Launch, part: str, *, own_connection: bool = False) -> dist.Store:
+    """Return a part of torchrun's store that belongs to this attempt.
 
     Raises ConfigError where torchrun keeps no store for its workers, or it does not answer.
     """
     try:
-        store = agent_store(f"attempt-{launch.attempt}/{part}")
+        store = agent_store(f"attempt-{launch.attempt}/{part}", own_connection=own_connection)
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(f"torchrun's store at {where}: got no answer ({error}), wanted one") from error

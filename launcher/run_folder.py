@@ -87,13 +87,18 @@ def find_run_folder(settings: Settings, launch: Launch, memory: Path) -> RunFold
         if settings.run.dir is not None:
             _require_free(Path(settings.run.dir).resolve(), memory.parent)
         return _create_or_find(settings, None)
+    return read_run_folder(wait_for_run_folder())
+
+
+def wait_for_run_folder() -> Path:
+    """Return where this job's run folder is, once global rank 0 has made it. Raises ConfigError if that takes long."""
     store = agent_store(_JOB)
     assert store is not None
     try:
         store.wait(["run_folder"], timedelta(seconds=_FOLDER_TIMEOUT_S))
     except dist.DistStoreError as error:
         raise ConfigError(f"run.dir: got no folder from rank 0 in {_FOLDER_TIMEOUT_S} s") from error
-    return read_run_folder(Path(store.get("run_folder").decode()))
+    return Path(store.get("run_folder").decode())
 
 
 def _require_free(path: Path, memory_root: Path) -> None:

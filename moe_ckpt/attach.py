@@ -131,7 +131,8 @@ class _Sparse:
     def meet(self) -> Parts:
         """Return parts that all ranks agree on; what this rank has in host memory stays. Collective over all ranks."""
         self.operators.meet()
-        self.windows = SparseWindows(self.config, _gather_profiles(self), self.place.stage)
+        num_copies = self.elastic.replicas if self.elastic else 0
+        self.windows = SparseWindows(self.config, _gather_profiles(self), self.place.stage, num_copies)
         self.stores = self.stores or self._open_stores()
         self.counts = self.counts or RouterCounts(self.state, self.operators.table)
         training = Training(stage=self.stage, operators=self.operators, counts=self.counts)
@@ -190,7 +191,7 @@ class _Sparse:
         if self.config.memory_budget_bytes is None:
             return None
         forecast = self.windows.forecast_of(self.place.stage, self.windows.max_slots)
-        return self.config.memory_budget_bytes - forecast.boundary_log_bytes - forecast.step_log_bytes
+        return self.config.memory_budget_bytes - forecast.total_bytes + forecast.snapshots_bytes
 
     def _notes(self) -> list[str]:
         slots, later = self.windows.max_slots, ""

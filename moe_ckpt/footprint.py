@@ -14,6 +14,7 @@ class MemoryForecast:
     snapshots_bytes: int
     boundary_log_bytes: int
     step_log_bytes: int
+    copies_bytes: int
     total_bytes: int
     double_buffered_dense_bytes: int
 
@@ -23,6 +24,7 @@ class MemoryForecast:
             "snapshots, persisted and in flight": self.snapshots_bytes,
             "boundary logs": self.boundary_log_bytes,
             "step logs": self.step_log_bytes,
+            "copies for other ranks": self.copies_bytes,
             "total": self.total_bytes,
             "for comparison, two dense checkpoints": self.double_buffered_dense_bytes,
         }
@@ -38,22 +40,27 @@ def forecast(
     log_bytes_per_iteration: int,
     dense_bytes: int,
     step_log_bytes_per_iteration: int,
+    num_copies: int = 0,
+    largest_window_bytes: int = 0,
 ) -> MemoryForecast:
     """Return what a rank's snapshots and logs will take once `keep_windows` are persisted and one is nearly complete.
 
     Logs reach back to the start of the oldest window, and forward to the iteration that runs. With 2 bytes of compute
     weights and 12 of full state a parameter and W equal slots, a window takes 12 + (W - 1) bytes a parameter: W = 3 and
-    one kept window make 28, where two dense checkpoints take 24 (MoEvement, section 3.2).
+    one kept window make 28, where two dense checkpoints take 24 (MoEvement, section 3.2). A rank also keeps all that
+    for `num_copies` others, whose windows take up to `largest_window_bytes`.
     """
     num_windows = keep_windows + 1
     num_logged = num_windows * num_slots + 1
     snapshots_bytes = num_windows * window_bytes
     boundary_log_bytes = num_logged * log_bytes_per_iteration
     step_log_bytes = num_logged * step_log_bytes_per_iteration
+    copies_bytes = num_copies * (num_windows * largest_window_bytes + step_log_bytes)
     return MemoryForecast(
         snapshots_bytes=snapshots_bytes,
         boundary_log_bytes=boundary_log_bytes,
         step_log_bytes=step_log_bytes,
-        total_bytes=snapshots_bytes + boundary_log_bytes + step_log_bytes,
+        copies_bytes=copies_bytes,
+        total_bytes=snapshots_bytes + boundary_log_bytes + step_log_bytes + copies_bytes,
         double_buffered_dense_bytes=2 * dense_bytes,
     )

@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from launcher.config import compose_settings
 from launcher.faults.strike import strike_node
 from launcher.live import LiveTrainer, read_written
+from launcher.proc import stands_still
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.runtime.page import ANY_ITERATION, Page
 from moe_ckpt.types import Phase
@@ -156,18 +157,30 @@ class ElasticJob:
         at = (iteration, phase or 0)
         self.wait_for(lambda: (page.iteration, page.phase) >= at or None, f"iteration {iteration} of rank {rank}")
 
-    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to a rank's trainer, now."""
-        os.kill(self.trainer(rank).pid, number)
+    def kill(self, *ranks: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the trainers of these ranks, now and all at once."""
+        for trainer in [self.trainer(rank) for rank in ranks]:
+            os.kill(trainer.pid, number)
 
     def lose_nodes(self, *ranks: int) -> None:
         """Kill these trainers; what their ranks had in memory, of their own and of others, is gone with them."""
         trainers = [self.trainer(rank) for rank in ranks]
         strike_node(self.run, trainers, [Path(trainer.memory) for trainer in trainers], wait_s=1.0)
 
+    def hold(self, rank: int, phase: Phase, *, skip: int = 0, life: int = 0) -> int:
+        """Let a rank's trainer stand still at this point, and wait until it does; return its pid, for SIGCONT.
+
+        Its guard takes it for dead after `runtime.heartbeat_s`.
+        """
+        self.order(rank, phase, skip=skip, number=signal.SIGSTOP, life=life)
+        pid = self.trainer(rank, life).pid
+        self.wait_for(lambda: stands_still(pid) or None, f"rank {rank} to stand still in {phase.name}")
+        return pid
+
     @property
     def orders_obeyed(self) -> int:
-        return sum(self.page(rank).orders_obeyed for rank in range(self.world_size))
+        """How many orders were carried out, in all ranks' lives."""
+        return sum(page.orders_obeyed for page in self._pages.values())
 
     def processes(self) -> list[int]:
         """Return the pids of the agent, guards, keepers and trainers that live."""

@@ -80,6 +80,11 @@ class Job:
         assert all(word[0] == "parked" for word in words), words
         return [int(word[1]) for word in words]
 
+    def let_go(self) -> None:
+        """Let all trainers go on from where they park, by an order that is far away."""
+        for rank in range(len(self._walks)):
+            self.page(rank).order(signal.SIGKILL, Phase.STEP, iteration=10**8)
+
     def release(self, rank: int) -> None:
         """Let a guard that holds replace its trainer."""
         stdin = _open(self._guards[rank].stdin)

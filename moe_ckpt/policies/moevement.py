@@ -42,13 +42,16 @@ class StageProfile:
 
 
 class SparseWindows:
-    """One window after another: a base that holds everything, then sparse ones.
+    """One window after another: a base that holds everything, then sparse ones. `num_copies` others' are kept, too.
 
     Raises ConfigError where the window or the memory budget cannot be had, with the numbers.
     """
 
-    def __init__(self, config: MoevementConfig, stages: Sequence[StageProfile], own_stage: int) -> None:
+    def __init__(
+        self, config: MoevementConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int = 0
+    ) -> None:
         self._config = config
+        self._num_copies = num_copies
         self._stages = stages
         self._own = stages[own_stage]
         self._table = self._own.table
@@ -170,13 +173,19 @@ class SparseWindows:
     def forecast_of(self, stage: int, num_slots: int) -> MemoryForecast:
         """Return the host memory that the rank with the most of one stage needs."""
         profile = self._stages[stage]
+        windows = [
+            self._window_bytes(order, each.table, num_slots)
+            for order, each in zip(self._natural, self._stages, strict=True)
+        ]
         return forecast(
-            window_bytes=self._window_bytes(self._natural[stage], profile.table, num_slots),
+            window_bytes=windows[stage],
             num_slots=num_slots,
             keep_windows=self._config.keep_windows,
             log_bytes_per_iteration=profile.boundary_log_bytes,
             dense_bytes=int(profile.table.full_bytes.sum(axis=1).max()),
             step_log_bytes_per_iteration=profile.step_log_bytes,
+            num_copies=self._num_copies,
+            largest_window_bytes=max(windows),
         )
 
 

@@ -14,7 +14,6 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -123,13 +122,14 @@ class Member:
 class Membership:
     """One trainer's way through the generations. All methods belong to the thread that trains.
 
-    `make_store` returns a new client of the store; two are made: one client serves one thread at a time.
+    `store` serves that thread, `watched` another one that always waits in it: it needs a connection of its own.
     """
 
     def __init__(
         self,
         member: Member,
-        make_store: Callable[[], dist.Store],
+        store: dist.Store,
+        watched: dist.Store,
         groups: ElasticGroups,
         page: Page,
         *,
@@ -139,9 +139,9 @@ class Membership:
         self.member = member
         self.page = page
         self.generation = 0
-        self._store = make_store()
-        self._generations = Generations(self._store)
-        self._watched = Generations(make_store())  # a client of its own: it is always waiting
+        self._store = store
+        self._generations = Generations(store)
+        self._watched = Generations(watched)
         self._groups = groups
         self._join_s = join_s
         self._grace_s = grace_s

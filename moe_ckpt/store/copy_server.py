@@ -66,7 +66,7 @@ class CopyServer:
         link.allow(self._timeout_s)
         if not self._admits(link):
             return
-        while link.is_readable(None):
+        while link.is_readable(self._timeout_s):
             link.allow(self._timeout_s)
             self._answer(link, link.receive())
 

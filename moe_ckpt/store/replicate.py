@@ -137,7 +137,8 @@ def _all_done(parts: Sequence[Future[None]]) -> Future[None]:
         nonlocal num_left
         with lock:
             num_left -= 1
-            pass
+            if num_left:
+                return
         _settle(whole, parts)
 
     for part in parts:

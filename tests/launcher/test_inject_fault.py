@@ -231,30 +231,57 @@ def test_orders_to_one_rank_are_for_one_life_after_the_other(tmp_path: Path) -> 
 @pytest.mark.parametrize("kill", [Kill(rank=1, iteration=20, phase="step", scope="node"), Kill(rank=0, iteration=9)])
 def test_a_node_at_a_point_is_lost_as_soon_as_the_point_has_come(tmp_path: Path, kill: Kill) -> None:
     kill = Kill(rank=kill.rank, iteration=kill.iteration, phase=kill.phase, scope="node")
-    with running_job(tmp_path, 3, ranks_per_node=2, park=(0, "")) as job:
+    with running_job(tmp_path, 3, ranks_per_node=2) as job:
+        job.parked_pids()
+        job.let_go()
         assert carry_out([kill], job.run, ranks_per_node=2)
         for rank in (0, 1):
             wait_for_death(job, rank)
             assert host_memory(job, rank) == []
         (death,) = job.deaths(kill.rank or 0)
-        assert has_come(kill, death.iteration, death.phase) or death.phase == "between"
+        passed = (death.iteration, death.phase) == (kill.iteration, "between")
+        assert has_come(kill, death.iteration, death.phase) or passed
         assert death.iteration < 1000
         assert job.deaths(2) == []
         assert [fault.ordered for fault in read_faults(job.run)] == [False, False]
 
 
-def test_a_trainer_that_is_being_replaced_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--rank", "0"]])
+def test_a_trainer_that_is_being_replaced_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     with running_job(tmp_path, 1, hold=True) as job:
         (pid,) = job.parked_pids()
         assert inject(job) == 0
         wait_for_death(job, 0)
-        with injecting(job, "--rank", "0") as process:
-            job.release(0)
-            _, parked = job.next_word(0).split()
-            assert line_of(process).startswith(f"killed rank 0 (pid {parked}) of {job.run} in generation 2, ")
-            assert process.wait(30) == 0
+        replacing = threading.Timer(0.3, job.release, (0,))  # by then the command waits
+        replacing.start()
+        assert inject(job, *arguments) == 0
+        replacing.join()
+        first, second = capsys.readouterr().out.splitlines()
+        assert first.startswith(f"killed rank 0 (pid {pid}) of {job.run} in generation 1, ")
+        assert re.match(r"killed rank 0 \(pid \d+\) of .* in generation 2, ", second)
+        wait_for_deaths(job, 0, 1)
+        assert [death.signal for death in job.deaths(0)] == ["SIGKILL", "SIGKILL"]
+
+
+def test_a_strike_waits_for_all_its_trainers(tmp_path: Path) -> None:
+    with running_job(tmp_path, 2, hold=True) as job:
+        job.parked_pids()
+        assert inject(job, "--rank", "0") == 0
         wait_for_death(job, 0)
-        assert [death.pid for death in job.deaths(0)] == [pid, int(parked)]
+        calls = count()
+
+        def clock() -> float:
+            if next(calls) == 9:  # by then it has looked more than once
+                job.release(0)
+            return time.monotonic()
+
+        kills = [Kill(rank=rank, after_s=0.0) for rank in (0, 1)]
+        assert carry_out(kills, job.run, ranks_per_node=1, clock=clock)
+        _, *burst = read_faults(job.run)
+        assert [fault.rank for fault in burst] == [0, 1]
+        assert burst[0].unix_s == burst[1].unix_s
 
 
 def test_a_trainer_that_nobody_replaces_is_left_alone_in_time(tmp_path: Path) -> None:
@@ -308,6 +335,18 @@ def test_kills_come_as_planned_from_a_trace_in_bursts(tmp_path: Path) -> None:
         assert {fault.signal for fault in faults} == {"TERM"}
 
 
+def test_no_life_is_struck_twice(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1) as job:
+        job.parked_pids()
+        kills = [Kill(rank=0, after_s=0.0, signal=name) for name in ("SEGV", "TERM", "KILL")]
+        assert carry_out(kills, job.run, ranks_per_node=1)
+        wait_for_deaths(job, 0, 3)
+        assert [death.signal for death in job.deaths(0)] == ["SIGSEGV", "SIGTERM", "SIGKILL"]
+        kills = [Kill(rank=0, after_s=0.0, signal=name) for name in ("STOP", "SEGV")]
+        assert not carry_out(kills, job.run, ranks_per_node=1, patience_s=0.2)
+        assert [fault.signal for fault in read_faults(job.run)][3:] == ["STOP"]
+
+
 def test_time_runs_by_the_clock_given(tmp_path: Path) -> None:
     with running_job(tmp_path, 1) as job:
         job.parked_pids()
@@ -335,8 +374,7 @@ def test_it_waits_for_the_run_to_begin_and_ends_with_it(tmp_path: Path) -> None:
     with running_job(tmp_path, 1, last_iteration=6) as job:
         wait_for_deaths(job, 0, 1)
         assert job.next_word(0).startswith("parked")
-        with injecting(job, "--at-iteration", "7") as process:  # lets it go on, to its end
-            assert process.wait(30) == 1
+        job.let_go()
         job.wait_for_end()
         thread.join(30)
     assert outcome == [False]

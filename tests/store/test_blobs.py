@@ -424,10 +424,10 @@ def publish_for_ever(path: str, started: Connection) -> None:
         assert payload is not None
         buffers.adopt(payload)
     for number in range(1 << 62):
-        key = f"key{number % 3}"
-        payload = buffers.acquire(4 * KIB + number % 50)
+        key, nbytes = f"key{number % 3}", 4 * KIB + number % 50
+        payload = buffers.acquire(nbytes)
         payload.fill_(number % 251)
-        folder.publish(key, str(number).encode() + bytes(2 * KIB), payload, payload.numel())
+        folder.publish(key, str(number).encode() + bytes(2 * KIB), payload, nbytes)
         if (replaced := held.get(key)) is not None:
             buffers.release(replaced)
         held[key] = payload
