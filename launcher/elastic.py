@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from launcher.config import AUTO, Settings
 from launcher.faults.carry_out import carry_out
-from launcher.launch import Launch, open_store
+from launcher.launch import Launch, has_agent_store, open_store, use_hosted_store
 from launcher.run_folder import wait_for_run_folder
 from moe_ckpt.config import MoevementConfig, require
 from moe_ckpt.faults import Kill
@@ -30,7 +30,7 @@ from moe_ckpt.runtime.guard import Guard, GuardLimits, die_with_parent, run_and_
 from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.keeper import KeeperPlace, run_keeper
 from moe_ckpt.runtime.membership import Generations, Member, Membership
-from moe_ckpt.runtime.memory_root import hold_for_others, open_memory_root, rank_memory
+from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory, take_over
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.transport import GlooTransport, NcclTransport, Transport
 from moe_ckpt.store.keeper_client import KeeperClient
@@ -67,6 +67,8 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
     """
     wanted = "ckpt=moevement (dense and none: torchrun --max-restarts)"
     require(isinstance(settings.ckpt, MoevementConfig), "runtime.guard", settings.runtime.guard, f"false, or {wanted}")
+    if not has_agent_store():
+        use_hosted_store(launch, _start_beside)
     store = open_store(launch, "generations")
     place = _place(settings, launch, store)
     _start_keeper(settings, place)
@@ -135,7 +137,7 @@ def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
     root = open_memory_root(Path(settings.runtime.shared_memory), os.getppid())
     if launch.local_rank == 0:
         first = launch.global_rank
-        hold_for_others(root, range(first, first + launch.local_world_size))
+        take_over(root, range(first, first + launch.local_world_size))
     token = store.compare_set("token", "", os.urandom(16).hex()).decode()
     return RankPlace(
         launch=launch,
@@ -160,8 +162,7 @@ def _start_keeper(settings: Settings, place: RankPlace) -> None:
     if not place.replicas:
         return
     guard_pid = os.getpid()
-    if os.fork() == 0:
-        run_and_exit(lambda: _keep(settings, place, guard_pid))
+    _start_beside(lambda: _keep(settings, place, guard_pid))
 
 
 def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
@@ -190,13 +191,18 @@ def _start_faults(settings: Settings, place: RankPlace) -> None:
     kills = [kill for kill in settings.fault.kills(launch.world_size) if kill.rank in here]
     if launch.local_rank != 0 or not kills:
         return
+    _start_beside(lambda: _inflict(kills, place))
+
+
+def _start_beside(main: Callable[[], int]) -> None:
+    """Start a process that lives as long as this guard, at most."""
     guard_pid = os.getpid()
     if os.fork() == 0:
-        run_and_exit(lambda: _inflict(kills, place, guard_pid))
+        die_with_parent(signal.SIGKILL, parent=guard_pid)
+        run_and_exit(main)
 
 
-def _inflict(kills: Sequence[Kill], place: RankPlace, guard_pid: int) -> int:
-    die_with_parent(signal.SIGKILL, parent=guard_pid)
+def _inflict(kills: Sequence[Kill], place: RankPlace) -> int:
     run = wait_for_run_folder()
     done = carry_out(kills, run, ranks_per_node=place.ranks_per_node, say=lambda text: print(text, file=sys.stderr))
     return 0 if done else 1

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from moe_ckpt.errors import ConfigError
 
+_HOSTED = "MOE_CKPT_HOSTED_STORE"
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -43,12 +47,35 @@ def read_launch() -> Launch:
     )
 
 
+def has_agent_store() -> bool:
+    """Return whether torchrun keeps a store for its workers."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], None]) -> None:
+    """Use a store of this job's own, at the address that torchrun has chosen for one.
+
+    On global rank 0, `host` is to start a process that ends with this one and does nothing but keep the store.
+    """
+    os.environ[_HOSTED] = "True"
+    if launch.global_rank == 0:
+        host(_keep_store)
+
+
+def _keep_store() -> NoReturn:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+    while store:
+        signal.pause()
+    raise AssertionError("a store that is not there")
+
+
 def agent_store(part: str, *, own_connection: bool = False) -> dist.Store | None:
     """Return a part of the store that torchrun keeps over restarts of its workers, or None where it keeps none.
 
     All parts share one connection, which serves one thread at a time, unless an own one is asked for.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not has_agent_store() and _HOSTED not in os.environ:
         return None
     return dist.PrefixStore(f"moe_ckpt/{part}", _connect() if own_connection else _shared_client(os.getpid()))
 
@@ -74,10 +101,7 @@ def open_store(launch: Launch, part: str, *, own_connection: bool = False) -> di
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(f"torchrun's store at {where}: got no answer ({error}), wanted one") from error
     if store is None:
-        raise ConfigError(
-            "runtime.guard: got a launcher without a store of its own (TORCHELASTIC_USE_AGENT_STORE), wanted torchrun, "
-            "or runtime.guard=false"
-        )
+        raise ConfigError("runtime.guard: got a launcher that keeps no store for its workers, wanted torchrun")
     return store
 
 

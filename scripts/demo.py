@@ -1,32 +1,30 @@
-"""What `make demo` shows: a job on 4 local ranks that is killed in the middle and ends as if nothing had happened.
+"""What `make demo` shows: a job on 4 local ranks that loses two processes and ends as if nothing had happened.
 
-Twice the same training, `ckpt=dense`: once left alone, once with `kill -9` on a rank. torchrun restarts the workers,
-they resume from the newest checkpoint, and the digest of the whole state says at the end whether anything was lost.
+Twice the same training: once left alone, once with `ckpt=moevement` and `kill -9` on two ranks. The ranks that live
+keep their processes; the stage that lost one runs a few iterations again; the digest of the whole state says at the end
+whether anything was lost.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
 
-from moe_ckpt.events import IterationCommitted, StateResumed, TrainerStarted, read_events
+from moe_ckpt.events import Event, IterationCommitted, Rejoined, TrainerStarted, read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 ITERATIONS = 60
-SAVE_EVERY = 20
-KILL_AFTER = 33
-SHOWN_LINES = ("iteration", "resumed", "done:", "error:")
+KILL_AFTER = (20, 40)
+SHOWN_LINES = ("iteration", "rank", "done:", "error:", "killed")
 
 console = Console(highlight=False)
 
@@ -35,27 +33,26 @@ def main() -> int:
     base = ROOT / "outputs" / f"demo-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     base.mkdir(parents=True)
     console.rule("1. Left alone")
-    _run(base / "left-alone", kill=False)
-    console.rule(f"2. The same, and a rank is killed after iteration {KILL_AFTER}")
-    _run(base / "killed", kill=True)
+    _run(base / "left-alone", "ckpt=none", kill_after=())
+    console.rule("2. The same, and twice a rank is killed")
+    _run(base / "killed", "+ckpt=moevement", kill_after=KILL_AFTER)
     console.rule("What happened")
     return _compare(base / "left-alone", base / "killed")
 
 
-def _run(folder: Path, *, kill: bool) -> None:
-    """Run the job, show the lines of its output that matter and, where asked, kill a rank once the iteration came."""
-    command = ["torchrun", f"--nproc-per-node={RANKS}", "--max-restarts=1", "launcher/train.py", "+ckpt=dense"]
-    command += [f"ckpt.every_iters={SAVE_EVERY}", f"train.iterations={ITERATIONS}", "train.eval_every_iters=0"]
-    command += [f"run.dir={folder.relative_to(ROOT)}", "run.progress=lines"]
+def _run(folder: Path, ckpt: str, *, kill_after: tuple[int, ...]) -> None:
+    """Run the job, show the lines of its output that matter, and kill a rank after each of these iterations."""
+    command = ["torchrun", f"--nproc-per-node={RANKS}", "launcher/train.py", ckpt, f"train.iterations={ITERATIONS}"]
+    command += ["train.eval_every_iters=0", f"run.dir={folder.relative_to(ROOT)}", "run.progress=lines"]
     console.print("$ " + " ".join(command), style="bold", soft_wrap=True)
-    log = folder.with_suffix(".log")
+    log, waiting = folder.with_suffix(".log"), list(kill_after)
     with log.open("w") as sink, log.open() as source:
         torchrun = Path(sys.executable).with_name("torchrun")
         process = subprocess.Popen([str(torchrun), *command[1:]], cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
         while process.poll() is None:
-            if kill and _last_iteration(folder) >= KILL_AFTER:
-                _kill_a_rank(folder)
-                kill = False
+            if waiting and _last_iteration(folder) >= waiting[0]:
+                _inject_fault(folder)
+                del waiting[0]
             _show(source)
             time.sleep(0.05)
         _show(source)
@@ -69,30 +66,27 @@ def _show(source: TextIO) -> None:
             console.print("  " + line.rstrip(), soft_wrap=True)
 
 
+def _events(folder: Path, rank: int) -> Iterator[Event]:
+    path = folder / "events" / f"rank{rank:04d}.jsonl"
+    return (logged.event for logged in read_events(path)) if path.exists() else iter(())
+
+
 def _last_iteration(folder: Path) -> int:
-    path = folder / "events" / "rank0000.jsonl"
-    if not path.exists():
-        return 0
-    committed = [entry.event for entry in read_events(path) if isinstance(entry.event, IterationCommitted)]
-    return committed[-1].iteration if committed else 0
+    return max((event.iteration for event in _events(folder, 0) if isinstance(event, IterationCommitted)), default=0)
 
 
-def _kill_a_rank(folder: Path) -> None:
-    rank = random.randrange(RANKS)
-    started = [entry.event for entry in read_events(folder / "events" / f"rank{rank:04d}.jsonl")]
-    pid = next(event.pid for event in reversed(started) if isinstance(event, TrainerStarted))
-    console.print(f"  kill -9 {pid}   (rank {rank})", style="bold red")
-    os.kill(pid, signal.SIGKILL)
+def _inject_fault(folder: Path) -> None:
+    console.print("$ scripts/inject_fault.sh", style="bold red")
+    command = [str(ROOT / "scripts" / "inject_fault.sh"), "--run", str(folder)]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    console.print("  " + said.strip(), style="red", soft_wrap=True)
 
 
 def _compare(alone: Path, killed: Path) -> int:
     results = [json.loads((folder / "result.json").read_text()) for folder in (alone, killed)]
-    entries = list(read_events(killed / "events" / "rank0000.jsonl"))
-    resumed = next(entry.event.iteration for entry in entries if isinstance(entry.event, StateResumed))
-    ran = [entry.event.iteration for entry in entries if isinstance(entry.event, IterationCommitted)]
-    table = Table("", "left alone", "killed")
-    table.add_row("iterations run", str(ITERATIONS), f"{len(ran)} ({len(ran) - len(set(ran))} of them again)")
-    table.add_row("resumed after iteration", "-", str(resumed))
+    console.print(_costs(killed))
+    table = Table("", "left alone", "killed twice")
+    table.add_row("processes started", str(RANKS), str(sum(len(_lives(killed, rank)) for rank in range(RANKS))))
     table.add_row("wall time, seconds", *(f"{result['wall_s']:.0f}" for result in results))
     table.add_row("evaluation loss", *(f"{result['eval_loss']:.10f}" for result in results))
     table.add_row("digest of the whole state", *(result["digest"][:16] for result in results))
@@ -101,6 +95,35 @@ def _compare(alone: Path, killed: Path) -> int:
     verdict = "The same, bit for bit, on every rank." if same else "DIFFERENT: something was lost."
     console.print(verdict, style="bold green" if same else "bold red")
     return 0 if same else 1
+
+
+def _costs(killed: Path) -> Table:
+    """Return a table of what each fault cost, on the rank that it cost most."""
+    table = Table("fault", "died", "detect, s", "rebuild, s", "fetch, s", "replay, s", "run again", "waited only")
+    rejoined = [[e for e in _events(killed, rank) if isinstance(e, Rejoined)] for rank in range(RANKS)]
+    generations = sorted({event.generation for events in rejoined for event in events})
+    for number, generation in enumerate(generations, start=1):
+        events = [event for of_rank in rejoined for event in of_rank if event.generation == generation]
+        waited = [
+            str(rank)
+            for rank, of_rank in enumerate(rejoined)
+            if any(e.generation == generation and e.executed_iters == 0 for e in of_rank)
+        ]
+        table.add_row(
+            str(number),
+            "; ".join(death.partition(", found")[0] for death in events[0].deaths),
+            *(
+                f"{max(getattr(e, part) for e in events):.2f}"
+                for part in ("detect_s", "rebuild_s", "fetch_s", "replay_s")
+            ),
+            f"{max(event.executed_iters for event in events)} iterations",
+            f"ranks {', '.join(waited)}" if waited else "nobody",
+        )
+    return table
+
+
+def _lives(folder: Path, rank: int) -> list[TrainerStarted]:
+    return [event for event in _events(folder, rank) if isinstance(event, TrainerStarted)]
 
 
 if __name__ == "__main__":

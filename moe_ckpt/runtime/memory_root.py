@@ -39,20 +39,29 @@ def rank_memory(root: Path, global_rank: int) -> Path:
     return folder
 
 
-def hold_for_others(root: Path, ranks: range) -> None:
-    """Make what ranks of an earlier attempt left here, which are on other nodes now, copies held for them.
+def take_over(root: Path, ranks: range) -> None:
+    """Keep what ranks of an earlier attempt left on this node, where torchrun has numbered the nodes anew.
 
-    `ranks` are this node's; its first rank holds what it finds. torchrun may number nodes anew when it restarts a job.
+    `ranks` are this node's now. What is theirs, in whoever's memory, becomes their own; their first rank
+    holds the rest.
     """
     for folder in sorted(root.glob("rank*")):
-        owner = int(folder.name.removeprefix("rank"))
-        left = own_path(folder)
-        if owner in ranks or not left.exists():
-            continue
-        held = held_path(rank_memory(root, ranks[0]), owner)
-        shutil.rmtree(held, ignore_errors=True)  # older than what the owner itself had
-        held.parent.mkdir(parents=True, exist_ok=True)
-        left.rename(held)
+        if _number(folder) not in ranks:
+            _keep(own_path(folder), _number(folder), root, ranks)
+            for held in sorted((folder / "held").glob("rank*")):
+                _keep(held, _number(held), root, ranks)
+
+
+def _keep(blobs: Path, owner: int, root: Path, ranks: range) -> None:
+    own = own_path(rank_memory(root, owner)) if owner in ranks else None
+    place = own or held_path(rank_memory(root, ranks[0]), owner)
+    if blobs.exists() and not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        blobs.rename(place)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("rank"))
 
 
 def _start_ticks(pid: int) -> int:

@@ -31,6 +31,14 @@ from tests.jobs import RECOVERS_AT, ROOT, Job, make_run, running_job
 PARKED = "generation 1, iteration 3, backward"
 
 
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job for tests that leave it as it is: two ranks on two nodes, parked."""
+    with running_job(tmp_path_factory.mktemp("untouched"), 2) as job:
+        job.parked_pids()
+        yield job
+
+
 def inject(job: Job, *arguments: str) -> int:
     return main(["--run", str(job.run), *arguments])
 
@@ -444,37 +452,34 @@ def contents(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_a_dry_run_prints_the_plan_and_touches_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], plan: str
+    tmp_path: Path, untouched: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], plan: str
 ) -> None:
     (tmp_path / "trace.csv").write_text("1000,add,a\n10000,remove,a")
     arguments = [argument.replace("TRACE", str(tmp_path / "trace.csv")) for argument in arguments]
-    with running_job(tmp_path, 2) as job:
-        pids = job.parked_pids()
-        before = contents(job.run)
-        assert inject(job, "--seed", "7", "--dry-run", *arguments) == 0
-        first, _, rest = capsys.readouterr().out.partition("\n")
-        assert first == f"plan for {job.run}, seed 7:"
-        assert re.fullmatch(plan, rest.strip())
-        assert contents(job.run) == before
-        assert [trainer.pid for trainer in read_live(job.run)] == pids
-        assert not any(job.page(rank).has_order for rank in (0, 1))
+    before, alive = contents(untouched.run), read_live(untouched.run)
+    assert inject(untouched, "--seed", "7", "--dry-run", *arguments) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert first == f"plan for {untouched.run}, seed 7:"
+    assert re.fullmatch(plan, rest.strip())
+    assert contents(untouched.run) == before
+    assert read_live(untouched.run) == alive
+    assert len(alive) == 2
+    assert not any(untouched.page(rank).has_order for rank in (0, 1))
 
 
 @pytest.mark.parametrize("arguments", [["--mtbf", "1h", "--count", "9"], ["--trace", "TRACE"], []])
 def test_the_same_seed_is_the_same_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    tmp_path: Path, untouched: Job, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     (tmp_path / "trace.csv").write_text("0,add,a\n" + "".join(f"{at},remove,n{at}\n" for at in range(9)))
     arguments = [argument.replace("TRACE", str(tmp_path / "trace.csv")) for argument in arguments]
-    with running_job(tmp_path, 4) as job:
-        job.parked_pids()
 
-        def plan_of(seed: str) -> str:
-            assert inject(job, *arguments, "--dry-run", "--seed", seed) == 0
-            return capsys.readouterr().out.partition("\n")[2]
+    def plan_of(seed: str) -> str:
+        assert inject(untouched, *arguments, "--dry-run", "--seed", seed) == 0
+        return capsys.readouterr().out.partition("\n")[2]
 
-        assert plan_of("3") == plan_of("3")
-        assert len({plan_of(str(seed)) for seed in range(10)}) > 1
+    assert plan_of("3") == plan_of("3")
+    assert len({plan_of(str(seed)) for seed in range(10)}) > 1
 
 
 @pytest.mark.parametrize("change", [{}, {"host": "far-away"}])
@@ -532,17 +537,15 @@ def test_no_run_is_an_error(
     ],
 )
 def test_wrong_use_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+    untouched: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    with running_job(tmp_path, 2) as job:
-        job.parked_pids()
-        assert status_of(job, arguments) == 2
-        said = capsys.readouterr()
-        assert said.err.startswith(f"error: {says}")
-        assert said.err.count("\n") == 1
-        assert said.out == ""
-        assert read_faults(job.run) == []
-        assert len(read_live(job.run)) == 2
+    assert status_of(untouched, arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {says}")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert read_faults(untouched.run) == []
+    assert len(read_live(untouched.run)) == 2
 
 
 def status_of(job: Job, arguments: list[str]) -> object:

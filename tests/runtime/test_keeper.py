@@ -29,6 +29,7 @@ from tests.store.test_blobs import buffers_of, content_of, publish
 
 TICKET = Ticket(run_id="run-1", token="secret")
 WAIT_S = 30.0
+START_S = 90.0  # the first process of a test run imports torch and Megatron
 MIB = 1 << 20
 LARGE = bytes(range(250)) * (5 * MIB // 250)
 
@@ -92,7 +93,7 @@ class Rank:
 
     def start_keeper(self) -> None:
         self._orders.send("start a keeper")
-        assert self._orders.poll(WAIT_S)
+        assert self._orders.poll(START_S)
         self.keeper_pid, address = self._orders.recv()
         self.address = parse_address(address)
 
