@@ -14,7 +14,7 @@ from launcher.data import Batches, open_source
 from launcher.launch import read_launch
 from launcher.loop import StageRunner, Trainer
 from launcher.model import build_training, padded_vocab_size
-from launcher.parallel import fit_layout, form_groups, join_job
+from launcher.parallel import choose_device, fit_layout, form_groups, join_job
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
 from moe_ckpt.types import ReadyGradients
 from tests.ranks import rank_store
@@ -30,6 +30,9 @@ class NoHooks:
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         return True
 
+    def update_applied(self, iteration: int) -> None:
+        pass
+
     def step_committed(self, iteration: int) -> None:
         pass
 
@@ -39,7 +42,7 @@ def build_stage(*overrides: str) -> tuple[TrainingState, Trainer]:
     settings = compose_settings(fast(*overrides))
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
-    join_job(launch, deterministic=True, store=rank_store())
+    join_job(launch, on_gpu=choose_device(launch, deterministic=True), store=rank_store())
     form_groups(layout, settings.train.seed)
     source = open_source(settings.data, settings.train, None, Path("unused"))
     state = build_training(settings, layout, padded_vocab_size(source.vocab_size, layout))

@@ -16,7 +16,7 @@ from launcher.config import compose_settings
 from launcher.launch import read_launch
 from launcher.loop import Trainer
 from launcher.model import transformer_config
-from launcher.parallel import fit_layout, form_groups, join_job
+from launcher.parallel import choose_device, fit_layout, form_groups, join_job
 from moe_ckpt.adapters.megatron_operators import (
     RankOperators,
     bare_model,
@@ -556,7 +556,7 @@ def _mtp_operators() -> tuple[set[str], set[str]]:
     settings = compose_settings(fast("model.num_layers=1"))
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
-    join_job(launch, deterministic=True, store=rank_store())
+    join_job(launch, on_gpu=choose_device(launch, deterministic=True), store=rank_store())
     form_groups(layout, settings.train.seed)
     config = transformer_config(settings, layout)
     config.mtp_num_layers = 1

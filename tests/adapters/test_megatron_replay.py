@@ -72,6 +72,9 @@ class _Job:
         self.records[iteration] = self.replay.record(iteration, gradients)
         return True
 
+    def update_applied(self, iteration: int) -> None:
+        pass
+
     def step_committed(self, iteration: int) -> None:
         self.starts[iteration + 1] = self.replay.begin()
 
@@ -79,13 +82,13 @@ class _Job:
         """Run all iterations; return the digest of what they lead to."""
         for iteration in range(1, LAST + 1):
             self.trainer.run_iteration(iteration)
-        return self.replay.digest()
+        return digest_of(self.state)
 
     def go_back(self) -> None:
         """Lose the state, and put that before the last iteration in its place. Collective in the stage group."""
-        live = self.replay.digest()
+        live = digest_of(self.state)
         StateWiper(self.state).wipe()
-        assert self.replay.digest() != live
+        assert digest_of(self.state) != live
         names = [str(operator) for operator in self.operators.table.operators]
         self.operators.load(self._before, names, (), self._adam_steps)
 
@@ -99,7 +102,7 @@ class _Job:
         self.replay.replay(self.records[LAST], self.starts[LAST], ends, whole_model=whole_model)
         self.boundary.end()
         self.replay.restore_start(self.starts[LAST + 1], with_buffers=False)
-        return self.replay.digest()
+        return digest_of(self.state)
 
 
 def _ends(job: _Job, sent_by_rank: list[Sent], first: int, last: int) -> LoggedEnds:
@@ -286,7 +289,7 @@ def _train_after_a_failed_replay() -> tuple[str, str, set[str]]:
     job.go_back()
     job.replay.restore_start(job.starts[LAST], with_buffers=False)
     job.trainer.run_iteration(LAST)
-    return live, job.replay.digest(), transfers
+    return live, digest_of(job.state), transfers
 
 
 def test_a_failed_replay_leaves_a_live_communicator() -> None:
@@ -314,7 +317,7 @@ def _named(state: TrainingState) -> dict[str, torch.Tensor]:
 def _undo(overrides: tuple[str, ...]) -> Undone:
     job = _Job(overrides)
     job.train()
-    before, named, small = job.replay.digest(), _named(job.state), small_state(job.state)
+    before, named, small = digest_of(job.state), _named(job.state), small_state(job.state)
     start = job.replay.begin()
     clear_gradients(job.state)
     job.runner.train_on(LAST + 1)
@@ -322,16 +325,16 @@ def _undo(overrides: tuple[str, ...]) -> Undone:
     random.gauss(0, 1)
     np.random.standard_normal()
     after = _named(job.state)
-    aborted = job.replay.digest()
+    aborted = digest_of(job.state)
     job.replay.restore_start(start, with_buffers=False)
-    without_buffers = job.replay.digest()
+    without_buffers = digest_of(job.state)
     job.replay.restore_start(start, with_buffers=True)
     again = small_state(job.state)
     return Undone(
         before=before,
         aborted=aborted,
         without_buffers=without_buffers,
-        restored=job.replay.digest(),
+        restored=digest_of(job.state),
         changed={name.rpartition(".")[2] for name in named if not torch.equal(named[name], after[name])},
         small_state_restored=small.keys() == again.keys()
         and all(torch.equal(small[name], again[name]) for name in small),

@@ -25,7 +25,7 @@ from launcher.config import (
     group_choice_without_plus,
 )
 from launcher.faults.config import FAULT_CONFIGS
-from moe_ckpt.config import CKPT_CONFIGS
+from moe_ckpt.config import CKPT_CONFIGS, RuntimeConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults import Kill, StateLoss, poisson_kills, trace_kills
 
@@ -38,6 +38,7 @@ KINDS: dict[str, type[Any]] = {
     "data": DataConfig,
     "train": TrainConfig,
     "run": RunConfig,
+    "runtime": RuntimeConfig,
 }
 TRAIN_KEYS = sorted(field.name for field in fields(TrainConfig))
 

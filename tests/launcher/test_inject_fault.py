@@ -26,6 +26,7 @@ from launcher.inject_fault import main
 from launcher.live import LiveTrainer, read_live, read_written
 from launcher.proc import stands_still
 from moe_ckpt.faults import Kill, has_come, poisson_kills
+from moe_ckpt.runtime.page import Phase
 from tests.jobs import RECOVERS_AT, ROOT, Job, make_run, running_job
 
 PARKED = "generation 1, iteration 3, backward"
@@ -236,6 +237,15 @@ def test_orders_to_one_rank_are_for_one_life_after_the_other(tmp_path: Path) -> 
         assert [(death.iteration, death.phase) for death in job.deaths(1)] == [(5, "forward")]
 
 
+def test_an_order_waits_for_one_that_stands_already(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1) as job:
+        job.parked_pids()
+        job.page(0).order(signal.SIGTERM, Phase.STEP, iteration=60)
+        assert carry_out([Kill(rank=0, iteration=9)], job.run, ranks_per_node=1)
+        wait_for_deaths(job, 0, 2)
+        assert [(death.signal, death.iteration) for death in job.deaths(0)] == [("SIGTERM", 60), ("SIGKILL", 9)]
+
+
 @pytest.mark.parametrize("kill", [Kill(rank=1, iteration=20, phase="step", scope="node"), Kill(rank=0, iteration=9)])
 def test_a_node_at_a_point_is_lost_as_soon_as_the_point_has_come(tmp_path: Path, kill: Kill) -> None:
     kill = Kill(rank=kill.rank, iteration=kill.iteration, phase=kill.phase, scope="node")
@@ -367,6 +377,31 @@ def test_time_runs_by_the_clock_given(tmp_path: Path) -> None:
             clock=lambda: float(next(seconds)),
         )
         wait_for_death(job, 0)
+
+
+def test_time_counts_from_when_the_run_begins(tmp_path: Path) -> None:
+    now_s, asked = [0.0], threading.Event()
+
+    def clock() -> float:
+        asked.set()
+        return now_s[0]
+
+    def inject_beside() -> None:
+        kills = [Kill(rank=0, after_s=500.0), Kill(rank=1, after_s=0.0)]
+        carry_out(kills, tmp_path / "run", ranks_per_node=1, patience_s=1e9, clock=clock)
+
+    thread = threading.Thread(target=inject_beside)
+    thread.start()
+    assert asked.wait(30)
+    now_s[0] = 1000.0
+    with running_job(tmp_path, 2) as job:
+        wait_for_deaths(job, 1, 1)
+        assert job.next_word(1).startswith("parked")
+        assert job.deaths(0) == []
+        now_s[0] = 1500.0
+        wait_for_deaths(job, 0, 1)
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_it_waits_for_the_run_to_begin_and_ends_with_it(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from launcher.parallel import check_fit, fit_layout
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 
-AUTO_ALL = ParallelConfig(pp=AUTO, dp=AUTO, ep=AUTO, tp=AUTO)
+AUTO_ALL = ParallelConfig(pp=AUTO, dp=AUTO, ep=AUTO, tp=AUTO, ranks_per_node=AUTO)
 DEGREES = st.one_of(st.just(AUTO), st.integers(1, 8))
-CONFIGS = st.builds(ParallelConfig, pp=DEGREES, dp=DEGREES, ep=DEGREES, tp=DEGREES)
+CONFIGS = st.builds(ParallelConfig, pp=DEGREES, dp=DEGREES, ep=DEGREES, tp=DEGREES, ranks_per_node=st.just(AUTO))
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 
 
@@ -81,7 +81,7 @@ def test_degrees_that_fit_are_taken_whichever_of_them_are_given(
 ) -> None:
     dp = replicas * ep
     left_out = data.draw(st.sampled_from(["", "pp", "dp"]))
-    degrees: dict[str, int | str] = {"pp": pp, "dp": dp, "ep": ep, "tp": tp}
+    degrees: dict[str, int | str] = {"pp": pp, "dp": dp, "ep": ep, "tp": tp, "ranks_per_node": AUTO}
     parallel = ParallelConfig(**{name: AUTO if name == left_out else degree for name, degree in degrees.items()})
     assert fit_layout(parallel, pp * dp * tp, num_experts=8) == layout(pp=pp, dp=dp, ep=ep, tp=tp)
 
@@ -165,9 +165,10 @@ def test_a_process_learns_its_place_from_torchrun(monkeypatch: pytest.MonkeyPatc
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert read_launch() == Launch(global_rank=5, local_rank=1, world_size=8, attempt=0)
+    assert read_launch() == Launch(global_rank=5, local_rank=1, world_size=8, local_world_size=8, attempt=0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert read_launch() == Launch(global_rank=5, local_rank=1, world_size=8, attempt=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert read_launch() == Launch(global_rank=5, local_rank=1, world_size=8, local_world_size=4, attempt=2)
 
 
 @pytest.mark.parametrize("absent", [*TORCHRUN, "all"])

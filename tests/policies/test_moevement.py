@@ -38,6 +38,8 @@ def config(**changes: Any) -> MoevementConfig:
         "boundary_log": True,
         "keep_windows": 1,
         "memory_budget_bytes": None,
+        "replicas": "auto",
+        "durable_every_iters": 0,
         "strict": False,
     }
     return MoevementConfig(**(defaults | changes))
@@ -439,7 +441,8 @@ def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
         SparseWindows(config(memory_budget_bytes=fits - 1), [stage, equal(3)], 1)
     first, *lines = str(caught.value).splitlines()
     assert first == f"ckpt.memory_budget_bytes: got {fits - 1}, wanted with a window of 1 at least {fits}:"
-    assert [line.split()[-2:] for line in lines] == [[n, "MiB"] for n in ("144.0", "6.0", "1.5", "151.5", "144.0")]
+    sizes = ("144.0", "6.0", "1.5", "0.0", "151.5", "144.0")  # windows, two logs, copies; total, smallest
+    assert [line.split()[-2:] for line in lines] == [[size, "MiB"] for size in sizes]
 
 
 def test_a_fixed_window_that_does_not_fit_is_refused_even_if_a_shorter_one_would() -> None:
