@@ -153,10 +153,12 @@ class Trainer:
         losses: list[torch.Tensor] = []
         for chunk in self._state.model:
             chunk.eval()
-        for batch in range(num_batches):
-            losses += self._runner.evaluate_on(batch)
-        for chunk in self._state.model:
-            chunk.train()
+        try:
+            for batch in range(num_batches):
+                losses += self._runner.evaluate_on(batch)
+        finally:
+            for chunk in self._state.model:
+                chunk.train()
         return self._mean_over_job(losses)
 
     def _timed(self, hook: Callable[[], T]) -> T:

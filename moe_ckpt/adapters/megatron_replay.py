@@ -61,6 +61,7 @@ class StageReplay:
         self._forward_backward = forward_backward
         self._tied = _TiedEmbedding(state, operators)
         self._buffers: Mapping[str, torch.Tensor] = {}
+        self._modes: Mapping[torch.nn.Module, bool] = {}
 
     @property
     def tied_gradient_bytes(self) -> int:
@@ -70,6 +71,7 @@ class StageReplay:
     def begin(self) -> Mapping[str, torch.Tensor]:
         """Return what the next iteration starts from beside parameters and moments; buffers are remembered here."""
         self._buffers = buffers(self._state)
+        self._modes = {module: module.training for chunk in self._state.model for module in chunk.modules()}
         return small_state(self._state)
 
     def restore_start(self, start: Mapping[str, torch.Tensor], *, with_buffers: bool) -> None:
@@ -105,7 +107,9 @@ class StageReplay:
         advance_scalers(self._state, record.gradients)
 
     def abandon_pass(self) -> None:
-        """Forget what a pass that was cut off has left in Megatron's own globals."""
+        """Forget what a pass that was cut off has left: in Megatron's globals, and modules that were to evaluate."""
+        for module, training in self._modes.items():
+            module.training = training
         tensor_parallel.random._unset_checkpointing()  # it sets and unsets a flag around what it recomputes later
 
     def update(self, gradients: ReadyGradients) -> None:

@@ -1,0 +1,134 @@
+"""Many faults in one run: nothing wears off. Every recovery succeeds, and the run ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
+
+import pytest
+
+from moe_ckpt.events import HostMemoryUsed, TrainerStarted
+from moe_ckpt.types import Phase
+from tests.elastic import ElasticJob, outcome_of, uninterrupted
+from tests.training import events_of
+
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """What a process has of what could run out."""
+
+    files: int
+    threads: int
+    private_bytes: int
+
+    @classmethod
+    def by(cls, pid: int) -> Used:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return cls(
+            files=len(os.listdir(f"/proc/{pid}/fd")),
+            threads=int(status["Threads"]),
+            private_bytes=1024 * int(status["RssAnon"].split()[0]),
+        )
+
+
+def test_fifty_deaths_in_one_run_cost_the_others_nothing_that_stays(tmp_path: Path) -> None:
+    """Rank 3 lives through all of them: what it uses is measured, and that of the guards, who fork."""
+    chosen, deaths, first, every = random.Random(4), 50, 4, 2
+    training = (f"train.iterations={first + every * deaths + 4}",)
+    lives = [0, 0, 0]
+    used: list[dict[int, Used]] = []
+    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", timeout_s=150) as job:
+        watched = [job.trainer(3).pid, *(job.trainer(rank).guard_pid for rank in range(4))]
+        for death in range(deaths):
+            rank, iteration = chosen.randrange(3), first + every * death
+            job.order(rank, chosen.choice(PHASES), iteration=iteration, life=lives[rank])
+            lives[rank] += 1
+            job.wait_until(3, iteration + 1, Phase.FORWARD)
+            used.append({pid: Used.by(pid) for pid in watched})
+        result = job.wait()
+
+    assert min(lives) > 0
+    assert job.orders_obeyed == result["faults_survived"] == deaths
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(4)] == [*(n + 1 for n in lives), 1]
+    for pid in watched:
+        early, late = ([use[pid] for use in part] for part in (used[5:20], used[-15:]))
+        assert max(use.files for use in late) <= max(use.files for use in early)
+        assert max(use.threads for use in late) <= max(use.threads for use in early)
+        grown = min(use.private_bytes for use in late) - min(use.private_bytes for use in early)
+        assert grown < 4 * MIB, f"{grown / MIB:.1f} MiB in {deaths} deaths, process {pid} of {watched}"
+
+
+class Chaos:
+    """Random faults to random ranks, at random points or times, of which some come while an earlier one is repaired."""
+
+    def __init__(self, job: ElasticJob, seed: int) -> None:
+        self._job = job
+        self._chosen = random.Random(seed)
+
+    def strike(self) -> None:
+        self._chosen.choices(
+            [self._order, self._kill_now, self._kill_several, self._lose_a_node, self._stop],
+            [10, 10, 3, 1, 1],
+        )[0]()
+        if self._chosen.random() < 0.5:
+            self._let_it_go_on(self._chosen.randrange(1, 4))
+        else:
+            time.sleep(self._chosen.uniform(0, 0.4))  # a moment that nothing marks
+
+    def _order(self) -> None:
+        rank, phase = self._any_rank(), self._chosen.choice((*PHASES, Phase.RECOVERY, Phase.JOIN))
+        self._job.order(rank, phase, skip=self._chosen.randrange(3))
+        if phase in (Phase.RECOVERY, Phase.JOIN):
+            self._kill_now()
+
+    def _kill_now(self) -> None:
+        number = self._chosen.choices([SIGKILL, SIGSEGV, SIGTERM], [8, 1, 1])[0]
+        self._job.kill(self._any_rank(), number=number)
+
+    def _kill_several(self) -> None:
+        self._job.kill(*self._chosen.sample(range(self._job.world_size), self._chosen.randrange(2, 5)))
+
+    def _stop(self) -> None:
+        self._job.kill(self._any_rank(), number=SIGSTOP)
+
+    def _lose_a_node(self) -> None:
+        """One at a time: a copy in one other node's memory survives that, and needs a window to be made again."""
+        self._await_copies()
+        self._job.lose_nodes(self._any_rank())
+        self._await_copies()
+
+    def _await_copies(self) -> None:
+        """Wait until the next window is complete, which it is with its copies."""
+        before = self._windows()
+        self._job.wait_for(lambda: self._windows() > before or None, "another window")
+
+    def _windows(self) -> int:
+        return len(events_of(self._job.run, HostMemoryUsed, 0))
+
+    def _let_it_go_on(self, iterations: int) -> None:
+        rank = self._any_rank()
+        self._job.wait_until(rank, self._job.page(rank).iteration + iterations)
+
+    def _any_rank(self) -> int:
+        return self._chosen.randrange(self._job.world_size)
+
+
+def _survives_chaos(folder: Path, seed: int, *, iterations: int, timeout_s: float) -> None:
+    training = (f"train.iterations={iterations}",)
+    until = iterations - 10
+    with ElasticJob(4, folder, *training, "ckpt.window=2", "runtime.max_deaths=100", timeout_s=timeout_s) as job:
+        chaos = Chaos(job, seed)
+        job.wait_until(0, 3)
+        while job.page(0).iteration < until:
+            chaos.strike()
+        result = job.wait()
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+    return sum(len(events_of(job.run, TrainerStarted, rank)) - 1 for rank in range(4))

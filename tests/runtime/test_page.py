@@ -1,0 +1,196 @@
+"""The page: what one process writes another reads, also after its death, and orders strike where they were told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.runtime.page import ANY_ITERATION, Page
+from moe_ckpt.types import Phase
+from tests.ranks import RankFailedError, run_ranks
+
+Step = tuple[Phase, int]
+STEP_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP)
+TWO_MICRO_BATCHES = [
+    (phase, iteration)
+    for iteration in (1, 2, 3)
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP)
+]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    page = Page(tmp_path / "page")
+    page.reset()
+    return page
+
+
+@pytest.fixture(scope="module")
+def caught() -> Iterator[list[int]]:
+    """Return the list to which this process's SIGUSR1 and SIGUSR2 are added, instead of killing it."""
+    numbers: list[int] = []
+    usual = {
+        number: signal.signal(number, lambda number, _: numbers.append(number))
+        for number in (signal.SIGUSR1, signal.SIGUSR2)
+    }
+    yield numbers
+    for number, handler in usual.items():
+        signal.signal(number, handler)
+
+
+def strikes(page: Page, caught: list[int], steps: list[Step]) -> list[int]:
+    """Go through these steps; return those, by position, at which a signal came."""
+    found: list[int] = []
+    for position, (phase, iteration) in enumerate(steps):
+        caught.clear()
+        page.enter(phase, iteration)
+        found += [position] * len(caught)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("phase", "iteration", "skip", "wanted"),
+    [
+        (Phase.FORWARD, 1, 0, [0]),
+        (Phase.FORWARD, 1, 1, [2]),
+        (Phase.FORWARD, 1, 2, []),  # there are but two: nothing strikes in the next iteration
+        (Phase.BACKWARD, 2, 1, [9]),
+        (Phase.STEP, 3, 0, [17]),
+        (Phase.STEP, 4, 0, []),
+        (Phase.SNAPSHOT, ANY_ITERATION, 0, []),
+        (Phase.REDUCE, ANY_ITERATION, 0, [4]),
+        (Phase.REDUCE, ANY_ITERATION, 2, [16]),
+    ],
+)
+def test_an_order_strikes_once_and_where_it_was_told_to(
+    page: Page, caught: list[int], phase: Phase, iteration: int, skip: int, wanted: list[int]
+) -> None:
+    page.order(signal.SIGUSR1, phase, iteration=iteration, skip=skip)
+    assert strikes(page, caught, TWO_MICRO_BATCHES) == wanted
+    assert page.orders_obeyed == len(wanted)
+    assert page.has_order == (not wanted)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(STEP_PHASES), st.integers(0, 3)), max_size=30),
+    st.sampled_from(STEP_PHASES),
+    st.integers(ANY_ITERATION, 3),
+    st.integers(0, 3),
+)
+@settings(deadline=None)
+def test_any_order_strikes_where_counting_says(
+    tmp_path_factory: pytest.TempPathFactory,
+    caught: list[int],
+    steps: list[Step],
+    phase: Phase,
+    iteration: int,
+    skip: int,
+) -> None:
+    page = Page(tmp_path_factory.getbasetemp() / "page")
+    page.reset()
+    page.order(signal.SIGUSR1, phase, iteration=iteration, skip=skip)
+    meant = [i for i, (at, of) in enumerate(steps) if at == phase and iteration in (ANY_ITERATION, of)]
+    assert strikes(page, caught, steps) == meant[skip : skip + 1]
+
+
+def test_an_order_may_follow_another(page: Page, caught: list[int]) -> None:
+    page.order(signal.SIGUSR1, Phase.FORWARD)
+    page.enter(Phase.FORWARD)
+    page.order(signal.SIGUSR2, Phase.BACKWARD)
+    page.enter(Phase.BACKWARD)
+    assert caught[-2:] == [signal.SIGUSR1, signal.SIGUSR2]
+    assert page.orders_obeyed == 2
+
+
+def test_an_order_that_replaces_another_counts_alone(page: Page, caught: list[int]) -> None:
+    page.order(signal.SIGUSR1, Phase.FORWARD, iteration=1, skip=1)
+    page.order(signal.SIGUSR2, Phase.STEP)
+    assert strikes(page, caught, TWO_MICRO_BATCHES) == [5]
+    assert caught == []
+    assert page.orders_obeyed == 1
+
+
+def test_joining_and_recovering_are_phases_that_can_be_struck_too(page: Page, caught: list[int]) -> None:
+    caught.clear()
+    page.order(signal.SIGUSR1, Phase.JOIN)
+    page.join(4)
+    assert (caught, page.generation, page.phase) == ([signal.SIGUSR1], 4, Phase.JOIN)
+
+
+def test_an_order_for_the_dead_is_void_for_the_successor(page: Page, caught: list[int]) -> None:
+    page.order(signal.SIGUSR1, Phase.FORWARD)
+    page.enter(Phase.FORWARD)
+    page.order(signal.SIGUSR1, Phase.FORWARD, skip=3)
+    page.reset()
+    assert not page.has_order
+    assert strikes(page, caught, TWO_MICRO_BATCHES) == []
+    assert page.orders_obeyed == 1, "what was obeyed is counted over all lives"
+
+
+def test_a_page_that_is_reset_is_a_newborns(page: Page) -> None:
+    page.join(3)
+    page.wait(True)
+    page.enter(Phase.STEP, 7)
+    before_s = time.monotonic()
+    page.reset()
+    assert (page.generation, page.iteration, page.phase, page.waiting) == (0, 0, Phase.BUILD, False)
+    assert min(page.heartbeat_s, page.progress_s) >= before_s, "a newborn looked as if it had hung"
+
+
+def test_an_iteration_lasts_until_the_next_is_named(page: Page) -> None:
+    page.enter(Phase.FORWARD, 5)
+    page.enter(Phase.BACKWARD)
+    assert (page.iteration, page.phase) == (5, Phase.BACKWARD)
+
+
+@pytest.mark.parametrize(
+    ("act", "beats", "progresses"),
+    [
+        (Page.beat, True, False),
+        (lambda page: page.wait(True), False, True),
+        (lambda page: page.wait(False), False, True),
+        (lambda page: page.enter(Phase.STEP), False, True),
+        (lambda page: page.join(1), False, True),
+    ],
+    ids=["beat", "wait", "go on", "enter", "join"],
+)
+def test_beating_is_no_progress_and_progress_no_beat(page: Page, act, beats: bool, progresses: bool) -> None:
+    before = (page.heartbeat_s, page.progress_s)
+    act(page)
+    assert (page.heartbeat_s > before[0], page.progress_s > before[1]) == (beats, progresses)
+
+
+def test_all_who_open_a_page_see_the_same(page: Page, tmp_path: Path) -> None:
+    other = Page(tmp_path / "page")
+    page.enter(Phase.STEP, 7)
+    other.wait(True)
+    assert (other.phase, other.iteration) == (Phase.STEP, 7)
+    assert page.waiting, "opening a page changed it"
+
+
+def train_until_killed(path: str) -> None:
+    page = Page(Path(path))
+    page.join(2)
+    for phase, iteration in TWO_MICRO_BATCHES:
+        page.enter(phase, iteration)
+
+
+def test_a_page_tells_where_its_process_died(page: Page, tmp_path: Path) -> None:
+    page.order(signal.SIGKILL, Phase.BACKWARD, iteration=2, skip=1)
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, train_until_killed, str(tmp_path / "page"))
+    for seen in (page, Page(tmp_path / "page")):
+        assert (seen.generation, seen.iteration, seen.phase) == (2, 2, Phase.BACKWARD)
+        assert (seen.has_order, seen.orders_obeyed) == (False, 1)
+
+
+def test_a_page_is_its_owners_alone_and_of_one_size(page: Page, tmp_path: Path) -> None:
+    found = os.stat(tmp_path / "page")
+    assert (found.st_mode & 0o777, found.st_size) == (0o600, 4096)

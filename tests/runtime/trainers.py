@@ -1,0 +1,54 @@
+"""What a trainer opens to live through generations, for tests: elastic groups and a membership, without a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_ckpt.runtime.groups import BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.runtime.membership import Member, Membership
+from moe_ckpt.runtime.page import Page
+from moe_ckpt.runtime.transport import GlooTransport
+
+WAIT_S = 30.0
+GRACE_S = 0.05
+
+
+def own_rank() -> int:
+    """Return the rank that `run_ranks` gave this process."""
+    return int(os.environ["RANK"])
+
+
+def connect(port: int) -> dist.Store:
+    """Return a connection of one's own to the test's store."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+
+
+def open_groups(
+    global_rank: int,
+    world_size: int,
+    *,
+    form_s: float = WAIT_S,
+    operation_s: float = WAIT_S,
+    on_wait: Callable[[bool], None] = lambda waiting: None,
+) -> ElasticGroups:
+    """Make the world a group that outlives generations; nobody else is in it yet."""
+    timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, grace_s=GRACE_S)
+    groups = ElasticGroups(GlooTransport(), timeouts, on_wait)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=global_rank, world_size=world_size)
+    return groups
+
+
+def open_membership(
+    port: int, folder: str, global_rank: int, world_size: int, *, life: int = 0, join_s: float = WAIT_S
+) -> Membership:
+    """Make this process a life of a rank, as its guard has announced it."""
+    page = Page(Path(folder) / f"page{global_rank}")
+    groups = open_groups(global_rank, world_size, on_wait=page.wait)
+    member = Member(global_rank=global_rank, world_size=world_size, life=life)
+    return Membership(member, connect(port), connect(port), groups, page, join_s=join_s, grace_s=GRACE_S)
