@@ -13,6 +13,7 @@ from launcher.training import Training
 from moe_ckpt.events import EventLog, GenerationEnded, Rejoined
 from moe_ckpt.runtime.membership import Membership
 from moe_ckpt.runtime.session import Session
+from moe_ckpt.types import Phase
 
 
 class ElasticJob:
@@ -35,6 +36,7 @@ class ElasticJob:
             try:
                 done, notes = self._enter(generation, joined_unix_s, start)
                 self._training.run(done, notes)
+                self._membership.page.enter(Phase.DONE)
                 result = finish(generation - 1)
                 self._membership.finish()
             except Exception as error:

@@ -146,6 +146,7 @@ class RankOperators:
         for buffer in self.buffers:
             if str(buffer.operator) in {*full, *compute}:
                 key, tensor, _ = buffer.piece()
+                _take_dtype(parts, key, tensor)
                 _copy_part(parts, key, tensor)
         _make_whole(loaded, full)
 
@@ -333,6 +334,13 @@ def _copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torc
         got = "nothing" if part is None else f"{part.numel()} elements of {part.dtype}"
         raise CheckpointLoadError(f"{key}: got {got}, wanted {target.numel()} elements of {target.dtype}")
     target.copy_(part.view(target.shape))
+
+
+def _take_dtype(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
+    """Let a buffer be of the type that was taken: Megatron widens the expert bias of a new model in its first pass."""
+    part = parts.get(key)
+    if part is not None and part.dtype != buffer.dtype:
+        buffer.data = buffer.data.to(part.dtype)
 
 
 def _derive_weights(owned: OwnedParameter, steps: float) -> None:

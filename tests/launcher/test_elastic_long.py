@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
 
-import pytest
-
 from moe_ckpt.events import HostMemoryUsed, TrainerStarted
 from moe_ckpt.types import Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted

@@ -19,7 +19,6 @@ import torch
 from launcher.config import Settings, compose_settings
 from launcher.run import run
 from moe_ckpt.adapters.megatron_operators import RankOperators
-from moe_ckpt.adapters.megatron_replay import StageReplay
 from moe_ckpt.adapters.megatron_wipe import StateWiper
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, ReplayDiffered, StageRecovered
@@ -171,19 +170,17 @@ def test_a_damaged_boundary_log_makes_all_stages_roll_back(
 
 
 def _change_a_weight_of_a_healthy_rank(settings: Settings) -> dict[str, Any]:
-    def tampered(digest: Callable[[StageReplay], str]) -> Callable[[StageReplay], str]:
-        return lambda replay: digest(replay) if torch.distributed.get_rank() != 2 else _tampered_once(replay, digest)
+    """Corrupt a weight of rank 2, as a bit that flips in memory would, before its live state is first hashed."""
+    digests, corrupted = RankOperators.digests, []
 
-    StageReplay.digest = tampered(StageReplay.digest)  # type: ignore[method-assign]
+    def corrupting(operators: RankOperators) -> dict[str, str]:
+        if torch.distributed.get_rank() == 2 and not corrupted:
+            corrupted.append(operators.parameters[0])
+            corrupted[0].weights()[0] += 1.0
+        return digests(operators)
+
+    RankOperators.digests = corrupting  # type: ignore[method-assign]
     return run(settings, store=rank_store())
-
-
-def _tampered_once(replay: StageReplay, digest: Callable[[StageReplay], str]) -> str:
-    """Corrupt a weight, as a bit that flips in memory would, before the rank's live state is first hashed."""
-    if not hasattr(replay, "is_tampered"):
-        replay.is_tampered = True  # type: ignore[attr-defined]
-        next(iter(replay._state.model[0].parameters())).data.view(-1)[0] += 1.0
-    return digest(replay)
 
 
 def test_a_healthy_rank_that_differs_from_its_replay_is_reported(tmp_path: Path) -> None:

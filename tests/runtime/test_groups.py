@@ -39,7 +39,7 @@ def store() -> dist.TCPStore:
 
 def ones(*sizes: int) -> torch.Tensor:
     """Return what no other rank has."""
-    return torch.arange(1.0, 1 + torch.Size(sizes).numel()).reshape(sizes) * 10**own_rank()
+    return torch.arange(1.0, 1 + torch.Size(sizes).numel()).reshape(sizes) * 10 ** own_rank()
 
 
 def parts(size: int) -> list[torch.Tensor]:
@@ -73,18 +73,18 @@ def all_reduce_coalesced(group: Any, ranks: list[int]) -> Any:
 
 
 def broadcast(group: Any, ranks: list[int]) -> Any:
-    dist.broadcast(tensor := ones(3), src=ranks[1], group=group)
+    dist.broadcast(tensor := ones(3), src=ranks[-1], group=group)
     return tensor
 
 
 def broadcast_object(group: Any, ranks: list[int]) -> Any:
-    dist.broadcast_object_list(objects := [f"of rank {own_rank()}"], src=ranks[1], group=group)
+    dist.broadcast_object_list(objects := [f"of rank {own_rank()}"], src=ranks[-1], group=group)
     return objects
 
 
 def reduce(group: Any, ranks: list[int]) -> Any:
-    dist.reduce(total := ones(3), dst=ranks[1], group=group)
-    return total if own_rank() == ranks[1] else None  # of the others gloo makes what it likes
+    dist.reduce(total := ones(3), dst=ranks[-1], group=group)
+    return total if own_rank() == ranks[-1] else None  # of the others gloo makes what it likes
 
 
 def barrier(group: Any, ranks: list[int]) -> Any:
@@ -116,20 +116,20 @@ def all_gather_object(group: Any, ranks: list[int]) -> Any:
 
 
 def gather(group: Any, ranks: list[int]) -> Any:
-    gathered = zeros(len(ranks)) if own_rank() == ranks[1] else None
-    dist.gather(ones(2), gathered, dst=ranks[1], group=group)
+    gathered = zeros(len(ranks)) if own_rank() == ranks[-1] else None
+    dist.gather(ones(2), gathered, dst=ranks[-1], group=group)
     return gathered
 
 
 def gather_object(group: Any, ranks: list[int]) -> Any:
-    objects: list[Any] | None = [None] * len(ranks) if own_rank() == ranks[1] else None
-    dist.gather_object({"rank": own_rank()}, objects, dst=ranks[1], group=group)
+    objects: list[Any] | None = [None] * len(ranks) if own_rank() == ranks[-1] else None
+    dist.gather_object({"rank": own_rank()}, objects, dst=ranks[-1], group=group)
     return objects
 
 
 def scatter(group: Any, ranks: list[int]) -> Any:
     mine = torch.zeros(2)
-    dist.scatter(mine, parts(len(ranks)) if own_rank() == ranks[1] else None, src=ranks[1], group=group)
+    dist.scatter(mine, parts(len(ranks)) if own_rank() == ranks[-1] else None, src=ranks[-1], group=group)
     return mine
 
 
@@ -165,11 +165,11 @@ def all_to_all_single(group: Any, ranks: list[int]) -> Any:
 
 
 def send(group: Any, ranks: list[int]) -> Any:
-    tensor = ones(2)
-    if own_rank() == ranks[0]:
-        dist.send(tensor, ranks[1], group=group)
-    elif own_rank() == ranks[1]:
-        dist.recv(tensor, ranks[0], group=group)
+    place, tensor = ranks.index(own_rank()), ones(2)
+    if place > 0:
+        dist.recv(tensor, ranks[place - 1], group=group)
+    if place < len(ranks) - 1:
+        dist.send(tensor, ranks[place + 1], group=group)
     return tensor
 
 
@@ -249,19 +249,21 @@ def use_what_was_left() -> list[Counter[str]]:
     store = rank_store()
     groups.form(store, 1)
     call_all(places)
-    begun = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group, ranks in places if own_rank() in ranks]
+    mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
+    begun = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group, _ in mine]
     insides = [weakref.ref(inside) for inside in groups.insides]
     assert len(insides) >= 3
     assert open_sockets() > sockets
     groups.leave()
     refused = [
         outcome_of(lambda call=call, group=group, ranks=ranks: call(group, ranks))
-        for group, ranks in places
+        for group, ranks in mine
         for call in COLLECTIVES
-        if own_rank() in ranks
     ]
     late = [outcome_of(work.wait) for work in begun if work is not None]
-    left = ["forgotten" if wait_until(lambda: inside() is None) else "kept" for inside in insides]
+    begun.clear()
+    gc.collect()  # errors and the frames that they went through hold each other, and operations
+    left = ["forgotten" if wait_until(lambda inside=inside: inside() is None) else "kept" for inside in insides]
     closed = ["closed" if wait_until(lambda: open_sockets() == sockets) else "open"]
     meet(store, "everybody has tried", 3)
     return [Counter(outcomes) for outcomes in (refused, late, left, closed)]
@@ -352,7 +354,7 @@ def wait_for_a_stopped_peer(port: int) -> dict[str, tuple[str, float]]:
             del sending
         else:
             pid = int(store.get(f"{generation}/pid"))
-            assert wait_until(lambda: stands_still(pid))
+            assert wait_until(lambda pid=pid: stands_still(pid))
             waiting.clear()
             watcher = threading.Thread(target=release, args=(groups, waiting, name))
             watcher.start()

@@ -1,0 +1,351 @@
+"""How ranks end one generation and begin the next: the keys, real members over a real store, and who may not go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.errors import PeersLostError
+from moe_ckpt.runtime.death import Death
+from moe_ckpt.runtime.membership import FENCED, STORE_LOST, Generations, Membership
+from moe_ckpt.runtime.page import Page
+from moe_ckpt.types import Phase
+from tests.ranks import run_ranks
+from tests.runtime.trainers import WAIT_S, connect, open_membership, own_rank
+
+START_S = 90.0  # the first process of a test run imports torch and Megatron
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def generations(store: dist.TCPStore) -> Generations:
+    return Generations(store)
+
+
+def death_of(global_rank: int) -> Death:
+    return Death(
+        global_rank=global_rank,
+        pid=4711,
+        signal="SIGKILL",
+        why="died of SIGKILL",
+        iteration=3,
+        phase="backward",
+        last_seen_unix_s=10.0,
+        found_unix_s=10.25,
+    )
+
+
+# The keys.
+
+
+def test_a_generation_ends_once_and_for_the_first_reason(store: dist.TCPStore, generations: Generations) -> None:
+    other = Generations(connect(store.port))
+    assert (generations.current(), other.current(), generations.has_ended(1)) == (1, 1, False)
+    other.end(1, "the first reason")
+    generations.end(1, "another")
+    assert (generations.current(), other.current(), generations.has_ended(1)) == (2, 2, True)
+    assert (generations.wait_for_end(1), other.wait_for_end(1)) == ("the first reason",) * 2
+    generations.end(2, "the next")
+    other.end(1, "late")
+    assert (generations.current(), generations.wait_for_end(2)) == (3, "the next")
+
+
+def test_all_may_end_a_generation_at_once(store: dist.TCPStore, generations: Generations) -> None:
+    generations.current()
+    start = threading.Barrier(4)
+
+    def end(number: int) -> str:
+        mine = Generations(connect(store.port))
+        start.wait(WAIT_S)
+        mine.end(1, f"reason {number}")
+        return mine.wait_for_end(1)
+
+    with ThreadPoolExecutor(4) as threads:
+        reasons = set(threads.map(end, range(4)))
+    assert generations.current() == 2
+    assert reasons == {generations.wait_for_end(1)}
+
+
+def test_the_last_to_arrive_lets_all_go(store: dist.TCPStore, generations: Generations) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        generations.arrive(1, 2)
+        waiting = thread.submit(Generations(connect(store.port)).goes, 1, WAIT_S)
+        with pytest.raises(PeersLostError):
+            generations.goes(1, 0.05)
+        assert not waiting.done()
+        generations.arrive(1, 2)
+        assert waiting.result(WAIT_S)
+    assert generations.goes(1, WAIT_S)
+
+
+@pytest.mark.parametrize("num_arrived", [1, 2])
+def test_who_waits_for_the_others_in_vain_is_told_how_many_came(generations: Generations, num_arrived: int) -> None:
+    for _ in range(num_arrived):
+        generations.arrive(1, 3)
+    with pytest.raises(PeersLostError, match=f"generation 1: got {num_arrived} ranks in runtime.join_s=0.05 seconds"):
+        generations.goes(1, 0.05)
+
+
+def test_a_generation_that_ended_before_all_had_come_never_goes(generations: Generations) -> None:
+    generations.current()
+    generations.arrive(1, 2)
+    generations.end(1, "a death")
+    generations.arrive(1, 2)
+    assert not generations.goes(1, WAIT_S)
+
+
+def test_a_generation_that_has_gone_is_not_called_back(generations: Generations) -> None:
+    generations.current()
+    generations.arrive(1, 1)
+    generations.end(1, "a death")
+    assert generations.goes(1, WAIT_S), "some would go and some not"
+
+
+def test_deaths_are_kept_by_generation(store: dist.TCPStore, generations: Generations) -> None:
+    generations.record_death(1, death_of(2))
+    generations.record_death(1, death_of(0))
+    generations.record_death(2, death_of(1))
+    other = Generations(connect(store.port))
+    assert [other.deaths(generation) for generation in (1, 2, 3)] == [[death_of(2), death_of(0)], [death_of(1)], []]
+
+
+def test_all_are_done_when_the_last_is(generations: Generations) -> None:
+    generations.done(1)
+    generations.done(1)
+    assert not generations.all_done(2)
+    generations.done(0)
+    assert generations.all_done(2)
+    generations.wait_until_done(2, WAIT_S)
+
+
+# Members. Those below are what ranks do; rank 2 is no member and stands for a guard.
+
+
+def sum_of_ranks() -> float:
+    dist.all_reduce(total := torch.tensor([1.0 + own_rank()]))
+    return total.item()
+
+
+def wait_for_the_end(membership: Membership) -> str:
+    """Wait for what nobody sends; return why the generation ended."""
+    try:
+        dist.recv(torch.zeros(1), 1 - own_rank())
+    except PeersLostError as error:
+        assert membership.lost(error)
+        return membership.leave()
+    raise AssertionError("received what nobody sent")
+
+
+REASONS = ["rank 0 said so", "rank 1 said so", "a guard said so"]
+
+
+def go_through_generations(port: int, folder: str) -> list[Any]:
+    """Be in a generation after the other; the first three are ended by rank 0, rank 1 and a guard."""
+    generations = Generations(connect(port))
+    if own_rank() == 2:
+        connect(port).wait(["all are in 3"])
+        generations.record_death(3, death_of(1))
+        generations.end(3, REASONS[2])
+        return []
+    generations.set_life(own_rank(), 0)
+    membership = open_membership(port, folder, own_rank(), 2)
+    seen: list[Any] = []
+    for reason in REASONS:
+        generation = membership.join()
+        total = sum_of_ranks()
+        if generation == 3 and own_rank() == 0:
+            connect(port).set("all are in 3", "")
+        if generation == 1 + own_rank():
+            generations.end(generation, reason)
+        seen.append((generation, total, wait_for_the_end(membership)))
+    return [*seen, membership.join(), sum_of_ranks(), membership.deaths(), membership.page.waiting]
+
+
+def test_whoever_ends_a_generation_all_leave_it_and_join_the_next(store: dist.TCPStore, tmp_path: Path) -> None:
+    members = run_ranks(3, go_through_generations, store.port, str(tmp_path))[:2]
+    wanted = [(generation, 3.0, reason) for generation, reason in enumerate(REASONS, start=1)]
+    assert members == [[*wanted, 4, 3.0, [death_of(1)], False]] * 2
+    for rank in range(2):
+        page = Page(tmp_path / f"page{rank}")
+        assert (page.generation, page.phase) == (4, Phase.JOIN)
+
+
+def join_though_a_peer_died_on_the_way(port: int, folder: str) -> Any:
+    """Rank 1 comes, and is dead before groups are formed; its next life comes to the next generation."""
+    generations = Generations(connect(port))
+    life = own_rank()
+    begun_s = time.monotonic()
+    if own_rank() == 1:
+        generations.set_life(1, life)
+        connect(port).wait(["1/arrived"])
+        generations.arrive(1, 2)
+        generations.record_death(1, death_of(1))
+        generations.end(1, "died on the way")
+    else:
+        generations.set_life(0, life)
+        generations.current()
+    membership = open_membership(port, folder, own_rank(), 2, life=life)
+    found = membership.join(), sum_of_ranks(), membership.deaths()
+    return *found, time.monotonic() - begun_s < WAIT_S / 3
+
+
+def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(store: dist.TCPStore, tmp_path: Path) -> None:
+    found = run_ranks(2, join_though_a_peer_died_on_the_way, store.port, str(tmp_path))
+    assert found == [(2, 3.0, [death_of(1)], True)] * 2
+
+
+def judge_errors(port: int, folder: str) -> list[bool]:
+    """Return what is taken for the loss of others, before and after one was found."""
+    generations = Generations(connect(port))
+    generations.set_life(0, 0)
+    membership = open_membership(port, folder, 0, 1)
+    membership.join()
+    before = [membership.lost(ValueError("its own")), generations.has_ended(1)]
+    lost = [membership.lost(PeersLostError("a connection was closed")), generations.has_ended(1)]
+    after = [membership.lost(ValueError("made of what was cut off"))]
+    assert generations.wait_for_end(1) == "rank 0: a connection was closed"
+    return before + lost + after
+
+
+def test_only_errors_of_communication_end_a_generation(store: dist.TCPStore, tmp_path: Path) -> None:
+    assert run_ranks(1, judge_errors, store.port, str(tmp_path)) == [[False, False, True, True, True]]
+
+
+def join_in_vain(port: int, folder: str) -> str:
+    Generations(connect(port)).set_life(0, 0)
+    try:
+        return f"joined {open_membership(port, folder, 0, 3, join_s=0.05).join()}"
+    except PeersLostError as error:
+        return str(error)
+
+
+def test_a_rank_that_joins_in_vain_says_how_many_came(
+    store: dist.TCPStore, generations: Generations, tmp_path: Path
+) -> None:
+    generations.arrive(1, 3)
+    [said] = run_ranks(1, join_in_vain, store.port, str(tmp_path))
+    assert said == "generation 1: got 2 ranks in runtime.join_s=0.05 seconds, wanted all"
+
+
+def finish_at_second_try(port: int, folder: str) -> list[Any]:
+    """Rank 0 has finished when rank 1 ends the generation; in the next, rank 0 waits for rank 1 and what it does."""
+    keys, generations = connect(port), Generations(connect(port))
+    generations.set_life(own_rank(), 0)
+    membership = open_membership(port, folder, own_rank(), 2)
+    membership.join()
+    seen: list[Any] = []
+    if own_rank() == 1:
+        keys.wait(["done/0"])
+        generations.end(1, "lost once more")
+        wait_for_the_end(membership)
+    else:
+        try:
+            membership.finish()
+        except PeersLostError as error:
+            seen += [str(error), membership.lost(error), membership.leave()]
+    seen.append(membership.join())
+    if own_rank() == 1:
+        keys.set("the last thing", "")
+    membership.finish()
+    return [*seen, keys.check(["the last thing"]), membership.page.waiting]
+
+
+def test_a_rank_that_has_finished_is_there_until_all_have(store: dist.TCPStore, tmp_path: Path) -> None:
+    first, second = run_ranks(2, finish_at_second_try, store.port, str(tmp_path))
+    assert first == ["other ranks were lost before all had finished", True, "lost once more", 2, True, False]
+    assert second == [2, True, False]
+
+
+# Members that may not go on: what counts is the exit status of their processes.
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., tuple[Any, Connection]]]:
+    """Start a process on a function; return it and the connection that the function gets."""
+    context = multiprocessing.get_context("forkserver")
+    with ExitStack() as stack:
+
+        def start(main: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+            mine, theirs = context.Pipe()
+            process = context.Process(target=main, args=(theirs, *arguments))
+            process.start()
+            theirs.close()
+            stack.callback(end, process)
+            return process, stack.enter_context(mine)
+
+        yield start
+
+
+def end(process: Any) -> None:
+    process.kill()
+    process.join()
+    process.close()
+
+
+def hear(connection: Connection) -> Any:
+    assert connection.poll(START_S), "a process says nothing"
+    return connection.recv()
+
+
+def exit_status(process: Any) -> int | None:
+    process.join(WAIT_S)
+    return process.exitcode
+
+
+def join_and_stay(connection: Connection, port: int, folder: str) -> None:
+    """Join as the first life of the only rank, whenever told to; stay."""
+    membership = open_membership(port, folder, 0, 1)
+    while True:
+        connection.send(membership.join())
+        connection.recv()
+        membership.leave()
+
+
+def test_a_life_that_was_replaced_may_not_join(
+    store: dist.TCPStore, generations: Generations, tmp_path: Path, start
+) -> None:
+    generations.set_life(0, 0)
+    process, member = start(join_and_stay, store.port, str(tmp_path))
+    assert hear(member) == 1
+    generations.set_life(0, 1)
+    generations.end(1, "replaced")
+    member.send("join again")
+    assert exit_status(process) == FENCED
+    assert not store.check(["2/arrived"])
+
+
+def serve_store(connection: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
+
+
+def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
+    host, served = start(serve_store)
+    port = hear(served)
+    Generations(connect(port)).set_life(0, 0)
+    process, member = start(join_and_stay, port, str(tmp_path))
+    assert hear(member) == 1
+    host.kill()
+    assert exit_status(process) == STORE_LOST
+
+
+def test_the_store_must_be_waited_for_with_a_deadline(generations: Generations) -> None:
+    with pytest.raises(dist.DistStoreError):
+        generations.wait_until_done(1, timedelta(seconds=0.05).total_seconds())
