@@ -21,7 +21,7 @@ from moe_ckpt.adapters.megatron_operators import RankOperators, shard_identity, 
 from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
 from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
 from moe_ckpt.adapters.megatron_router import RouterCounts, expert_capacity
-from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
+from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.adapters.megatron_wipe import StateWiper
 from moe_ckpt.config import CkptConfig, DenseConfig, MoevementConfig, require
 from moe_ckpt.events import EventLog
@@ -209,7 +209,7 @@ class _Sparse:
 
     def step_log_bytes(self) -> int:
         """Return the bytes of this rank's step log an iteration."""
-        return sum(tensor.nbytes for tensor in self.stage.begin().values()) + self.stage.tied_gradient_bytes
+        return sum(tensor.nbytes for tensor in small_state(self.state).values()) + self.stage.tied_gradient_bytes
 
 
 def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:

@@ -135,11 +135,18 @@ class CheckpointRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyGradients:
-    """What a step needs to know beside the gradients: `overflow` means that fp16 found inf or NaN: no update."""
+    """What a step needs to know beside the gradients, alike on all ranks; an overflow anywhere means no update.
 
-    overflow: bool
+    `overflows`: whether fp16 found inf or NaN, for each of Megatron's chained optimizers, which scale losses apart.
+    """
+
+    overflows: tuple[bool, ...]
     total_norm: float | None
     loss_scale: float
+
+    @property
+    def overflow(self) -> bool:
+        return any(self.overflows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -32,4 +32,5 @@ def _share_embedding(state: TrainingState) -> None:
     for chunk in state.model:
         model: Any = bare_model(chunk)
         if model.share_embeddings_and_output_weights:
-            dist.all_reduce(model.shared_embedding_or_output_weight().data, group=group)
+            first_stage = dist.get_process_group_ranks(group)[0]
+            dist.broadcast(model.shared_embedding_or_output_weight().data, src=first_stage, group=group)

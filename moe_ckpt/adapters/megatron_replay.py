@@ -60,6 +60,7 @@ class StageReplay:
         self._communicator = communicator
         self._forward_backward = forward_backward
         self._tied = _TiedEmbedding(state, operators)
+        self._began: int | None = None
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._modes: Mapping[torch.nn.Module, bool] = {}
 
@@ -68,16 +69,17 @@ class StageReplay:
         """Bytes of a shared embedding's gradient that an iteration's record holds."""
         return self._tied.size_bytes
 
-    def begin(self) -> Mapping[str, torch.Tensor]:
-        """Return what the next iteration starts from beside parameters and moments; buffers are remembered here."""
-        self._buffers = buffers(self._state)
+    def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
+        """Return what `iteration` starts from beside parameters and moments; buffers are remembered here."""
+        self._began, self._buffers = iteration, buffers(self._state)
         self._modes = {module: module.training for chunk in self._state.model for module in chunk.modules()}
         return small_state(self._state)
 
-    def restore_start(self, start: Mapping[str, torch.Tensor], *, with_buffers: bool) -> None:
-        """Put back what an iteration started from; `with_buffers` undoes what it has done to them since."""
+    def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
+        """Put back what an iteration started from; to `undo` one also the buffers, which it has changed since."""
         restore_small_state(self._state, start)
-        if with_buffers:
+        if undo is not None:
+            assert self._began == undo, f"asked for the buffers before iteration {undo}, got those of {self._began}"
             restore_buffers(self._state, self._buffers)
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:

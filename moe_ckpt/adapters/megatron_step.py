@@ -31,9 +31,9 @@ def clear_gradients(state: TrainingState) -> None:
 def finish_gradients(state: TrainingState) -> ReadyGradients:
     """Bring reduced gradients into their final form and measure them. Collective over all ranks."""
     loss_scale = float(state.optimizer.get_loss_scale().item())
-    overflow = bool(state.optimizer.prepare_grads())
-    total_norm = None if overflow else float(state.optimizer.get_grad_norm())
-    return ReadyGradients(overflow=overflow, total_norm=total_norm, loss_scale=loss_scale)
+    overflows = tuple(bool(cast("Any", optimizer).prepare_grads()) for optimizer in state.inner_optimizers)
+    total_norm = None if any(overflows) else float(state.optimizer.get_grad_norm())
+    return ReadyGradients(overflows=overflows, total_norm=total_norm, loss_scale=loss_scale)
 
 
 def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
@@ -93,12 +93,8 @@ def unscale_gradients(state: TrainingState) -> None:
 
 
 def advance_scalers(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Adapt the loss scalers to a step as `finish_gradients` does, from the step's facts alone.
-
-    Megatron gives expert and other parameters a scaler each, which adapt to overflows of their own; here all adapt
-    alike. A logged start of the next iteration, where there is one, is put over this.
-    """
-    for optimizer in state.inner_optimizers:
+    """Adapt the loss scalers to a step as `finish_gradients` does, from the step's facts alone."""
+    for optimizer, overflow in zip(state.inner_optimizers, gradients.overflows, strict=True):
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None:
-            scaler.update(torch.tensor([float(gradients.overflow)]))
+            scaler.update(torch.tensor([float(overflow)]))

@@ -42,7 +42,7 @@ class WindowRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What one rank has: its own `windows`, copies `held` for other ranks, by owner, and its boundary log.
+    """What one rank has: its own `windows`, copies `held` for ranks without, by owner, and its boundary log.
 
     It keeps no two windows of the same owner and start. The log holds all of iterations `logged_from` to `logged_to`;
     it is empty where the first is past the second.
@@ -59,6 +59,10 @@ class Inventory:
         assert self.global_rank not in self.held, self
         for windows in (self.windows, *self.held.values()):
             assert len({window.start for window in windows}) == len(windows), self
+
+    def leads_to(self, iteration: int | None) -> bool:
+        """Whether this rank can be rebuilt from a window of its own at an iteration, or anywhere at all (None)."""
+        return any(iteration is None or window.end <= iteration <= window.steps_to for window in self.windows)
 
 
 Memories = Mapping[int, Mapping[int, tuple[WindowRef, ...]]]

@@ -65,10 +65,10 @@ class Recovery:
         rank to differ from what its own steps lead to.
         """
         if loss.undo and not loss.mine:
-            start = self._stores.steps.start(loss.target_iteration + 1)
-            self._stage.restore_start(start, with_buffers=True)
+            undo = loss.target_iteration + 1
+            self._stage.restore_start(self._stores.steps.start(undo), undo=undo)
         target = loss.target_iteration
-        inventories = on_all_ranks(lambda: self.inventory(target, {}), CheckpointLoadError)
+        inventories = on_all_ranks(lambda: self.inventory(target), CheckpointLoadError)
         plan = plan_recovery(
             loss.stages, inventories, target_iteration=target, boundary_log=self._stores.boundary is not None
         )
@@ -78,8 +78,8 @@ class Recovery:
         if self._place.shard.global_rank == 0:
             _log.warning("%s", "; ".join(plan.lines()))
 
-    def inventory(self, target: int | None, held: Mapping[int, tuple[WindowRef, ...]]) -> Inventory:
-        """Return what this rank has to recover with, towards a target or wherever it leads; all of it is verified."""
+    def inventory(self, target: int | None) -> Inventory:
+        """Return what this rank itself has to recover with, towards a target or wherever it leads, verified."""
         boundary = self._stores.boundary
         refs = [
             ref
@@ -91,10 +91,19 @@ class Recovery:
             global_rank=self._place.shard.global_rank,
             stage=self._place.stage,
             windows=tuple(refs),
-            held=held,
+            held={},
             logged_from=boundary.usable_from(last) if boundary else last + 1,
             logged_to=last,
         )
+
+    def require(self, plan: RecoveryPlan) -> None:
+        """Raise CheckpointLoadError unless this rank has, undamaged, what it rolls back to in the plan."""
+        for rollback in plan.rollbacks:
+            if self._place.stage in rollback.segment.stages:
+                target = plan.target_iteration
+                found = [window for window in self.inventory(target).windows if window.states == rollback.states]
+                if not any(window.steps_to >= target for window in found):
+                    raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
 
     def carry_out(self, plan: RecoveryPlan, *, live: bool) -> int:
         """Bring this rank to the plan's target; return how many iterations it has run for that.
@@ -144,7 +153,7 @@ class Recovery:
                 fetched_bytes += self._run_again(step, step.run_iteration, rollback)
         self._operators.freeze(())
         if self._stores.steps.has_start(target + 1):  # else the replay has led there
-            self._stage.restore_start(self._stores.steps.start(target + 1), with_buffers=False)
+            self._stage.restore_start(self._stores.steps.start(target + 1))
         return fetched_bytes
 
     def _load(self, snapshot: Snapshot) -> None:

@@ -8,12 +8,13 @@ Must not: decide who rolls back (`recovery` does), or replay (`runtime.recover` 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.recovery.inventory import WindowRef
+from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.target import Standing, Target, plan_target
 from moe_ckpt.runtime.elastic import Elastic
@@ -22,11 +23,13 @@ from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place, Stage
 from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.blobs import BlobFolder, held_path
-from moe_ckpt.store.codec import Snapshot
 from moe_ckpt.store.fetch import fetch_blobs
-from moe_ckpt.store.journal import read_kept
+from moe_ckpt.store.journal import holds_records, read_kept
+from moe_ckpt.store.memory import Window, group_windows
 from moe_ckpt.store.steps import StepLog
 from moe_ckpt.types import ReadyGradients
+
+_log = logging.getLogger(__name__)
 
 
 class StepState:
@@ -75,11 +78,14 @@ class Rejoined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Report:
-    """What a rank tells first. `kept_for`: the owners of the copies that it holds."""
+    """What a rank tells first. `has_progress`: its memory proves that training had begun.
+
+    `held`: the keys of the copies that its memory holds, by owner.
+    """
 
     standing: Standing
-    has_windows: bool
-    kept_for: frozenset[int]
+    has_progress: bool
+    held: Mapping[int, frozenset[str]]
     gradients: Mapping[int, ReadyGradients]
 
 
@@ -102,29 +108,33 @@ class Rejoin:
         self._recovery = recovery
         self._elastic = elastic
         self._logs_tied = logs_tied
+        self._reports: Sequence[_Report] = ()
 
     def run(self, state: StepState) -> Rejoined:
-        """Bring all ranks to one state.
+        """Bring all ranks to one state. Until `resume_copying` no copy in anybody's memory changes.
 
-        Raises CheckpointLoadError on all ranks if nothing that is left leads to one.
+        Raises NothingLeftError on all ranks if nothing that is left leads to one.
         """
-        reports = on_all_ranks(lambda: self._report(state), CheckpointLoadError)
+        if self._stores.journal:
+            self._stores.journal.stop_copying()
+        reports = self._reports = on_all_ranks(lambda: self._report(state), CheckpointLoadError)
         target = plan_target([report.standing for report in reports])
         self._fill_records(reports)
-        if target is None and not any(report.has_windows or report.kept_for for report in reports):
-            return Rejoined(iteration=None)
         live = self._settle(state, target) if target else False
-        if target and target.iteration == 0:
+        has_progress = target.iteration > 0 if target else any(report.has_progress for report in reports)
+        if not has_progress:
+            self._stores.clear()
             return Rejoined(iteration=None)
-        plan = self._plan(target, reports)
+        inventories = self._take_stock(target)
         started_s = time.monotonic()
-        fetched_bytes = sum(on_all_ranks(lambda: self._fetch(plan), CheckpointLoadError))
+        plan, fetched_bytes = self._plan_and_fetch(target, inventories)
         fetch_s = time.monotonic() - started_s
-        self._copy_what_peers_lack(reports)
         if any(self._place.stage in rollback.segment.stages for rollback in plan.rollbacks):
             state.lose()
         is_there = live and target is not None and plan.target_iteration == target.iteration
         executed_iters = self._recovery.carry_out(plan, live=is_there)
+        self._keep_common(inventories)
+        self._stores.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
         return Rejoined(
             iteration=plan.target_iteration,
@@ -134,13 +144,24 @@ class Rejoin:
             executed_iters=executed_iters,
         )
 
+    def resume_copying(self) -> None:
+        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again."""
+        mine, journal = self._place.shard.global_rank, self._stores.journal
+        if journal:
+            held = [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
+            journal.begin_copying(held, forget=bool(self._stores.memory.windows()))
+
     def _report(self, state: StepState) -> _Report:
-        held = (self._elastic.memory / "held").glob("rank*")
+        folders = {int(path.name.removeprefix("rank")): path for path in (self._elastic.memory / "held").glob("rank*")}
+        held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in folders.items()}
+        windows, gradients = self._stores.memory.windows(), self._stores.steps.gradients
         return _Report(
             standing=state.standing(self._place.stage),
-            has_windows=bool(self._stores.memory.windows()),
-            kept_for=frozenset(int(folder.name.removeprefix("rank")) for folder in held if BlobFolder(folder).keys()),
-            gradients=self._stores.steps.gradients,
+            has_progress=bool(gradients)
+            or any(window.start for window in windows)
+            or any(map(holds_records, held.values())),
+            held=held,
+            gradients=gradients,
         )
 
     def _fill_records(self, reports: Sequence[_Report]) -> None:
@@ -160,16 +181,38 @@ class Rejoin:
         if state.reached != target.iteration or not state.whole:
             return False
         if steps.has_start(target.iteration + 1):
-            self._stage.restore_start(steps.start(target.iteration + 1), with_buffers=True)
+            self._stage.restore_start(steps.start(target.iteration + 1), undo=target.iteration + 1)
         state.withdraw()
         return True
 
-    def _plan(self, target: Target | None, reports: Sequence[_Report]) -> RecoveryPlan:
+    def _take_stock(self, target: Target | None) -> list[Inventory]:
+        """Return what every rank has to recover with; copies only of those whose own memory does not lead there."""
         goal = target.iteration if target else None
-        poor = [rank for rank, report in enumerate(reports) if not report.has_windows]
-        inventories = on_all_ranks(lambda: self._recovery.inventory(goal, self._held(poor, goal)), CheckpointLoadError)
-        everything = frozenset(range(self._place.num_stages))
-        lost = target.lost_stages if target else everything
+        own = on_all_ranks(lambda: self._recovery.inventory(goal), CheckpointLoadError)
+        poor = [inventory.global_rank for inventory in own if not inventory.leads_to(goal)]
+        held = on_all_ranks(lambda: self._held(poor, goal), CheckpointLoadError)
+        return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]
+
+    def _plan_and_fetch(self, target: Target | None, inventories: list[Inventory]) -> tuple[RecoveryPlan, int]:
+        """Return the plan, once this rank has what it needs for it, and the bytes that it got from peers.
+
+        A copy that cannot be had counts as none, and all plan again.
+        """
+        while True:
+            plan = self._plan(target, inventories)
+            fetched = on_all_ranks(lambda plan=plan: self._fetch(plan), CheckpointLoadError)
+            failed = [fetch for fetch in plan.fetches if fetched[fetch.global_rank] is None]
+            if not failed:
+                return plan, sum(nbytes or 0 for nbytes in fetched)
+            for fetch in failed:
+                source = inventories[fetch.source_rank]
+                held = {owner: windows for owner, windows in source.held.items() if owner != fetch.global_rank}
+                inventories[fetch.source_rank] = replace(source, held=held)
+                inventories[fetch.global_rank] = replace(inventories[fetch.global_rank], windows=())
+
+    def _plan(self, target: Target | None, inventories: Sequence[Inventory]) -> RecoveryPlan:
+        lost = target.lost_stages if target else frozenset(range(self._place.num_stages))
+        goal = target.iteration if target else None
         has_log = self._stores.boundary is not None
         return plan_recovery(lost, inventories, target_iteration=goal, boundary_log=has_log)
 
@@ -185,42 +228,53 @@ class Rejoin:
         steps.adopt(kept.starts, kept.records)
         if not self._logs_tied:
             steps.fill(self._stores.steps.gradients)
-        by_start: dict[int, list[Snapshot]] = {}
-        for snapshot in kept.snapshots:
-            by_start.setdefault(snapshot.header.window_start, []).append(snapshot)
-        found = (self._window(snapshots, owner, steps) for snapshots in by_start.values())
-        return tuple(window for window in found if window and (goal is None or window.end <= goal))
+        found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)
+        by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
+        return tuple(by_start.values())
 
-    def _window(self, snapshots: Sequence[Snapshot], owner: int, steps: StepLog) -> WindowRef | None:
-        header = snapshots[0].header
-        if header.shard.global_rank != owner:
+    def _window(self, window: Window, owner: int, steps: StepLog) -> WindowRef | None:
+        shard = window.snapshots[0].header.shard
+        if shard.global_rank != owner:
             return None
         try:
-            steps_to = steps.reaches(header.window_start + 1)
-            return verified_window(snapshots, self._place.identity, header.shard, steps_to)
-        except CheckpointLoadError:  # incomplete as a rule: copies of a window that was being taken
+            return verified_window(window.snapshots, self._place.identity, shard, steps.reaches(window.start + 1))
+        except CheckpointLoadError as error:
+            _log.warning("a copy of rank %d's memory cannot be used: %s", owner, error)
             return None
 
-    def _fetch(self, plan: RecoveryPlan) -> int:
-        """Get this rank's memory back, if the plan says so; return its bytes."""
-        mine, journal, elastic = self._place.shard.global_rank, self._stores.journal, self._elastic
+    def _fetch(self, plan: RecoveryPlan) -> int | None:
+        """Get this rank's memory back, if the plan says so; return its bytes, or None if it cannot be had."""
+        mine, journal = self._place.shard.global_rank, self._stores.journal
         source = next((fetch.source_rank for fetch in plan.fetches if fetch.global_rank == mine), None)
         if source is None or journal is None:
             return 0
         facts = dict(self._stores.steps.gradients)
         self._stores.memory.clear()
         self._stores.steps.clear()
-        address = elastic.address_of(source)
-        size_bytes = fetch_blobs(address, elastic.ticket, mine, journal.folder, timeout_s=elastic.copy_s)
-        adopt_kept(self._stores)
-        if not self._logs_tied:
-            self._stores.steps.fill(facts)
+        try:
+            size_bytes = journal.replace(lambda folder: self._fetch_from(source, folder))
+            adopt_kept(self._stores)
+            if not self._logs_tied:
+                self._stores.steps.fill(facts)
+            self._recovery.require(plan)
+        except CheckpointLoadError as error:
+            _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, source, error)
+            return None
         return size_bytes
 
-    def _copy_what_peers_lack(self, reports: Sequence[_Report]) -> None:
-        mine, journal = self._place.shard.global_rank, self._stores.journal
-        if journal and any(mine not in reports[holder].kept_for for holder in self._elastic.holders):
-            journal.copy_again()
+    def _fetch_from(self, source: int, folder: BlobFolder) -> int:
+        elastic, mine = self._elastic, self._place.shard.global_rank
+        return fetch_blobs(elastic.address_of(source), elastic.ticket, mine, folder, timeout_s=elastic.copy_s)
+
+    def _keep_common(self, inventories: Sequence[Inventory]) -> None:
+        """Drop windows that some rank lacks, as long as there are others: all ranks keep the same ones."""
+        starts = [{window.start for window in inventory.windows} for inventory in inventories]
+        for inventory in inventories:
+            for owner, windows in inventory.held.items():
+                starts[owner] |= {window.start for window in windows}
+        common = set[int].intersection(*starts)
+        if common:
+            self._stores.memory.keep_only(common)
 
 
 def adopt_kept(stores: SparseStores) -> None:

@@ -105,6 +105,7 @@ class Session:
             rejoined = self.sparse.rejoin.run(self._state)
         except NothingLeftError as error:
             rejoined = self._go_back_to_disk(error)
+        self.sparse.rejoin.resume_copying()
         if rejoined.iteration is not None:
             self.sparse.tier.note_start(rejoined.iteration + 1)
         return rejoined
@@ -169,10 +170,12 @@ class Session:
             self.sparse.tier.close()
 
     def _go_back_to_disk(self, error: NothingLeftError) -> Rejoined:
+        assert self.sparse is not None
         self._state.lose()
         iteration = self._durable.resume_newest()
         if iteration == 0:
             raise error
+        self.sparse.stores.clear()
         if dist.get_rank() == 0:
             _log.warning(
                 "memory leads nowhere, all ranks go back to the checkpoint of iteration %d: %s", iteration, error
@@ -185,7 +188,7 @@ class Session:
         Peers know by then what each rank started the iteration from, or a rank whose memory is lost could not replay.
         """
         if sparse.stores.journal:
-            sparse.stores.journal.has_copies_of_steps(iteration)
+            sparse.stores.journal.has_copies_of_step(iteration)
         self._state.prepare(gradients)
         dist.barrier()
 

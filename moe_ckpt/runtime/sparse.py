@@ -59,6 +59,13 @@ class SparseStores:
     def allocated_bytes(self) -> int:
         return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
 
+    def clear(self) -> None:
+        """Keep nothing: training goes on from a state that nothing here leads to."""
+        self.memory.clear()
+        self.steps.clear()
+        if self.boundary:
+            self.boundary.clear()
+
 
 class SparseTier:
     """Carries out the policy's slot plans. All hooks are collective over all ranks."""
@@ -83,7 +90,7 @@ class SparseTier:
         self._newest: SlotPlan | None = None
         self._awaits_confirmation = False
         self._noted: int | None = None
-        self._longest_span_iters = 0  # logs end there, even where no window is ever complete
+        self._most_slots = 0
         self._clock = _Clock()
         self._copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
         self._popularity = np.zeros(sum(op.kind is OperatorKind.EXPERT for op in training.operators.table.operators))
@@ -95,7 +102,7 @@ class SparseTier:
         if self._noted != iteration:
             self.note_start(iteration)
         self._measured = None
-        self._drop_logs_up_to(iteration - self._longest_span_iters)
+        self._drop_logs_up_to(iteration - self._log_iters())
         self._counts.begin()
         if self._stores.boundary:
             self._stores.boundary.begin(iteration)
@@ -123,7 +130,7 @@ class SparseTier:
 
     def note_start(self, iteration: int) -> None:
         """The state is what `iteration` starts from."""
-        self._stores.steps.note_start(iteration, self._stage.begin())
+        self._stores.steps.note_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
 
     def take(self, plan: SlotPlan) -> None:
@@ -132,15 +139,16 @@ class SparseTier:
         if plan.slot == 0:
             self._stores.memory.begin(plan.window_start, plan.num_slots)
         self._newest = plan
-        span_iters = (self._config.keep_windows + 1) * plan.num_slots + self._config.profile_iters
-        self._longest_span_iters = max(self._longest_span_iters, 2 * span_iters)
+        self._most_slots = max(self._most_slots, plan.num_slots)
         self._awaits_confirmation = plan.slot == plan.num_slots - 1
         self._capture(plan)
 
     def take_base(self, plan: SlotPlan) -> None:
-        """Take everything; where nothing else is kept, wait until it is: a fault can come at any time."""
+        """Take everything; where a rank keeps nothing else, wait until it is kept: a fault can come at any time."""
         self.take(plan)
-        if not self._stores.memory.windows():
+        num_kept = torch.tensor([len(self._stores.memory.windows())], device=self._place.device)
+        dist.all_reduce(num_kept, op=dist.ReduceOp.MIN)
+        if not num_kept.item():
             self._confirm()
 
     def stop_observing(self) -> None:
@@ -169,12 +177,12 @@ class SparseTier:
         self._popularity = np.zeros_like(self._popularity)
 
     def abort(self) -> None:
-        """What was being done has come to nothing: stop looking, finish copies, drop the window in flight."""
+        """What was being done has come to nothing: stop looking, finish copies, drop an incomplete window."""
         self.stop_observing()
         self._stage.abandon_pass()
         self._operators.freeze(())
         self.settle()
-        self._stores.memory.abandon()
+        self._stores.memory.keep_complete()
 
     def settle(self) -> None:
         """Finish what is being taken: the state under it may change then."""
@@ -277,6 +285,11 @@ class SparseTier:
         oldest = self._stores.memory.oldest_needed_iteration()
         assert oldest is not None
         self._drop_logs_up_to(oldest)
+
+    def _log_iters(self) -> int:
+        """Return after how many iterations logs end, even where no window is ever complete: longer than any needs."""
+        slots = max([self._most_slots, *(window.num_slots for window in self._stores.memory.windows())])
+        return 2 * ((self._config.keep_windows + 1) * slots + self._config.profile_iters)
 
     def _drop_logs_up_to(self, iteration: int) -> None:
         self._stores.steps.drop_up_to(iteration)

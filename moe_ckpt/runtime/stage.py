@@ -81,12 +81,12 @@ class Operators(Protocol):
 class Stage(Protocol):
     """One rank's part of its stage, iteration by iteration."""
 
-    def begin(self) -> Mapping[str, torch.Tensor]:
-        """Return what the next iteration starts from beside parameters and moments; buffers are remembered inside."""
+    def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
+        """Return what `iteration` starts from beside parameters and moments; buffers are remembered inside."""
         ...
 
-    def restore_start(self, start: Mapping[str, torch.Tensor], *, with_buffers: bool) -> None:
-        """Put back what an iteration started from; `with_buffers` also the buffers that `begin` remembered."""
+    def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
+        """Put back what an iteration started from; to undo one also the buffers that `begin` remembered of it."""
         ...
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:

@@ -73,7 +73,7 @@ def _keys(caller: Caller, owner_rank: int, until_s: float) -> Sequence[str]:
 def _fetch(caller: Caller, request: Get, folder: BlobFolder, until_s: float) -> int:
     def act(link: Link) -> int:
         found = link.ask(request, Found)
-        return receive_blob(link, found, folder, request.key, folder.publish, _at_once)
+        return receive_blob(link, found, folder, request.key, folder.deposit, _at_once)
 
     return caller.call(f"fetching {request.key} of rank {request.owner_rank}", act, until_s)
 

@@ -12,10 +12,11 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -49,9 +50,7 @@ class NoCopies:
     """Nobody keeps copies: what is in this node's memory counts as kept."""
 
     def copy(self, keys: list[str]) -> Future[None]:  # noqa: ARG002
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done()
 
     def forget(self, keys: list[str]) -> None:
         """Nothing to do."""
@@ -67,14 +66,18 @@ class Kept:
 
 
 class Journal:
-    """Keeps one rank's snapshots and steps in `folder`, for one thread. A copy may take `copy_s` seconds."""
+    """Keeps one rank's snapshots and steps in `folder`, for one thread. A copy may take `copy_s` seconds.
+
+    Peers hear nothing until `begin_copying` and after `stop_copying`: what they hold may be the last of its kind.
+    """
 
     def __init__(self, folder: BlobFolder, copies: Copies, copy_s: float) -> None:
         self.folder = folder
         self._copies = copies
         self._copy_s = copy_s
         self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
-        self._copying: dict[str, Future[None]] = {}
+        self._copying: dict[str, Future[None]] | None = None
+        self._copies_fail = False
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
         """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError."""
@@ -102,24 +105,65 @@ class Journal:
         """Keep these no longer."""
         self._drop([f"{_START}{i}" for i in starts] + [f"{_RECORD}{i}" for i in records])
 
-    def has_copies_of_steps(self, iteration: int) -> bool:
-        """Wait until peers hold what `iteration` started from; return whether they do."""
-        return self._are_copied([f"{_START}{iteration}"])
+    def has_copies_of_step(self, iteration: int) -> bool:
+        """Wait until peers hold what `iteration` started from and its record; return whether they do.
+
+        Where copies have failed since they were begun, nobody waits for them again: every iteration would.
+        """
+        return not self._copies_fail and self._are_copied([f"{_START}{iteration}", f"{_RECORD}{iteration}"])
 
     def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
         """Wait until peers hold these snapshots; return whether they do."""
         return self._are_copied([self._keys[id(snapshot.payload)] for snapshot in snapshots])
 
-    def copy_again(self) -> None:
-        """Copy all that is kept: a peer has lost what it held."""
-        for key in self.folder.keys():  # noqa: SIM118 - not a mapping
-            self._copy(key)
+    def stop_copying(self) -> None:
+        """From now on only this folder changes."""
+        self._copying = None
+
+    def begin_copying(self, held: Sequence[Collection[str]], *, forget: bool) -> None:
+        """Let peers hold what is kept here; `forget`: and nothing else. `held`: the keys that each of them has."""
+        kept = self.folder.keys()
+        everywhere = set(kept).intersection(*held)
+        self._copying, self._copies_fail = {key: _done() for key in everywhere}, False
+        for key in kept:
+            if key not in everywhere:
+                self._copy(key)
+        stale = set().union(*held).difference(kept)
+        if stale and forget:
+            self._copies.forget(sorted(stale))
 
     def adopt(self) -> Kept:
-        """Return what is in the folder, left there by an earlier process or fetched from a peer."""
+        """Return what is in the folder, left there by an earlier process or fetched from a peer.
+
+        What an earlier process had not fetched completely is dropped.
+        """
+        if self._unfinished.exists():
+            self.folder.clear()
+            self._unfinished.unlink()
         blobs = self.folder.adopt()
-        self._keys |= {id(blob.payload): key for key, blob in blobs.items() if key.startswith(_SNAPSHOT)}
+        self._keys = {id(blob.payload): key for key, blob in blobs.items() if key.startswith(_SNAPSHOT)}
         return _kept(blobs)
+
+    def replace(self, fetch: Callable[[BlobFolder], int]) -> int:
+        """Keep what `fetch` puts into the folder, in place of all that was there; return what that returns.
+
+        It counts only once it is complete. Raises what `fetch` raises; then nothing is kept.
+        """
+        assert self._copying is None, "peers would forget what is being fetched"
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self._unfinished.touch()
+        self.folder.clear()
+        try:
+            return fetch(self.folder)
+        except BaseException:
+            self.folder.clear()
+            raise
+        finally:
+            self._unfinished.unlink(missing_ok=True)
+
+    @property
+    def _unfinished(self) -> Path:
+        return self.folder.path / "unfinished"
 
     def _put(self, key: str, content: bytes) -> None:
         try:
@@ -130,23 +174,39 @@ class Journal:
         self._copy(key)
 
     def _copy(self, key: str) -> None:
-        self._copying[key] = self._copies.copy([key])
+        if self._copying is not None:
+            self._copying[key] = self._copies.copy([key])
 
     def _drop(self, keys: list[str]) -> None:
         for key in keys:
             self.folder.withdraw(key)
-            self._copying.pop(key, None)
-        self._copies.forget(keys)
+        if self._copying is not None:
+            for key in keys:
+                self._copying.pop(key, None)
+            self._copies.forget(keys)
 
     def _are_copied(self, keys: Iterable[str]) -> bool:
+        assert self._copying is not None, "asked for copies before peers were told of anything"
         until_s = time.monotonic() + self._copy_s
         try:
             for key in keys:
                 self._copying[key].result(max(0.0, until_s - time.monotonic()))
         except (CheckpointSaveError, NotInTimeError, KeyError) as error:
             _log.warning("not copied, training goes on: %s", error or f"no answer in {self._copy_s:g} s")
+            self._copies_fail = True
             return False
         return True
+
+
+def holds_records(keys: Iterable[str]) -> bool:
+    """Return whether a record of an iteration is among these."""
+    return any(key.startswith(_RECORD) for key in keys)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def read_kept(folder: BlobFolder) -> Kept:
@@ -187,8 +247,9 @@ def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 def _record(key: str, blob: Blob) -> StepRecord:
     tensors, facts = _tensors(blob)
+    gradients = json.loads(facts["gradients"])
     return StepRecord(
         iteration=int(key.removeprefix(_RECORD)),
-        gradients=ReadyGradients(**json.loads(facts["gradients"])),
+        gradients=ReadyGradients(**{**gradients, "overflows": tuple(gradients["overflows"])}),
         tied_gradient=tensors.get(_TIED),
     )

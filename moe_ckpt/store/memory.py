@@ -9,7 +9,7 @@ payloads, copy, or talk to other ranks. MoEvement, section 3.2, "Persisting Snap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from threading import Lock
@@ -246,7 +246,7 @@ class SnapshotMemory:
         assert not self._windows, self._windows
         for snapshot in snapshots:
             self._buffers.adopt(snapshot.payload)
-        self._windows = _group(snapshots)
+        self._windows = group_windows(snapshots)
         complete = {window.start: window for window in self._windows if window.complete}
         self._hold([complete[start] for start in sorted(complete, reverse=True)])
 
@@ -269,6 +269,20 @@ class SnapshotMemory:
     def abandon(self) -> None:
         """Drop the window in flight, if there is one."""
         self._hold(self.windows())
+
+    def keep_complete(self) -> None:
+        """Hold the window in flight beside the others if it is complete: other ranks may have confirmed it already."""
+        window, others = self.in_flight(), self.windows()
+        if window is None or not window.complete or any(other.start == window.start for other in others):
+            self.abandon()
+            return
+        windows = [replace(window, state=WindowState.PERSISTED), *others]
+        self._hold(sorted(windows, key=lambda window: window.start, reverse=True))
+
+    def keep_only(self, starts: Collection[int]) -> None:
+        """Drop the persisted windows that start elsewhere, and of these all but the newest `keep_windows`."""
+        kept = [window for window in self.windows() if window.start in starts]
+        self._hold(kept[: self._keep_windows])
 
     def drop(self, window_start: int) -> None:
         """Drop what turned out damaged: every window, persisted or in flight, that starts there."""
@@ -303,7 +317,7 @@ class SnapshotMemory:
             raise
 
 
-def _group(snapshots: Iterable[Snapshot]) -> list[Window]:
+def group_windows(snapshots: Iterable[Snapshot]) -> list[Window]:
     """Return windows with all these snapshots, each slot at most once in a window."""
     groups: dict[tuple[int, int, int], dict[int, Snapshot]] = {}
     for snapshot in snapshots:

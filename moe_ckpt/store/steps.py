@@ -6,7 +6,7 @@ tensors in a record are opaque, named, on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -73,7 +73,7 @@ class StepLog:
 
     def clear(self) -> None:
         """Drop everything."""
-        self.drop_up_to(max([*self._starts, *self._records], default=0))
+        self._drop(lambda _: True)
 
     def note_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
         """Log what `iteration` starts from, in place of what was noted before."""
@@ -99,11 +99,6 @@ class StepLog:
         """Return an iteration's record. Raises CheckpointLoadError if there is none."""
         return _found(self._records, iteration)
 
-    def covers(self, first: int, last: int) -> bool:
-        """Return whether iterations `first` to `last` can be run again, and the one after them can start."""
-        iterations = range(first, last + 1)
-        return last + 1 in self._starts and all(i in self._starts and i in self._records for i in iterations)
-
     def reaches(self, first: int) -> int:
         """Return the last iteration to which, from `first` on, all can be run again; `first` - 1 for none.
 
@@ -118,7 +113,14 @@ class StepLog:
 
     def drop_up_to(self, iteration: int) -> None:
         """Drop `iteration` and all before it."""
-        starts, records = ([i for i in logged if i <= iteration] for logged in (self._starts, self._records))
+        self._drop(lambda logged: logged <= iteration)
+
+    def drop_after(self, iteration: int) -> None:
+        """Drop all after `iteration`: a rollback has led there, and what came next is to happen again."""
+        self._drop(lambda logged: logged > iteration)
+
+    def _drop(self, is_dropped: Callable[[int], bool]) -> None:
+        starts, records = ([i for i in logged if is_dropped(i)] for logged in (self._starts, self._records))
         for old in starts:
             del self._starts[old]
         for old in records:

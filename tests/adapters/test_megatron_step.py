@@ -25,7 +25,7 @@ def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
 
     def step(state: TrainingState) -> ReadyGradients:
         updated, norm, _ = cast("Any", state.optimizer).step()
-        return ReadyGradients(overflow=not updated, total_norm=norm, loss_scale=1.0)
+        return ReadyGradients(overflows=(not updated,), total_norm=norm, loss_scale=1.0)
 
     loop.finish_gradients = step
     loop.apply_update = lambda state, gradients: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from moe_ckpt.runtime.alone import Alone
 from moe_ckpt.runtime.groups import CPU_BACKEND
 from tests.ranks import rank_store, run_ranks
 from tests.runtime.test_groups import COLLECTIVES, plain
-from tests.runtime.trainers import open_groups
+from tests.runtime.trainers import open_groups, open_store
 
 SIZE = 3
 ALONE: dict[str, Any] = {
@@ -63,21 +64,21 @@ def one_with_gloo() -> dict[str, Any]:
     return use(dist.group.WORLD, [0], sends=False)
 
 
-def one_over_a_generation() -> list[dict[str, Any]]:
+def one_over_a_generation(folder: str) -> list[dict[str, Any]]:
     """Return what a group of one rank gives before, in and after a generation."""
     groups = open_groups(0, 1)
     group = dist.new_group([0], backend=CPU_BACKEND)
     results = [use(group, [0], sends=False)]
-    groups.form(rank_store(), 1)
+    groups.form(open_store(folder), 1)
     results.append(use(group, [0], sends=False))
     groups.leave()
     return [*results, use(group, [0], sends=False)]
 
 
-def test_a_group_of_one_needs_no_generation_and_gives_what_gloo_gives() -> None:
+def test_a_group_of_one_needs_no_generation_and_gives_what_gloo_gives(tmp_path: Path) -> None:
     [wanted] = run_ranks(1, one_with_gloo)
     assert not any(isinstance(result, type) for result in wanted.values())
-    assert run_ranks(1, one_over_a_generation) == [[wanted] * 3]
+    assert run_ranks(1, one_over_a_generation, str(tmp_path)) == [[wanted] * 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

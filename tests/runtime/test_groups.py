@@ -27,14 +27,9 @@ from moe_ckpt.runtime.guard import run_and_exit
 from moe_ckpt.runtime.polling_store import PollingStore
 from moe_ckpt.runtime.transport import GlooTransport
 from tests.ranks import rank_store, run_ranks
-from tests.runtime.trainers import WAIT_S, connect, open_groups, own_rank
+from tests.runtime.trainers import WAIT_S, open_groups, open_store, own_rank
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def ones(*sizes: int) -> torch.Tensor:
@@ -213,22 +208,23 @@ def with_plain_gloo() -> dict[str, Any]:
     return call_all(make_groups("gloo"))
 
 
-def over_generations() -> list[dict[str, Any]]:
+def over_generations(folder: str) -> list[dict[str, Any]]:
     groups = open_groups(own_rank(), 3)
-    places = make_groups(CPU_BACKEND)
+    places, store = make_groups(CPU_BACKEND), open_store(folder)
     results = []
     for generation in (1, 2, 5):
-        groups.form(rank_store(), generation)
+        groups.form(open_store(folder), generation)
         results.append(call_all(places))
         assert places[0][0] is dist.group.WORLD
+        meet(store, f"the end of {generation}", 3)
         groups.leave()
     return results
 
 
-def test_one_handle_gives_what_gloo_gives_in_every_generation() -> None:
+def test_one_handle_gives_what_gloo_gives_in_every_generation(tmp_path: Path) -> None:
     wanted = run_ranks(3, with_plain_gloo)
     assert [result["all_reduce"][0] for result in wanted] == [[111.0, 222.0, 333.0]] * 3
-    for results, want in zip(run_ranks(3, over_generations), wanted, strict=True):
+    for results, want in zip(run_ranks(3, over_generations, str(tmp_path)), wanted, strict=True):
         for result in results:
             assert result == want
 
@@ -240,13 +236,13 @@ def outcome_of(call: Callable[[], object]) -> str:
         return type(error).__name__
 
 
-def use_what_was_left() -> list[Counter[str]]:
+def use_what_was_left(folder: str) -> list[Counter[str]]:
     """Return how operations ended, after a leave, and what was left of the groups, while all ranks live."""
     gc.collect()
     sockets = open_sockets()
     groups = open_groups(own_rank(), 3)
     places = make_groups(CPU_BACKEND)
-    store = rank_store()
+    store = open_store(folder)
     groups.form(store, 1)
     call_all(places)
     mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
@@ -254,6 +250,8 @@ def use_what_was_left() -> list[Counter[str]]:
     insides = [weakref.ref(inside) for inside in groups.insides]
     assert len(insides) >= 3
     assert open_sockets() > sockets
+    assert wait_until(lambda: all(work.is_completed() for work in begun if work is not None))
+    meet(store, "all that was begun is complete", 3)
     groups.leave()
     refused = [
         outcome_of(lambda call=call, group=group, ranks=ranks: call(group, ranks))
@@ -269,8 +267,8 @@ def use_what_was_left() -> list[Counter[str]]:
     return [Counter(outcomes) for outcomes in (refused, late, left, closed)]
 
 
-def test_after_a_leave_nothing_stale_is_in_use_though_all_live() -> None:
-    for refused, late, left, closed in run_ranks(3, use_what_was_left):
+def test_after_a_leave_nothing_stale_is_in_use_though_all_live(tmp_path: Path) -> None:
+    for refused, late, left, closed in run_ranks(3, use_what_was_left, str(tmp_path)):
         assert set(refused) == {"PeersLostError"}
         assert refused.total() >= 3 * len(COLLECTIVES)
         assert set(late) == {"PeersLostError"}
@@ -332,7 +330,7 @@ def release(groups: ElasticGroups, waiting: threading.Event, name: str) -> None:
         groups.abandon()
 
 
-def wait_for_a_stopped_peer(port: int) -> dict[str, tuple[str, float]]:
+def wait_for_a_stopped_peer(folder: str) -> dict[str, tuple[str, float]]:
     """Return, as rank 0, how each wait ended, and after how many seconds."""
     waiting, changes = threading.Event(), []
 
@@ -342,10 +340,10 @@ def wait_for_a_stopped_peer(port: int) -> dict[str, tuple[str, float]]:
             waiting.set()
 
     groups = open_groups(own_rank(), 2, on_wait=on_wait)
-    store = connect(port)
+    store = open_store(folder)
     found: dict[str, tuple[str, float]] = {}
     for generation, (name, wait) in enumerate(WAITS.items(), start=1):
-        groups.form(connect(port), generation)
+        groups.form(open_store(folder), generation)
         dist.barrier()
         if own_rank() == 1:
             sending = dist.isend(large(), 0) if name == "large recv" else None
@@ -367,8 +365,8 @@ def wait_for_a_stopped_peer(port: int) -> dict[str, tuple[str, float]]:
     return found
 
 
-def test_an_operation_that_waits_for_a_stopped_peer_is_released(store: dist.TCPStore) -> None:
-    found, _ = run_ranks(2, wait_for_a_stopped_peer, store.port)
+def test_an_operation_that_waits_for_a_stopped_peer_is_released(tmp_path: Path) -> None:
+    found, _ = run_ranks(2, wait_for_a_stopped_peer, str(tmp_path))
     assert {name: kind for name, (kind, _) in found.items()} == dict.fromkeys(WAITS, "PeersLostError")
     assert max(seconds for _, seconds in found.values()) < WAIT_S / 3, found
 
@@ -376,22 +374,22 @@ def test_an_operation_that_waits_for_a_stopped_peer_is_released(store: dist.TCPS
 FORM_S = 1.5
 
 
-def form_without_the_last() -> tuple[str, float, str]:
+def form_without_the_last(folder: str) -> tuple[str, float, str]:
     """Return how forming ended on those who came, after how many seconds, and what all have after the next."""
     groups = open_groups(own_rank(), 3, form_s=FORM_S)
     make_groups(CPU_BACKEND)
-    store, begun_s, outcome = rank_store(), time.monotonic(), "did not come"
+    store, begun_s, outcome = open_store(folder), time.monotonic(), "did not come"
     if own_rank() != 2:
-        outcome = outcome_of(lambda: groups.form(rank_store(), 1))
+        outcome = outcome_of(lambda: groups.form(open_store(folder), 1))
         groups.leave()
     seconds = time.monotonic() - begun_s
     meet(store, "the next generation", 3)
-    groups.form(rank_store(), 2)
+    groups.form(open_store(folder), 2)
     return outcome, seconds, plain(all_reduce(None, [0, 1, 2]))
 
 
-def test_forming_ends_where_a_rank_does_not_come_and_all_can_form_anew() -> None:
-    *early, late = run_ranks(3, form_without_the_last)
+def test_forming_ends_where_a_rank_does_not_come_and_all_can_form_anew(tmp_path: Path) -> None:
+    *early, late = run_ranks(3, form_without_the_last, str(tmp_path))
     for outcome, seconds, total in early:
         assert (outcome, total) == ("PeersLostError", late[2])
         assert seconds < 2 * FORM_S
@@ -421,18 +419,18 @@ def test_forming_is_released_by_a_cut() -> None:
 NUM_DEATHS = 20
 
 
-def outlive_peers(port: int) -> list[tuple[int, int]]:
+def outlive_peers(folder: str) -> list[tuple[int, int]]:
     """Return, as rank 0, how many files and threads there were after each death of rank 1."""
     if own_rank() == 1:
         for generation in range(1, 1 + NUM_DEATHS):
             pid = os.fork()
             if pid == 0:
-                run_and_exit(lambda generation=generation: train_as_peer(port, generation))
+                run_and_exit(lambda generation=generation: train_as_peer(folder, generation))
             os.waitpid(pid, 0)
         return []
-    groups = open_groups(0, 2)
+    groups = open_groups(0, 2, operation_s=5.0)  # as long as gloo may keep what it has forgotten
     dist.new_group([0, 1], backend=CPU_BACKEND)
-    client, store, counts = connect(port), connect(port), []
+    client, store, counts = open_store(folder), open_store(folder), []
     for generation in range(1, 1 + NUM_DEATHS):
         groups.form(client, generation)
         pid = int(store.get(f"{generation}/pid"))
@@ -448,17 +446,17 @@ def outlive_peers(port: int) -> list[tuple[int, int]]:
     return counts
 
 
-def train_as_peer(port: int, generation: int) -> int:
+def train_as_peer(folder: str, generation: int) -> int:
     groups = open_groups(1, 2)
     dist.new_group([0, 1], backend=CPU_BACKEND)
-    groups.form(connect(port), generation)
-    connect(port).set(f"{generation}/pid", str(os.getpid()))
+    groups.form(open_store(folder), generation)
+    open_store(folder).set(f"{generation}/pid", str(os.getpid()))
     while True:
         dist.all_reduce(torch.ones(1000))
 
 
-def test_a_survivor_of_many_deaths_holds_what_it_held_after_the_first(store: dist.TCPStore) -> None:
-    counts, _ = run_ranks(2, outlive_peers, store.port)
+def test_a_survivor_of_many_deaths_holds_what_it_held_after_the_first(tmp_path: Path) -> None:
+    counts, _ = run_ranks(2, outlive_peers, str(tmp_path))
     assert len(counts) == NUM_DEATHS
     assert counts[-1] == counts[1], counts
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,34 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.death import Death
-from moe_ckpt.runtime.membership import FENCED, STORE_LOST, Generations, Membership
+from moe_ckpt.runtime.groups import ElasticGroups, GroupTimeouts
+from moe_ckpt.runtime.membership import FENCED, STORE_LOST, Generations, Member, Membership
 from moe_ckpt.runtime.page import Page
+from moe_ckpt.runtime.transport import GlooTransport
 from moe_ckpt.types import Phase
 from tests.ranks import run_ranks
-from tests.runtime.trainers import WAIT_S, connect, open_membership, own_rank
+from tests.runtime.trainers import GRACE_S, WAIT_S, open_membership, open_store, own_rank
 
 START_S = 90.0  # the first process of a test run imports torch and Megatron
 
 
-@pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+@pytest.fixture(scope="module")
+def connections() -> tuple[dist.Store, dist.Store]:
+    """Return two connections to one store, as torchrun's: each new one can take seconds."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return server, dist.TCPStore("127.0.0.1", server.port, is_master=False)
 
 
 @pytest.fixture
-def generations(store: dist.TCPStore) -> Generations:
-    return Generations(store)
+def both(connections: tuple[dist.Store, dist.Store], request: pytest.FixtureRequest) -> tuple[Generations, Generations]:
+    """Return the keys as two processes see them."""
+    one, other = (Generations(dist.PrefixStore(request.node.name, store)) for store in connections)
+    return one, other
+
+
+@pytest.fixture
+def generations(both: tuple[Generations, Generations]) -> Generations:
+    return both[0]
 
 
 def death_of(global_rank: int) -> Death:
@@ -54,44 +64,47 @@ def death_of(global_rank: int) -> Death:
 # The keys.
 
 
-def test_a_generation_ends_once_and_for_the_first_reason(store: dist.TCPStore, generations: Generations) -> None:
-    other = Generations(connect(store.port))
-    assert (generations.current(), other.current(), generations.has_ended(1)) == (1, 1, False)
+def test_a_generation_ends_once_and_for_the_first_reason(both: tuple[Generations, Generations]) -> None:
+    one, other = both
+    assert (one.current(), other.current(), one.has_ended(1)) == (1, 1, False)
     other.end(1, "the first reason")
-    generations.end(1, "another")
-    assert (generations.current(), other.current(), generations.has_ended(1)) == (2, 2, True)
-    assert (generations.wait_for_end(1), other.wait_for_end(1)) == ("the first reason",) * 2
-    generations.end(2, "the next")
+    one.end(1, "another")
+    assert (one.current(), other.current(), one.has_ended(1)) == (2, 2, True)
+    assert (one.wait_for_end(1), other.wait_for_end(1)) == ("the first reason",) * 2
+    one.end(2, "the next")
     other.end(1, "late")
-    assert (generations.current(), generations.wait_for_end(2)) == (3, "the next")
+    assert (one.current(), one.wait_for_end(2)) == (3, "the next")
 
 
-def test_all_may_end_a_generation_at_once(store: dist.TCPStore, generations: Generations) -> None:
-    generations.current()
-    start = threading.Barrier(4)
+def test_all_may_end_a_generation_at_once(both: tuple[Generations, Generations]) -> None:
+    start = threading.Barrier(2)
 
-    def end(number: int) -> str:
-        mine = Generations(connect(store.port))
-        start.wait(WAIT_S)
-        mine.end(1, f"reason {number}")
-        return mine.wait_for_end(1)
+    def end(mine: Generations) -> list[str]:
+        reasons = []
+        for generation in range(1, 50):
+            mine.current()
+            start.wait(WAIT_S)
+            mine.end(generation, f"of {mine}")
+            reasons.append(mine.wait_for_end(generation))
+        return reasons
 
-    with ThreadPoolExecutor(4) as threads:
-        reasons = set(threads.map(end, range(4)))
-    assert generations.current() == 2
-    assert reasons == {generations.wait_for_end(1)}
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(end, both)
+    assert one == other
+    assert both[0].current() == 50
 
 
-def test_the_last_to_arrive_lets_all_go(store: dist.TCPStore, generations: Generations) -> None:
+def test_the_last_to_arrive_lets_all_go(both: tuple[Generations, Generations]) -> None:
+    one, other = both
     with ThreadPoolExecutor(1) as thread:
-        generations.arrive(1, 2)
-        waiting = thread.submit(Generations(connect(store.port)).goes, 1, WAIT_S)
+        one.arrive(1, 2)
+        waiting = thread.submit(other.goes, 1, WAIT_S)
         with pytest.raises(PeersLostError):
-            generations.goes(1, 0.05)
+            one.goes(1, 0.05)
         assert not waiting.done()
-        generations.arrive(1, 2)
+        one.arrive(1, 2)
         assert waiting.result(WAIT_S)
-    assert generations.goes(1, WAIT_S)
+    assert one.goes(1, WAIT_S)
 
 
 @pytest.mark.parametrize("num_arrived", [1, 2])
@@ -117,11 +130,11 @@ def test_a_generation_that_has_gone_is_not_called_back(generations: Generations)
     assert generations.goes(1, WAIT_S), "some would go and some not"
 
 
-def test_deaths_are_kept_by_generation(store: dist.TCPStore, generations: Generations) -> None:
-    generations.record_death(1, death_of(2))
-    generations.record_death(1, death_of(0))
-    generations.record_death(2, death_of(1))
-    other = Generations(connect(store.port))
+def test_deaths_are_kept_by_generation(both: tuple[Generations, Generations]) -> None:
+    one, other = both
+    one.record_death(1, death_of(2))
+    other.record_death(1, death_of(0))
+    one.record_death(2, death_of(1))
     assert [other.deaths(generation) for generation in (1, 2, 3)] == [[death_of(2), death_of(0)], [death_of(1)], []]
 
 
@@ -132,6 +145,8 @@ def test_all_are_done_when_the_last_is(generations: Generations) -> None:
     generations.done(0)
     assert generations.all_done(2)
     generations.wait_until_done(2, WAIT_S)
+    with pytest.raises(dist.DistStoreError):
+        generations.wait_until_done(3, 0.05)
 
 
 # Members. Those below are what ranks do; rank 2 is no member and stands for a guard.
@@ -144,41 +159,39 @@ def sum_of_ranks() -> float:
 
 def wait_for_the_end(membership: Membership) -> str:
     """Wait for what nobody sends; return why the generation ended."""
-    try:
+    with pytest.raises(PeersLostError) as lost:
         dist.recv(torch.zeros(1), 1 - own_rank())
-    except PeersLostError as error:
-        assert membership.lost(error)
-        return membership.leave()
-    raise AssertionError("received what nobody sent")
+    assert membership.lost(lost.value)
+    return membership.leave()
 
 
 REASONS = ["rank 0 said so", "rank 1 said so", "a guard said so"]
 
 
-def go_through_generations(port: int, folder: str) -> list[Any]:
+def go_through_generations(folder: str) -> list[Any]:
     """Be in a generation after the other; the first three are ended by rank 0, rank 1 and a guard."""
-    generations = Generations(connect(port))
+    generations = Generations(open_store(folder))
     if own_rank() == 2:
-        connect(port).wait(["all are in 3"])
+        open_store(folder).wait(["all are in 3"])
         generations.record_death(3, death_of(1))
         generations.end(3, REASONS[2])
         return []
     generations.set_life(own_rank(), 0)
-    membership = open_membership(port, folder, own_rank(), 2)
+    membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2)
     seen: list[Any] = []
     for reason in REASONS:
         generation = membership.join()
         total = sum_of_ranks()
         if generation == 3 and own_rank() == 0:
-            connect(port).set("all are in 3", "")
+            open_store(folder).set("all are in 3", "")
         if generation == 1 + own_rank():
             generations.end(generation, reason)
         seen.append((generation, total, wait_for_the_end(membership)))
     return [*seen, membership.join(), sum_of_ranks(), membership.deaths(), membership.page.waiting]
 
 
-def test_whoever_ends_a_generation_all_leave_it_and_join_the_next(store: dist.TCPStore, tmp_path: Path) -> None:
-    members = run_ranks(3, go_through_generations, store.port, str(tmp_path))[:2]
+def test_whoever_ends_a_generation_all_leave_it_and_join_the_next(tmp_path: Path) -> None:
+    members = run_ranks(3, go_through_generations, str(tmp_path))[:2]
     wanted = [(generation, 3.0, reason) for generation, reason in enumerate(REASONS, start=1)]
     assert members == [[*wanted, 4, 3.0, [death_of(1)], False]] * 2
     for rank in range(2):
@@ -186,35 +199,35 @@ def test_whoever_ends_a_generation_all_leave_it_and_join_the_next(store: dist.TC
         assert (page.generation, page.phase) == (4, Phase.JOIN)
 
 
-def join_though_a_peer_died_on_the_way(port: int, folder: str) -> Any:
+def join_though_a_peer_died_on_the_way(folder: str) -> Any:
     """Rank 1 comes, and is dead before groups are formed; its next life comes to the next generation."""
-    generations = Generations(connect(port))
+    generations = Generations(open_store(folder))
     life = own_rank()
     begun_s = time.monotonic()
     if own_rank() == 1:
         generations.set_life(1, life)
-        connect(port).wait(["1/arrived"])
+        open_store(folder).wait(["1/arrived"])
         generations.arrive(1, 2)
         generations.record_death(1, death_of(1))
         generations.end(1, "died on the way")
     else:
         generations.set_life(0, life)
         generations.current()
-    membership = open_membership(port, folder, own_rank(), 2, life=life)
+    membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2, life=life)
     found = membership.join(), sum_of_ranks(), membership.deaths()
     return *found, time.monotonic() - begun_s < WAIT_S / 3
 
 
-def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(store: dist.TCPStore, tmp_path: Path) -> None:
-    found = run_ranks(2, join_though_a_peer_died_on_the_way, store.port, str(tmp_path))
+def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(tmp_path: Path) -> None:
+    found = run_ranks(2, join_though_a_peer_died_on_the_way, str(tmp_path))
     assert found == [(2, 3.0, [death_of(1)], True)] * 2
 
 
-def judge_errors(port: int, folder: str) -> list[bool]:
+def judge_errors(folder: str) -> list[bool]:
     """Return what is taken for the loss of others, before and after one was found."""
-    generations = Generations(connect(port))
+    generations = Generations(open_store(folder))
     generations.set_life(0, 0)
-    membership = open_membership(port, folder, 0, 1)
+    membership = open_membership(lambda: open_store(folder), folder, 0, 1)
     membership.join()
     before = [membership.lost(ValueError("its own")), generations.has_ended(1)]
     lost = [membership.lost(PeersLostError("a connection was closed")), generations.has_ended(1)]
@@ -223,53 +236,50 @@ def judge_errors(port: int, folder: str) -> list[bool]:
     return before + lost + after
 
 
-def test_only_errors_of_communication_end_a_generation(store: dist.TCPStore, tmp_path: Path) -> None:
-    assert run_ranks(1, judge_errors, store.port, str(tmp_path)) == [[False, False, True, True, True]]
-
-
-def join_in_vain(port: int, folder: str) -> str:
-    Generations(connect(port)).set_life(0, 0)
-    try:
-        return f"joined {open_membership(port, folder, 0, 3, join_s=0.05).join()}"
-    except PeersLostError as error:
-        return str(error)
+def test_only_errors_of_communication_end_a_generation(tmp_path: Path) -> None:
+    assert run_ranks(1, judge_errors, str(tmp_path)) == [[False, False, True, True, True]]
 
 
 def test_a_rank_that_joins_in_vain_says_how_many_came(
-    store: dist.TCPStore, generations: Generations, tmp_path: Path
+    connections: tuple[dist.Store, dist.Store], tmp_path: Path
 ) -> None:
+    store = dist.PrefixStore("in vain", connections[0])
+    generations, page = Generations(store), Page(tmp_path / "page")
     generations.arrive(1, 3)
-    [said] = run_ranks(1, join_in_vain, store.port, str(tmp_path))
-    assert said == "generation 1: got 2 ranks in runtime.join_s=0.05 seconds, wanted all"
+    generations.set_life(0, 0)
+    timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, grace_s=GRACE_S)
+    groups = ElasticGroups(GlooTransport(), timeouts, page.wait)
+    member = Member(global_rank=0, world_size=3, life=0)
+    membership = Membership(member, store, store, groups, page, join_s=0.05, grace_s=GRACE_S)
+    with pytest.raises(PeersLostError, match=r"1: got 2 ranks in runtime.join_s=0.05 seconds, wanted all"):
+        membership.join()
+    assert (page.generation, page.phase, page.waiting) == (1, Phase.JOIN, True)
 
 
-def finish_at_second_try(port: int, folder: str) -> list[Any]:
+def finish_at_second_try(folder: str) -> list[Any]:
     """Rank 0 has finished when rank 1 ends the generation; in the next, rank 0 waits for rank 1 and what it does."""
-    keys, generations = connect(port), Generations(connect(port))
+    keys, generations = open_store(folder), Generations(open_store(folder))
     generations.set_life(own_rank(), 0)
-    membership = open_membership(port, folder, own_rank(), 2)
+    membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2)
     membership.join()
-    seen: list[Any] = []
     if own_rank() == 1:
         keys.wait(["done/0"])
         generations.end(1, "lost once more")
         wait_for_the_end(membership)
     else:
-        try:
+        with pytest.raises(PeersLostError, match="other ranks were lost before all had finished") as lost:
             membership.finish()
-        except PeersLostError as error:
-            seen += [str(error), membership.lost(error), membership.leave()]
-    seen.append(membership.join())
+        assert membership.lost(lost.value)
+        assert membership.leave() == "lost once more"
+    generation = membership.join()
     if own_rank() == 1:
         keys.set("the last thing", "")
     membership.finish()
-    return [*seen, keys.check(["the last thing"]), membership.page.waiting]
+    return [generation, keys.check(["the last thing"]), membership.page.waiting]
 
 
-def test_a_rank_that_has_finished_is_there_until_all_have(store: dist.TCPStore, tmp_path: Path) -> None:
-    first, second = run_ranks(2, finish_at_second_try, store.port, str(tmp_path))
-    assert first == ["other ranks were lost before all had finished", True, "lost once more", 2, True, False]
-    assert second == [2, True, False]
+def test_a_rank_that_has_finished_is_there_until_all_have(tmp_path: Path) -> None:
+    assert run_ranks(2, finish_at_second_try, str(tmp_path)) == [[2, True, False]] * 2
 
 
 # Members that may not go on: what counts is the exit status of their processes.
@@ -308,20 +318,24 @@ def exit_status(process: Any) -> int | None:
     return process.exitcode
 
 
-def join_and_stay(connection: Connection, port: int, folder: str) -> None:
-    """Join as the first life of the only rank, whenever told to; stay."""
-    membership = open_membership(port, folder, 0, 1)
+def join_and_stay(connection: Connection, folder: str, port: int | None = None) -> None:
+    """Join as the first life of the only rank, whenever told to; stay. The store is a file, or torch's at a port."""
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", port, is_master=False) if port else open_store(folder)
+
+    membership = open_membership(connect, folder, 0, 1)
     while True:
         connection.send(membership.join())
         connection.recv()
         membership.leave()
 
 
-def test_a_life_that_was_replaced_may_not_join(
-    store: dist.TCPStore, generations: Generations, tmp_path: Path, start
-) -> None:
+def test_a_life_that_was_replaced_may_not_join(tmp_path: Path, start) -> None:
+    store = open_store(str(tmp_path))
+    generations = Generations(store)
     generations.set_life(0, 0)
-    process, member = start(join_and_stay, store.port, str(tmp_path))
+    process, member = start(join_and_stay, str(tmp_path))
     assert hear(member) == 1
     generations.set_life(0, 1)
     generations.end(1, "replaced")
@@ -331,21 +345,16 @@ def test_a_life_that_was_replaced_may_not_join(
 
 
 def serve_store(connection: Connection) -> None:
+    """Be torchrun's agent: serve a store in which one rank may join."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    Generations(store).set_life(0, 0)
     connection.send(store.port)
     connection.recv()
 
 
 def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
-    host, served = start(serve_store)
-    port = hear(served)
-    Generations(connect(port)).set_life(0, 0)
-    process, member = start(join_and_stay, port, str(tmp_path))
+    agent, served = start(serve_store)
+    process, member = start(join_and_stay, str(tmp_path), hear(served))
     assert hear(member) == 1
-    host.kill()
+    agent.kill()
     assert exit_status(process) == STORE_LOST
-
-
-def test_the_store_must_be_waited_for_with_a_deadline(generations: Generations) -> None:
-    with pytest.raises(dist.DistStoreError):
-        generations.wait_until_done(1, timedelta(seconds=0.05).total_seconds())

@@ -23,9 +23,11 @@ def own_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def connect(port: int) -> dist.Store:
-    """Return a connection of one's own to the test's store."""
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+def open_store(folder: str) -> dist.Store:
+    """Return the store where a test's processes meet: a file, as a connection over TCP now and then takes seconds."""
+    store = dist.FileStore(str(Path(folder) / "store"), -1)
+    store.set_timeout(timedelta(seconds=WAIT_S))
+    return store
 
 
 def open_groups(
@@ -45,10 +47,16 @@ def open_groups(
 
 
 def open_membership(
-    port: int, folder: str, global_rank: int, world_size: int, *, life: int = 0, join_s: float = WAIT_S
+    open_store: Callable[[], dist.Store],
+    folder: str,
+    global_rank: int,
+    world_size: int,
+    *,
+    life: int = 0,
+    join_s: float = WAIT_S,
 ) -> Membership:
-    """Make this process a life of a rank, as its guard has announced it."""
+    """Make this process a life of a rank."""
     page = Page(Path(folder) / f"page{global_rank}")
     groups = open_groups(global_rank, world_size, on_wait=page.wait)
     member = Member(global_rank=global_rank, world_size=world_size, life=life)
-    return Membership(member, connect(port), connect(port), groups, page, join_s=join_s, grace_s=GRACE_S)
+    return Membership(member, open_store(), open_store(), groups, page, join_s=join_s, grace_s=GRACE_S)

@@ -11,7 +11,7 @@ from moe_ckpt.types import ReadyGradients
 
 
 def record(iteration: int, tied_gradient: torch.Tensor | None = None) -> StepRecord:
-    gradients = ReadyGradients(overflow=False, total_norm=float(iteration), loss_scale=1.0)
+    gradients = ReadyGradients(overflows=(False,), total_norm=float(iteration), loss_scale=1.0)
     return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=tied_gradient)
 
 
