@@ -69,7 +69,7 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
     require(isinstance(settings.ckpt, MoevementConfig), "runtime.guard", settings.runtime.guard, f"false, or {wanted}")
     if not has_agent_store():
         use_hosted_store(launch, _start_beside)
-    store = open_store(launch, "generations")
+    store = open_store("generations")
     place = _place(settings, launch, store)
     _start_keeper(settings, place)
     _start_faults(settings, place)
@@ -105,14 +105,14 @@ def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, gr
     launch, runtime = place.launch, settings.runtime
     membership = Membership(
         Member(global_rank=launch.global_rank, world_size=launch.world_size, life=life),
-        open_store(launch, "generations"),
-        open_store(launch, "generations", own_connection=True),
+        open_store("generations"),
+        open_store("generations", own_connection=True),
         groups,
         page,
         join_s=runtime.join_s,
         grace_s=runtime.grace_s,
     )
-    addresses = open_store(launch, "keepers")
+    addresses = open_store("keepers")
     return Elastic(
         membership=membership,
         page=page,
@@ -167,7 +167,7 @@ def _start_keeper(settings: Settings, place: RankPlace) -> None:
 
 def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
     page = Page(place.memory / "page")
-    store = open_store(place.launch, "keepers")
+    store = open_store("keepers")
     run_keeper(
         KeeperPlace(
             rank_folder=place.memory,

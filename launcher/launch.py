@@ -90,13 +90,13 @@ def _connect() -> dist.Store:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
-def open_store(launch: Launch, part: str, *, own_connection: bool = False) -> dist.Store:
-    """Return a part of torchrun's store that belongs to this attempt.
+def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
+    """Return a part of torchrun's store, which all lives of the job share.
 
     Raises ConfigError where torchrun keeps no store for its workers, or it does not answer.
     """
     try:
-        store = agent_store(f"attempt-{launch.attempt}/{part}", own_connection=own_connection)
+        store = agent_store(part, own_connection=own_connection)
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(f"torchrun's store at {where}: got no answer ({error}), wanted one") from error

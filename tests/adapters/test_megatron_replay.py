@@ -64,7 +64,7 @@ class _Job:
             pieces = [*self.operators.pieces(everything, ()), *self.operators.buffer_pieces(everything)]
             self._before = {key: tensor.detach().clone() for key, tensor, _ in pieces}
             self._adam_steps = self.operators.adam_steps()
-        self.starts[iteration] = self.replay.begin()
+        self.starts[iteration] = self.replay.begin(iteration)
         self.boundary.begin(iteration)
 
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
@@ -76,7 +76,7 @@ class _Job:
         pass
 
     def step_committed(self, iteration: int) -> None:
-        self.starts[iteration + 1] = self.replay.begin()
+        self.starts[iteration + 1] = self.replay.begin(iteration + 1)
 
     def train(self) -> str:
         """Run all iterations; return the digest of what they lead to."""
@@ -101,7 +101,7 @@ class _Job:
         self.boundary.begin(LAST)
         self.replay.replay(self.records[LAST], self.starts[LAST], ends, whole_model=whole_model)
         self.boundary.end()
-        self.replay.restore_start(self.starts[LAST + 1], with_buffers=False)
+        self.replay.restore_start(self.starts[LAST + 1])
         return digest_of(self.state)
 
 
@@ -287,7 +287,7 @@ def _train_after_a_failed_replay() -> tuple[str, str, set[str]]:
     dist.barrier()
     transfers = _watch_transfers()
     job.go_back()
-    job.replay.restore_start(job.starts[LAST], with_buffers=False)
+    job.replay.restore_start(job.starts[LAST])
     job.trainer.run_iteration(LAST)
     return live, digest_of(job.state), transfers
 
@@ -318,7 +318,7 @@ def _undo(overrides: tuple[str, ...]) -> Undone:
     job = _Job(overrides)
     job.train()
     before, named, small = digest_of(job.state), _named(job.state), small_state(job.state)
-    start = job.replay.begin()
+    start = job.replay.begin(LAST + 1)
     clear_gradients(job.state)
     job.runner.train_on(LAST + 1)
     finish_gradients(job.state)
@@ -326,9 +326,9 @@ def _undo(overrides: tuple[str, ...]) -> Undone:
     np.random.standard_normal()
     after = _named(job.state)
     aborted = digest_of(job.state)
-    job.replay.restore_start(start, with_buffers=False)
+    job.replay.restore_start(start)
     without_buffers = digest_of(job.state)
-    job.replay.restore_start(start, with_buffers=True)
+    job.replay.restore_start(start, undo=LAST + 1)
     again = small_state(job.state)
     return Undone(
         before=before,

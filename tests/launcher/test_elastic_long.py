@@ -119,7 +119,8 @@ class Chaos:
         return self._chosen.randrange(self._job.world_size)
 
 
-def _survives_chaos(folder: Path, seed: int, *, iterations: int, timeout_s: float) -> None:
+def _survive_chaos(folder: Path, seed: int, *, iterations: int, timeout_s: float) -> int:
+    """Return how many processes have died."""
     training = (f"train.iterations={iterations}",)
     until = iterations - 10
     with ElasticJob(4, folder, *training, "ckpt.window=2", "runtime.max_deaths=100", timeout_s=timeout_s) as job:

@@ -29,44 +29,20 @@ def log_of(first: int, last: int) -> StepLog:
     return log
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "covered"),
-    [
-        (3, 6, True),
-        (4, 6, True),
-        (3, 5, True),
-        (6, 6, True),
-        (7, 6, True),  # nothing to run, and 7 can start
-        (3, 2, True),
-        (2, 6, False),
-        (3, 7, False),
-        (7, 7, False),
-        (8, 7, False),
-        (2, 1, False),
-    ],
-)
-def test_a_log_covers_what_can_run_again_and_be_followed(first: int, last: int, covered: bool) -> None:
-    assert log_of(3, 6).covers(first, last) is covered
-
-
-def test_the_start_of_what_follows_is_needed() -> None:
-    log = StepLog()
-    log.note_start(1, started(1))
-    log.add(record(1))
-    assert not log.covers(1, 1)
-    log.note_start(2, started(2))
-    assert log.covers(1, 1)
+@pytest.mark.parametrize(("first", "last"), [(3, 6), (4, 6), (6, 6), (7, 6), (2, 0), (8, 6), (9, 7)])
+def test_a_log_reaches_as_far_as_all_can_run_again(first: int, last: int) -> None:
+    assert log_of(3, 6).reaches(first) == last
 
 
 def test_both_start_and_record_are_needed() -> None:
     log = log_of(1, 3)
     log.drop_up_to(2)
     log.note_start(2, started(2))
-    assert not log.covers(2, 3)
+    assert log.reaches(2) == 1
     log.add(record(2))
-    assert log.covers(2, 3)
+    assert log.reaches(2) == 3
     log.add(record(1))
-    assert not log.covers(1, 3)
+    assert log.reaches(1) == -1
 
 
 def test_what_was_logged_is_returned() -> None:
@@ -87,14 +63,21 @@ def test_a_second_entry_replaces_the_first() -> None:
 def test_old_iterations_are_dropped() -> None:
     log = log_of(3, 6)
     log.drop_up_to(4)
-    assert log.covers(5, 6)
+    assert log.reaches(5) == 6
     for get in (log.start, log.record):
         with pytest.raises(CheckpointLoadError):
             get(4)
     log.drop_up_to(2)
-    assert log.covers(5, 6)
+    assert log.reaches(5) == 6
     log.drop_up_to(9)
     assert log.size_bytes == 0
+
+
+def test_what_came_after_a_rollback_is_dropped() -> None:
+    log = log_of(3, 6)
+    log.drop_after(4)
+    assert log.reaches(3) == 4
+    assert not log.has_start(5)
 
 
 def test_an_iteration_that_is_missing_is_named_with_those_that_are_there() -> None:
