@@ -27,7 +27,6 @@ from moe_ckpt.placement import num_nodes
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.groups import ElasticGroups, GroupTimeouts
 from moe_ckpt.runtime.guard import Guard, GuardLimits, die_with_parent, run_and_exit
-from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.keeper import KeeperPlace, run_keeper
 from moe_ckpt.runtime.membership import Generations, Member, Membership
 from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory, take_over
@@ -35,8 +34,6 @@ from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.transport import GlooTransport, NcclTransport, Transport
 from moe_ckpt.store.keeper_client import KeeperClient
 from moe_ckpt.store.messages import Address, Ticket, parse_address
-
-_STORE_TIMEOUT_S = 60.0
 
 
 def wants_guard(settings: Settings) -> bool:
@@ -71,7 +68,6 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
         use_hosted_store(launch, _start_beside)
     store = open_store("generations")
     place = _place(settings, launch, store)
-    _start_keeper(settings, place)
     _start_faults(settings, place)
     page = Page(place.memory / "page")
     gc.freeze()  # what is imported is shared by all trainers, and nobody looks through it for garbage
@@ -81,14 +77,14 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
         max_deaths=settings.runtime.max_deaths,
     )
     generations = Generations(store)
-    guard = Guard(launch.global_rank, launch.world_size, page, generations, lambda life: train(place, life), limits)
-    return guard.run()
+    start_keeper = (lambda: _start_keeper(settings, place)) if place.replicas else None
+    return Guard(launch.global_rank, page, generations, lambda life: train(place, life), limits, start_keeper).run()
 
 
 def open_groups(settings: Settings, page: Page, transport: Transport) -> ElasticGroups:
     """Return process groups that outlive generations, registered with torch; this process is alone in them yet."""
     runtime = settings.runtime
-    timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, grace_s=runtime.grace_s)
+    timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s)
     groups = ElasticGroups(transport, timeouts, page.wait)
     groups.register()
     return groups
@@ -100,8 +96,7 @@ def open_transport(*, on_gpu: bool) -> Transport:
 
 
 def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, groups: ElasticGroups) -> Elastic:
-    """Return a trainer's means to live through the loss of ranks; its heart beats from now on."""
-    start_heartbeat(page)
+    """Return a trainer's means to live through the loss of ranks."""
     launch, runtime = place.launch, settings.runtime
     membership = Membership(
         Member(global_rank=launch.global_rank, world_size=launch.world_size, life=life),
@@ -129,6 +124,9 @@ def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, gr
 def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
     assert isinstance(settings.ckpt, MoevementConfig)
     ranks_per_node = _ranks_per_node(settings, launch)
+    agreed = int(store.compare_set(f"ranks_per_node/{launch.world_size}", "", str(ranks_per_node)))
+    wanted = "the same on all nodes, as torchrun was told to start"
+    require(agreed == ranks_per_node, "parallel.ranks_per_node", f"{ranks_per_node} and {agreed}", wanted)
     nodes = num_nodes(launch.world_size, ranks_per_node)
     wanted = settings.ckpt.replicas
     replicas = min(1, nodes - 1) if wanted == AUTO else int(wanted)
@@ -158,11 +156,11 @@ def _ranks_per_node(settings: Settings, launch: Launch) -> int:
     return int(wanted)
 
 
-def _start_keeper(settings: Settings, place: RankPlace) -> None:
-    if not place.replicas:
-        return
+def _start_keeper(settings: Settings, place: RankPlace) -> int:
+    """Return the pid of a keeper that will announce its address; until then nobody has one."""
+    open_store("keepers").delete_key(str(place.launch.global_rank))
     guard_pid = os.getpid()
-    _start_beside(lambda: _keep(settings, place, guard_pid))
+    return _start_beside(lambda: _keep(settings, place, guard_pid))
 
 
 def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
@@ -194,12 +192,14 @@ def _start_faults(settings: Settings, place: RankPlace) -> None:
     _start_beside(lambda: _inflict(kills, place))
 
 
-def _start_beside(main: Callable[[], int]) -> None:
-    """Start a process that lives as long as this guard, at most."""
+def _start_beside(main: Callable[[], int]) -> int:
+    """Start a process that lives as long as this guard, at most; return its pid."""
     guard_pid = os.getpid()
-    if os.fork() == 0:
+    pid = os.fork()
+    if pid == 0:
         die_with_parent(signal.SIGKILL, parent=guard_pid)
         run_and_exit(main)
+    return pid
 
 
 def _inflict(kills: Sequence[Kill], place: RankPlace) -> int:

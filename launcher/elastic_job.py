@@ -24,11 +24,12 @@ class ElasticJob:
         self._session = session
         self._training = training
         self._events = events
+        self._reason = ""
 
     def run(self, start: Callable[[], int], finish: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `finish(faults)` does, once all have; `start` begins a run that nothing is left of.
+        """Return what `finish(deaths)` does, once all have; `start` begins a run that nothing is left of.
 
-        Both are collective. Raises what training raises, unless the loss of others explains it.
+        Both are collective and may be called again. Raises what training raises, unless the loss of others explains it.
         """
         while True:
             generation = self._membership.join()
@@ -37,13 +38,14 @@ class ElasticJob:
                 done, notes = self._enter(generation, joined_unix_s, start)
                 self._training.run(done, notes)
                 self._membership.page.enter(Phase.DONE)
-                result = finish(generation - 1)
+                self._session.wait_for_saves()
+                result = finish(self._membership.num_deaths())
                 self._membership.finish()
             except Exception as error:
                 if not self._membership.lost(error):
                     raise
-                reason = self._membership.leave()
-                ended = GenerationEnded(generation=generation, reason=reason, left_unix_s=time.time())
+                self._reason = self._membership.leave()
+                ended = GenerationEnded(generation=generation, reason=self._reason, left_unix_s=time.time())
                 self._events.append(ended)
             else:
                 return result
@@ -55,9 +57,10 @@ class ElasticJob:
         rejoined = self._session.rejoin()
         done = start() if rejoined.iteration is None else rejoined.iteration
         self._session.begin_at(done)
+        deaths = self._membership.deaths()
+        self._membership.entered()
         if generation == 1:
             return done, self._session.notes
-        deaths = self._membership.deaths()
         event = Rejoined(
             generation=generation,
             iteration=done,
@@ -71,12 +74,12 @@ class ElasticJob:
             executed_iters=rejoined.executed_iters,
         )
         self._events.append(event)
-        return done, [_paragraph(event, rejoined.plan.lines() if rejoined.plan else [])]
+        return done, [_paragraph(event, self._reason, rejoined.plan.lines() if rejoined.plan else [])]
 
 
-def _paragraph(event: Rejoined, plan: list[str]) -> str:
-    """Return what a person wants to know of a fault."""
-    died = "; ".join(event.deaths) or "connections were lost"
+def _paragraph(event: Rejoined, reason: str, plan: list[str]) -> str:
+    """Return what a person wants to know of a fault. `reason`: why this process left; empty in one that is new."""
+    died = "; ".join(event.deaths) or reason or "Started again"
     seconds = (
         f"detect {event.detect_s:.2f} s, rebuild {event.rebuild_s:.2f} s, fetch {event.fetch_s:.2f} s, "
         f"replay {event.replay_s:.2f} s"

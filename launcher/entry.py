@@ -11,6 +11,7 @@ from launcher.config import Settings
 from launcher.elastic import RankPlace, guard_rank, wants_guard
 from launcher.launch import read_launch, say_once
 from launcher.run import run, run_guarded
+from launcher.run_folder import require_lasting
 from moe_ckpt.config import require
 from moe_ckpt.errors import MoeCkptError
 
@@ -19,7 +20,9 @@ def start(settings: Settings) -> int:
     """Train, or guard what trains; return the exit status. Raises MoeCkptError where a user can mend the cause."""
     gc.freeze()  # what was imported stays: nobody is to look through it for garbage
     if wants_guard(settings):
-        return guard_rank(settings, read_launch(), lambda place, life: _train(settings, place, life))
+        launch = read_launch()
+        require_lasting(settings.run)
+        return guard_rank(settings, launch, lambda place, life: _train(settings, place, life))
     wanted = "none or state_loss where no guard replaces who is killed (ckpt=moevement has guards)"
     require(settings.fault.kind in ("none", "state_loss"), "fault.kind", settings.fault.kind, wanted)
     run(settings)

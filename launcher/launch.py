@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -9,6 +10,8 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -16,6 +19,9 @@ import torch.distributed as dist
 from moe_ckpt.errors import ConfigError
 
 _HOSTED = "MOE_CKPT_HOSTED_STORE"
+_CONNECT_S = 60.0
+_OPERATION_S = 300.0  # torch's own default; ranks that import or build for long are waited for
+_SAY_S = 10.0
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -52,7 +58,12 @@ def has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], None]) -> None:
+def job_name() -> str:
+    """Return what torchrun calls this job: `none` unless its --rdzv-id says otherwise; empty without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], object]) -> None:
     """Use a store of this job's own, at the address that torchrun has chosen for one.
 
     On global rank 0, `host` is to start a process that ends with this one and does nothing but keep the store.
@@ -87,7 +98,10 @@ def _shared_client(pid: int) -> dist.Store:  # noqa: ARG001 - a forked process i
 
 
 def _connect() -> dist.Store:
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    store.set_timeout(timedelta(seconds=_OPERATION_S))
+    return store
 
 
 def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
@@ -106,10 +120,21 @@ def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
 
 
 def say_once(message: str) -> None:
-    """Print an error that every rank meets, from the first that comes: torchrun ends the others before they could."""
-    store = agent_store("said")
+    """Print an error that every rank meets, from the first that comes: torchrun ends the others before they could.
+
+    Where the store does not answer, every rank prints it: the error may be just that.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    answers: list[bool] = []
     key = hashlib.sha256(f"{attempt} {message}".encode()).hexdigest()
-    first = store.add(key, 1) == 1 if store else os.environ.get("RANK", "0") == "0"
-    if first:
+    asking = Thread(target=_ask_if_first, args=(key, answers), name="say_once", daemon=True)
+    asking.start()
+    asking.join(_SAY_S)  # an operation of the store has no deadline of its own
+    if answers[:1] != [False]:
         print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _ask_if_first(key: str, answers: list[bool]) -> None:
+    with contextlib.suppress(RuntimeError):  # what torch raises for a store that is gone
+        store = agent_store("said")
+        answers.append(store.add(key, 1) == 1 if store else os.environ.get("RANK", "0") == "0")

@@ -14,10 +14,11 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.proc import is_alive, start_ticks
 from moe_ckpt.runtime.page import Page
+from moe_ckpt.runtime.processes import is_alive, start_ticks
 
 LATEST = Path("outputs/latest")
+_OLDER = {"guard_start_ticks": -1}  # what files of older runs lack: no process was ever started then
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,7 @@ class LiveTrainer:
     pid: int
     start_ticks: int
     guard_pid: int
+    guard_start_ticks: int
     memory: str
     life: int
 
@@ -46,9 +48,11 @@ class LiveTrainer:
     @property
     def is_guarded(self) -> bool:
         """Whether its guard lives, on this machine: then a dead trainer is about to be replaced."""
-        return self.is_here and is_alive(self.guard_pid)
+        return self.is_here and is_alive(self.guard_pid, started=self.guard_start_ticks)
 
     def open_page(self) -> Page:
+        """Return its page; raises FileNotFoundError where there is none, as a page that is made anew says nothing."""
+        self._page_path.stat()
         return Page(self._page_path)
 
     @property
@@ -65,6 +69,7 @@ def write_live(run: Path, *, global_rank: int, node: int, guard_pid: int, memory
         pid=os.getpid(),
         start_ticks=start_ticks(os.getpid()),
         guard_pid=guard_pid,
+        guard_start_ticks=start_ticks(guard_pid),
         memory=str(memory),
         life=life,
     )
@@ -85,7 +90,7 @@ def read_written(run: Path) -> list[LiveTrainer]:
     trainers: list[LiveTrainer] = []
     for path in sorted((run / "live").glob("rank*.json")):
         with contextlib.suppress(FileNotFoundError):  # removed since
-            trainers.append(LiveTrainer(**json.loads(path.read_text())))
+            trainers.append(LiveTrainer(**(_OLDER | json.loads(path.read_text()))))
     return trainers
 
 

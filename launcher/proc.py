@@ -1,40 +1,10 @@
-"""What Linux says about a process of this machine, by pid. Reads /proc; changes nothing."""
+"""Whether a process that was told to stop has."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-_STATE = 0  # fields of /proc/PID/stat that follow the name
-_START_TICKS = 19
-
-
-def start_ticks(pid: int) -> int:
-    """Return when a process was started: with the pid, a name that is never used again. Raises ProcessLookupError."""
-    fields = _stat(Path(f"/proc/{pid}/stat"))
-    if not fields:
-        raise ProcessLookupError(f"no process has pid {pid}")
-    return int(fields[_START_TICKS])
-
-
-def is_alive(pid: int, *, started: int | None = None) -> bool:
-    """Return whether a process, if given the one that was `started` then, can still do anything: a zombie cannot."""
-    fields = _stat(Path(f"/proc/{pid}/stat"))
-    if not fields or fields[_STATE] in "ZX":
-        return False
-    return started is None or int(fields[_START_TICKS]) == started
+from moe_ckpt.runtime.processes import thread_states
 
 
 def stands_still(pid: int) -> bool:
     """Return whether every thread of a process is stopped or gone."""
-    try:
-        states = [_stat(path / "stat") for path in Path(f"/proc/{pid}/task").iterdir()]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return all(fields[_STATE] in "TtZX" for fields in states if fields)
-
-
-def _stat(path: Path) -> list[str]:
-    try:
-        return path.read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    return all(state in "TtZX" for state in thread_states(pid))

@@ -43,6 +43,7 @@ from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.elastic import Elastic
+from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
@@ -78,7 +79,9 @@ def run(
     training.close()
     session.finish()
     result = _result(training, state, settings, folder, log.faults)
-    _finish(result, folder, log)
+    if launch.global_rank == 0:
+        folder.write_result(result)
+    _say_done(result, log)
     leave_job()
     return result
 
@@ -95,9 +98,10 @@ def run_guarded(
     The model is built before the others are met: those that live do not wait for what they have no part in.
     """
     started_s, launch = time.monotonic(), place.launch
+    page = Page(place.memory / "page")
+    start_heartbeat(page)
     layout = _fit(settings, launch)
     on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
-    page = Page(place.memory / "page")
     elastic = open_elastic(settings, place, life, page, open_groups(settings, page, open_transport(on_gpu=on_gpu)))
     join_elastic_job(launch)
     folder = find_run_folder(settings, launch, place.memory)
@@ -121,10 +125,16 @@ def run_guarded(
         synchronize_fresh(state)
         return _resume(session, settings, folder, launch)
 
-    result = job.run(start, lambda faults: _result(training, state, settings, folder, faults))
+    def report(faults: int) -> dict[str, Any]:
+        result = _result(training, state, settings, folder, faults)
+        if launch.global_rank == 0:
+            folder.write_result(result)
+        return result
+
+    result = job.run(start, report)
     training.close()
     session.finish()
-    _finish(result, folder, log)
+    _say_done(result, log)
     remove_live(folder.path, launch.global_rank)
     return result
 
@@ -280,10 +290,9 @@ def _result(
     }
 
 
-def _finish(result: dict[str, Any], folder: RunFolder, log: Log) -> None:
+def _say_done(result: dict[str, Any], log: Log) -> None:
     iteration, digest = result["iteration"], result["digest"]
     log.events.append(RunFinished(iteration=iteration, digest=digest))
     log.events.close()
     if log.global_rank == 0:
         print(f"done: iteration {iteration}, evaluation loss {result['eval_loss']:.4f}, digest {digest}")
-        folder.write_result(result)

@@ -6,6 +6,7 @@ events/rankNNNN.jsonl   what happened, per rank, over all lives
 checkpoints/        what `ckpt` saves
 tensorboard/        scalars
 result.json         at the end: losses, wall time, digest
+lock                whose job uses the folder; see run_lock.py
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from typing import Any
 import torch.distributed as dist
 
 from launcher.config import RunConfig, Settings
-from launcher.launch import Launch, agent_store
+from launcher.launch import Launch, agent_store, has_agent_store
 from launcher.live import read_live
+from launcher.run_lock import release_lock, take_lock, used_by
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.store.agree import from_rank_zero
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
-_FOLDER_TIMEOUT_S = 60
+_FOLDER_TIMEOUT_S = 60.0
 _JOB = "job"  # what torchrun's store remembers over all lives of the job
 
 
@@ -59,17 +61,28 @@ class RunFolder:
         return self.path / "events" / f"rank{global_rank:04d}.jsonl"
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Write result.json; raises ConfigError, naming run.dir, where it cannot be written."""
+        """Write result.json, with which the job is done with the folder; raises ConfigError, naming run.dir, where it cannot be written."""
         try:
             _write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
         except OSError as error:
             raise ConfigError(f"run.dir: result.json could not be written to {str(self.path)!r} ({error})") from error
+        release_lock(self.path)
+
+
+def require_lasting(run: RunConfig) -> None:
+    """Raise ConfigError where a restart by torchrun could not find the folder again: nobody would remember a new one.
+
+    A store that the job hosts itself is gone with the guard of global rank 0.
+    """
+    if run.dir is None and not has_agent_store():
+        wanted = "a folder that all nodes see, where the job hosts its own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
+        raise ConfigError(f"run.dir: got null, wanted {wanted}")
 
 
 def open_run_folder(settings: Settings, launch: Launch) -> RunFolder:
     """Create the run folder, or find the one that an earlier life of this job made; the same on all ranks. Collective.
 
-    Raises ConfigError, naming run.dir, where it cannot be written.
+    Raises ConfigError, naming run.dir, where it cannot be written, or belongs to another job that runs.
     """
     remembered = _remembered_folder() if launch.attempt > 0 else None
     return from_rank_zero(lambda: _create_or_find(settings, remembered), ConfigError)
@@ -82,38 +95,38 @@ def find_run_folder(settings: Settings, launch: Launch, memory: Path) -> RunFold
     """
     remembered = _remembered_folder()
     if remembered:
+        if launch.global_rank == 0:
+            take_lock(Path(remembered), is_ours=True)  # its agent may be another than before
         return read_run_folder(Path(remembered))
     if launch.global_rank == 0:
         if settings.run.dir is not None:
             _require_free(Path(settings.run.dir).resolve(), memory.parent)
         return _create_or_find(settings, None)
-    return read_run_folder(wait_for_run_folder())
+    return read_run_folder(wait_for_run_folder(settings.runtime.join_s))
 
 
-def wait_for_run_folder() -> Path:
+def wait_for_run_folder(timeout_s: float = _FOLDER_TIMEOUT_S) -> Path:
     """Return where this job's run folder is, once global rank 0 has made it. Raises ConfigError if that takes long."""
     store = agent_store(_JOB)
     assert store is not None
     try:
-        store.wait(["run_folder"], timedelta(seconds=_FOLDER_TIMEOUT_S))
+        store.wait(["run_folder"], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
-        raise ConfigError(f"run.dir: got no folder from rank 0 in {_FOLDER_TIMEOUT_S} s") from error
+        raise ConfigError(f"run.dir: got no folder from rank 0 in {timeout_s:g} s") from error
     return Path(store.get("run_folder").decode())
 
 
 def _require_free(path: Path, memory_root: Path) -> None:
     for trainer in read_live(path):
         if Path(trainer.memory).parent != memory_root:
-            wanted = "a folder of its own for every run"
-            raise ConfigError(
-                f"run.dir: got {str(path)!r}, which the run of process {trainer.pid} uses, wanted {wanted}"
-            )
+            raise used_by(path, f"process {trainer.pid}")
 
 
 def _create_or_find(settings: Settings, remembered: str | None) -> RunFolder:
     path = Path(remembered) if remembered else _choose_path(settings.run)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        take_lock(path, is_ours=_remembered_folder() == str(path))
         if not (path / "run.json").exists():
             _write_whole(path / "config.yaml", settings.composed_yaml)
             _write_whole(path / "run.json", json.dumps(_describe_run(), indent=1) + "\n")

@@ -91,7 +91,10 @@ def _status_of(trainer: LiveTrainer) -> RankStatus:
 def _doing(trainer: LiveTrainer) -> Doing | None:
     if not trainer.is_alive:
         return None
-    page = trainer.open_page()
+    try:
+        page = trainer.open_page()
+    except FileNotFoundError:  # it has ended since
+        return None
     return Doing(
         generation=page.generation,
         iteration=page.iteration,

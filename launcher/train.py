@@ -13,6 +13,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from moe_ckpt.runtime.parent import end_with_agent
+
+if __name__ == "__main__":
+    end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
+
 import hydra
 
 from launcher.config import CONF_DIR, compose_settings, group_choice_without_plus

@@ -133,6 +133,8 @@ class _Sparse:
         self.operators.meet()
         num_copies = self.elastic.replicas if self.elastic else 0
         self.windows = SparseWindows(self.config, _gather_profiles(self), self.place.stage, num_copies)
+        if self.elastic:
+            self.elastic.use_peers()
         self.stores = self.stores or self._open_stores()
         self.counts = self.counts or RouterCounts(self.state, self.operators.table)
         training = Training(stage=self.stage, operators=self.operators, counts=self.counts)
@@ -181,11 +183,9 @@ class _Sparse:
     def _open_journal(self, *, pinned: bool) -> Journal | None:
         if self.elastic is None:
             return None
-        keeper = self.elastic.keeper
-        if keeper:
-            keeper.use_peers([self.elastic.address_of(holder) for holder in self.elastic.holders])
-        folder = BlobFolder(own_path(self.elastic.memory), pinned=pinned)
-        return Journal(folder, keeper or NoCopies(), self.elastic.copy_s)
+        elastic = self.elastic
+        folder = BlobFolder(own_path(elastic.memory), pinned=pinned)
+        return Journal(folder, elastic.keeper or NoCopies(), elastic.copy_s, elastic.page.wait)
 
     def _limit(self) -> int | None:
         if self.config.memory_budget_bytes is None:

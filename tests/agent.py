@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,9 +29,11 @@ from moe_ckpt.runtime.guard import die_with_parent
 _ENDING_S = 5.0
 
 
-def run_agent(settings: Settings, world_size: int, folder: Path) -> None:
+def run_agent(settings: Settings, world_size: int, folder: Path, setup: Callable[[], None] | None) -> None:
     """Be the agent of a job; the exit status is that of the first guard that fails. Guards write to `guard_log`."""
     os.setsid()
+    if setup:
+        setup()
     pipes = [os.pipe() for _ in range(world_size)]
     pids = [_fork_guard(settings, rank, world_size, folder, pipes) for rank in range(world_size)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # after the forks: it has threads

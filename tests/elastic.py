@@ -78,16 +78,27 @@ def uninterrupted(world_size: int, *overrides: str) -> Outcome:
 
 
 class ElasticJob:
-    """A job of `world_size` ranks that starts with the block and is over with it; its files are in `folder`."""
+    """A job of `world_size` ranks that starts with the block and is over with it; its files are in `folder`.
 
-    def __init__(self, world_size: int, folder: Path, *overrides: str, timeout_s: float = 60.0) -> None:
+    `setup`, a function of a module, is called in the agent before it forks: it may put faults into what ranks run.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        folder: Path,
+        *overrides: str,
+        timeout_s: float = 60.0,
+        setup: Callable[[], None] | None = None,
+    ) -> None:
         self.world_size = world_size
         self.run = folder / "run"
         self._folder = folder
         self._shared = Path(tempfile.mkdtemp(prefix="moe_ckpt-test-", dir=SHARED_MEMORY))
+        self._folder.mkdir(exist_ok=True)
         where = (f"run.dir={self.run}", f"runtime.shared_memory={self._shared}")
-        settings = compose_settings((*fast(*ELASTIC, *overrides), *where))
-        self._process = _CONTEXT.Process(target=run_agent, args=(settings, world_size, folder))
+        settings = compose_settings((*fast(*where, *ELASTIC, *overrides),))
+        self._process = _CONTEXT.Process(target=run_agent, args=(settings, world_size, folder, setup))
         self._deadline_s = time.monotonic() + timeout_s
         self._pages: dict[int, Page] = {}
 

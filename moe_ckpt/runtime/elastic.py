@@ -35,6 +35,13 @@ class Elastic:
         """The training thread begins a phase; what a recovery runs again is all recovery."""
         self.page.enter(Phase.RECOVERY if self.page.phase is Phase.RECOVERY else phase)
 
+    def use_peers(self) -> None:
+        """Let the keeper copy to the holders' keepers, wherever they are now. Raises CheckpointSaveError."""
+        if self.keeper:
+            self.page.wait(True)
+            self.keeper.use_peers([self.address_of(holder) for holder in self.holders])
+            self.page.wait(False)
+
     @property
     def holders(self) -> tuple[int, ...]:
         """The ranks that keep copies of this rank's memory."""

@@ -17,7 +17,7 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,13 +29,13 @@ from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.abandon import Helper, Outcome
 from moe_ckpt.runtime.alone import Alone
 from moe_ckpt.runtime.polling_store import PollingStore
-from moe_ckpt.runtime.transport import GlooTransport, Transport
+from moe_ckpt.runtime.transport import GlooTransport, Transport, die
 
 BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
 """Names of backends: for tensors where training's are, and for tensors on the host."""
 
 _FORMING_THREADS = 4
-_CLOSING_S = 0.5
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _OPERATIONS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv"),
     *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "recv_anysource"),
@@ -47,11 +47,10 @@ _OPERATIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTimeouts:
-    """Seconds: to form all groups, for one operation, and for operations to fail by themselves once they are cut."""
+    """Seconds: to form all groups, and for one operation."""
 
     form_s: float
     operation_s: float
-    grace_s: float
 
 
 class ElasticGroup(dist.ProcessGroup):
@@ -84,7 +83,10 @@ for _name in _OPERATIONS:
 
 
 class ElasticGroups:
-    """All handles of this process. One thread forms and leaves; `cut` and `abandon` may come from any other."""
+    """All handles of this process. One thread forms and leaves; `cut` and `abandon` may come from any other.
+
+    `on_wait` learns when that thread waits for other ranks, and when it does not any more.
+    """
 
     def __init__(self, transport: Transport, timeouts: GroupTimeouts, on_wait: Callable[[bool], None]) -> None:
         self._transports = {BACKEND: transport, CPU_BACKEND: transport}
@@ -97,7 +99,9 @@ class ElasticGroups:
         self._lock = threading.Lock()
         self._awaited: set[Outcome] = set()
         self._unfinished: dict[int, tuple[Any, ...]] = {}
-        self._is_cut = False
+        self._store_lock = threading.Lock()
+        self._over = threading.Event()  # one per generation: a thread that is late must not see the next one's
+        self._training_thread = 0
 
     @property
     def insides(self) -> list[Any]:
@@ -106,6 +110,7 @@ class ElasticGroups:
 
     def register(self) -> None:
         """Let `torch.distributed` make such groups under the backends' names."""
+        _share_free_memory()
         for name, transport in self._transports.items():
             create = functools.partial(self._create, transport)
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
@@ -118,33 +123,47 @@ class ElasticGroups:
         """
         for transport in self._distinct:
             transport.begin()
-        self._is_cut = False
+        over = self._over = threading.Event()
+        self._training_thread = threading.get_ident()
         shared = [handle for handle in self._handles if handle.size() > 1]
         parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
         made: dict[ElasticGroup, Any] = {}
         prefix, form_s = f"{generation}/groups/", self._timeouts.form_s
-        store = PollingStore(client, threading.Lock(), prefix, lambda: self._is_cut, form_s)
-        outcomes = [self._start(lambda part=part: self._form(part, store, made)) for part in parts]
+        store = PollingStore(client, self._store_lock, prefix, over.is_set, form_s)
+        outcomes = [self._start(lambda part=part: self._form(part, store, over, made)) for part in parts]
         try:
             for outcome in outcomes:
                 self._await(outcome, 2 * self._timeouts.form_s)
         except RuntimeError as error:
+            over.set()
             raise PeersLostError(f"forming process groups: {error}") from error
         finally:
             for transport in self._distinct:
                 transport.formed()
         for handle, inside in made.items():
             handle.inside = inside
-        if self._is_cut:
+        if over.is_set():
             self.cut()
             raise PeersLostError("forming process groups: other ranks were lost")
 
     def cut(self) -> None:
         """End all operations, and let no new one begin. May be repeated."""
-        self._is_cut = True
+        self._over.set()
         for transport in self._distinct:
             mine = (handle.inside for handle in self._handles if handle.transport is transport)
             transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, Alone)])
+
+    def settle(self) -> None:
+        """Wait until all that this thread has waited for is done on its device, too.
+
+        Until then an operation of NCCL is only in order, and may still fail. Raises PeersLostError where others are
+        lost.
+        """
+        with self._telling():
+            for transport in self._distinct:
+                transport.settle(self._over.is_set, self._timeouts.operation_s)
+        if self._over.is_set():
+            raise PeersLostError("other ranks were lost")
 
     def abandon(self) -> None:
         """Wake whoever still waits for an operation that nobody will end."""
@@ -156,7 +175,7 @@ class ElasticGroups:
     def leave(self) -> None:
         """Drop what is inside, once nothing can arrive in anybody's tensors any more."""
         self.cut()
-        deadline_s = time.monotonic() + _CLOSING_S
+        begun_s = time.monotonic()
         unfinished, self._unfinished = list(self._unfinished.values()), {}
         insides = self.insides
         for handle in self._handles:
@@ -164,8 +183,8 @@ class ElasticGroups:
                 handle.inside = None
         threading.Thread(target=_bury, args=(unfinished, insides), daemon=True).start()
         del unfinished, insides
-        while time.monotonic() < deadline_s and not all(transport.is_quiet() for transport in self._distinct):
-            time.sleep(0.001)  # the kernel tells nobody when gloo has read its last
+        for transport in self._distinct:
+            self._wait_for_quiet(transport, begun_s)
         gc.collect()
         _return_free_memory()
 
@@ -174,7 +193,7 @@ class ElasticGroups:
         inside = handle.inside
         if isinstance(inside, Alone):
             return getattr(inside, name)(*arguments, **options)
-        if self._is_cut:
+        if self._over.is_set():
             raise PeersLostError(f"{name}: other ranks were lost")
         try:
             work = getattr(inside, name)(*arguments, **options)
@@ -185,20 +204,38 @@ class ElasticGroups:
 
     def wait(self, work: Any, *, can_be_forgotten: bool) -> None:
         """Wait for an operation to end or to be abandoned. Raises PeersLostError where others are lost."""
-        self._on_wait(True)
         try:
-            self._wait_for_helper(work) if can_be_forgotten else work.wait()
+            with self._telling():
+                self._wait_for_helper(work) if can_be_forgotten else work.wait()
         except RuntimeError as error:
             raise PeersLostError(str(error)) from error
-        finally:
-            self._on_wait(False)
         self._unfinished.pop(id(work), None)
-        if self._is_cut:
+        if self._over.is_set():
             raise PeersLostError("other ranks were lost")
 
     @property
     def _distinct(self) -> set[Transport]:
         return set(self._transports.values())
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell that the training thread waits for other ranks; of other threads nobody wants to know."""
+        on_wait = self._on_wait if threading.get_ident() == self._training_thread else _nobody
+        on_wait(True)
+        try:
+            yield
+        finally:
+            on_wait(False)
+
+    def _wait_for_quiet(self, transport: Transport, begun_s: float) -> None:
+        """Wait until nothing can arrive any more: the kernel tells nobody when gloo has read its last."""
+        limit_s = self._timeouts.operation_s if transport.closing_s is None else transport.closing_s
+        while not transport.is_quiet():
+            if time.monotonic() - begun_s > limit_s:
+                if transport.closing_s is None:
+                    die(f"{transport.device} is not done runtime.operation_s={limit_s:g} seconds after an abort")
+                return
+            time.sleep(0.001)
 
     def _wait_for_helper(self, work: Any) -> None:
         helper: Helper = getattr(self._helpers, "own", None) or Helper()
@@ -231,9 +268,15 @@ class ElasticGroups:
             with self._lock:
                 self._awaited.discard(outcome)
 
-    def _form(self, handles: Sequence[ElasticGroup], store: dist.Store, made: dict[ElasticGroup, Any]) -> None:
+    def _form(
+        self,
+        handles: Sequence[ElasticGroup],
+        store: dist.Store,
+        over: threading.Event,
+        made: dict[ElasticGroup, Any],
+    ) -> None:
         for handle in handles:
-            if self._is_cut:
+            if over.is_set():
                 raise PeersLostError("forming process groups: other ranks were lost")
             made[handle] = handle.transport.make(
                 dist.PrefixStore(handle.key, store),
@@ -278,6 +321,17 @@ def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
         with contextlib.suppress(RuntimeError):
             first.wait()
     insides.clear()
+
+
+def _nobody(waiting: bool) -> None:
+    pass
+
+
+def _share_free_memory() -> None:
+    """Let all threads take memory from one place: every generation has new ones, and glibc gives them places of their
+    own, up to 8 per core, of which each keeps what it once had."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _return_free_memory() -> None:

@@ -18,9 +18,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from moe_ckpt.runtime.death import Death
-from moe_ckpt.runtime.membership import Generations
+from moe_ckpt.runtime.membership import GUARD, Generations
 from moe_ckpt.runtime.page import Page
 
 _log = logging.getLogger(__name__)
@@ -39,44 +40,58 @@ class GuardLimits:
 
 
 class Guard:
-    """Watches one rank. `trainer(life)` is called in each forked process and returns its exit status."""
+    """Watches one rank. `trainer(life)` is called in each forked process and returns its exit status.
+
+    `start_keeper` forks the process that keeps the rank's copies and returns its pid; again whenever that dies.
+    """
 
     def __init__(
         self,
         global_rank: int,
-        world_size: int,
         page: Page,
         generations: Generations,
         trainer: Callable[[int], int],
         limits: GuardLimits,
+        start_keeper: Callable[[], int] | None = None,
     ) -> None:
         self._global_rank = global_rank
-        self._world_size = world_size
         self._page = page
         self._generations = generations
         self._trainer = trainer
         self._limits = limits
+        self._start_keeper = start_keeper
         self._pid = 0
+        self._keeper_pid = 0
         self._life = 0
-        self._deaths = 0
-        self._furthest = 0
+        self._trainer_deaths = _Budget(limits.max_deaths)
+        self._keeper_deaths = _Budget(limits.max_deaths)
 
     def run(self) -> int:
         """Guard until the job is done or has failed; return this process's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         die_with_parent(signal.SIGTERM)
+        self._succeed()
+        if self._start_keeper:
+            self._keeper_pid = self._start_keeper()
         while True:
             self._spawn()
             hung = self._watch()
-            _, status = os.waitpid(self._pid, 0)
+            pid, status = os.waitpid(self._pid, 0)
+            self._pid = 0  # from now on that number may be another's
             if os.WIFEXITED(status):
                 return os.WEXITSTATUS(status)
-            if self._generations.all_done(self._world_size):
+            if self._generations.has_finished(self._page.generation):
                 return 0
-            if not self._may_replace(os.WTERMSIG(status), hung):
+            if not self._may_replace(self._death(pid, os.WTERMSIG(status), hung)):
                 return _FAILED
             self._life += 1
+
+    def _succeed(self) -> None:
+        """Where torchrun has started this rank again, let trainers that wait for its earlier ones meet its next."""
+        self._life = self._generations.life(self._global_rank) + 1
+        if self._life > 0:
+            self._generations.end(self._generations.current(), f"{GUARD} of rank {self._global_rank} was started again")
 
     def _spawn(self) -> None:
         self._generations.set_life(self._global_rank, self._life)
@@ -98,6 +113,7 @@ class Guard:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
             while not poll.poll(_WATCH_EVERY_MS):
+                self._replace_dead_keeper()
                 hung = self._hang()
                 if hung:
                     os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
@@ -105,6 +121,19 @@ class Guard:
         finally:
             os.close(pidfd)
         return None
+
+    def _replace_dead_keeper(self) -> None:
+        """Start another where the keeper is dead; all ranks meet anew, and learn its address."""
+        if not self._keeper_pid or os.waitpid(self._keeper_pid, os.WNOHANG) == (0, 0):
+            return
+        assert self._start_keeper is not None
+        self._keeper_pid = 0
+        if not self._keeper_deaths.allows_another(self._page.iteration):
+            _complain(f"error: the keeper of rank {self._global_rank} died {self._keeper_deaths}, giving up")
+            self._exit(_FAILED)
+        self._keeper_pid = self._start_keeper()
+        if self._page.generation:
+            self._generations.end(self._page.generation, f"{GUARD} of rank {self._global_rank}: its keeper died")
 
     def _hang(self) -> str | None:
         now_s = time.monotonic()
@@ -114,30 +143,25 @@ class Guard:
             return f"hung: no progress for runtime.progress_s={self._limits.progress_s:g} seconds, killed"
         return None
 
-    def _may_replace(self, number: int, hung: str | None) -> bool:
+    def _may_replace(self, death: Death) -> bool:
         """End the generation of a dead trainer; return whether the budget of deaths allows another."""
-        death = self._death(number, hung)
-        if self._page.generation:
-            self._generations.record_death(self._page.generation, death)
-            self._generations.end(self._page.generation, str(death))
-        self._deaths = 1 if death.iteration > self._furthest else self._deaths + 1
-        self._furthest = max(self._furthest, death.iteration)
-        if self._deaths < self._limits.max_deaths:
+        generation = self._page.generation
+        self._generations.record_death(generation or self._generations.current(), death)
+        if generation:
+            self._generations.end(generation, str(death))
+        else:
+            _complain(f"{death}, before it had met the others")
+        if self._trainer_deaths.allows_another(death.iteration):
             return True
-        print(
-            f"error: rank {self._global_rank} died {self._deaths} times in a row without progress "
-            f"(runtime.max_deaths={self._limits.max_deaths}), giving up; the last time: {death}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _complain(f"error: rank {self._global_rank} died {self._trainer_deaths}, giving up; the last time: {death}")
         return False
 
-    def _death(self, number: int, hung: str | None) -> Death:
+    def _death(self, pid: int, number: int, hung: str | None) -> Death:
         offset_s = time.time() - time.monotonic()
         name = signal.Signals(number).name
         return Death(
             global_rank=self._global_rank,
-            pid=self._pid,
+            pid=pid,
             signal=name,
             why=hung or f"died of {name}",
             iteration=self._page.iteration,
@@ -148,10 +172,37 @@ class Guard:
 
     def _stop(self, number: int, _: object) -> None:
         """Torchrun ends the job, or is gone itself: end with it."""
+        self._exit(128 + number)
+
+    def _exit(self, status: int) -> NoReturn:
+        """End once the trainer has: whoever comes next may need what it has."""
         if self._pid:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._pid, signal.SIGKILL)
-        os._exit(128 + number)
+                os.waitpid(self._pid, 0)
+        os._exit(status)
+
+
+class _Budget:
+    """How often something may die in a row without progress of the iteration that it belongs to."""
+
+    def __init__(self, max_deaths: int) -> None:
+        self._max_deaths = max_deaths
+        self._deaths = 0
+        self._furthest = 0
+
+    def allows_another(self, iteration: int) -> bool:
+        """Count a death in an iteration; return whether there may be another."""
+        self._deaths = 1 if iteration > self._furthest else self._deaths + 1
+        self._furthest = max(self._furthest, iteration)
+        return self._deaths < self._max_deaths
+
+    def __str__(self) -> str:
+        return f"{self._deaths} times in a row without progress (runtime.max_deaths={self._max_deaths})"
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:

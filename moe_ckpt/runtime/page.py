@@ -16,6 +16,7 @@ import time
 from enum import IntEnum
 from pathlib import Path
 
+from moe_ckpt.config import require
 from moe_ckpt.types import Phase
 
 _SIZE_BYTES = 4096
@@ -37,12 +38,15 @@ class _Word(IntEnum):
 
 
 class Page:
-    """One trainer's page. Times are `time.monotonic_ns()`, which all processes of a machine share."""
+    """One trainer's page. Times are `time.monotonic_ns()`, which all processes of a machine share.
+
+    Raises ConfigError where there is no room for it.
+    """
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(fd, _SIZE_BYTES)
+            _reserve(fd, path)
             self._words = memoryview(mmap.mmap(fd, _SIZE_BYTES)).cast("q")
         finally:
             os.close(fd)
@@ -133,3 +137,12 @@ class Page:
         number, words[_Word.ORDER_SIGNAL] = words[_Word.ORDER_SIGNAL], 0
         words[_Word.ORDERS_OBEYED] += 1
         os.kill(os.getpid(), number)
+
+
+def _reserve(fd: int, path: Path) -> None:
+    """Give the file its memory now: without any left, a later write to the page would end the process by SIGBUS."""
+    try:
+        os.posix_fallocate(fd, 0, _SIZE_BYTES)
+    except OSError as error:
+        wanted = f"room for {_SIZE_BYTES} more bytes ({error})"
+        require(False, "runtime.shared_memory", str(path.parent), wanted)

@@ -17,11 +17,14 @@ import torch.distributed as dist
 from moe_ckpt.errors import PeersLostError
 
 T = TypeVar("T")
-_ASK_EVERY_S = 0.001
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
 
 
 class PollingStore(dist.Store):
-    """`client` under a lock. Waits end with PeersLostError once `is_over` says so, or after `timeout_s` seconds."""
+    """`client` under a lock. Whatever is asked raises PeersLostError once `is_over` says so.
+
+    Waits end so after `timeout_s` seconds, too.
+    """
 
     def __init__(
         self, client: dist.Store, lock: Lock, prefix: str, is_over: Callable[[], bool], timeout_s: float
@@ -48,14 +51,20 @@ class PollingStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         wanted_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
-        deadline_s = time.monotonic() + wanted_s
+        begun_s = time.monotonic()
         while not self.check(keys):
-            if self._is_over():
-                raise PeersLostError("rendezvous: other ranks were lost")
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - begun_s
+            if waited_s > wanted_s:
                 raise PeersLostError(f"rendezvous: got no {keys} in {wanted_s:g} s")
-            time.sleep(_ASK_EVERY_S)  # a blocking wait could not be left
+            time.sleep(_pause_s(waited_s))  # a blocking wait could not be left
 
     def _ask(self, request: Callable[[], T]) -> T:
         with self._lock:
+            if self._is_over():
+                raise PeersLostError("rendezvous: other ranks were lost")
             return request()
+
+
+def _pause_s(waited_s: float) -> float:
+    """Return how long to wait before asking again: a quarter of the time so far, as all ranks ask one server."""
+    return min(max(_LEAST_PAUSE_S, waited_s / 4), _MOST_PAUSE_S)

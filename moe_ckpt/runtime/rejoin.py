@@ -67,7 +67,7 @@ class StepState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejoined:
-    """What it took to get to the state after `iteration`, on this rank; None: everybody starts from the beginning."""
+    """What it took to get to the state after `iteration`, on this rank; None: all start where the run has started."""
 
     iteration: int | None
     plan: RecoveryPlan | None = None
@@ -121,8 +121,8 @@ class Rejoin:
         target = plan_target([report.standing for report in reports])
         self._fill_records(reports)
         live = self._settle(state, target) if target else False
-        has_progress = target.iteration > 0 if target else any(report.has_progress for report in reports)
-        if not has_progress:
+        began_at_zero = target is not None and target.iteration == 0
+        if began_at_zero or not any(report.has_progress for report in reports):
             self._stores.clear()
             return Rejoined(iteration=None)
         inventories = self._take_stock(target)

@@ -146,6 +146,8 @@ class Session:
         self._enter_phase(Phase.STEP)
 
     def step_committed(self, iteration: int) -> None:
+        if self._elastic:
+            self._elastic.membership.settle()
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
         if self.sparse:
@@ -163,9 +165,13 @@ class Session:
             self._recover(self.sparse, iteration, undo=False)
         self._enter_phase(Phase.BETWEEN)
 
-    def finish(self) -> None:
+    def wait_for_saves(self) -> None:
         """Wait for what is still being written."""
         self._attempt(lambda: self._durable.poll(wait=True))
+
+    def finish(self) -> None:
+        """Wait for what is still being written, and end the threads that copy."""
+        self.wait_for_saves()
         if self.sparse:
             self.sparse.tier.close()
 

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+import signal
 import socket
 import sys
 import termios
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+
+from moe_ckpt.errors import PeersLostError
+
+_log = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 0.0001
+_NCCL_NEVER_ENDS_THE_PROCESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 class Transport(Protocol):
@@ -24,6 +33,8 @@ class Transport(Protocol):
     device: torch.device
     can_forget: bool
     """Whether an operation may wait on after `cut`, so that it must be abandoned."""
+    closing_s: float | None
+    """How long to wait for quiet after `cut` before going on without; None: never go on without."""
 
     def begin(self) -> None:
         """A generation is about to be formed: what is opened from now on belongs to it."""
@@ -35,6 +46,13 @@ class Transport(Protocol):
 
     def formed(self) -> None:
         """All groups of this generation are made: nothing more is opened for it."""
+        ...
+
+    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until what was waited for is done on the device, too, or `is_over` says that it does not count.
+
+        Raises PeersLostError after `timeout_s` seconds.
+        """
         ...
 
     def cut(self, insides: Sequence[Any]) -> None:
@@ -55,6 +73,7 @@ class GlooTransport:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.can_forget = True
+        self.closing_s: float | None = 0.5
         self._before: frozenset[str] = frozenset()
         self._own: frozenset[str] | None = None
 
@@ -70,10 +89,13 @@ class GlooTransport:
     def formed(self) -> None:
         self._own = frozenset(_open_sockets()) - self._before
 
+    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        pass  # an operation that was waited for is done
+
     def cut(self, insides: Sequence[Any]) -> None:  # noqa: ARG002 - gloo offers nothing to call
         for inode, fd in _open_sockets().items():
             if inode in self._own if self._own is not None else inode not in self._before:
-                _shut_down(fd)
+                _shut_down(fd, inode)
 
     def is_quiet(self) -> bool:
         own = self._own or frozenset()
@@ -83,15 +105,23 @@ class GlooTransport:
 class NcclTransport:
     """NCCL. Kernels of aborted communicators finish, with garbage: whoever synchronizes asks afterwards if all is well.
 
-    All communicators are aborted at the same time: one after another they can wait for each other.
+    All communicators are aborted at the same time: one after another they can wait for each other. What may block is
+    in threads, and a device that cannot be used any more ends the process as a death would: a new one gets it back.
     """
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.can_forget = False
+        self.closing_s: float | None = None
+        self._lock = threading.Lock()
+        self._aborts: dict[int, threading.Thread] = {}
+        self._draining: threading.Thread | None = None
+        keep_nccl_from_ending_the_process()
 
     def begin(self) -> None:
-        pass
+        with self._lock:
+            self._aborts.clear()
+        self._draining = None
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
@@ -104,16 +134,53 @@ class NcclTransport:
     def formed(self) -> None:
         pass
 
+    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        deadline_s = time.monotonic() + timeout_s
+        while not done.query() and not is_over():
+            if time.monotonic() > deadline_s:
+                raise PeersLostError(f"operations on {self.device} took more than {timeout_s:g} s")
+            time.sleep(_LOOK_AGAIN_S)  # a blocking wait could not be left
+
     def cut(self, insides: Sequence[Any]) -> None:
-        threads = [threading.Thread(target=inside.abort, daemon=True) for inside in insides]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with self._lock:
+            new = {id(inside): inside for inside in insides if id(inside) not in self._aborts}
+            for key, inside in new.items():
+                self._aborts[key] = threading.Thread(target=inside.abort, name="abort", daemon=True)
+                self._aborts[key].start()
 
     def is_quiet(self) -> bool:
-        torch.cuda.current_stream().synchronize()
-        return True
+        with self._lock:
+            if any(thread.is_alive() for thread in self._aborts.values()):
+                return False
+        if self._draining is None:
+            self._draining = threading.Thread(target=_drain, args=(self.device,), name="drain", daemon=True)
+            self._draining.start()
+        return not self._draining.is_alive()
+
+
+def keep_nccl_from_ending_the_process() -> None:
+    """Let errors of NCCL be the caller's to handle; call before the first group of NCCL is made.
+
+    torchrun sets the opposite: then torch's watchdog would end those that survive the loss of a peer.
+    """
+    os.environ.update(_NCCL_NEVER_ENDS_THE_PROCESS)
+
+
+def die(reason: str) -> NoReturn:
+    """End this process as if it had been killed: that is repaired, while an error would end the job."""
+    _log.error("trainer ends: %s", reason)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def _drain(device: torch.device) -> None:
+    """Wait for all streams of a device: after an abort nothing less is known to write no more."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # it stays: every call from now on fails
+        die(f"{device} cannot be used any more: {error}")
 
 
 def _group_of(backend: Any, store: dist.Store, device: torch.device, kind: Any) -> dist.ProcessGroup:
@@ -135,9 +202,10 @@ def _open_sockets() -> dict[str, int]:
     return found
 
 
-def _shut_down(fd: int) -> None:
+def _shut_down(fd: int, name: str) -> None:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:  # OSError: closed meanwhile
-        if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        is_same = name == f"socket:[{os.fstat(duplicate.fileno()).st_ino}]"  # or the number is another's meanwhile
+        if is_same and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             duplicate.shutdown(socket.SHUT_RDWR)
 
 

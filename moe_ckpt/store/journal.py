@@ -69,12 +69,14 @@ class Journal:
     """Keeps one rank's snapshots and steps in `folder`, for one thread. A copy may take `copy_s` seconds.
 
     Peers hear nothing until `begin_copying` and after `stop_copying`: what they hold may be the last of its kind.
+    `on_wait` is told when it begins (True) and ends (False) to wait for them.
     """
 
-    def __init__(self, folder: BlobFolder, copies: Copies, copy_s: float) -> None:
+    def __init__(self, folder: BlobFolder, copies: Copies, copy_s: float, on_wait: Callable[[bool], None]) -> None:
         self.folder = folder
         self._copies = copies
         self._copy_s = copy_s
+        self._on_wait = on_wait
         self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
         self._copying: dict[str, Future[None]] | None = None
         self._copies_fail = False
@@ -153,6 +155,7 @@ class Journal:
         self.folder.path.mkdir(parents=True, exist_ok=True)
         self._unfinished.touch()
         self.folder.clear()
+        self._on_wait(True)
         try:
             return fetch(self.folder)
         except BaseException:
@@ -160,6 +163,7 @@ class Journal:
             raise
         finally:
             self._unfinished.unlink(missing_ok=True)
+            self._on_wait(False)
 
     @property
     def _unfinished(self) -> Path:
@@ -188,6 +192,7 @@ class Journal:
     def _are_copied(self, keys: Iterable[str]) -> bool:
         assert self._copying is not None, "asked for copies before peers were told of anything"
         until_s = time.monotonic() + self._copy_s
+        self._on_wait(True)
         try:
             for key in keys:
                 self._copying[key].result(max(0.0, until_s - time.monotonic()))
@@ -195,6 +200,8 @@ class Journal:
             _log.warning("not copied, training goes on: %s", error or f"no answer in {self._copy_s:g} s")
             self._copies_fail = True
             return False
+        finally:
+            self._on_wait(False)
         return True
 
 

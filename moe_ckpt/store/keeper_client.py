@@ -49,9 +49,11 @@ class KeeperClient:
         Raises CheckpointSaveError if there is none in time.
         """
         with self._lock:
-            connection = self._connected(wait_s=self._timeout_s)
             self._peers = UsePeers(addresses=tuple(map(str, addresses)))
-            connection.send(self._peers)
+            try:
+                self._connected(wait_s=self._timeout_s).send(self._peers)
+            except CheckpointSaveError:  # that of a keeper that had just died
+                self._connected(wait_s=self._timeout_s)
 
     def copy(self, keys: Sequence[str]) -> Future[None]:
         """Start copying own blobs to all peers.

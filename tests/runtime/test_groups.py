@@ -27,7 +27,7 @@ from moe_ckpt.runtime.guard import run_and_exit
 from moe_ckpt.runtime.polling_store import PollingStore
 from moe_ckpt.runtime.transport import GlooTransport
 from tests.ranks import rank_store, run_ranks
-from tests.runtime.trainers import WAIT_S, open_groups, open_store, own_rank
+from tests.runtime.trainers import WAIT_S, meet, open_groups, open_store, own_rank
 
 MIB = 1 << 20
 
@@ -274,13 +274,6 @@ def test_after_a_leave_nothing_stale_is_in_use_though_all_live(tmp_path: Path) -
         assert set(late) == {"PeersLostError"}
         assert set(left) == {"forgotten"}
         assert set(closed) == {"closed"}
-
-
-def meet(store: dist.Store, name: str, size: int) -> None:
-    """Wait, inside a rank, until as many have come here."""
-    if store.add(name, 1) == size:
-        store.set(f"{name}/all", "")
-    store.wait([f"{name}/all"], timedelta(seconds=WAIT_S))
 
 
 def wait_until(look: Callable[[], bool]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.runtime.guard import Guard, GuardLimits
+from moe_ckpt.runtime.guard import Guard, GuardLimits, die_with_parent
 from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.membership import Generations
 from moe_ckpt.runtime.page import Page
@@ -30,13 +30,15 @@ PATIENT = GuardLimits(heartbeat_s=WAIT_S, progress_s=WAIT_S, max_deaths=3)
 Act = Callable[[Page], int | None]
 
 
-def guard_main(connection: Connection, folder: str, limits: GuardLimits) -> None:
+def guard_main(
+    connection: Connection, folder: str, limits: GuardLimits, start_keeper: Callable[[], int] | None = None
+) -> None:
     """Guard the only rank of a job; what guard and trainers say goes to a file."""
     fd = os.open(Path(folder) / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, sys.stderr.fileno())
     page = Page(Path(folder) / "page")
     generations = Generations(open_store(folder))
-    sys.exit(Guard(0, 1, page, generations, lambda life: train(life, page, connection), limits).run())
+    sys.exit(Guard(0, page, generations, lambda life: train(life, page, connection), limits, start_keeper).run())
 
 
 def train(life: int, page: Page, connection: Connection) -> int:
@@ -71,7 +73,8 @@ class Guarded:
     """A guard, and the hand on its trainers."""
 
     def __init__(self, folder: Path, limits: GuardLimits, main: Callable[..., None] = guard_main) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
         self.generations = Generations(open_store(str(folder)))
         self.page = Page(folder / "page")
         self._said = folder / "said"
@@ -144,9 +147,9 @@ def guarded(tmp_path: Path) -> Iterator[Callable[..., Guarded]]:
     """Start a guard with these limits, else those that no test reaches."""
     with ExitStack() as stack:
 
-        def start(main: Callable[..., None] = guard_main, **limits: float) -> Guarded:
-            number = len(list(tmp_path.iterdir()))
-            guarded = Guarded(tmp_path / f"guard{number}", replace(PATIENT, **limits), main)
+        def start(main: Callable[..., None] = guard_main, folder: Path | None = None, **limits: float) -> Guarded:
+            folder = folder or tmp_path / f"guard{len(list(tmp_path.iterdir()))}"
+            guarded = Guarded(folder, replace(PATIENT, **limits), main)
             stack.callback(guarded.end)
             return guarded
 
@@ -177,7 +180,8 @@ def test_a_death_before_joining_ends_nobodys_generation(guarded) -> None:
     rank.generations.current()
     rank.kill_trainer()
     rank.meet_trainer()
-    assert (rank.life, rank.generations.current(), rank.generations.deaths(1)) == (1, 1, [])
+    assert (rank.life, rank.generations.current(), rank.generations.has_ended(1)) == (1, 1, False)
+    assert "died of SIGKILL in build" in rank.said()
 
 
 @pytest.mark.parametrize(("act", "status"), [(return_zero, 0), (return_three, 3), (fail, 1)])
@@ -249,7 +253,7 @@ def test_a_wedged_trainer_is_killed_but_not_one_that_waits_for_others(guarded) -
 def test_a_death_after_the_jobs_end_is_none(guarded) -> None:
     rank = guarded()
     rank.tell(join_first_generation)
-    rank.generations.done(0)
+    rank.generations.done(1, 1)
     rank.kill_trainer()
     assert rank.exit_status() == 0
     assert rank.has_no_successor
@@ -290,3 +294,46 @@ def test_nothing_outlives_a_killed_agent(guarded) -> None:
     rank.wait_for_trainers_end()
     wait_for_end(guard)
     os.close(guard)
+
+
+def test_a_guard_that_is_started_again_goes_on_with_the_next_life(guarded) -> None:
+    earlier = guarded()
+    earlier.generations.current()
+    os.kill(earlier.guard_pid, signal.SIGTERM)
+    assert earlier.exit_status() == 128 + signal.SIGTERM
+    later = guarded(folder=earlier.folder)
+    assert (later.life, later.generations.life(0), later.generations.current()) == (1, 1, 2)
+    assert later.generations.wait_for_end(1) == "guard of rank 0 was started again"
+
+
+def guard_with_keepers(connection: Connection, folder: str, limits: GuardLimits) -> None:
+    """Guard with keepers that do nothing but say their pid."""
+    guard_pid = os.getpid()
+
+    def start_keeper() -> int:
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(signal.SIGKILL, parent=guard_pid)
+            while True:
+                signal.pause()
+        store = open_store(folder)
+        store.set(f"keeper/{store.add('keepers', 1)}", str(pid))
+        return pid
+
+    guard_main(connection, folder, limits, start_keeper)
+
+
+def test_a_dead_keeper_is_replaced_and_the_ranks_meet_anew_but_not_for_ever(guarded) -> None:
+    rank = guarded(guard_with_keepers, max_deaths=3)
+    rank.generations.current()
+    rank.tell(join_first_generation)
+    store = open_store(str(rank.folder))
+    for number in (1, 2, 3):
+        os.kill(int(store.get(f"keeper/{number}")), signal.SIGKILL)
+        if number == 1:
+            assert rank.generations.wait_for_end(1) == "guard of rank 0: its keeper died"
+    rank.wait_for_trainers_end()
+    assert rank.exit_status() == 1
+    assert rank.life == rank.generations.life(0) == 0
+    assert "error: the keeper of rank 0 died 3 times in a row without progress (runtime.max_deaths=3)" in rank.said()
+    assert store.get("keepers") == b"3"

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.death import Death
 from moe_ckpt.runtime.groups import ElasticGroups, GroupTimeouts
-from moe_ckpt.runtime.membership import FENCED, STORE_LOST, Generations, Member, Membership
+from moe_ckpt.runtime.membership import FENCED, GUARD, STORE_LOST, Generations, Member, Membership
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.transport import GlooTransport
 from moe_ckpt.types import Phase
 from tests.ranks import run_ranks
-from tests.runtime.trainers import GRACE_S, WAIT_S, open_membership, open_store, own_rank
+from tests.runtime.trainers import GRACE_S, WAIT_S, meet, open_membership, open_store, own_rank
 
 START_S = 90.0  # the first process of a test run imports torch and Megatron
 
@@ -135,18 +135,40 @@ def test_deaths_are_kept_by_generation(both: tuple[Generations, Generations]) ->
     one.record_death(1, death_of(2))
     other.record_death(1, death_of(0))
     one.record_death(2, death_of(1))
+    assert other.num_deaths() == 3
     assert [other.deaths(generation) for generation in (1, 2, 3)] == [[death_of(2), death_of(0)], [death_of(1)], []]
 
 
-def test_all_are_done_when_the_last_is(generations: Generations) -> None:
-    generations.done(1)
-    generations.done(1)
-    assert not generations.all_done(2)
-    generations.done(0)
-    assert generations.all_done(2)
-    generations.wait_until_done(2, WAIT_S)
-    with pytest.raises(dist.DistStoreError):
-        generations.wait_until_done(3, 0.05)
+def test_a_generation_has_finished_when_the_last_rank_is_done_and_for_good(
+    both: tuple[Generations, Generations],
+) -> None:
+    one, other = both
+    one.current()
+    one.done(1, 2)
+    assert not other.has_finished(1)
+    other.done(1, 2)
+    assert (one.has_finished(1), other.finishes(1)) == (True, True)
+    assert not one.end(1, "too late")
+    assert (other.current(), other.has_ended(1)) == (1, False)
+
+
+def test_a_generation_that_has_ended_cannot_finish(both: tuple[Generations, Generations]) -> None:
+    one, other = both
+    one.current()
+    one.done(1, 2)
+    assert other.end(1, "a death")
+    other.done(1, 2)
+    assert (one.has_finished(1), one.finishes(1), one.current()) == (False, False, 2)
+    one.done(2, 2)
+    assert not one.has_finished(2), "who was done before is not done any more"
+
+
+def test_the_life_that_may_join_is_the_last_one_set(both: tuple[Generations, Generations]) -> None:
+    one, other = both
+    assert other.life(3) == -1
+    for life in (0, 1):
+        one.set_life(3, life)
+        assert other.life(3) == life
 
 
 # Members. Those below are what ranks do; rank 2 is no member and stands for a guard.
@@ -170,21 +192,23 @@ REASONS = ["rank 0 said so", "rank 1 said so", "a guard said so"]
 
 def go_through_generations(folder: str) -> list[Any]:
     """Be in a generation after the other; the first three are ended by rank 0, rank 1 and a guard."""
-    generations = Generations(open_store(folder))
+    keys, generations = open_store(folder), Generations(open_store(folder))
     if own_rank() == 2:
-        open_store(folder).wait(["all are in 3"])
+        keys.wait(["all are in 3/all"])
         generations.record_death(3, death_of(1))
         generations.end(3, REASONS[2])
         return []
     generations.set_life(own_rank(), 0)
-    membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2)
+    membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2, grace_s=WAIT_S)
     seen: list[Any] = []
     for reason in REASONS:
         generation = membership.join()
         total = sum_of_ranks()
-        if generation == 3 and own_rank() == 0:
-            open_store(folder).set("all are in 3", "")
+        if generation == 2:
+            membership.entered()
+        meet(keys, f"all are in {generation}", 2)
         if generation == 1 + own_rank():
+            generations.record_death(generation, death_of(own_rank()))
             generations.end(generation, reason)
         seen.append((generation, total, wait_for_the_end(membership)))
     return [*seen, membership.join(), sum_of_ranks(), membership.deaths(), membership.page.waiting]
@@ -193,7 +217,7 @@ def go_through_generations(folder: str) -> list[Any]:
 def test_whoever_ends_a_generation_all_leave_it_and_join_the_next(tmp_path: Path) -> None:
     members = run_ranks(3, go_through_generations, str(tmp_path))[:2]
     wanted = [(generation, 3.0, reason) for generation, reason in enumerate(REASONS, start=1)]
-    assert members == [[*wanted, 4, 3.0, [death_of(1)], False]] * 2
+    assert members == [[*wanted, 4, 3.0, [death_of(1), death_of(1)], False]] * 2
     for rank in range(2):
         page = Page(tmp_path / f"page{rank}")
         assert (page.generation, page.phase) == (4, Phase.JOIN)
@@ -223,16 +247,22 @@ def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(tmp_path
     assert found == [(2, 3.0, [death_of(1)], True)] * 2
 
 
+def caused(text: str, cause: BaseException) -> ValueError:
+    error = ValueError(text)
+    error.__cause__ = cause
+    return error
+
+
 def judge_errors(folder: str) -> list[bool]:
-    """Return what is taken for the loss of others, before and after one was found."""
+    """Return what is taken for the loss of others, before one was found, as it is, and after."""
     generations = Generations(open_store(folder))
     generations.set_life(0, 0)
     membership = open_membership(lambda: open_store(folder), folder, 0, 1)
     membership.join()
     before = [membership.lost(ValueError("its own")), generations.has_ended(1)]
-    lost = [membership.lost(PeersLostError("a connection was closed")), generations.has_ended(1)]
+    lost = [membership.lost(caused("its own", PeersLostError("a connection was closed"))), generations.has_ended(1)]
     after = [membership.lost(ValueError("made of what was cut off"))]
-    assert generations.wait_for_end(1) == "rank 0: a connection was closed"
+    assert generations.wait_for_end(1) == "rank 0: its own"
     return before + lost + after
 
 
@@ -247,7 +277,7 @@ def test_a_rank_that_joins_in_vain_says_how_many_came(
     generations, page = Generations(store), Page(tmp_path / "page")
     generations.arrive(1, 3)
     generations.set_life(0, 0)
-    timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, grace_s=GRACE_S)
+    timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S)
     groups = ElasticGroups(GlooTransport(), timeouts, page.wait)
     member = Member(global_rank=0, world_size=3, life=0)
     membership = Membership(member, store, store, groups, page, join_s=0.05, grace_s=GRACE_S)
@@ -257,13 +287,13 @@ def test_a_rank_that_joins_in_vain_says_how_many_came(
 
 
 def finish_at_second_try(folder: str) -> list[Any]:
-    """Rank 0 has finished when rank 1 ends the generation; in the next, rank 0 waits for rank 1 and what it does."""
+    """Rank 0 is done when rank 1 ends the generation. In the next, rank 1 is done when rank 0 still has to do."""
     keys, generations = open_store(folder), Generations(open_store(folder))
     generations.set_life(own_rank(), 0)
     membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2)
     membership.join()
     if own_rank() == 1:
-        keys.wait(["done/0"])
+        keys.wait(["1/done"])
         generations.end(1, "lost once more")
         wait_for_the_end(membership)
     else:
@@ -272,7 +302,8 @@ def finish_at_second_try(folder: str) -> list[Any]:
         assert membership.lost(lost.value)
         assert membership.leave() == "lost once more"
     generation = membership.join()
-    if own_rank() == 1:
+    if own_rank() == 0:
+        keys.wait(["2/done"])
         keys.set("the last thing", "")
     membership.finish()
     return [generation, keys.check(["the last thing"]), membership.page.waiting]
@@ -280,6 +311,39 @@ def finish_at_second_try(folder: str) -> list[Any]:
 
 def test_a_rank_that_has_finished_is_there_until_all_have(tmp_path: Path) -> None:
     assert run_ranks(2, finish_at_second_try, str(tmp_path)) == [[2, True, False]] * 2
+
+
+def lose_again_and_again(folder: str) -> dict[str, str]:
+    """Lose one generation after another; return what came of it, by what happened in each."""
+    generations = Generations(open_store(folder))
+    generations.set_life(0, 0)
+    membership = open_membership(lambda: open_store(folder), folder, 0, 1)
+
+    def lose(number: int, what: str) -> None:
+        generation = membership.join()
+        if what == "a death":
+            generations.record_death(generation, death_of(0))
+        if what == "an iteration":
+            membership.page.enter(Phase.STEP, number)
+        generations.end(generation, f"{GUARD}: its keeper" if what == "a guard" else f"loss {number}")
+        membership.leave()
+
+    def lose_often(what: str) -> str:
+        for number in range(1, 8):
+            try:
+                lose(number, what)
+            except PeersLostError as error:
+                return f"{number - 1} losses: {error}"
+        return "goes on"
+
+    return {what: lose_often(what) for what in ("a death", "an iteration", "a guard", "nothing")}
+
+
+def test_losses_without_a_death_or_progress_are_an_error_in_the_end(tmp_path: Path) -> None:
+    [found] = run_ranks(1, lose_again_and_again, str(tmp_path))
+    said = found.pop("nothing")
+    assert found == dict.fromkeys(found, "goes on")
+    assert said == "5 losses: connections were lost 5 times in a row though no rank died, the last time: loss 5"
 
 
 # Members that may not go on: what counts is the exit status of their processes.

@@ -30,6 +30,13 @@ def open_store(folder: str) -> dist.Store:
     return store
 
 
+def meet(store: dist.Store, name: str, size: int) -> None:
+    """Wait, inside a rank, until as many have come here."""
+    if store.add(name, 1) == size:
+        store.set(f"{name}/all", "")
+    store.wait([f"{name}/all"], timedelta(seconds=WAIT_S))
+
+
 def open_groups(
     global_rank: int,
     world_size: int,
@@ -39,7 +46,7 @@ def open_groups(
     on_wait: Callable[[bool], None] = lambda waiting: None,
 ) -> ElasticGroups:
     """Make the world a group that outlives generations; nobody else is in it yet."""
-    timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, grace_s=GRACE_S)
+    timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s)
     groups = ElasticGroups(GlooTransport(), timeouts, on_wait)
     groups.register()
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=global_rank, world_size=world_size)
@@ -53,10 +60,10 @@ def open_membership(
     world_size: int,
     *,
     life: int = 0,
-    join_s: float = WAIT_S,
+    grace_s: float = GRACE_S,
 ) -> Membership:
     """Make this process a life of a rank."""
     page = Page(Path(folder) / f"page{global_rank}")
     groups = open_groups(global_rank, world_size, on_wait=page.wait)
     member = Member(global_rank=global_rank, world_size=world_size, life=life)
-    return Membership(member, open_store(), open_store(), groups, page, join_s=join_s, grace_s=GRACE_S)
+    return Membership(member, open_store(), open_store(), groups, page, join_s=WAIT_S, grace_s=grace_s)

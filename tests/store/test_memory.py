@@ -594,3 +594,31 @@ def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots
     assert sum(memory.bytes_by_role().values()) == buffers.in_use_bytes == wanted.snapshots_bytes
     assert wanted.snapshots_bytes == 2 * (12 + (num_slots - 1)) * num_parameters
     assert wanted.double_buffered_dense_bytes == 24 * num_parameters
+
+
+def test_a_complete_window_is_kept_beside_the_confirmed_one_when_its_taking_is_cut_off() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 1)
+    persist_window(memory, buffers, 4)
+    take_window(memory, buffers, 6)
+    memory.keep_complete()
+    assert starts_of(memory) == [6, 4]
+    memory.begin(8, 2)
+    memory.add(snapshot_of(buffers, (8, 0, 2)))
+    memory.keep_complete()
+    assert starts_of(memory) == [6, 4], "an incomplete one is good for nothing"
+    memory.keep_only({4, 6, 8})
+    assert starts_of(memory) == [6]
+    assert sum(len(window.snapshots) for window in memory.windows()) == 2
+
+
+def test_only_windows_that_others_have_too_are_kept() -> None:
+    buffers = pool()
+    memory = SnapshotMemory(buffers, 2)
+    persist_window(memory, buffers, 4)
+    persist_window(memory, buffers, 6)
+    memory.keep_only({2, 4})
+    assert starts_of(memory) == [4]
+    take_window(memory, buffers, 4)
+    memory.keep_complete()
+    assert starts_of(memory) == [4], "the same window again"

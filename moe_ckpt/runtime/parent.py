@@ -1,0 +1,32 @@
+"""Who started this process, and ending with it.
+
+Owns: the pid of torchrun's agent as it was at the very first; once the agent is gone the kernel names another parent.
+Must not: import anything slow, as it is called before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+@functools.cache
+def agent_pid() -> int:
+    """Return the pid of who had started this process when it, or the one that it was forked from, first asked."""
+    return os.getppid()
+
+
+def end_with_agent() -> None:
+    """Let the kernel end this process when who started it is gone; at once if that has happened meanwhile."""
+    die_with_parent(signal.SIGTERM, parent=agent_pid())
+
+
+def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:
+    """Let the kernel send this process a signal when its parent dies; at once if that was dead already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), number)

@@ -1,0 +1,40 @@
+"""What Linux says about a process of this machine, by pid. Reads /proc; changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_STATE = 0  # fields of /proc/PID/stat that follow the name
+_START_TICKS = 19
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process was started: with the pid, a name that is never used again. Raises ProcessLookupError."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    if not fields:
+        raise ProcessLookupError(f"no process has pid {pid}")
+    return int(fields[_START_TICKS])
+
+
+def is_alive(pid: int, *, started: int | None = None) -> bool:
+    """Return whether a process, if given the one that was `started` then, can still do anything: a zombie cannot."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    if not fields or fields[_STATE] in "ZX":
+        return False
+    return started is None or int(fields[_START_TICKS]) == started
+
+
+def thread_states(pid: int) -> str:
+    """Return a letter, as in /proc/PID/stat, for each thread of a process; none for one that is gone."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "".join(fields[_STATE] for thread in threads if (fields := _stat(thread / "stat")))
+
+
+def _stat(path: Path) -> list[str]:
+    try:
+        return path.read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []

@@ -1,0 +1,111 @@
+"""However a guarded job ends, it leaves no process and no shared memory, and says once why it failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.loop import Trainer
+from moe_ckpt.events import TrainerStarted
+from moe_ckpt.types import Phase
+from tests.elastic import ElasticJob, outcome_of, uninterrupted
+from tests.training import events_of
+
+LONG = ("train.iterations=100000", "ckpt.window=2")
+
+
+def _kill_the_agent(job: ElasticJob) -> None:
+    os.kill(job.agent_pid, signal.SIGKILL)
+
+
+def _interrupt_all(job: ElasticJob) -> None:
+    """What Ctrl-C in a terminal does."""
+    for pid in job.processes():
+        os.kill(pid, signal.SIGINT)
+
+
+def _end_the_agent(job: ElasticJob) -> None:
+    os.kill(job.agent_pid, signal.SIGTERM)
+
+
+def _kill_a_guard(job: ElasticJob) -> None:
+    os.kill(job.trainer(1).guard_pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [_kill_the_agent, _interrupt_all, _end_the_agent, _kill_a_guard])
+def test_nothing_is_left_of_a_job_that_was_ended(end: Callable[[ElasticJob], None], tmp_path: Path) -> None:
+    with ElasticJob(4, tmp_path, *LONG) as job:
+        job.wait_until(3, 3)
+        end(job)
+        job.wait_for_failure()  # fails where anything is left
+
+
+def test_nothing_is_left_of_a_job_whose_agent_is_killed_while_a_rank_is_replaced(tmp_path: Path) -> None:
+    with ElasticJob(4, tmp_path, *LONG) as job:
+        job.order(2, Phase.BACKWARD, iteration=4)
+        job.hold(2, Phase.RECOVERY, life=1)
+        os.kill(job.agent_pid, signal.SIGKILL)
+        job.wait_for_failure()
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+    training = ("train.iterations=30",)
+    with ElasticJob(4, tmp_path, *training, "ckpt.window=2") as job:
+        job.wait_until(0, 2)
+        with ElasticJob(4, tmp_path / "second", *LONG, f"run.dir={job.run}") as second:
+            said = second.wait_for_failure()
+        result = job.wait()
+    assert said.count("error: run.dir: got ") == 1, said
+    assert "wanted a folder of its own for every run" in said
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+
+
+def test_an_error_in_training_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    with ElasticJob(4, tmp_path, *LONG, setup=_let_rank_one_fail) as job:
+        said = job.wait_for_failure()
+    assert said.count("ZeroDivisionError: of the user") == 1, said
+    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(4)] == [1, 1, 1, 1]
+
+
+def test_a_trainer_that_dies_whenever_it_starts_ends_the_job(tmp_path: Path) -> None:
+    with ElasticJob(2, tmp_path, "parallel.pp=2", *LONG, "runtime.max_deaths=3", setup=_let_rank_one_die) as job:
+        said = job.wait_for_failure()
+    assert said.count("error: rank 1 died 3 times in a row without progress (runtime.max_deaths=3), giving up") == 1
+    assert said.count("died of SIGSEGV in build") == 4, "each death is told, and once more why no other follows"
+
+
+def test_a_trainer_that_fails_whenever_it_starts_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    with ElasticJob(2, tmp_path, "parallel.pp=2", *LONG, setup=_let_rank_one_not_start) as job:
+        said = job.wait_for_failure()
+    assert said.count("ZeroDivisionError: at start") == 1, said
+
+
+def _let_rank_one_fail() -> None:
+    run_iteration = Trainer.run_iteration
+
+    def failing(trainer: Trainer, iteration: int) -> object:
+        if (iteration, os.environ["RANK"]) == (4, "1"):
+            raise ZeroDivisionError("of the user")
+        return run_iteration(trainer, iteration)
+
+    Trainer.run_iteration = failing  # type: ignore[method-assign]
+
+
+def _let_rank_one_die() -> None:
+    def die(*_: object) -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    Trainer.__init__ = die  # type: ignore[method-assign]
+
+
+def _let_rank_one_not_start() -> None:
+    def fail(*_: object) -> None:
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("at start")
+
+    Trainer.__init__ = fail  # type: ignore[method-assign]
