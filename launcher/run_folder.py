@@ -61,12 +61,15 @@ class RunFolder:
         return self.path / "events" / f"rank{global_rank:04d}.jsonl"
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Write result.json, with which the job is done with the folder; raises ConfigError, naming run.dir, where it cannot be written."""
+        """Write result.json, after which others may use the folder.
+
+        Raises ConfigError, naming run.dir, where it cannot be written.
+        """
         try:
             _write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+            release_lock(self.path)
         except OSError as error:
             raise ConfigError(f"run.dir: result.json could not be written to {str(self.path)!r} ({error})") from error
-        release_lock(self.path)
 
 
 def require_lasting(run: RunConfig) -> None:

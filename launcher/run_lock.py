@@ -8,18 +8,18 @@ machine's processes nothing is known here.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-import os
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from launcher.launch import has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.runtime.parent import agent_pid
 from moe_ckpt.runtime.processes import is_alive, start_ticks
-
-_TRIES = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,25 +47,19 @@ def take_lock(run: Path, *, is_ours: bool = False) -> None:
     `is_ours`: that this job had the folder before is known, whatever agent its rank 0 is started by now. Raises
     ConfigError where another job has it, OSError where it cannot be written.
     """
-    mine, path = _this_job(), run / "lock"
-    for _ in range(_TRIES):
-        with contextlib.suppress(FileExistsError):
-            _create(path, mine)
-        holder = _read(path)
-        if holder == mine:
-            return
-        if holder and not (is_ours or _may_take(holder, mine)):
-            raise used_by(run, *_described(holder, path))
-        _remove(path, holder)
-    raise used_by(run, "somebody else")
+    mine = _this_job()
+    with _opened(run) as file:
+        holder = _read(file)
+        if holder and holder != mine and not (is_ours or _may_take(holder, mine)):
+            raise used_by(run, *_described(holder, run))
+        _write(file, mine)
 
 
 def release_lock(run: Path) -> None:
-    """Let others have a run's folder, if this job has it."""
-    path = run / "lock"
-    holder = _read(path)
-    if holder == _this_job():
-        _remove(path, holder)
+    """Let others have a run's folder, if this job has it. Raises OSError where it cannot be written."""
+    with _opened(run) as file:
+        if _read(file) == _this_job():
+            _write(file, None)
 
 
 def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
@@ -91,32 +85,33 @@ def _may_take(holder: Holder, mine: Holder) -> bool:
     return same_job or holder.is_gone
 
 
-def _described(holder: Holder, path: Path) -> tuple[str, str]:
+def _described(holder: Holder, run: Path) -> tuple[str, str]:
     process = f"process {holder.agent_pid}"
     if holder.is_here:
         return process, ""
-    return f"{process} of {holder.host}", f" (if that run is over, remove {str(path)!r})"
+    return f"{process} of {holder.host}", f" (if that run is over, remove {str(run / 'lock')!r})"
 
 
-def _create(path: Path, holder: Holder) -> None:
-    with path.open("x") as file:
-        file.write(json.dumps(asdict(holder)) + "\n")
+@contextlib.contextmanager
+def _opened(run: Path) -> Iterator[TextIO]:
+    """Give the file, empty where it was missing, to one process at a time: of two that see who is gone, one is next."""
+    with (run / "lock").open("a+") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: what is left is a race of microseconds
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
 
 
-def _read(path: Path) -> Holder | None:
-    """Return who has the lock; None where nobody has, or who was about to have it never wrote so."""
+def _read(file: TextIO) -> Holder | None:
+    """Return who has the folder; None where nobody has, or who was about to have it was killed before it said so."""
+    file.seek(0)
     try:
-        return Holder(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        return Holder(**json.loads(file.read()))
+    except (ValueError, TypeError):
         return None
 
 
-def _remove(path: Path, holder: Holder | None) -> None:
-    """Remove the lock of a holder, but not that of one who has been quicker to."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
-        if _read(aside) == holder:
-            aside.unlink()
-        else:
-            aside.rename(path)
+def _write(file: TextIO, holder: Holder | None) -> None:
+    file.truncate(0)
+    if holder:
+        file.write(json.dumps(asdict(holder)) + "\n")
+    file.flush()

@@ -178,14 +178,21 @@ class ElasticJob:
         trainers = [self.trainer(rank) for rank in ranks]
         strike_node(self.run, trainers, [Path(trainer.memory) for trainer in trainers], wait_s=1.0)
 
-    def hold(self, rank: int, phase: Phase, *, skip: int = 0, life: int = 0) -> int:
+    def hold(self, rank: int, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0, life: int = 0) -> int:
         """Let a rank's trainer stand still at this point, and wait until it does; return its pid, for SIGCONT.
 
         Its guard takes it for dead after `runtime.heartbeat_s`.
         """
-        self.order(rank, phase, skip=skip, number=signal.SIGSTOP, life=life)
+        self.order(rank, phase, iteration=iteration, skip=skip, number=signal.SIGSTOP, life=life)
         pid = self.trainer(rank, life).pid
         self.wait_for(lambda: stands_still(pid) or None, f"rank {rank} to stand still in {phase.name}")
+        return pid
+
+    def keeper_pid(self, rank: int) -> int:
+        """Return the pid of the process that keeps a rank's copies: what its guard has forked beside the trainer."""
+        trainer = self.trainer(rank)
+        children = Path(f"/proc/{trainer.guard_pid}/task/{trainer.guard_pid}/children").read_text().split()
+        (pid,) = {int(child) for child in children} - {trainer.pid}
         return pid
 
     @property

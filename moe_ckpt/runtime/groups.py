@@ -190,27 +190,27 @@ class ElasticGroups:
 
     def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
         """Begin an operation of what is inside a handle. Raises PeersLostError where others are lost."""
-        inside = handle.inside
+        over, inside = self._over, handle.inside  # in this order: an inside is dropped after its generation is over
         if isinstance(inside, Alone):
             return getattr(inside, name)(*arguments, **options)
-        if self._over.is_set():
+        if over.is_set() or inside is None:
             raise PeersLostError(f"{name}: other ranks were lost")
         try:
             work = getattr(inside, name)(*arguments, **options)
         except RuntimeError as error:
             raise PeersLostError(f"{name}: {error}") from error
         self._unfinished[id(work)] = (work, arguments)
-        return _Operation(work, self, can_be_forgotten=handle.transport.can_forget)
+        return _Operation(work, self, over, can_be_forgotten=handle.transport.can_forget)
 
-    def wait(self, work: Any, *, can_be_forgotten: bool) -> None:
-        """Wait for an operation to end or to be abandoned. Raises PeersLostError where others are lost."""
+    def wait(self, work: Any, over: threading.Event, *, can_be_forgotten: bool) -> None:
+        """Wait for an operation to end or to be abandoned; `over` is its generation's. Raises PeersLostError."""
         try:
             with self._telling():
                 self._wait_for_helper(work) if can_be_forgotten else work.wait()
         except RuntimeError as error:
             raise PeersLostError(str(error)) from error
         self._unfinished.pop(id(work), None)
-        if self._over.is_set():
+        if over.is_set():
             raise PeersLostError("other ranks were lost")
 
     @property
@@ -295,14 +295,15 @@ class ElasticGroups:
 class _Operation(dist.Work):
     """An operation of what is inside a handle, which can be abandoned."""
 
-    def __init__(self, work: Any, groups: ElasticGroups, *, can_be_forgotten: bool) -> None:
+    def __init__(self, work: Any, groups: ElasticGroups, over: threading.Event, *, can_be_forgotten: bool) -> None:
         super().__init__()
         self._work = work
         self._groups = groups
+        self._over = over
         self._can_be_forgotten = can_be_forgotten
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
-        self._groups.wait(self._work, can_be_forgotten=self._can_be_forgotten)
+        self._groups.wait(self._work, self._over, can_be_forgotten=self._can_be_forgotten)
         return True
 
     def is_completed(self) -> bool:
@@ -328,8 +329,11 @@ def _nobody(waiting: bool) -> None:
 
 
 def _share_free_memory() -> None:
-    """Let all threads take memory from one place: every generation has new ones, and glibc gives them places of their
-    own, up to 8 per core, of which each keeps what it once had."""
+    """Let all threads take memory from one place.
+
+    Every generation has new threads. glibc would give them places of their own, up to 8 per core, that each keep some
+    of what a generation used; `malloc_trim` shrinks the first only.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 

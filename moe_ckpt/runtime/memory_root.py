@@ -5,7 +5,7 @@ which torchrun starts anew find it again; and its end: a process of its own remo
 it went. Where that process was killed, too, whoever opens a folder next removes it.
 
     ROOT            locked, shared, by all that use it    ROOT/rankNNNN   a rank's
-    ROOT/janitor    locked by the janitor                 ROOT/numbers    whose memory lies in order; locked to change it
+    ROOT/janitor    locked by the janitor                 ROOT/numbers    whose memory lies in order; locked to do that
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from launcher.live import is_running, read_live, read_written, remove_live, write_live
-from launcher.proc import is_alive, stands_still, start_ticks
+from launcher.proc import stands_still
 from moe_ckpt.runtime.page import Page
+from moe_ckpt.runtime.processes import is_alive, start_ticks
 
 WAITS = [sys.executable, "-c", "input()"]
 
@@ -58,6 +59,7 @@ def test_the_calling_process_is_written(run: Path) -> None:
         "pid": os.getpid(),
         "start_ticks": start_ticks(os.getpid()),
         "guard_pid": os.getppid(),
+        "guard_start_ticks": start_ticks(os.getppid()),
         "memory": str(run),
         "life": 2,
     }
@@ -82,6 +84,7 @@ def test_a_new_life_takes_the_place_of_the_old_one(run: Path) -> None:
     ("changes", "running"),
     [
         ({"start_ticks": 1}, True),  # the pid is another process's now; the guard lives
+        ({"start_ticks": 1, "guard_start_ticks": 1}, False),  # the guard's, too
         ({"host": "elsewhere"}, False),
         ({"memory": "/nonexistent"}, True),
     ],
@@ -94,13 +97,30 @@ def test_a_stale_file_is_no_live_trainer(run: Path, changes: dict[str, Any], run
 
 
 def test_a_zombie_is_dead_and_only_its_guard_keeps_the_run_going(run: Path, other: subprocess.Popen[bytes]) -> None:
-    change(run, pid=other.pid, start_ticks=start_ticks(other.pid))
+    started = start_ticks(other.pid)
+    change(run, pid=other.pid, start_ticks=started)
     assert len(read_live(run)) == 1
     end(other)
     assert read_live(run) == []
     assert is_running(read_written(run))
-    change(run, guard_pid=other.pid)
+    change(run, guard_pid=other.pid, guard_start_ticks=started)
     assert not is_running(read_written(run))
+
+
+def test_a_dead_trainers_file_that_lacks_its_guards_start_is_no_running_job(run: Path) -> None:
+    (trainer,) = read_written(run)
+    record = asdict(trainer) | {"start_ticks": 1}
+    del record["guard_start_ticks"]
+    (run / "live" / "rank0003.json").write_text(json.dumps(record))
+    assert not is_running(read_written(run))
+
+
+def test_to_look_for_a_page_makes_none(run: Path) -> None:
+    (trainer,) = read_live(run)
+    (run / "page").unlink()
+    with pytest.raises(FileNotFoundError):
+        trainer.open_page()
+    assert not (run / "page").exists()
 
 
 def test_no_folder_is_nobody(tmp_path: Path) -> None:

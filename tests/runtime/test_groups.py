@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from launcher.proc import stands_still
 from moe_ckpt.errors import PeersLostError
-from moe_ckpt.runtime.groups import CPU_BACKEND, ElasticGroups
+from moe_ckpt.runtime.groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.runtime.guard import run_and_exit
 from moe_ckpt.runtime.polling_store import PollingStore
-from moe_ckpt.runtime.transport import GlooTransport
-from tests.ranks import rank_store, run_ranks
+from moe_ckpt.runtime.transport import GlooTransport, NcclTransport
+from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.runtime.trainers import WAIT_S, meet, open_groups, open_store, own_rank
 
 MIB = 1 << 20
@@ -454,6 +454,99 @@ def test_a_survivor_of_many_deaths_holds_what_it_held_after_the_first(tmp_path: 
     assert counts[-1] == counts[1], counts
 
 
+def settle_after_a_cut() -> list[str]:
+    groups = open_groups(0, 2)
+    outcomes = [outcome_of(groups.settle)]
+    groups.cut()
+    return [*outcomes, outcome_of(groups.settle)]
+
+
+def test_what_was_cut_meanwhile_does_not_settle() -> None:
+    assert run_ranks(1, settle_after_a_cut) == [["got None", "PeersLostError"]]
+
+
+def wait_in_two_threads(folder: str) -> tuple[set[int], bool, int]:
+    """Return which threads told that they wait, what was told last while both did, and the training thread."""
+    told: list[tuple[int, bool]] = []
+    groups = open_groups(own_rank(), 2, on_wait=lambda waiting: told.append((threading.get_ident(), waiting)))
+    other: Any = dist.new_group([0, 1], backend=CPU_BACKEND)
+    store = open_store(folder)
+    groups.form(open_store(folder), 1)
+    if own_rank() == 0:
+        thread = threading.Thread(target=lambda: dist.barrier(other))
+        thread.start()
+        beside = threading.Thread(target=lambda: (wait_until(lambda: bool(told)), thread.join(), go_on(store)))
+        beside.start()
+    else:
+        dist.barrier(other)
+        store.wait(["go on"], timedelta(seconds=WAIT_S))
+    dist.barrier()
+    waits = told[: told.index((threading.get_ident(), False))]
+    meet(store, "the end", 2)
+    return {ident for ident, _ in told}, waits[-1][1], threading.get_ident()
+
+
+def go_on(store: dist.Store) -> None:
+    store.set("go on", "")
+
+
+def test_only_the_thread_that_trains_tells_that_it_waits(tmp_path: Path) -> None:
+    for idents, waited, own in run_ranks(2, wait_in_two_threads, str(tmp_path)):
+        assert (idents, waited) == ({own}, True)
+
+
+class HeldTransport:
+    """A transport that opens nothing: its groups are made as soon as `held` ends."""
+
+    def __init__(self) -> None:
+        self.device, self.can_forget = torch.device("cpu"), True
+        self.closing_s: float | None = 0.5
+        self.held = threading.Event()
+        self.made_by: list[threading.Thread] = []
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        self.made_by.append(threading.current_thread())
+        self.held.wait(WAIT_S)
+        return object()
+
+    def begin(self) -> None: ...
+
+    def formed(self) -> None: ...
+
+    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None: ...
+
+    def cut(self, insides: Sequence[Any]) -> None: ...
+
+    def is_quiet(self) -> bool:
+        return True
+
+
+def form_beside_threads_that_are_late() -> tuple[str, list[int], int]:
+    """Return how forming ended, how many groups each of its threads made, and how many are in the next generation."""
+    transport = HeldTransport()
+    groups = ElasticGroups(transport, GroupTimeouts(form_s=0.02, operation_s=WAIT_S), lambda waiting: None)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
+    for _ in range(7):
+        dist.new_group([0, 1], backend=CPU_BACKEND)
+    outcome = outcome_of(lambda: groups.form(dist.HashStore(), 1))
+    groups.leave()
+    late = set(transport.made_by)
+    groups._timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S)
+    next_one = threading.Thread(target=lambda: groups.form(dist.HashStore(), 2))
+    next_one.start()
+    wait_until(lambda: len(set(transport.made_by)) == 2 * len(late))
+    transport.held.set()
+    for thread in (*late, next_one):
+        thread.join(WAIT_S)
+    return outcome, [transport.made_by.count(thread) for thread in late], len(groups.insides)
+
+
+def test_a_thread_that_is_late_in_forming_ends_with_its_generation() -> None:
+    [(outcome, made, formed)] = run_ranks(1, form_beside_threads_that_are_late)
+    assert (outcome, set(made), formed) == ("PeersLostError", {1}, 8)
+
+
 # The store in which groups meet.
 
 
@@ -494,6 +587,23 @@ def test_a_wait_in_a_polling_store_has_a_deadline(own_s: float, asked_s: float |
     store = polling(dist.HashStore(), timeout_s=own_s)
     with pytest.raises(PeersLostError, match=r"got no \['a'\] in 0.02 s"):
         store.wait(["a"], None if asked_s is None else timedelta(seconds=asked_s))
+
+
+@pytest.mark.parametrize("ask", [lambda store: store.set("a", "1"), lambda store: store.add("a", 1)])
+def test_a_polling_store_that_is_over_asks_nothing(ask: Callable[[Any], object]) -> None:
+    client = dist.HashStore()
+    with pytest.raises(PeersLostError, match="rendezvous: other ranks were lost"):
+        ask(polling(client, is_over=lambda: True))
+    assert client.num_keys() == 0
+
+
+def test_a_polling_store_asks_less_and_less_often() -> None:
+    asked: list[float] = []
+    store = polling(dist.HashStore(), is_over=lambda: bool(asked.append(time.monotonic())), timeout_s=0.4)
+    with pytest.raises(PeersLostError, match="got no"):
+        store.wait(["a"])
+    assert 10 < len(asked) < 60
+    assert asked[1] - asked[0] < asked[-1] - asked[-2]
 
 
 # The sockets that are a generation's.
@@ -553,6 +663,28 @@ def test_a_file_that_got_the_number_of_a_generations_socket_is_not_cut(pair) -> 
     assert passes(later)
 
 
+def test_a_socket_that_gets_the_number_during_a_cut_is_not_cut(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = GlooTransport()
+    transport.begin()
+    during = pair()
+    transport.formed()
+    later: list[tuple[socket.socket, socket.socket]] = []
+
+    def close_and_dup(fd: int, *, dup: Callable[[int], int] = os.dup) -> int:
+        if not later:
+            numbers = {end.fileno() for end in during}
+            for end in during:
+                end.close()
+            later.append(pair())
+            assert {end.fileno() for end in later[0]} == numbers
+        return dup(fd)
+
+    monkeypatch.setattr(os, "dup", close_and_dup)
+    transport.cut([])
+    monkeypatch.undo()
+    assert passes(later[0])
+
+
 def test_a_listening_socket_is_not_cut() -> None:
     transport = GlooTransport()
     transport.begin()
@@ -575,3 +707,102 @@ def test_it_is_quiet_once_all_that_came_is_read(pair) -> None:
     assert not transport.is_quiet()
     right.recv(4)
     assert transport.is_quiet()
+
+
+# NCCL's transport, on a device that is not there: what it asks of CUDA.
+
+
+class FakeEvent:
+    """A point in a stream, reached after some looks."""
+
+    looks = 0
+
+    def record(self, stream: object) -> None: ...
+
+    def query(self) -> bool:
+        FakeEvent.looks -= 1
+        return FakeEvent.looks <= 0
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        monkeypatch.setenv(name, "1")  # as torchrun does; undone when the test ends
+    return nccl_without_cuda(monkeypatch)
+
+
+def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    return NcclTransport()
+
+
+def test_nccl_is_kept_from_ending_those_who_survive(nccl: NcclTransport) -> None:
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+def test_what_was_launched_is_waited_for_unless_it_does_not_count(nccl: NcclTransport) -> None:
+    FakeEvent.looks = 5
+    nccl.settle(lambda: False, WAIT_S)
+    assert FakeEvent.looks == 0
+    FakeEvent.looks = 1 << 60
+    nccl.settle(lambda: True, WAIT_S)
+    with pytest.raises(PeersLostError, match=r"operations on cuda:0 took more than 0\.01 s"):
+        nccl.settle(lambda: False, 0.01)
+
+
+class StuckGroup:
+    """A group whose abort takes its time."""
+
+    def __init__(self) -> None:
+        self.aborts = 0
+        self.may_end = threading.Event()
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.may_end.wait(WAIT_S)
+
+
+def test_a_device_is_quiet_once_all_aborts_and_all_streams_are_done(
+    nccl: NcclTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained, synchronized = threading.Event(), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda at: synchronized.append(at) or drained.wait(WAIT_S))
+    stuck = [StuckGroup(), StuckGroup()]
+    for _ in range(2):
+        nccl.begin()
+        begun_s = time.monotonic()
+        for _ in range(3):
+            nccl.cut(stuck)
+            assert not nccl.is_quiet()
+        assert not synchronized, "the device was asked before all was aborted"
+        for group in stuck:
+            group.may_end.set()
+        assert wait_until(lambda: not nccl.is_quiet() and bool(synchronized))
+        assert not nccl.is_quiet()
+        drained.set()
+        assert wait_until(nccl.is_quiet)
+        assert time.monotonic() - begun_s < WAIT_S / 3, "a call blocked"
+        assert ([group.aborts for group in stuck], synchronized) == ([1, 1], [torch.device("cuda", 0)])
+        stuck = [StuckGroup(), StuckGroup()]
+        synchronized.clear()
+        drained.clear()
+
+
+def lose_the_device() -> str:
+    def fail(device: object) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    nccl = nccl_without_cuda(monkeypatch)
+    nccl.begin()
+    wait_until(nccl.is_quiet)
+    return "it went on"
+
+
+def test_a_device_that_is_lost_ends_the_process_by_a_signal() -> None:
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, lose_the_device)

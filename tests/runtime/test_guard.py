@@ -105,8 +105,8 @@ class Guarded:
     def kill_trainer(self, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
 
-    def wait_for_trainers_end(self) -> None:
-        wait_for_end(self._pidfd)
+    def wait_for_trainers_end(self, timeout_s: float = WAIT_S) -> None:
+        wait_for_end(self._pidfd, timeout_s)
 
     def exit_status(self) -> int | None:
         self.guard.join(WAIT_S)
@@ -136,10 +136,10 @@ class Guarded:
         return self._connection.recv()
 
 
-def wait_for_end(pidfd: int) -> None:
+def wait_for_end(pidfd: int, timeout_s: float = WAIT_S) -> None:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
-    assert poll.poll(1000 * WAIT_S), "a process lives on"
+    assert poll.poll(1000 * timeout_s), "a process lives on"
 
 
 @pytest.fixture
@@ -210,15 +210,15 @@ def test_too_many_deaths_without_progress_are_given_up(guarded) -> None:
 
 
 def test_progress_lets_the_count_of_deaths_begin_anew(guarded) -> None:
-    rank = guarded(max_deaths=2)
-    for iteration in (1, 2, 5, 6):
+    rank = guarded(max_deaths=3)
+    for iteration in (1, 2, 5, 6, 3):
         rank.tell(methodcaller("enter", Phase.STEP, iteration))
         rank.kill_trainer()
         rank.meet_trainer()
-    rank.tell(methodcaller("enter", Phase.STEP, 3))  # what was done before is no progress
+    rank.tell(methodcaller("enter", Phase.STEP, 4))  # what was done before is no progress
     rank.kill_trainer()
     assert rank.exit_status() == 1
-    assert "died 2 times in a row" in rank.said()
+    assert "died 3 times in a row" in rank.said()
 
 
 def test_a_stopped_trainer_is_killed_and_replaced(guarded) -> None:
@@ -264,8 +264,8 @@ def test_a_death_after_the_jobs_end_is_none(guarded) -> None:
 def test_a_guard_that_is_told_to_stop_stops_its_trainer(guarded, number: signal.Signals) -> None:
     rank = guarded()
     os.kill(rank.guard_pid, number)
-    rank.wait_for_trainers_end()
     assert rank.exit_status() == 128 + number
+    rank.wait_for_trainers_end(0.0)
     assert rank.has_no_successor
 
 

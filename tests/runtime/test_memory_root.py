@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory, take_over
+from moe_ckpt.runtime.processes import start_ticks
 from moe_ckpt.store.blobs import held_path, own_path
 from tests.ranks import run_ranks
 
@@ -87,7 +89,7 @@ def test_guards_that_are_started_anew_find_their_agents_folder(tmp_path: Path, s
     root = guards_of(tmp_path, agent)
     rank_memory(root, 0)
     assert guards_of(tmp_path, agent) == root
-    assert os.listdir(root) == ["rank0000"]
+    assert list(root.glob("rank*")) == [rank_memory(root, 0)]
     assert root.name.startswith(f"moe_ckpt-{agent.pid}-")
     assert root.stat().st_mode & 0o777 == rank_memory(root, 0).stat().st_mode & 0o777 == 0o700
     other = guards_of(tmp_path, start_agent())
@@ -119,6 +121,55 @@ def test_a_janitor_outlives_its_guards_group_and_keeps_no_output_open(tmp_path: 
     [root] = tmp_path.iterdir()
     agent.kill()
     wait_until_gone(root)
+
+
+def keep_on(base: str, agent_pid: int, connection: Connection) -> None:
+    """Be a guard whose keeper outlives the agent and makes its folder again."""
+    root = open_memory_root(Path(base), agent_pid)
+    connection.send(str(root))
+    wait_until_gone(root)
+    (root / "rank0000" / "held").mkdir(parents=True)
+    connection.send("made again")
+    connection.recv()
+
+
+def test_what_a_keeper_makes_after_its_agents_end_goes_with_the_keeper(tmp_path: Path, start_agent) -> None:
+    agent = start_agent()
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    keeper = context.Process(target=keep_on, args=(str(tmp_path), agent.pid, theirs))
+    keeper.start()
+    root = Path(mine.recv())
+    agent.kill()
+    assert mine.poll(WAIT_S)
+    assert root.exists()
+    keeper.kill()
+    keeper.join()
+    wait_until_gone(root)
+
+
+def test_a_folder_whose_guard_was_killed_before_it_had_a_janitor_gets_one(tmp_path: Path, start_agent) -> None:
+    agent = start_agent()
+    name = guards_of(tmp_path, agent).name
+    (tmp_path / "again" / name).mkdir(parents=True)
+    root = guards_of(tmp_path / "again", agent)
+    assert root.name == name
+    agent.kill()
+    wait_until_gone(root)
+
+
+def test_folders_of_agents_that_are_gone_are_removed_and_no_others(tmp_path: Path, start_agent) -> None:
+    gone, lives, opens = start_agent(), start_agent(), start_agent()
+    counted_by = int(guards_of(tmp_path, lives).name.rpartition("-")[2])
+    started, gone_started = start_ticks(lives.pid), start_ticks(gone.pid)
+    left = [f"{gone.pid}-{gone_started}-{counted_by}", f"{lives.pid}-{started - 1}-{counted_by}"]
+    kept = [f"{lives.pid}-{started}-{counted_by}", f"{gone.pid}-{gone_started}-{counted_by + 1}", "mine", "test-1"]
+    for name in left + kept:
+        (tmp_path / f"moe_ckpt-{name}" / "rank0000").mkdir(parents=True)
+    gone.kill()
+    gone.join()
+    root = guards_of(tmp_path, opens)
+    assert {path.name for path in tmp_path.iterdir()} == {root.name, *(f"moe_ckpt-{name}" for name in kept)}
 
 
 @pytest.mark.parametrize("base", ["missing", "file", "/proc"])
@@ -207,3 +258,33 @@ def test_numbers_that_go_round_lose_nothing(tmp_path: Path) -> None:
         str(own_path(Path("rank0000"))): "0",
         str(held_path(Path("rank0000"), 1)): "1",
     }
+
+
+def test_what_was_taken_over_once_is_not_taken_again_when_a_rank_has_thrown_its_own_away(tmp_path: Path) -> None:
+    fill(tmp_path, {"rank0000/own": "newer", "rank0002/held/rank0000": "older"})
+    take_over(tmp_path, range(2))
+    shutil.rmtree(own_path(tmp_path / "rank0000"))
+    take_over(tmp_path, range(2))
+    assert content_of(tmp_path) == {"rank0002/held/rank0000": "older"}
+
+
+NUM_HELD = 50
+
+
+def start_as_guard(root: str) -> None:
+    """Be one of the guards of a node: take over, then let a trainer publish."""
+    rank = int(os.environ["RANK"])
+    take_over(Path(root), range(4))
+    own = own_path(rank_memory(Path(root), rank))
+    own.mkdir(exist_ok=True)
+    (own / "new").touch()
+
+
+def test_guards_of_a_node_take_over_at_once_and_a_trainer_that_is_quick_hides_nothing(tmp_path: Path) -> None:
+    before = {f"rank{4 + rank:04d}/held/rank{rank:04d}": f"{rank}" for rank in range(4)}
+    before |= {f"rank0007/held/rank{rank:04d}": f"{rank}" for rank in range(100, 100 + NUM_HELD)}
+    fill(tmp_path, before)
+    run_ranks(4, start_as_guard, str(tmp_path))
+    after = {f"rank{rank:04d}/own": f"{rank}" for rank in range(4)}
+    after |= {f"rank0000/held/rank{rank:04d}": f"{rank}" for rank in range(100, 100 + NUM_HELD)}
+    assert content_of(tmp_path) == after

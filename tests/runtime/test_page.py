@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.runtime.page import ANY_ITERATION, Page
 from moe_ckpt.types import Phase
 from tests.ranks import RankFailedError, run_ranks
@@ -194,3 +196,18 @@ def test_a_page_tells_where_its_process_died(page: Page, tmp_path: Path) -> None
 def test_a_page_is_its_owners_alone_and_of_one_size(page: Page, tmp_path: Path) -> None:
     found = os.stat(tmp_path / "page")
     assert (found.st_mode & 0o777, found.st_size) == (0o600, 4096)
+
+
+def test_a_page_has_its_memory_before_it_is_written(page: Page, tmp_path: Path) -> None:
+    Page(tmp_path / "other")
+    assert 512 * os.stat(tmp_path / "other").st_blocks >= 4096
+
+
+def test_where_there_is_no_room_for_a_page_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    wanted = rf"runtime.shared_memory: got '{tmp_path}', wanted room for 4096 more bytes \(.*No space left"
+    with pytest.raises(ConfigError, match=wanted):
+        Page(tmp_path / "page")

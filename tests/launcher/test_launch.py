@@ -1,0 +1,89 @@
+"""The store that ranks share may be slow, silent or gone: what is to be said is said all the same, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from launcher import launch
+from launcher.launch import open_store, say_once
+from moe_ckpt.errors import ConfigError
+from tests.ranks import run_ranks
+
+
+@contextlib.contextmanager
+def listening(backlog: int = 8) -> Iterator[int]:
+    """Give the port of somebody who takes connections and never says anything."""
+    with socket.create_server(("127.0.0.1", 0), backlog=backlog) as server:
+        yield server.getsockname()[1]
+
+
+def use_store(port: int) -> None:
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def say(count: int) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(count):
+            say_once("it is broken")
+    return said.getvalue()
+
+
+def say_to_silence(port: int) -> tuple[str, float]:
+    launch._SAY_S = 0.3
+    use_store(port)
+    began_s = time.monotonic()
+    return say(1), time.monotonic() - began_s
+
+
+def say_to_nobody(port: int) -> str:
+    launch._CONNECT_S = 0.5
+    use_store(port)
+    return say(1)
+
+
+def say_to_a_store(count: int) -> str:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    use_store(store.port)
+    return say(count)
+
+
+def connect(port: int) -> tuple[str, float]:
+    launch._CONNECT_S = 0.5
+    use_store(port)
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError) as raised:
+        open_store("part")
+    return str(raised.value), time.monotonic() - began_s
+
+
+def test_an_error_is_said_once_by_all_that_share_a_store() -> None:
+    assert run_ranks(1, say_to_a_store, 3) == ["error: it is broken\n"]
+
+
+def test_an_error_is_said_where_the_store_does_not_answer() -> None:
+    with listening() as port:
+        [(said, took_s)] = run_ranks(1, say_to_silence, port)
+    assert said == "error: it is broken\n"
+    assert took_s < 5.0
+
+
+def test_an_error_is_said_where_there_is_no_store_any_more() -> None:
+    with listening() as port:
+        pass
+    assert run_ranks(1, say_to_nobody, port) == ["error: it is broken\n"]
+
+
+def test_a_store_that_does_not_answer_is_an_error_in_time() -> None:
+    with listening() as port:
+        pass
+    [(message, took_s)] = run_ranks(1, connect, port)
+    assert message.startswith(f"torchrun's store at 127.0.0.1:{port}: got no answer (")
+    assert took_s < 10.0

@@ -1,0 +1,66 @@
+"""One folder for a job: found again after a restart, waited for no longer than told, and nobody else's meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from launcher.config import compose_settings
+from launcher.entry import start
+from launcher.launch import read_launch
+from launcher.run_folder import open_run_folder, wait_for_run_folder
+from launcher.run_lock import Holder
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.runtime.processes import start_ticks
+from tests.ranks import rank_store, run_ranks
+from tests.training import fast
+
+
+def start_without_torchruns_store() -> str:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    with pytest.raises(ConfigError) as raised:
+        start(compose_settings(fast("ckpt=moevement", "run.dir=null")))
+    return str(raised.value)
+
+
+def test_where_the_job_hosts_its_own_store_it_has_to_know_its_folder() -> None:
+    wanted = "a folder that all nodes see, where the job hosts its own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
+    assert run_ranks(2, start_without_torchruns_store) == [f"run.dir: got null, wanted {wanted}"] * 2
+
+
+def wait_for_nobody(timeout_s: float) -> str:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    with pytest.raises(ConfigError) as raised:
+        wait_for_run_folder(timeout_s)
+    return str(raised.value)
+
+
+def test_the_folder_is_waited_for_as_long_as_told() -> None:
+    assert run_ranks(1, wait_for_nobody, 0.05) == ["run.dir: got no folder from rank 0 in 0.05 s"]
+
+
+def open_folder(path: str) -> str:
+    """Open a folder as the ranks of a run without guards do; return how that went."""
+    launch = read_launch()
+    dist.init_process_group("gloo", store=rank_store(), rank=launch.global_rank, world_size=launch.world_size)
+    try:
+        return open_run_folder(compose_settings(fast(f"run.dir={path}")), launch).run_id
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_run_without_guards_has_its_folder_for_itself(tmp_path: Path) -> None:
+    mine = run_ranks(2, open_folder, str(tmp_path))
+    assert len(set(mine)) == 1
+    assert run_ranks(2, open_folder, str(tmp_path)) == mine, "the same agent's"
+    other = Holder(host=socket.gethostname(), agent_pid=os.getpid(), start_ticks=start_ticks(os.getpid()), job="")
+    (tmp_path / "lock").write_text(json.dumps(asdict(other)))
+    got = f"got {str(tmp_path)!r}, which the run of process {os.getpid()} uses"
+    assert run_ranks(2, open_folder, str(tmp_path)) == [f"run.dir: {got}, wanted a folder of its own for every run"] * 2
