@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
 
+import pytest
+
 from moe_ckpt.events import HostMemoryUsed, TrainerStarted
 from moe_ckpt.types import Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
@@ -119,15 +121,30 @@ class Chaos:
         return self._chosen.randrange(self._job.world_size)
 
 
-def _survive_chaos(folder: Path, seed: int, *, iterations: int, timeout_s: float) -> int:
-    """Return how many processes have died."""
+def _survive_chaos(folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float) -> None:
+    """Strike until so many processes have died, and compare what the job leads to with the uninterrupted one."""
     training = (f"train.iterations={iterations}",)
-    until = iterations - 10
-    with ElasticJob(4, folder, *training, "ckpt.window=2", "runtime.max_deaths=100", timeout_s=timeout_s) as job:
+    overrides = ("ckpt.window=2", "runtime.max_deaths=1000", "runtime.heartbeat_s=1")
+    with ElasticJob(4, folder, *training, *overrides, timeout_s=timeout_s) as job:
         chaos = Chaos(job, seed)
         job.wait_until(0, 3)
-        while job.page(0).iteration < until:
+        while _num_deaths(job) < deaths and job.page(0).iteration < iterations - 5:
             chaos.strike()
         result = job.wait()
+    assert result["faults_survived"] >= deaths, "more iterations are needed for that"
     assert outcome_of(job.run, result) == uninterrupted(4, *training)
-    return sum(len(events_of(job.run, TrainerStarted, rank)) - 1 for rank in range(4))
+
+
+def _num_deaths(job: ElasticJob) -> int:
+    return sum(len(events_of(job.run, TrainerStarted, rank)) - 1 for rank in range(job.world_size))
+
+
+def test_a_hundred_random_faults_end_exactly(tmp_path: Path) -> None:
+    _survive_chaos(tmp_path, seed=7, deaths=100, iterations=150, timeout_s=170)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_hundreds_of_random_faults_end_exactly(seed: int, tmp_path: Path) -> None:
+    _survive_chaos(tmp_path, seed=seed, deaths=300, iterations=450, timeout_s=1100)
