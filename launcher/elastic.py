@@ -26,11 +26,12 @@ from moe_ckpt.faults import Kill
 from moe_ckpt.placement import num_nodes
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.groups import ElasticGroups, GroupTimeouts
-from moe_ckpt.runtime.guard import Guard, GuardLimits, die_with_parent, run_and_exit
+from moe_ckpt.runtime.guard import Guard, GuardLimits, run_and_exit
 from moe_ckpt.runtime.keeper import KeeperPlace, run_keeper
 from moe_ckpt.runtime.membership import Generations, Member, Membership
 from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory, take_over
 from moe_ckpt.runtime.page import Page
+from moe_ckpt.runtime.parent import agent_pid, die_with_parent
 from moe_ckpt.runtime.transport import GlooTransport, NcclTransport, Transport
 from moe_ckpt.store.keeper_client import KeeperClient
 from moe_ckpt.store.messages import Address, Ticket, parse_address
@@ -132,10 +133,9 @@ def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
     replicas = min(1, nodes - 1) if wanted == AUTO else int(wanted)
     limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
-    root = open_memory_root(Path(settings.runtime.shared_memory), os.getppid())
-    if launch.local_rank == 0:
-        first = launch.global_rank
-        take_over(root, range(first, first + launch.local_world_size))
+    root = open_memory_root(Path(settings.runtime.shared_memory), agent_pid())
+    first = launch.global_rank - launch.local_rank
+    take_over(root, range(first, first + launch.local_world_size))
     token = store.compare_set("token", "", os.urandom(16).hex()).decode()
     return RankPlace(
         launch=launch,
@@ -189,7 +189,7 @@ def _start_faults(settings: Settings, place: RankPlace) -> None:
     kills = [kill for kill in settings.fault.kills(launch.world_size) if kill.rank in here]
     if launch.local_rank != 0 or not kills:
         return
-    _start_beside(lambda: _inflict(kills, place))
+    _start_beside(lambda: _inflict(kills, place, settings.runtime.join_s))
 
 
 def _start_beside(main: Callable[[], int]) -> int:
@@ -202,8 +202,8 @@ def _start_beside(main: Callable[[], int]) -> int:
     return pid
 
 
-def _inflict(kills: Sequence[Kill], place: RankPlace) -> int:
-    run = wait_for_run_folder()
+def _inflict(kills: Sequence[Kill], place: RankPlace, join_s: float) -> int:
+    run = wait_for_run_folder(join_s)
     done = carry_out(kills, run, ranks_per_node=place.ranks_per_node, say=lambda text: print(text, file=sys.stderr))
     return 0 if done else 1
 

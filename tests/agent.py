@@ -24,7 +24,7 @@ from launcher.config import Settings
 from launcher.entry import start
 from launcher.launch import say_once
 from moe_ckpt.errors import MoeCkptError
-from moe_ckpt.runtime.guard import die_with_parent
+from moe_ckpt.runtime.parent import die_with_parent
 
 _ENDING_S = 5.0
 

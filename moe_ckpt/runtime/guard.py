@@ -8,7 +8,6 @@ process group. A trainer that fails with an exit status ends the job, as torchru
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import select
@@ -23,9 +22,9 @@ from typing import NoReturn
 from moe_ckpt.runtime.death import Death
 from moe_ckpt.runtime.membership import GUARD, Generations
 from moe_ckpt.runtime.page import Page
+from moe_ckpt.runtime.parent import agent_pid, die_with_parent
 
 _log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
 _WATCH_EVERY_MS = 50
 _FAILED = 1
 
@@ -70,7 +69,7 @@ class Guard:
         """Guard until the job is done or has failed; return this process's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
-        die_with_parent(signal.SIGTERM)
+        die_with_parent(signal.SIGTERM, parent=agent_pid())
         self._succeed()
         if self._start_keeper:
             self._keeper_pid = self._start_keeper()
@@ -203,13 +202,6 @@ class _Budget:
 
 def _complain(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when its parent dies; at once if that was dead already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
-    if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), number)
 
 
 def run_and_exit(main: Callable[[], int]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NoReturn
 
-from moe_ckpt.runtime.guard import die_with_parent
+from moe_ckpt.runtime.parent import die_with_parent
 from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.copy_server import CopyServer
 from moe_ckpt.store.keeper_client import keeper_socket

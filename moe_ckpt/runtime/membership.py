@@ -219,7 +219,7 @@ class Membership:
 
     def settle(self) -> None:
         """Wait until what was communicated has arrived. Raises PeersLostError where others were lost meanwhile."""
-        getattr(self._groups, "settle", lambda: None)()
+        self._groups.settle()
 
     def leave(self) -> str:
         """Leave a generation that has ended; return why it has."""

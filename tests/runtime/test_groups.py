@@ -300,6 +300,7 @@ def large(*, mib: int = 32) -> torch.Tensor:
     return torch.zeros(mib * MIB, dtype=torch.uint8)
 
 
+FORGOTTEN = "an operation that no cut ends"
 WAITS: dict[str, Callable[[], object]] = {
     "recv": lambda: dist.recv(torch.zeros(1), 1),
     "all_reduce": lambda: dist.all_reduce(torch.zeros(1)),
@@ -311,16 +312,19 @@ WAITS: dict[str, Callable[[], object]] = {
     "large broadcast": lambda: dist.broadcast(large(), 0),
     "large all_to_all": lambda: dist.all_to_all_single(large(), large()),
     "large recv": lambda: dist.recv(large(), 1),  # the peer has sent a part of it
+    FORGOTTEN: lambda: dist.recv(torch.zeros(1), 1),
 }
 """What rank 0 waits in for rank 1, which stands still."""
 
 
-def release(groups: ElasticGroups, waiting: threading.Event, name: str) -> None:
+def release(groups: ElasticGroups, waiting: threading.Event, released: threading.Event, name: str) -> None:
     """Be the thread that watches the generation: it ends as soon as rank 0 waits."""
     waiting.wait(WAIT_S)
-    groups.cut()
-    if name.startswith("large"):  # gloo may have forgotten it: a cut alone would do only sometimes
-        groups.abandon()
+    while not released.wait(0.01):
+        if name != FORGOTTEN:
+            groups.cut()
+        if name == FORGOTTEN or name.startswith("large"):  # which gloo forgets now and then
+            groups.abandon()
 
 
 def wait_for_a_stopped_peer(folder: str) -> dict[str, tuple[str, float]]:
@@ -347,10 +351,12 @@ def wait_for_a_stopped_peer(folder: str) -> dict[str, tuple[str, float]]:
             pid = int(store.get(f"{generation}/pid"))
             assert wait_until(lambda pid=pid: stands_still(pid))
             waiting.clear()
-            watcher = threading.Thread(target=release, args=(groups, waiting, name))
+            released = threading.Event()
+            watcher = threading.Thread(target=release, args=(groups, waiting, released, name))
             watcher.start()
             begun_s = time.monotonic()
             found[name] = (outcome_of(wait), time.monotonic() - begun_s)
+            released.set()
             watcher.join()
             os.kill(pid, signal.SIGCONT)
         groups.leave()

@@ -20,7 +20,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory, take_over
 from moe_ckpt.runtime.processes import start_ticks
 from moe_ckpt.store.blobs import held_path, own_path
-from tests.ranks import run_ranks
+from tests.ranks import rank_store, run_ranks
 
 START_S = 90.0  # the first process of a test run imports torch and Megatron
 WAIT_S = 30.0
@@ -268,12 +268,15 @@ def test_what_was_taken_over_once_is_not_taken_again_when_a_rank_has_thrown_its_
     assert content_of(tmp_path) == {"rank0002/held/rank0000": "older"}
 
 
-NUM_HELD = 50
+NUM_HELD = 200
 
 
 def start_as_guard(root: str) -> None:
     """Be one of the guards of a node: take over, then let a trainer publish."""
-    rank = int(os.environ["RANK"])
+    rank, store = int(os.environ["RANK"]), rank_store()
+    store.add("ready", 1)
+    while store.add("ready", 0) < 4:
+        pass
     take_over(Path(root), range(4))
     own = own_path(rank_memory(Path(root), rank))
     own.mkdir(exist_ok=True)
