@@ -35,7 +35,6 @@ BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
 """Names of backends: for tensors where training's are, and for tensors on the host."""
 
 _FORMING_THREADS = 4
-_M_ARENA_MAX = -8  # of glibc's malloc.h
 _OPERATIONS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv"),
     *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "recv_anysource"),
@@ -110,7 +109,6 @@ class ElasticGroups:
 
     def register(self) -> None:
         """Let `torch.distributed` make such groups under the backends' names."""
-        _share_free_memory()
         for name, transport in self._transports.items():
             create = functools.partial(self._create, transport)
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
@@ -326,16 +324,6 @@ def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
 
 def _nobody(waiting: bool) -> None:
     pass
-
-
-def _share_free_memory() -> None:
-    """Let all threads take memory from one place.
-
-    Every generation has new threads. glibc would give them places of their own, up to 8 per core, that each keep some
-    of what a generation used; `malloc_trim` shrinks the first only.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _return_free_memory() -> None:

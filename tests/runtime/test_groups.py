@@ -370,6 +370,30 @@ def test_an_operation_that_waits_for_a_stopped_peer_is_released(tmp_path: Path) 
     assert max(seconds for _, seconds in found.values()) < WAIT_S / 3, found
 
 
+class Forgotten:
+    """An operation that gloo has forgotten: it ends when the test does."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def wait(self) -> None:
+        self.end.wait(WAIT_S)
+
+
+def test_an_abandoned_operation_keeps_no_later_one_waiting() -> None:
+    timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S)
+    groups = ElasticGroups(GlooTransport(), timeouts, lambda waiting: None)
+    over, first, second = threading.Event(), Forgotten(), Forgotten()
+    second.end.set()
+    with ThreadPoolExecutor(1) as training_thread:
+        abandoned = training_thread.submit(groups.wait, first, over, can_be_forgotten=True)
+        assert wait_until(lambda: groups.abandon() or abandoned.done())
+        with pytest.raises(PeersLostError, match="abandoned"):
+            abandoned.result()
+        training_thread.submit(groups.wait, second, over, can_be_forgotten=True).result(WAIT_S / 3)
+        first.end.set()
+
+
 FORM_S = 1.5
 
 
