@@ -168,6 +168,7 @@ def test_the_life_that_may_join_is_the_last_one_set(both: tuple[Generations, Gen
     assert other.life(3) == -1
     for life in (0, 1):
         one.set_life(3, life)
+        assert one.life(3) == life  # torch's store answers no `set`: only now it has arrived
         assert other.life(3) == life
 
 
