@@ -35,7 +35,7 @@ from moe_ckpt.runtime.inject import StateLosses
 from moe_ckpt.runtime.recover import Recovery
 from moe_ckpt.runtime.rejoin import Rejoin, adopt_kept
 from moe_ckpt.runtime.session import Parts, Session, SparseParts
-from moe_ckpt.runtime.sparse import SparseStores, SparseTier
+from moe_ckpt.runtime.sparse import Meter, SparseStores, SparseTier
 from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.boundary import BoundaryLog
@@ -45,7 +45,7 @@ from moe_ckpt.store.journal import Journal, NoCopies
 from moe_ckpt.store.memory import HostBuffers, PrivateMemory, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
-from moe_ckpt.types import RunIdentity
+from moe_ckpt.types import OperatorKind, RunIdentity
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,6 +127,7 @@ class _Sparse:
         self.stage = StageReplay(state, self.operators, loop.communicator, loop.forward_backward)
         self.stores: SparseStores | None = None
         self.counts: RouterCounts | None = None
+        self.meter: Meter | None = None
 
     def meet(self) -> Parts:
         """Return parts that all ranks agree on; what this rank has in host memory stays. Collective over all ranks."""
@@ -138,7 +139,8 @@ class _Sparse:
         self.stores = self.stores or self._open_stores()
         self.counts = self.counts or RouterCounts(self.state, self.operators.table)
         training = Training(stage=self.stage, operators=self.operators, counts=self.counts)
-        tier = SparseTier(self.config, self.place, training, self.stores, self.events)
+        self.meter = self.meter or Meter(sum(op.kind is OperatorKind.EXPERT for op in self.operators.table.operators))
+        tier = SparseTier(self.config, self.place, training, self.stores, self.meter, self.events)
         recovery = Recovery(self.place, training, self.stores, self.events)
         injected = StateLosses(self.schedule, StateWiper(self.state), self.place, tier.lose, self.events)
         parts = SparseParts(

@@ -66,22 +66,25 @@ class SparseWindows:
         self._window: schedule.WindowSchedule | None = None
         self._start = 0
         self._next_iteration: int | None = None
+        self._known: Measured | None = None
         self._num_slots = 1 if config.window == AUTO else int(config.window)
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return what to take of the state after `iteration` steps: everything at first, then slot after slot.
 
-        Asks for measurements where a window begins. An iteration that does not follow the last begins a window, too.
+        Asks for measurements where a window begins, and for window=auto at first: where nothing has been measured yet,
+        windows begin after `profile_iters` iterations. An iteration that does not follow the last begins a window, too.
         """
         if self._next_iteration is None:
-            return self._base(iteration)
+            return self._base(iteration, measure)
         every = self._config.durable_every_iters
         durable = every > 0 and iteration % every == 0
         if iteration < self._next_iteration:
             return SnapshotPlan(durable=durable)
         choice = None
         if self._window is None or iteration != self._next_iteration or iteration == self._start + self._num_slots:
-            choice = self._begin(iteration, measure())
+            measured, self._known = self._known or measure(), None
+            choice = self._begin(iteration, measured)
         assert self._window is not None
         self._next_iteration = iteration + 1
         slot = iteration - self._start
@@ -94,8 +97,14 @@ class SparseWindows:
         forecasts = (self.forecast_of(stage, num_slots) for stage in range(len(self._stages)))
         return max(forecasts, key=lambda forecast: forecast.total_bytes)
 
-    def _base(self, iteration: int) -> SnapshotPlan:
-        profile_iters = self._config.profile_iters if self._config.window == AUTO else 0
+    def _base(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
+        profile_iters = 0
+        if self._config.window == AUTO:
+            measured = measure()
+            if measured.iteration_s > 0:  # before a fault
+                self._known = measured
+            else:
+                profile_iters = self._config.profile_iters
         self._next_iteration = iteration + 1 + profile_iters
         everything = tuple(range(len(self._table.operators)))
         return SnapshotPlan(sparse=SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=()))

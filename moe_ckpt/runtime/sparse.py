@@ -35,7 +35,7 @@ from moe_ckpt.store.journal import Journal
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
-from moe_ckpt.types import ExpertCounts, Measured, OperatorKind, ReadyGradients, SlotPlan
+from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients, SlotPlan
 
 _log = logging.getLogger(__name__)
 _RECENT_ITERS = 16
@@ -67,6 +67,42 @@ class SparseStores:
             self.boundary.clear()
 
 
+class Clock:
+    """Seconds of recent iterations, without what checkpointing adds to them."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_RECENT_ITERS)
+        self._since_s = 0.0
+        self._so_far_s = 0.0
+
+    def started(self) -> None:
+        self._so_far_s = 0.0
+        self._since_s = time.monotonic()
+
+    def paused(self) -> None:
+        self._so_far_s += time.monotonic() - self._since_s
+
+    def resumed(self) -> None:
+        self._since_s = time.monotonic()
+
+    def finished(self) -> None:
+        self.paused()
+        self._recent.append(self._so_far_s)
+
+    def iteration_s(self) -> float:
+        """Return the median, or 0 before the first iteration."""
+        return statistics.median(self._recent) if self._recent else 0.0
+
+
+class Meter:
+    """What this rank has measured so far, which a recovery does not change: `popularity` is by expert of its stage."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.clock = Clock()
+        self.copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
+        self.popularity = np.zeros(num_experts)
+
+
 class SparseTier:
     """Carries out the policy's slot plans. All hooks are collective over all ranks."""
 
@@ -76,6 +112,7 @@ class SparseTier:
         place: Place,
         training: Training,
         stores: SparseStores,
+        meter: Meter,
         events: EventLog,
     ) -> None:
         self._config = config
@@ -91,9 +128,7 @@ class SparseTier:
         self._awaits_confirmation = False
         self._noted: int | None = None
         self._most_slots = 0
-        self._clock = _Clock()
-        self._copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
-        self._popularity = np.zeros(sum(op.kind is OperatorKind.EXPERT for op in training.operators.table.operators))
+        self._meter = meter
         self._counted: ExpertCounts | None = None
         self._measured: Measured | None = None
 
@@ -106,11 +141,11 @@ class SparseTier:
         self._counts.begin()
         if self._stores.boundary:
             self._stores.boundary.begin(iteration)
-        self._clock.started()
+        self._meter.clock.started()
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are there, no parameter has changed yet."""
-        self._clock.paused()
+        self._meter.clock.paused()
         self.stop_observing()
         self._stores.steps.add(self._stage.record(iteration, gradients))
         try:
@@ -121,11 +156,11 @@ class SparseTier:
         self._count()
         if self._awaits_confirmation:
             self._confirm()
-        self._clock.resumed()
+        self._meter.clock.resumed()
 
     def committed(self, iteration: int) -> None:
         """The state is that after `iteration` steps."""
-        self._clock.finished()
+        self._meter.clock.finished()
         self.note_start(iteration + 1)
 
     def note_start(self, iteration: int) -> None:
@@ -166,7 +201,7 @@ class SparseTier:
             self._agree()
         measured, self._measured = self._measured, None
         assert measured is not None
-        self._popularity = carried_over(self._config.popularity, self._popularity)
+        self._meter.popularity = carried_over(self._config.popularity, self._meter.popularity)
         return measured
 
     def lose(self) -> None:
@@ -174,7 +209,7 @@ class SparseTier:
         self._stores.engine.discard_torn()
         if self._stores.boundary:
             self._stores.boundary.clear()
-        self._popularity = np.zeros_like(self._popularity)
+        self._meter.popularity = np.zeros_like(self._meter.popularity)
 
     def abort(self) -> None:
         """What was being done has come to nothing: stop looking, finish copies, drop an incomplete window."""
@@ -237,7 +272,7 @@ class SparseTier:
             return
         header = taken.snapshot.header
         if header.payload_bytes:
-            self._copy_rates.append(header.payload_bytes / max(taken.copy_s, 1e-9))
+            self._meter.copy_rates.append(header.payload_bytes / max(taken.copy_s, 1e-9))
         self._events.append(
             SnapshotTaken(
                 iteration=header.iteration,
@@ -266,10 +301,10 @@ class SparseTier:
     def _agree(self) -> bool:
         """Measure, and return whether the window in flight is complete, on all ranks alike."""
         complete = self._stores.memory.complete and self._has_copies()
-        mine = [self._clock.iteration_s(), -self._copy_bytes_per_s(), -float(complete)]
+        mine = [self._meter.clock.iteration_s(), -self._copy_bytes_per_s(), -float(complete)]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        popularity = torch.from_numpy(self._popularity.copy()).to(self._place.device)
+        popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         dist.all_reduce(popularity, group=self._place.stage_group)
         iteration_s, negative_rate, all_complete = worst.tolist()
         self._measured = Measured(
@@ -309,40 +344,13 @@ class SparseTier:
         counted, self._counted = self._counted, None
         if counted is not None:
             kind, decay = self._config.popularity, self._config.popularity_decay
-            self._popularity = accumulate(kind, self._popularity, counted.hard, counted.soft, decay=decay)
+            self._meter.popularity = accumulate(kind, self._meter.popularity, counted.hard, counted.soft, decay=decay)
 
     def _copy_bytes_per_s(self) -> float:
-        return statistics.median(self._copy_rates) if self._copy_rates else math.inf
+        return statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None
         iteration = self._newest.window_start + self._newest.slot
         self._events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
         _log.warning("snapshot not taken, training goes on (ckpt.strict=%s): %s", self._config.strict, error)
-
-
-class _Clock:
-    """Seconds of recent iterations, without what checkpointing adds to them."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_RECENT_ITERS)
-        self._since_s = 0.0
-        self._so_far_s = 0.0
-
-    def started(self) -> None:
-        self._so_far_s = 0.0
-        self._since_s = time.monotonic()
-
-    def paused(self) -> None:
-        self._so_far_s += time.monotonic() - self._since_s
-
-    def resumed(self) -> None:
-        self._since_s = time.monotonic()
-
-    def finished(self) -> None:
-        self.paused()
-        self._recent.append(self._so_far_s)
-
-    def iteration_s(self) -> float:
-        """Return the median, or 0 before the first iteration."""
-        return statistics.median(self._recent) if self._recent else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -79,6 +80,10 @@ def unasked() -> Measured:
     raise AssertionError("no window begins here")
 
 
+def nothing_yet() -> Measured:
+    return Measured(iteration_s=0.0, copy_bytes_per_s=math.inf, popularity=np.zeros(0))
+
+
 def slots_of(plans: Sequence[SnapshotPlan]) -> list[SlotPlan]:
     slots = [plan.sparse for plan in plans if plan.sparse is not None]
     assert len(slots) == len(plans)
@@ -133,18 +138,26 @@ def popularity_for(stage: StageProfile, seed: int) -> list[float]:
 def test_the_first_plan_takes_everything(window: int | str, iteration: int) -> None:
     policy = SparseWindows(config(window=window), [equal(6)], 0)
     everything = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=(0, 1, 2, 3, 4, 5), compute=())
-    assert policy.plan(iteration, unasked) == SnapshotPlan(sparse=everything)
+    assert policy.plan(iteration, nothing_yet) == SnapshotPlan(sparse=everything)
 
 
 @pytest.mark.parametrize("profile_iters", [2, 5])
 def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) -> None:
     policy = SparseWindows(config(profile_iters=profile_iters), [equal(6)], 0)
-    policy.plan(40, unasked)
+    policy.plan(40, nothing_yet)
     profiled = [policy.plan(41 + i, unasked) for i in range(profile_iters)]
     assert profiled == [NOTHING] * profile_iters
     choice, slots = next_window(policy, 41 + profile_iters, Meter(41))
     assert choice == WindowChoice(num_slots=3, fitting=3, iteration_s=2.0, copy_bytes_per_s=20.5, reordered=True)
     assert_is_window(slots, 41 + profile_iters, 3, 6)
+
+
+def test_auto_goes_on_without_profiling_where_iterations_were_measured_before_a_fault() -> None:
+    policy = SparseWindows(config(), [equal(6)], 0)
+    meter = Meter(41)
+    assert policy.plan(40, meter).sparse is not None
+    first = policy.plan(41, unasked)
+    assert first.window == WindowChoice(num_slots=3, fitting=3, iteration_s=2.0, copy_bytes_per_s=20.5, reordered=True)
 
 
 # Slots
@@ -158,7 +171,7 @@ def test_a_fixed_window_takes_every_operator_once_a_window_on_every_stage(
     own_stage, start = data.draw(st.integers(0, len(stages) - 1)), data.draw(st.integers(0, 50))
     own = stages[own_stage]
     policy, twin = (SparseWindows(config(window=num_slots), stages, own_stage) for _ in range(2))
-    assert policy.plan(start, unasked) == twin.plan(start, unasked)
+    assert policy.plan(start, nothing_yet) == twin.plan(start, nothing_yet)
     for number in range(3):
         begin = start + 1 + number * num_slots
         choice, slots = next_window(policy, begin, Meter(1.0, popularity=[popularity_for(own, number)]))
@@ -170,7 +183,7 @@ def test_a_fixed_window_takes_every_operator_once_a_window_on_every_stage(
 @given(stages=stages(), budgets_bytes=st.lists(st.floats(1, 5000), min_size=1, max_size=5))
 def test_auto_windows_line_up_over_stages(stages: list[StageProfile], budgets_bytes: list[float]) -> None:
     policies = [SparseWindows(config(profile_iters=2), stages, own) for own in range(len(stages))]
-    assert {policy.plan(0, unasked) is NOTHING for policy in policies} == {False}
+    assert {policy.plan(0, nothing_yet) is NOTHING for policy in policies} == {False}
     begin, current = 3, 0
     for number, budget_bytes in enumerate(budgets_bytes):
         fitting = max(alone(stage, budget_bytes) for stage in stages)
@@ -192,7 +205,7 @@ def alone(stage: StageProfile, budget_bytes: float) -> int:
 
 def test_a_stage_of_few_operators_has_empty_slots() -> None:
     policy = SparseWindows(config(window=12), [equal(2), equal(12)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     _, slots = next_window(policy, 1, Meter(1.0))
     assert_is_window(slots, 1, 12, 2)
     assert [slot.slot for slot in slots if slot.full] == [3, 9]
@@ -200,7 +213,7 @@ def test_a_stage_of_few_operators_has_empty_slots() -> None:
 
 def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
     policy = SparseWindows(config(window=3), [equal(6)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     measure = Meter(1.0)
     slots = slots_of([policy.plan(iteration, measure) for iteration in (1, 3, 4, 5, 6, 20)])
     places = [(slot.window_start, slot.slot) for slot in slots]
@@ -211,7 +224,7 @@ def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
 
 def test_an_iteration_that_was_planned_already_takes_nothing_and_changes_nothing() -> None:
     policy = SparseWindows(config(window=3), [equal(6)], 0)
-    policy.plan(10, unasked)
+    policy.plan(10, nothing_yet)
     measure = Meter(1.0)
     first = slots_of([policy.plan(iteration, measure) for iteration in (11, 12)])
     assert [policy.plan(iteration, unasked) for iteration in (12, 11, 10, 3)] == [NOTHING] * 4
@@ -227,7 +240,7 @@ def test_the_first_window_is_the_fitting_one_whatever_the_drift(
     budget_bytes: int, num_slots: int, drift: float
 ) -> None:
     policy = SparseWindows(config(window_drift=drift), [equal(6)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     choice, slots = next_window(policy, 6, Meter(budget_bytes))
     assert (choice.num_slots, choice.fitting) == (num_slots, num_slots)
     assert_is_window(slots, 6, num_slots, 6)
@@ -245,7 +258,7 @@ def test_the_first_window_is_the_fitting_one_whatever_the_drift(
 )
 def test_the_window_changes_when_the_fitting_one_is_off_by_more_than_the_drift(drift: float, chosen: list[int]) -> None:
     policy = SparseWindows(config(window_drift=drift), [equal(6)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     measure, begin, found = Meter(42, 41, 31, 29, 27, 29, 31), 6, []
     for fitting in (2, 3, 4, 5, 6, 5, 4):
         choice, slots = next_window(policy, begin, measure)
@@ -260,7 +273,7 @@ def test_the_window_changes_when_the_fitting_one_is_off_by_more_than_the_drift(d
 
 def test_a_fixed_window_heeds_no_measurement() -> None:
     policy = SparseWindows(config(window=2, window_drift=0.0), [equal(6)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     measure = Meter(1.0, 1e9)
     assert [next_window(policy, begin, measure)[0].num_slots for begin in (1, 3, 5)] == [2, 2, 2]
 
@@ -271,7 +284,7 @@ def test_the_stage_that_needs_most_slots_decides() -> None:
     assert [alone(stage, 36 + 8) for stage in profiles] == [2, 6, 1]
     for own_stage in range(3):
         policy = SparseWindows(config(), profiles, own_stage)
-        policy.plan(0, unasked)
+        policy.plan(0, nothing_yet)
         choice, slots = next_window(policy, 6, Meter(44))
         assert (choice.num_slots, choice.fitting) == (6, 6)
         assert_is_window(slots, 6, 6, len(profiles[own_stage].table.operators))
@@ -282,14 +295,14 @@ def test_the_stage_that_needs_most_slots_decides() -> None:
 
 def test_without_popularity_the_order_is_that_of_the_table_and_blocks_come_last_from_the_back() -> None:
     policy = SparseWindows(config(window=5), [profile([[1] * 5], num_experts=3)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     _, slots = next_window(policy, 1, Meter(1.0, popularity=[[0.0] * 3]))
     assert [slot.full for slot in slots] == [(2,), (3,), (4,), (1,), (0,)]
 
 
 def test_popular_experts_are_deferred() -> None:
     policy = SparseWindows(config(window=5), [profile([[1] * 5], num_experts=3)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     _, slots = next_window(policy, 1, Meter(1.0, popularity=[[9.0, 1.0, 5.0]]))
     assert [slot.full for slot in slots] == [(3,), (4,), (2,), (1,), (0,)]
 
@@ -302,7 +315,7 @@ def test_the_more_popular_expert_of_a_rank_comes_in_no_earlier_slot(
     parameters = [[int(rank == 0), *(int(home == rank) for home in homes)] for rank in range(ranks)]
     num_slots = data.draw(st.integers(1, len(counts) + 1))
     policy = SparseWindows(config(window=num_slots), [profile(parameters, num_experts=len(counts))], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     _, slots = next_window(policy, 1, Meter(1.0, popularity=[counts]))
     place = slot_of_each(slots)
     for rank in range(ranks):
@@ -331,7 +344,7 @@ def test_experts_are_reordered_when_enough_of_them_changed(
 ) -> None:
     settings = config(window=8, reorder_change=change, reorder_share=share)
     policy = SparseWindows(settings, [profile([[1] * 8], num_experts=8)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     measure = Meter(1.0, popularity=[[100] * 8, now])
     first, slots = next_window(policy, 1, measure)
     second, later = next_window(policy, 9, measure)
@@ -343,7 +356,7 @@ def test_experts_are_reordered_when_enough_of_them_changed(
 
 def test_changes_count_from_the_last_order_not_from_the_last_window() -> None:
     policy = SparseWindows(config(window=8), [profile([[1] * 8], num_experts=8)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     creeping = [[100 + by, 100 - by] + [100] * 6 for by in (0, 8, 16, 16, 24)]
     measure = Meter(1.0, popularity=creeping)
     reordered = [next_window(policy, begin, measure)[0].reordered for begin in (1, 9, 17, 25, 33)]
@@ -352,7 +365,7 @@ def test_changes_count_from_the_last_order_not_from_the_last_window() -> None:
 
 def test_an_order_is_kept_over_a_change_of_the_window() -> None:
     policy = SparseWindows(config(), [profile([[1] * 6], num_experts=6)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     measure = Meter(22, 42, popularity=[[6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]])
     first, slots = next_window(policy, 6, measure)
     second, later = next_window(policy, 12, measure)
@@ -409,7 +422,7 @@ def test_auto_stays_in_the_budget_and_uses_it(
         return
     policy = SparseWindows(settings, stages, 0)
     assert policy.max_slots == max(allowed)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     begin = 3
     for speed in speeds:
         measure = Meter(speed, popularity=[popularity_for(stages[0], 0)])
@@ -423,7 +436,7 @@ def test_auto_stays_in_the_budget_and_uses_it(
 def test_auto_takes_no_longer_window_than_the_budget_allows(max_slots: int) -> None:
     budget = SparseWindows(config(), [equal(6)], 0).forecast(max_slots).total_bytes
     policy = SparseWindows(config(memory_budget_bytes=budget), [equal(6)], 0)
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     choice, slots = next_window(policy, 6, Meter(1.0))
     assert (choice.num_slots, choice.fitting) == (max_slots, max_slots)
     assert_is_window(slots, 6, max_slots, 6)
@@ -475,7 +488,7 @@ def test_capacity_orders_by_the_share_of_what_an_expert_can_take() -> None:
     stage = replace(profile([[1] * 3], num_experts=3), expert_capacity=np.array([1.0, 10.0, 2.0]))
     policy = SparseWindows(config(popularity="capacity", window=3), [stage], 0)
     counted = Measured(iteration_s=1.0, copy_bytes_per_s=1.0, popularity=np.array([3.0, 5.0, 4.0]))
-    policy.plan(0, unasked)
+    policy.plan(0, nothing_yet)
     taken = [policy.plan(iteration, lambda: counted).sparse for iteration in (1, 2, 3)]
     assert [plan.full for plan in taken if plan] == [(1,), (2,), (0,)]  # 0.5, 2 and 3 of capacity
 
@@ -489,6 +502,6 @@ def test_paper_exact_cuts_by_count_and_takes_all_operators_for_equal() -> None:
     stage = profile([[1, 1, 1, 1, 1, 7]])  # 144 bytes whole, 24 of weights: 24 and 4 an operator on the average
     measured = Measured(iteration_s=1.0, copy_bytes_per_s=64.0, popularity=np.zeros(0))  # 2 * 24 + 4 * 4
     exact = SparseWindows(config(paper_exact=True, profile_iters=2), [stage], 0)
-    exact.plan(0, unasked)
+    exact.plan(0, nothing_yet)
     plans = [exact.plan(iteration, lambda: measured).sparse for iteration in range(1, 6)]
     assert [(len(plan.full), plan.num_slots) for plan in plans if plan] == [(2, 3)] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import signal
@@ -22,6 +21,7 @@ from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.membership import Generations
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.types import Phase
+from tests.ranks import _CONTEXT
 from tests.runtime.trainers import WAIT_S, open_store
 
 START_S = 90.0  # the first process of a test run imports torch and Megatron
@@ -78,9 +78,8 @@ class Guarded:
         self.generations = Generations(open_store(str(folder)))
         self.page = Page(folder / "page")
         self._said = folder / "said"
-        context = multiprocessing.get_context("forkserver")
-        self._connection, theirs = context.Pipe()
-        self.guard = context.Process(target=main, args=(theirs, str(folder), limits))
+        self._connection, theirs = _CONTEXT.Pipe()
+        self.guard = _CONTEXT.Process(target=main, args=(theirs, str(folder), limits))
         self.guard.start()
         theirs.close()
         self._pidfd = 0
