@@ -73,6 +73,11 @@ class Alone:
 
     _reduce_scatter_base = reduce_scatter_single = all_to_all_single = alltoall_base
 
+    def send(self, *_: Any, **__: Any) -> Done:
+        raise RuntimeError(f"process groups are not formed yet: got a message among {self._size} ranks")
+
+    recv = recv_anysource = send
+
     def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Done:
         if self._size != 1:
             raise RuntimeError(f"process groups are not formed yet: got an exchange among {self._size} ranks")

@@ -106,8 +106,9 @@ class Generations:
         return self._store.get(key) == _GO.encode()
 
     def set_life(self, global_rank: int, life: int) -> None:
-        """From now on only this life of a rank may join."""
+        """From now on only this life of a rank may join, whoever asks."""
         self._store.set(f"life/{global_rank}", str(life))
+        self._store.get(f"life/{global_rank}")  # `set` has no answer: another connection could still read the old one
 
     def life(self, global_rank: int) -> int:
         """Return which life of a rank may join; -1 before there was any."""
@@ -185,8 +186,10 @@ class Membership:
             self.page.join(generation)
             self._generations.arrive(generation, self.member.world_size)
             self.page.wait(True)
-            goes = self._generations.goes(generation, self._join_s)
-            self.page.wait(False)
+            try:
+                goes = self._generations.goes(generation, self._join_s)
+            finally:
+                self.page.wait(False)
             if goes:
                 self._require_progress()
             if goes and self._form(generation):

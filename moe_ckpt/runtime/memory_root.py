@@ -65,11 +65,12 @@ def take_over(root: Path, ranks: range) -> None:
 
 
 def _move(root: Path, ranks: range) -> None:
-    for folder in sorted(root.glob("rank*")):
-        if _number(folder) not in ranks:
-            _keep(own_path(folder), _number(folder), root, ranks)
-            for held in sorted((folder / "held").glob("rank*")):
-                _keep(held, _number(held), root, ranks)
+    left = [folder for folder in sorted(root.glob("rank*")) if _number(folder) not in ranks]
+    for folder in left:  # before any copy: an owner has at least as much
+        _keep(own_path(folder), _number(folder), root, ranks)
+    for folder in left:
+        for held in sorted((folder / "held").glob("rank*")):
+            _keep(held, _number(held), root, ranks)
 
 
 def _keep(blobs: Path, owner: int, root: Path, ranks: range) -> None:

@@ -226,6 +226,12 @@ def content_of(root: Path) -> Memory:
             id="all kinds at once",
         ),
         pytest.param(
+            {"rank0002/held/rank0003": "copy", "rank0003/own": "own"},
+            range(2),
+            {"rank0000/held/rank0003": "own", "rank0002/held/rank0003": "copy"},
+            id="an owner's before a copy",
+        ),
+        pytest.param(
             {"rank0000/own": "0", "rank0000/held/rank0004": "4", "rank0001/held/rank0005": "5"},
             range(4, 6),
             {"rank0004/own": "4", "rank0005/own": "5", "rank0004/held/rank0000": "0"},
