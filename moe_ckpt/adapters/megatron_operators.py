@@ -146,7 +146,7 @@ class RankOperators:
         for buffer in self.buffers:
             if str(buffer.operator) in {*full, *compute}:
                 key, tensor, _ = buffer.piece()
-                _take_dtype(parts, key, tensor)
+                _widen(parts, key, tensor)
                 _copy_part(parts, key, tensor)
         _make_whole(loaded, full)
 
@@ -336,11 +336,11 @@ def _copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torc
     target.copy_(part.view(target.shape))
 
 
-def _take_dtype(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
-    """Let a buffer be of the type that was taken: Megatron widens the expert bias of a new model in its first pass."""
+def _widen(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
+    """Let a buffer be float32 if it was when it was taken: Megatron widens those of a new model in its first pass."""
     part = parts.get(key)
-    if part is not None and part.dtype != buffer.dtype:
-        buffer.data = buffer.data.to(part.dtype)
+    if part is not None and part.dtype == torch.float32 and buffer.dtype in (torch.bfloat16, torch.float16):
+        buffer.data = buffer.data.float()
 
 
 def _derive_weights(owned: OwnedParameter, steps: float) -> None:
