@@ -2,7 +2,7 @@
 
 Compared with the uninterrupted run: the digest of every rank's parameters, master weights, moments, step counts,
 buffers, loss scaler, schedule and generators, and every loss, of at least ten iterations after the last fault. Dropout
-is on throughout.
+is on throughout. What test_elastic.py does by killing processes is not done here again.
 """
 
 from __future__ import annotations
@@ -42,34 +42,25 @@ CASES = {
     "PP 1, DP 2, EP 2": Case(world=2, lost=((5, 0, FORWARD), (6, 0, STEP))),
     "PP 1, DP 4, EP 1": Case(world=4, overrides=("parallel.pp=1", "parallel.ep=1"), lost=((5, 0, STEP),)),
     "PP 1, DP 4, EP 2": Case(world=4, overrides=("parallel.pp=1", "parallel.ep=2"), lost=((5, 0, STEP),)),
-    "PP 2, DP 1": Case(world=2, overrides=("parallel.pp=2",), lost=((5, 0, FORWARD), (6, 1, BETWEEN))),
     "PP 2, DP 2, EP 1": Case(overrides=("parallel.ep=1",)),
     "PP 2, DP 2, EP 2": Case(),
-    "PP 2, DP 4, EP 2": Case(world=8, overrides=("train.global_batch_size=16",)),
     "PP 4, every stage in turn": Case(
         overrides=PP4, lost=((5, 0, FORWARD), (6, 1, BACKWARD), (8, 2, STEP), (9, 3, BETWEEN)), iterations=19
     ),
     "PP 4, DP 2, EP 2": Case(world=8, overrides=(*PP4,), lost=((5, 2, BACKWARD),)),
-    "two adjacent stages at once": Case(overrides=PP4, lost=((5, 1, FORWARD), (5, 2, FORWARD))),
     "the first two stages at once": Case(overrides=PP4, lost=((5, 0, STEP), (5, 1, STEP))),
-    "two separate stages at once": Case(overrides=PP4, lost=((5, 0, BACKWARD), (5, 2, BACKWARD))),
     "both ends at once": Case(overrides=PP4, lost=((5, 0, FORWARD), (5, 3, BACKWARD))),
-    "every stage at once": Case(lost=((5, 0, FORWARD), (5, 1, FORWARD))),
     "no boundary log: all stages roll back": Case(ckpt=("ckpt.window=3", "ckpt.boundary_log=false")),
     "dense model, TP 2": Case(overrides=("model.num_experts=0", "parallel.pp=2", "parallel.ep=1", "parallel.tp=2")),
     # windows
-    "W 1": Case(ckpt=("ckpt.window=1",)),
-    "W 2": Case(ckpt=("ckpt.window=2",)),
     "W 5": Case(ckpt=("ckpt.window=5",), lost=((12, 1, FORWARD), (14, 0, STEP)), iterations=24),
     "W = operators": Case(ckpt=("ckpt.window=7",), lost=((17, 1, FORWARD), (18, 0, STEP)), iterations=28),
-    "W chosen by the policy": Case(ckpt=("ckpt.profile_iters=2",)),
     "Algorithm 1 as printed": Case(world=2, overrides=PP2, ckpt=("ckpt.profile_iters=2", "ckpt.paper_exact=true")),
     "reordered at every window": Case(world=2, overrides=PP2, ckpt=("ckpt.window=2", "ckpt.reorder_share=0")),
     "ordered by probabilities": Case(world=2, overrides=PP2, ckpt=("ckpt.window=3", "ckpt.popularity=soft")),
     "ordered by decayed counts": Case(world=2, overrides=PP2, ckpt=("ckpt.window=3", "ckpt.popularity=decayed")),
     "two windows kept": Case(ckpt=("ckpt.window=3", "ckpt.keep_windows=2")),
     # moments
-    "before the first window": Case(lost=((1, 0, FORWARD), (2, 1, STEP))),
     "in each phase of one iteration": Case(lost=((5, 0, FORWARD), (5, 1, BACKWARD), (5, 0, STEP), (5, 1, BETWEEN))),
     "one rank of a stage": Case(lost=((5, 1, FORWARD, 0), (6, 0, STEP, 1), (6, 1, BETWEEN, 1))),
     "one rank of a stage, optimizer not sharded": Case(
@@ -79,14 +70,11 @@ CASES = {
     "neighbours in a row": Case(lost=((5, 1, STEP), (5, 0, BETWEEN), (6, 1, BACKWARD))),
     # arithmetic
     "fp32": Case(world=2, overrides=(*PP2, "precision=fp32")),
-    "fp16 with skipped steps": Case(overrides=FP16_SKIPPING, lost=((5, 1, FORWARD), (6, 0, STEP))),
-    "optimizer not sharded": Case(overrides=("train.distributed_optimizer=false",)),
     "fp32, optimizer not sharded": Case(overrides=("train.distributed_optimizer=false", "precision=fp32")),
     "fp16, optimizer not sharded": Case(overrides=(*FP16_SKIPPING, "train.distributed_optimizer=false")),
     "no clipping": Case(world=2, overrides=(*PP2, "train.clip_grad=0")),
     "clipping every step": Case(world=2, overrides=(*PP2, "train.clip_grad=0.1")),
     # models
-    "aux-loss-free bias": Case(overrides=("model.moe_balancing=bias", "model.moe_score_function=sigmoid")),
     "aux-loss-free bias, evaluated after every iteration": Case(
         world=2,
         overrides=(
@@ -103,10 +91,6 @@ CASES = {
     "shared experts": Case(world=2, overrides=(*PP2, "model.shared_expert_ffn_hidden_size=32")),
     "no experts on the first stage": Case(
         overrides=("model.num_dense_layers=1", "model.dense_ffn_hidden_size=64"),
-    ),
-    "tied embeddings": Case(overrides=("model.tied_embeddings=true",)),
-    "tied embeddings, optimizer not sharded": Case(
-        overrides=("model.tied_embeddings=true", "train.distributed_optimizer=false")
     ),
     "tied embeddings, PP 1": Case(world=1, overrides=("model.tied_embeddings=true",), lost=((5, 0, STEP),)),
     "tied embeddings, both ends at once": Case(
