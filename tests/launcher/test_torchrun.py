@@ -73,6 +73,28 @@ def test_all_ranks_killed_torchrun_restarts_them_and_the_result_is_the_same(tmp_
     assert (result["faults_survived"], expected["faults_survived"]) == (1, 0)
 
 
+def test_a_rank_killed_by_the_script_is_replaced_and_the_result_is_the_same(tmp_path: Path) -> None:
+    command = (str(TORCHRUN), "--nproc-per-node=4", "launcher/train.py", *FASTER, "train.iterations=20")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    code, out, err = _run(*command, f"run.dir={whole}")
+    assert code == 0, err
+
+    process = _start(*command, "+ckpt=moevement", f"run.dir={killed}")
+    _wait_for_iteration(killed, 8, process)
+    code, said, err = _run("scripts/inject_fault.sh", "--run", str(killed))
+    assert code == 0, err
+    struck = re.fullmatch(r"killed rank (\d) \(pid (\d+)\) of \S+ in generation 1, iteration \d+, \w+\n", said)
+    assert struck, said
+    code, killed_out, err = _finish(process)
+
+    assert code == 0, err
+    assert killed_out.splitlines()[-1] == out.splitlines()[-1], "the last line names the digest"
+    assert f"rank {struck[1]} (pid {struck[2]}) died of SIGKILL" in killed_out + err
+    assert [len(events_of(killed, TrainerStarted, rank)) for rank in range(4)] == [
+        1 + (str(rank) == struck[1]) for rank in range(4)
+    ]
+
+
 def test_one_folder_for_all_ranks_and_lives_with_everything_in_it(tmp_path: Path) -> None:
     command = (str(TORCHRUN), "--nproc-per-node=2", "--max-restarts=1", str(ROOT / "launcher" / "train.py"), *FASTER)
     process = _start(*command, "ckpt=dense", "ckpt.every_iters=5", "train.iterations=20", cwd=tmp_path)
