@@ -176,7 +176,7 @@ def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
             copy_deadline_s=settings.runtime.copy_s,
         ),
         guard_pid=guard_pid,
-        may_send=lambda: not page.waiting,
+        may_send=lambda: not page.communicates,
         announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
     )
 

@@ -172,7 +172,7 @@ class _Sparse:
         self.loop.communicator.log = boundary
         stores = SparseStores(
             copiers=(copier, log_copier),
-            engine=SnapshotEngine(copier, snapshot_buffers),
+            engine=SnapshotEngine(copier, snapshot_buffers, journal),
             memory=SnapshotMemory(snapshot_buffers, self.config.keep_windows, journal),
             steps=StepLog(journal),
             boundary=boundary,
@@ -187,7 +187,7 @@ class _Sparse:
             return None
         elastic = self.elastic
         folder = BlobFolder(own_path(elastic.memory), pinned=pinned)
-        return Journal(folder, elastic.keeper or NoCopies(), elastic.copy_s, elastic.page.wait)
+        return Journal(folder, elastic.keeper or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
 
     def _limit(self) -> int | None:
         if self.config.memory_budget_bytes is None:

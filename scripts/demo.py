@@ -8,10 +8,11 @@ whether anything was lost.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -98,28 +99,29 @@ def _compare(alone: Path, killed: Path) -> int:
 
 
 def _costs(killed: Path) -> Table:
-    """Return a table of what each fault cost, on the rank that it cost most."""
-    table = Table("fault", "died", "detect, s", "rebuild, s", "fetch, s", "replay, s", "run again", "waited only")
-    rejoined = [[e for e in _events(killed, rank) if isinstance(e, Rejoined)] for rank in range(RANKS)]
-    generations = sorted({event.generation for events in rejoined for event in events})
-    for number, generation in enumerate(generations, start=1):
-        events = [event for of_rank in rejoined for event in of_rank if event.generation == generation]
-        waited = [
-            str(rank)
-            for rank, of_rank in enumerate(rejoined)
-            if any(e.generation == generation and e.executed_iters == 0 for e in of_rank)
-        ]
-        table.add_row(
-            str(number),
-            "; ".join(death.partition(", found")[0] for death in events[0].deaths),
-            *(
-                f"{max(getattr(e, part) for e in events):.2f}"
-                for part in ("detect_s", "rebuild_s", "fetch_s", "replay_s")
-            ),
-            f"{max(event.executed_iters for event in events)} iterations",
-            f"ranks {', '.join(waited)}" if waited else "nobody",
-        )
+    """Return a table of what each fault cost: a column per fault, seconds of the rank that it cost most."""
+    rejoined = [[event for event in _events(killed, rank) if isinstance(event, Rejoined)] for rank in range(RANKS)]
+    faults = [
+        {rank: event for rank, events in enumerate(rejoined) for event in events if event.generation == generation}
+        for generation in sorted({event.generation for events in rejoined for event in events})
+    ]
+    table = Table("", *(f"fault {number}" for number in range(1, len(faults) + 1)))
+
+    def add_row(name: str, cell: Callable[[dict[int, Rejoined]], str]) -> None:
+        table.add_row(name, *(cell(of_rank) for of_rank in faults))
+
+    add_row("what died", lambda of_rank: "; ".join(re.sub(r",? (found|in) .*", "", d) for d in of_rank[0].deaths))
+    for part in ("detect_s", "rebuild_s", "fetch_s", "replay_s"):
+        name = f"{part.removesuffix('_s')}, seconds"
+        add_row(name, lambda of_rank, part=part: f"{max(getattr(event, part) for event in of_rank.values()):.2f}")
+    add_row("ranks that ran iterations again", lambda of_rank: _ranks(of_rank, lambda event: event.executed_iters > 0))
+    add_row("iterations run again", lambda of_rank: str(max(event.executed_iters for event in of_rank.values())))
+    add_row("ranks that only waited", lambda of_rank: _ranks(of_rank, lambda event: event.executed_iters == 0))
     return table
+
+
+def _ranks(of_rank: Mapping[int, Rejoined], matching: Callable[[Rejoined], bool]) -> str:
+    return ", ".join(str(rank) for rank, event in of_rank.items() if matching(event)) or "none"
 
 
 def _lives(folder: Path, rank: int) -> list[TrainerStarted]:

@@ -38,9 +38,9 @@ class Elastic:
     def use_peers(self) -> None:
         """Let the keeper copy to the holders' keepers, wherever they are now. Raises CheckpointSaveError."""
         if self.keeper:
-            self.page.wait(True)
+            self.page.wait_for_copies(True)
             self.keeper.use_peers([self.address_of(holder) for holder in self.holders])
-            self.page.wait(False)
+            self.page.wait_for_copies(False)
 
     @property
     def holders(self) -> tuple[int, ...]:

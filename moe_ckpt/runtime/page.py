@@ -37,6 +37,12 @@ class _Word(IntEnum):
     ORDERS_OBEYED = 10
 
 
+class _Waiting(IntEnum):
+    NO = 0
+    FOR_RANKS = 1
+    FOR_COPIES = 2
+
+
 class Page:
     """One trainer's page. Times are `time.monotonic_ns()`, which all processes of a machine share.
 
@@ -63,8 +69,13 @@ class Page:
 
     @property
     def waiting(self) -> bool:
-        """Whether the training thread waits for other ranks: then a hang is not this rank's."""
-        return bool(self._words[_Word.WAITING])
+        """Whether the training thread waits for other ranks or their keepers: then a hang is not this rank's."""
+        return self._words[_Word.WAITING] != _Waiting.NO
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the training thread waits for other ranks, and so for what they send."""
+        return self._words[_Word.WAITING] == _Waiting.FOR_RANKS
 
     @property
     def generation(self) -> int:
@@ -92,8 +103,11 @@ class Page:
 
     def wait(self, waiting: bool) -> None:
         """The training thread begins or ends to wait for other ranks."""
-        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
-        self._words[_Word.WAITING] = waiting
+        self._wait(_Waiting.FOR_RANKS if waiting else _Waiting.NO)
+
+    def wait_for_copies(self, waiting: bool) -> None:
+        """The training thread begins or ends to wait for keepers, its own or others'."""
+        self._wait(_Waiting.FOR_COPIES if waiting else _Waiting.NO)
 
     def join(self, generation: int) -> None:
         """The trainer is about to be part of a generation."""
@@ -125,6 +139,10 @@ class Page:
     def orders_obeyed(self) -> int:
         """How many orders were carried out, over all lives: what tells an order obeyed from one that became void."""
         return self._words[_Word.ORDERS_OBEYED]
+
+    def _wait(self, waiting: _Waiting) -> None:
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
+        self._words[_Word.WAITING] = waiting
 
     def _obey(self) -> None:
         words = self._words

@@ -265,11 +265,7 @@ class SparseTier:
             return
         if taken is None:
             return
-        try:
-            self._stores.memory.add(taken.snapshot)
-        except CheckpointSaveError as error:
-            self._report(error)
-            return
+        self._stores.memory.add(taken.snapshot)
         header = taken.snapshot.header
         if header.payload_bytes:
             self._meter.copy_rates.append(header.payload_bytes / max(taken.copy_s, 1e-9))
@@ -347,7 +343,9 @@ class SparseTier:
             self._meter.popularity = accumulate(kind, self._meter.popularity, counted.hard, counted.soft, decay=decay)
 
     def _copy_bytes_per_s(self) -> float:
-        return statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
+        """Return the rate of the slowest copy: into this rank's memory, or into that of peers."""
+        mine = statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
+        return min(mine, self._stores.journal.copy_bytes_per_s()) if self._stores.journal else mine
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None

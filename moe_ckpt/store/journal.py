@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import secrets
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Protocol
 
 import torch
@@ -32,6 +36,7 @@ from moe_ckpt.types import ReadyGradients
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _START, _RECORD = "snapshot-", "start-", "record-"
 _TIED = "tied_gradient"
+_RECENT_COPIES = 16
 
 
 class Copies(Protocol):
@@ -66,7 +71,9 @@ class Kept:
 
 
 class Journal:
-    """Keeps one rank's snapshots and steps in `folder`, for one thread. A copy may take `copy_s` seconds.
+    """Keeps one rank's snapshots and steps in `folder`; snapshots for any thread, all else for one.
+
+    A copy may take `copy_s` seconds.
 
     Peers hear nothing until `begin_copying` and after `stop_copying`: what they hold may be the last of its kind.
     `on_wait` is told when it begins (True) and ends (False) to wait for them.
@@ -77,6 +84,8 @@ class Journal:
         self._copies = copies
         self._copy_s = copy_s
         self._on_wait = on_wait
+        self._lock = RLock()
+        self._copy_rates: deque[float] = deque(maxlen=_RECENT_COPIES)
         self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
         self._copying: dict[str, Future[None]] | None = None
         self._copies_fail = False
@@ -85,13 +94,15 @@ class Journal:
         """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError."""
         header = snapshot.header
         key = f"{_SNAPSHOT}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
-        self.folder.publish(key, header_to_json(header), snapshot.payload, header.payload_bytes)
-        self._keys[id(snapshot.payload)] = key
-        self._copy(key)
+        with self._lock:
+            self.folder.publish(key, header_to_json(header), snapshot.payload, header.payload_bytes)
+            self._keys[id(snapshot.payload)] = key
+            self._copy(key, header.payload_bytes)
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Keep it no longer: its memory is about to be used again."""
-        self._drop([self._keys.pop(id(snapshot.payload))])
+        with self._lock:
+            self._drop([self._keys.pop(id(snapshot.payload))])
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
         """Keep what an iteration starts from."""
@@ -118,18 +129,24 @@ class Journal:
         """Wait until peers hold these snapshots; return whether they do."""
         return self._are_copied([self._keys[id(snapshot.payload)] for snapshot in snapshots])
 
+    def copy_bytes_per_s(self) -> float:
+        """Return how fast snapshots have reached all peers lately, what they waited included; inf for no peers."""
+        return statistics.median(self._copy_rates) if self._copy_rates else math.inf
+
     def stop_copying(self) -> None:
         """From now on only this folder changes."""
-        self._copying = None
+        with self._lock:
+            self._copying = None
 
     def begin_copying(self, held: Sequence[Collection[str]], *, forget: bool) -> None:
         """Let peers hold what is kept here; `forget`: and nothing else. `held`: the keys that each of them has."""
-        kept = self.folder.keys()
-        everywhere = set(kept).intersection(*held)
-        self._copying, self._copies_fail = {key: _done() for key in everywhere}, False
-        for key in kept:
-            if key not in everywhere:
-                self._copy(key)
+        with self._lock:
+            kept = self.folder.keys()
+            everywhere = set(kept).intersection(*held)
+            self._copying, self._copies_fail = {key: _done() for key in everywhere}, False
+            for key in kept:
+                if key not in everywhere:
+                    self._copy(key)
         stale = set().union(*held).difference(kept)
         if stale and forget:
             self._copies.forget(sorted(stale))
@@ -177,9 +194,17 @@ class Journal:
             return
         self._copy(key)
 
-    def _copy(self, key: str) -> None:
-        if self._copying is not None:
-            self._copying[key] = self._copies.copy([key])
+    def _copy(self, key: str, measured_bytes: int = 0) -> None:
+        if self._copying is None:
+            return
+        began_s = time.monotonic()
+
+        def measure(copied: Future[None]) -> None:
+            if measured_bytes and not copied.exception():
+                self._copy_rates.append(measured_bytes / max(time.monotonic() - began_s, 1e-9))
+
+        self._copying[key] = self._copies.copy([key])
+        self._copying[key].add_done_callback(measure)
 
     def _drop(self, keys: list[str]) -> None:
         for key in keys:

@@ -171,22 +171,22 @@ class Window:
 
 
 class SnapshotKeeper(Protocol):
-    """Told of all snapshots that are held, to keep them elsewhere as well."""
+    """Keeps snapshots elsewhere as well, for as long as this process has them; for any thread."""
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
-        """A snapshot is held from now on. Raises CheckpointSaveError if it cannot be kept."""
+        """A snapshot has been taken. Raises CheckpointSaveError if it cannot be kept."""
         ...
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """It is not held any more."""
+        """It is not needed any more, and its memory about to be used again."""
         ...
 
 
 class SnapshotMemory:
     """Which snapshots of this rank are held, for one thread; payloads are buffers acquired from `buffers`.
 
-    A snapshot that is added belongs to the memory, which releases its buffer with its window. Windows that were handed
-    out may be read only until the next call that changes anything.
+    A snapshot that is added belongs to the memory, which lets `keeper` drop it and releases its buffer with its window.
+    Windows that were handed out may be read only until the next call that changes anything.
     """
 
     def __init__(self, buffers: HostBuffers, keep_windows: int, keeper: SnapshotKeeper | None = None) -> None:
@@ -224,16 +224,12 @@ class SnapshotMemory:
         self._hold([window, *self.windows()])
 
     def add(self, snapshot: Snapshot) -> None:
-        """Put a finished snapshot into the window in flight, in the place of one of the same slot.
-
-        Raises CheckpointSaveError if it cannot be kept; then its buffer is released.
-        """
+        """Put a finished snapshot into the window in flight, in the place of one of the same slot."""
         window, header = self.in_flight(), snapshot.header
         assert window is not None, f"{header}: no window is in flight"
         assert (header.window_start, header.num_slots) == (window.start, window.num_slots), f"{header}: not of {window}"
         assert 0 <= header.slot < window.num_slots, f"{header}: no such slot"
         assert header.iteration == window.start + header.slot, f"{header}: of another iteration"
-        self._keep(snapshot)
         others = [other for other in window.snapshots if other.header.slot != header.slot]
         snapshots = tuple(sorted([*others, snapshot], key=lambda snapshot: snapshot.header.slot))
         self._hold([replace(window, snapshots=snapshots), *self.windows()])
@@ -307,14 +303,6 @@ class SnapshotMemory:
             if self._keeper:
                 self._keeper.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
-
-    def _keep(self, snapshot: Snapshot) -> None:
-        try:
-            if self._keeper:
-                self._keeper.add_snapshot(snapshot)
-        except CheckpointSaveError:
-            self._buffers.release(snapshot.payload)
-            raise
 
 
 def group_windows(snapshots: Iterable[Snapshot]) -> list[Window]:

@@ -1,9 +1,9 @@
 r"""Takes one rank's sparse snapshots into host memory while training goes on (MoEvement, sections 3.2 and 4).
 
-Owns: one capture from start to checksum. Must not: decide what is taken, or keep what was taken.
+Owns: one capture from start to where it is kept. Must not: decide what is taken, or how long it is kept.
 
     training   capture: copy buffers ---- forward, backward ---- release ---- optimizer step ---- collect
-    copier        \--- lay out, take a host buffer, copy -----/ --- checksum --------------------/
+    copier        \--- lay out, take a host buffer, copy --- checksum, hand to the keeper -------/
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.codec import PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
 from moe_ckpt.store.copier import HostCopier
-from moe_ckpt.store.memory import HostBuffers
+from moe_ckpt.store.memory import HostBuffers, SnapshotKeeper
 
 _COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
 
@@ -41,11 +41,12 @@ class _Capture:
 
 
 class SnapshotEngine:
-    """At most one capture at a time."""
+    """At most one capture at a time. The keeper, if there is one, hears of each as soon as it is finished."""
 
-    def __init__(self, copier: HostCopier, buffers: HostBuffers) -> None:
+    def __init__(self, copier: HostCopier, buffers: HostBuffers, keeper: SnapshotKeeper | None = None) -> None:
         self._copier = copier
         self._buffers = buffers
+        self._keeper = keeper
         self._capture: _Capture | None = None
 
     def capture(self, header: SnapshotHeader, pieces: Callable[[], Sequence[Piece]], changing: Sequence[Piece]) -> None:
@@ -57,7 +58,7 @@ class SnapshotEngine:
         assert self._capture is None, self._capture
         kept = [(key, tensor.detach().clone(), whole) for key, tensor, whole in changing]
         copied = self._copier.run(lambda: self._take(header, [*pieces(), *kept]))
-        self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: _with_checksum(copied.result())))
+        self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish(copied.result())))
 
     def release(self) -> None:
         """Wait until the state that is being taken may change.
@@ -74,7 +75,10 @@ class SnapshotEngine:
             raise CheckpointSaveError(f"the snapshot could not be copied: {error}") from error
 
     def collect(self, *, wait: bool) -> Taken | None:
-        """Return what has been taken, once; None while there is nothing, or, without `wait`, while it is unfinished."""
+        """Return what has been taken, once; None while there is nothing, or, without `wait`, while it is unfinished.
+
+        Raises CheckpointSaveError if it could not be taken or kept; then there is nothing to collect any more.
+        """
         capture = self._capture
         if capture is None or not (wait or capture.finished.done()):
             return None
@@ -89,7 +93,10 @@ class SnapshotEngine:
             return
         self._capture = None
         with contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
-            self._buffers.release(capture.finished.result().payload)
+            snapshot = capture.finished.result()
+            if self._keeper:
+                self._keeper.drop_snapshot(snapshot)
+            self._buffers.release(snapshot.payload)
 
     def _take(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> Taken:
         parts, payload_bytes = layout_parts(pieces)
@@ -103,8 +110,14 @@ class SnapshotEngine:
             self._buffers.release(buffer)
             raise
 
-
-def _with_checksum(taken: Taken) -> Snapshot:
-    snapshot = taken.snapshot
-    found = checksum(snapshot.payload, snapshot.header.payload_bytes)
-    return Snapshot(header=replace(snapshot.header, checksum=found), payload=snapshot.payload)
+    def _finish(self, taken: Taken) -> Snapshot:
+        header, payload = taken.snapshot.header, taken.snapshot.payload
+        found = checksum(payload, header.payload_bytes)
+        snapshot = Snapshot(header=replace(header, checksum=found), payload=payload)
+        try:
+            if self._keeper:
+                self._keeper.add_snapshot(snapshot)
+        except CheckpointSaveError:
+            self._buffers.release(snapshot.payload)
+            raise
+        return snapshot

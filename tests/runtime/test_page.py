@@ -146,6 +146,16 @@ def test_a_page_that_is_reset_is_a_newborns(page: Page) -> None:
     assert min(page.heartbeat_s, page.progress_s) >= before_s, "a newborn looked as if it had hung"
 
 
+def test_copies_yield_to_training_that_waits_for_ranks_and_not_to_one_that_waits_for_copies(page: Page) -> None:
+    seen = [(page.waiting, page.communicates)]
+    for act in (page.wait, page.wait_for_copies):
+        act(True)
+        seen.append((page.waiting, page.communicates))
+        act(False)
+        assert not page.waiting
+    assert seen == [(False, False), (True, True), (True, False)]
+
+
 def test_an_iteration_lasts_until_the_next_is_named(page: Page) -> None:
     page.enter(Phase.FORWARD, 5)
     page.enter(Phase.BACKWARD)
@@ -158,10 +168,11 @@ def test_an_iteration_lasts_until_the_next_is_named(page: Page) -> None:
         (Page.beat, True, False),
         (lambda page: page.wait(True), False, True),
         (lambda page: page.wait(False), False, True),
+        (lambda page: page.wait_for_copies(True), False, True),
         (lambda page: page.enter(Phase.STEP), False, True),
         (lambda page: page.join(1), False, True),
     ],
-    ids=["beat", "wait", "go on", "enter", "join"],
+    ids=["beat", "wait", "go on", "wait for copies", "enter", "join"],
 )
 def test_beating_is_no_progress_and_progress_no_beat(page: Page, act, beats: bool, progresses: bool) -> None:
     before = (page.heartbeat_s, page.progress_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,11 +13,14 @@ import torch
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.journal import Journal, NoCopies, holds_records, read_kept
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
+from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog, StepRecord
 from moe_ckpt.types import ReadyGradients
 from tests.store.test_memory import persist_window, starts_of, take_window
+from tests.store.test_snapshot import HEADER, held_until_waited_for, piece
 
 GRADIENTS = ReadyGradients(overflows=(False, True), total_norm=None, loss_scale=2.0)
 
@@ -59,6 +63,12 @@ class Life:
         self.memory.adopt(kept.snapshots)
         self.steps.adopt(kept.starts, kept.records)
 
+    def take(self, start: int, num_slots: int = 2) -> None:
+        take_window(self.memory, self.buffers, start, num_slots, keeper=self.journal)
+
+    def persist(self, start: int) -> None:
+        persist_window(self.memory, self.buffers, start, keeper=self.journal)
+
     def log(self, iteration: int) -> None:
         self.steps.note_start(iteration, {"rng": torch.full((4,), iteration)})
         self.steps.add(StepRecord(iteration=iteration, gradients=GRADIENTS, tied_gradient=torch.ones(2)))
@@ -76,9 +86,9 @@ def live(tmp_path: Path, peers: Peers) -> Callable[[], Life]:
 
 def test_what_a_trainer_kept_its_successor_finds(live: Callable[[], Life]) -> None:
     dead = live()
-    persist_window(dead.memory, dead.buffers, 4)
+    dead.persist(4)
     dead.log(5)
-    take_window(dead.memory, dead.buffers, 6, 1)
+    dead.take(6, 1)
     found = live()
     assert starts_of(found.memory) == [6, 4], "a complete window that was not confirmed may be others' newest"
     assert found.steps.start(5)["rng"].tolist() == [5] * 4
@@ -91,7 +101,7 @@ def test_peers_hear_nothing_until_told_to_and_then_of_the_differences_only(
 ) -> None:
     dead = live()
     dead.journal.begin_copying([set()], forget=True)
-    persist_window(dead.memory, dead.buffers, 4)
+    dead.persist(4)
     dead.log(5)
     before = set(peers.held)
     assert before == set(dead.journal.folder.keys())
@@ -105,6 +115,48 @@ def test_peers_hear_nothing_until_told_to_and_then_of_the_differences_only(
     found.journal.begin_copying([before], forget=True)
     assert peers.held == {"start-7", "record-7"} == set(found.journal.folder.keys())
     assert peers.asked == 2
+
+
+def test_a_snapshot_is_on_its_way_to_peers_before_training_asks_for_it(live: Callable[[], Life], peers: Peers) -> None:
+    life, copier = live(), HostCopier()
+    engine = SnapshotEngine(copier, life.buffers, life.journal)
+    life.journal.begin_copying([set()], forget=True)
+    engine.capture(HEADER, lambda: [piece(torch.ones(100))], ())
+    copier.then(lambda: None).result(5.0)
+    assert peers.held == set(life.journal.folder.keys()) != set()
+    assert life.journal.copy_bytes_per_s() < math.inf
+
+    engine.collect(wait=False)
+    engine.capture(HEADER, lambda: [piece(torch.ones(100))], ())
+    copier.then(lambda: None).result(5.0)
+    assert len(peers.held) == 2
+    copier.close()
+
+
+def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(live: Callable[[], Life], peers: Peers) -> None:
+    life, copier = live(), HostCopier()
+    engine = SnapshotEngine(copier, life.buffers, life.journal)
+    life.journal.begin_copying([set()], forget=True)
+    with held_until_waited_for(copier):
+        engine.capture(HEADER, lambda: [piece(torch.ones(100))], ())
+        engine.discard_torn()
+    assert peers.asked == 1, "it was not copied: the test is void"
+    assert peers.held == set(life.journal.folder.keys()) == set()
+    assert life.buffers.in_use_bytes == 0
+    copier.close()
+
+
+def test_a_snapshot_that_cannot_be_kept_says_so_and_leaves_nothing(live: Callable[[], Life]) -> None:
+    life, copier = live(), HostCopier()
+    engine = SnapshotEngine(copier, life.buffers, life.journal)
+    life.journal.folder.path.mkdir(parents=True, exist_ok=True)
+    (life.journal.folder.path / "index").write_text("in the way")
+    engine.capture(HEADER, lambda: [piece(torch.ones(100))], ())
+    with pytest.raises(CheckpointSaveError, match="index"):
+        engine.collect(wait=True)
+    assert engine.collect(wait=True) is None
+    assert life.buffers.in_use_bytes == 0
+    copier.close()
 
 
 def test_who_has_lost_its_own_lets_peers_keep_theirs(live: Callable[[], Life], peers: Peers) -> None:
@@ -159,7 +211,7 @@ def _fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[
 def copy(tmp_path: Path) -> BlobFolder:
     """A peer's copy of a window and its steps."""
     life = Life(tmp_path / "copy", NoCopies())
-    persist_window(life.memory, life.buffers, 4)
+    life.persist(4)
     life.log(5)
     return BlobFolder(tmp_path / "copy")
 

@@ -23,6 +23,7 @@ from moe_ckpt.store.memory import (
     HostBuffers,
     HostMemory,
     PrivateMemory,
+    SnapshotKeeper,
     SnapshotMemory,
     Window,
     WindowState,
@@ -64,15 +65,32 @@ def item_of(role: str, tensor: torch.Tensor) -> tuple[PartKey, torch.Tensor, tup
     return PartKey(operator="layer 0", tensor=f"{role} {tensor.dtype}", role=role), tensor, (0, tensor.numel())
 
 
-def take_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, num_slots: int = 2) -> None:
+def take_window(
+    memory: SnapshotMemory,
+    buffers: HostBuffers,
+    start: int,
+    num_slots: int = 2,
+    *,
+    keeper: SnapshotKeeper | None = None,
+) -> None:
     """Take a whole window without confirming it."""
     memory.begin(start, num_slots)
     for slot in range(num_slots):
-        memory.add(snapshot_of(buffers, (start, slot, num_slots)))
+        snapshot = snapshot_of(buffers, (start, slot, num_slots))
+        if keeper:
+            keeper.add_snapshot(snapshot)
+        memory.add(snapshot)
 
 
-def persist_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, num_slots: int = 2) -> None:
-    take_window(memory, buffers, start, num_slots)
+def persist_window(
+    memory: SnapshotMemory,
+    buffers: HostBuffers,
+    start: int,
+    num_slots: int = 2,
+    *,
+    keeper: SnapshotKeeper | None = None,
+) -> None:
+    take_window(memory, buffers, start, num_slots, keeper=keeper)
     memory.confirm()
 
 
