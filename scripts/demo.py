@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -114,14 +114,15 @@ def _costs(killed: Path) -> Table:
     for part in ("detect_s", "rebuild_s", "fetch_s", "replay_s"):
         name = f"{part.removesuffix('_s')}, seconds"
         add_row(name, lambda of_rank, part=part: f"{max(getattr(event, part) for event in of_rank.values()):.2f}")
-    add_row("ranks that ran iterations again", lambda of_rank: _ranks(of_rank, lambda event: event.executed_iters > 0))
     add_row("iterations run again", lambda of_rank: str(max(event.executed_iters for event in of_rank.values())))
-    add_row("ranks that only waited", lambda of_rank: _ranks(of_rank, lambda event: event.executed_iters == 0))
+    add_row(
+        "ranks that ran them", lambda of_rank: _ranks(event for event in of_rank.items() if event[1].executed_iters)
+    )
     return table
 
 
-def _ranks(of_rank: Mapping[int, Rejoined], matching: Callable[[Rejoined], bool]) -> str:
-    return ", ".join(str(rank) for rank, event in of_rank.items() if matching(event)) or "none"
+def _ranks(of_rank: Iterable[tuple[int, Rejoined]]) -> str:
+    return ", ".join(str(rank) for rank, _ in of_rank) or "none"
 
 
 def _lives(folder: Path, rank: int) -> list[TrainerStarted]:
