@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -25,7 +26,8 @@ def _kill_the_agent(job: ElasticJob) -> None:
 def _interrupt_all(job: ElasticJob) -> None:
     """What Ctrl-C in a terminal does."""
     for pid in job.processes():
-        os.kill(pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):  # the first that heard of it have ended others already
+            os.kill(pid, signal.SIGINT)
 
 
 def _end_the_agent(job: ElasticJob) -> None:
