@@ -16,6 +16,7 @@ demo: venv
 bench: venv
 	@.venv/bin/torchrun --nproc-per-node=4 benchmarks/overhead.py
 	@.venv/bin/python benchmarks/recovery.py
+	@.venv/bin/python benchmarks/policies.py
 
 test: check
 	@.venv/bin/pytest
