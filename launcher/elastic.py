@@ -21,7 +21,7 @@ from launcher.config import AUTO, Settings
 from launcher.faults.carry_out import carry_out
 from launcher.launch import Launch, has_agent_store, open_store, use_hosted_store
 from launcher.run_folder import wait_for_run_folder
-from moe_ckpt.config import MoevementConfig, require
+from moe_ckpt.config import InMemoryConfig, require
 from moe_ckpt.faults import Kill
 from moe_ckpt.placement import num_nodes
 from moe_ckpt.runtime.elastic import Elastic
@@ -40,7 +40,7 @@ from moe_ckpt.store.messages import Address, Ticket, parse_address
 def wants_guard(settings: Settings) -> bool:
     """Return whether ranks of this run are guarded: by default where the policy recovers a lost rank from memory."""
     guard = settings.runtime.guard
-    return isinstance(settings.ckpt, MoevementConfig) if guard == AUTO else bool(guard)
+    return isinstance(settings.ckpt, InMemoryConfig) if guard == AUTO else bool(guard)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +52,7 @@ class RankPlace:
     ticket: Ticket
     ranks_per_node: int
     replicas: int
+    has_keeper: bool
 
     @property
     def node(self) -> int:
@@ -63,8 +64,8 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
 
     Raises ConfigError for what cannot work.
     """
-    wanted = "ckpt=moevement (dense and none: torchrun --max-restarts)"
-    require(isinstance(settings.ckpt, MoevementConfig), "runtime.guard", settings.runtime.guard, f"false, or {wanted}")
+    wanted = "ckpt=moevement, gemini or checkfreq (dense and none: torchrun --max-restarts)"
+    require(isinstance(settings.ckpt, InMemoryConfig), "runtime.guard", settings.runtime.guard, f"false, or {wanted}")
     if not has_agent_store():
         use_hosted_store(launch, _start_beside)
     store = open_store("generations")
@@ -78,7 +79,7 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
         max_deaths=settings.runtime.max_deaths,
     )
     generations = Generations(store)
-    start_keeper = (lambda: _start_keeper(settings, place)) if place.replicas else None
+    start_keeper = (lambda: _start_keeper(settings, place)) if place.has_keeper else None
     return Guard(launch.global_rank, page, generations, lambda life: train(place, life), limits, start_keeper).run()
 
 
@@ -113,7 +114,7 @@ def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, gr
         membership=membership,
         page=page,
         memory=place.memory,
-        keeper=KeeperClient(place.memory, timeout_s=runtime.copy_s) if place.replicas else None,
+        keeper=KeeperClient(place.memory, timeout_s=runtime.copy_s) if place.has_keeper else None,
         address_of=lambda rank: _address(addresses, rank),
         ticket=place.ticket,
         replicas=place.replicas,
@@ -123,7 +124,7 @@ def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, gr
 
 
 def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
-    assert isinstance(settings.ckpt, MoevementConfig)
+    assert isinstance(settings.ckpt, InMemoryConfig)
     ranks_per_node = _ranks_per_node(settings, launch)
     agreed = int(store.compare_set(f"ranks_per_node/{launch.world_size}", "", str(ranks_per_node)))
     wanted = "the same on all nodes, as torchrun was told to start"
@@ -143,6 +144,7 @@ def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
         ticket=Ticket(run_id=token[:8], token=token),
         ranks_per_node=ranks_per_node,
         replicas=replicas,
+        has_keeper=replicas > 0 or settings.ckpt.disk_every_iters > 0,
     )
 
 

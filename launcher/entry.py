@@ -23,7 +23,9 @@ def start(settings: Settings) -> int:
         launch = read_launch()
         require_lasting(settings.run)
         return guard_rank(settings, launch, lambda place, life: _train(settings, place, life))
-    wanted = "none or state_loss where no guard replaces who is killed (ckpt=moevement has guards)"
+    wanted = (
+        "none or state_loss where no guard replaces who is killed (ckpt=moevement, gemini and checkfreq have guards)"
+    )
     require(settings.fault.kind in ("none", "state_loss"), "fault.kind", settings.fault.kind, wanted)
     run(settings)
     return 0

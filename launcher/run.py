@@ -255,6 +255,9 @@ def _resume(session: Session, settings: Settings, folder: RunFolder, launch: Lau
         saved = from_rank_zero(CheckpointFolder(folder.checkpoints).committed, DataError)
         newest = saved[0].directory if saved else None
         require(not saved, "train.resume", wanted, f"auto, or a new run.dir: this one holds {newest}")
+        snapshots = session.newest_on_local_disk()
+        limit = f"auto, or a new run.dir: snapshots of iteration {snapshots} of this run are on disk"
+        require(snapshots is None, "train.resume", wanted, limit)
         return 0
     done = session.resume(None)
     if done == 0 and wanted not in (AUTO, _NEVER):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,21 @@ from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
 from moe_ckpt.adapters.megatron_router import RouterCounts, expert_capacity
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.adapters.megatron_wipe import StateWiper
-from moe_ckpt.config import CkptConfig, DenseConfig, MoevementConfig, require
+from moe_ckpt.config import (
+    CheckfreqConfig,
+    CkptConfig,
+    DenseConfig,
+    GeminiConfig,
+    InMemoryConfig,
+    MoevementConfig,
+    require,
+)
 from moe_ckpt.events import EventLog
 from moe_ckpt.faults import FaultSchedule, StateLoss
+from moe_ckpt.placement import placement_lines
 from moe_ckpt.policies.dense import make_policy
-from moe_ckpt.policies.moevement import AUTO, SparseWindows, StageProfile
+from moe_ckpt.policies.moevement import SparseWindows, StageProfile
+from moe_ckpt.policies.whole import WholeSnapshots
 from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.groups import CPU_BACKEND
@@ -42,6 +53,7 @@ from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.disk import CheckpointFolder
 from moe_ckpt.store.journal import Journal, NoCopies
+from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.memory import HostBuffers, PrivateMemory, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
@@ -87,12 +99,12 @@ def attach(
     durable_state = MegatronDurableState(state, asynchronous=asynchronous, cpu_backend=cpu_backend)
     keep = dense.keep if dense else 1
     durable = DurableTier(durable_state, CheckpointFolder(folder), identity, events, keep=keep)
-    if isinstance(ckpt, MoevementConfig):
-        sparse = _Sparse(ckpt, identity, state, loop, events, losses, elastic)
+    wanted = "none: only ckpt=moevement recovers what is lost in a living process"
+    require(isinstance(ckpt, MoevementConfig) or not losses, "fault.at", [str(loss) for loss in losses], wanted)
+    if isinstance(ckpt, InMemoryConfig):
+        sparse = _InMemory(ckpt, identity, state, loop, events, losses, elastic, folder.with_name("snapshots"))
         session = Session(sparse.meet, durable, events, strict=ckpt.strict, elastic=elastic)
     else:
-        wanted = "none: only ckpt=moevement recovers what is lost in a living process"
-        require(not losses, "fault.at", [str(loss) for loss in losses], wanted)
         policy = make_policy(ckpt, last_iteration=last_iteration)
         parts = Parts(policy=policy, sparse=None)
         session = Session(lambda: parts, durable, events, strict=dense is not None and dense.strict)
@@ -101,18 +113,19 @@ def attach(
     return session
 
 
-class _Sparse:
-    """The parts of a session with sparse snapshots, built in the order in which they need each other."""
+class _InMemory:
+    """The parts of a session with snapshots in host memory, built in the order in which they need each other."""
 
     def __init__(
         self,
-        config: MoevementConfig,
+        config: InMemoryConfig,
         identity: RunIdentity,
         state: TrainingState,
         loop: TrainingLoop,
         events: EventLog,
         losses: Sequence[StateLoss],
         elastic: Elastic | None,
+        disk_folder: Path,
     ) -> None:
         require_replayable(state)
         self.config = config
@@ -120,6 +133,7 @@ class _Sparse:
         self.loop = loop
         self.events = events
         self.elastic = elastic
+        self.disk_folder = Path(config.disk_path) / identity.run_id if config.disk_path else disk_folder
         self.schedule = FaultSchedule(losses)
         self.place = _place(identity, loop.communicator)
         self.schedule.check_fit(self.place.num_stages, self.place.identity.layout.dp)
@@ -133,11 +147,12 @@ class _Sparse:
         """Return parts that all ranks agree on; what this rank has in host memory stays. Collective over all ranks."""
         self.operators.meet()
         num_copies = self.elastic.replicas if self.elastic else 0
-        self.windows = SparseWindows(self.config, _gather_profiles(self), self.place.stage, num_copies)
+        self.policy = _make_policy(self.config, _gather_profiles(self), self.place.stage, num_copies)
         if self.elastic:
             self.elastic.use_peers()
         self.stores = self.stores or self._open_stores()
-        self.counts = self.counts or RouterCounts(self.state, self.operators.table)
+        if self.config.recovers_locally:  # else nothing is ordered by popularity
+            self.counts = self.counts or RouterCounts(self.state, self.operators.table)
         training = Training(stage=self.stage, operators=self.operators, counts=self.counts)
         self.meter = self.meter or Meter(sum(op.kind is OperatorKind.EXPERT for op in self.operators.table.operators))
         tier = SparseTier(self.config, self.place, training, self.stores, self.meter, self.events)
@@ -148,16 +163,32 @@ class _Sparse:
             stores=self.stores,
             recovery=recovery,
             losses=injected,
-            notes=self._notes(),
+            notes=[*self.policy.notes(), *self._placement()],
+            recovers_locally=self.config.recovers_locally,
             rejoin=self._rejoin(recovery, self.stores),
         )
-        return Parts(policy=self.windows, sparse=parts)
+        return Parts(policy=self.policy, sparse=parts)
 
     def _rejoin(self, recovery: Recovery, stores: SparseStores) -> Rejoin | None:
         if self.elastic is None:
             return None
         logs_tied = self.stage.tied_gradient_bytes > 0
-        return Rejoin(self.place, self.stage, stores, recovery, self.elastic, logs_tied=logs_tied)
+        return Rejoin(
+            self.place,
+            self.stage,
+            stores,
+            recovery,
+            self.elastic,
+            logs_tied=logs_tied,
+            recovers_locally=self.config.recovers_locally,
+        )
+
+    def _placement(self) -> list[str]:
+        if self.elastic is None:
+            return []
+        elastic, world_size = self.elastic, self.place.identity.layout.world_size
+        lines = placement_lines(world_size=world_size, ranks_per_node=elastic.ranks_per_node, replicas=elastic.replicas)
+        return ["where copies of host memory are:", *lines]
 
     def _open_stores(self) -> SparseStores:
         """Host memory: logs take what they need, snapshots what the budget leaves them."""
@@ -167,7 +198,7 @@ class _Sparse:
         copier, log_copier = HostCopier(), HostCopier()  # two: what is sent is not to wait behind a snapshot
         log_buffers = HostBuffers(private)
         snapshot_buffers = HostBuffers(journal.folder if journal else private, limit_bytes=self._limit())
-        keeps_log = self.config.boundary_log and self.place.num_stages > 1
+        keeps_log = self.config.logs_boundaries and self.place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
         self.loop.communicator.log = boundary
         stores = SparseStores(
@@ -178,6 +209,7 @@ class _Sparse:
             boundary=boundary,
             buffers=(log_buffers, snapshot_buffers),
             journal=journal,
+            disk=self._open_disk(),
         )
         adopt_kept(stores)
         return stores
@@ -189,21 +221,21 @@ class _Sparse:
         folder = BlobFolder(own_path(elastic.memory), pinned=pinned)
         return Journal(folder, elastic.keeper or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
 
+    def _open_disk(self) -> LocalDisk | None:
+        keeper = self.elastic.keeper if self.elastic else None
+        if keeper is None or not self.config.disk_every_iters:
+            return None
+        return LocalDisk(self.disk_folder, self.place.shard.global_rank, keeper, self.config.disk_budget_bytes)
+
     def _limit(self) -> int | None:
         if self.config.memory_budget_bytes is None:
             return None
-        forecast = self.windows.forecast_of(self.place.stage, self.windows.max_slots)
+        forecast = self.policy.own_forecast()
         return self.config.memory_budget_bytes - forecast.total_bytes + forecast.snapshots_bytes
-
-    def _notes(self) -> list[str]:
-        slots, later = self.windows.max_slots, ""
-        if self.config.window == AUTO:
-            slots, later = 1, f", up to {slots} once iterations have been measured"
-        return [f"host memory of the largest rank, window {slots}{later}:", *self.windows.forecast(slots).lines()]
 
     def boundary_log_bytes(self) -> int:
         """Return the bytes that a rank of this stage logs an iteration."""
-        if not self.config.boundary_log:
+        if not self.config.logs_boundaries:
             return 0
         num_neighbours = sum(rank is not None for rank in (self.place.previous_rank, self.place.next_rank))
         num_tokens = self.loop.micro_batch_size * self.loop.sequence_length
@@ -226,7 +258,19 @@ def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:
     )
 
 
-def _gather_profiles(parts: _Sparse) -> list[StageProfile]:
+def _make_policy(
+    config: InMemoryConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int
+) -> SparseWindows | WholeSnapshots:
+    match config:
+        case MoevementConfig():
+            return SparseWindows(config, stages, own_stage, num_copies)
+        case GeminiConfig() | CheckfreqConfig():
+            return WholeSnapshots(config, stages, own_stage, num_copies)
+        case _:
+            assert_never(config)
+
+
+def _gather_profiles(parts: _InMemory) -> list[StageProfile]:
     """Return every stage's profile, from the rank of it that logs most. Collective over all ranks."""
     mine = StageProfile(
         table=parts.operators.table,

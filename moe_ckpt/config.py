@@ -68,8 +68,19 @@ class MoevementConfig:
     keep_windows: int
     memory_budget_bytes: int | None
     replicas: Union[int, str]  # noqa: UP007
+    disk_every_iters: int
+    disk_path: str | None
+    disk_budget_bytes: int | None
     durable_every_iters: int
     strict: bool
+
+    @property
+    def recovers_locally(self) -> bool:
+        return True
+
+    @property
+    def logs_boundaries(self) -> bool:
+        return self.boundary_log
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["moevement"])
@@ -82,12 +93,106 @@ class MoevementConfig:
             require(0.0 <= getattr(self, name) <= 1.0, f"ckpt.{name}", getattr(self, name), "between 0 and 1")
         require_at_least("ckpt.reorder_change", self.reorder_change, 0)
         require_at_least("ckpt.keep_windows", self.keep_windows, 1)
-        require_at_least("ckpt.durable_every_iters", self.durable_every_iters, 0)
-        wanted = "auto or a number of copies of at least 0"
-        valid = self.replicas == "auto" or (isinstance(self.replicas, int) and self.replicas >= 0)
-        require(valid, "ckpt.replicas", self.replicas, wanted)
-        if self.memory_budget_bytes is not None:
-            require_at_least("ckpt.memory_budget_bytes", self.memory_budget_bytes, 1)
+        _check_in_memory(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeminiConfig:
+    """`ckpt=gemini`: the whole state in own and peers' host memory every few iterations; all roll back (Gemini)."""
+
+    policy: str
+    every_iters: Union[int, str]  # noqa: UP007
+    mtbf_s: float
+    profile_iters: int
+    interval_drift: float
+    memory_budget_bytes: int | None
+    replicas: Union[int, str]  # noqa: UP007
+    disk_every_iters: int
+    disk_path: str | None
+    disk_budget_bytes: int | None
+    durable_every_iters: int
+    strict: bool
+
+    @property
+    def recovers_locally(self) -> bool:
+        return False
+
+    @property
+    def logs_boundaries(self) -> bool:
+        return False
+
+    @property
+    def keep_windows(self) -> int:
+        return 1
+
+    def __post_init__(self) -> None:
+        require_choice("ckpt.policy", self.policy, ["gemini"])
+        valid = self.every_iters == "auto" or (isinstance(self.every_iters, int) and self.every_iters >= 1)
+        require(valid, "ckpt.every_iters", self.every_iters, "auto or a number of iterations of at least 1")
+        require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
+        require_at_least("ckpt.profile_iters", self.profile_iters, 2)
+        require_at_least("ckpt.interval_drift", self.interval_drift, 0)
+        _check_in_memory(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckfreqConfig:
+    """`ckpt=checkfreq`: the whole state to host memory and from there to disk, as often as a cap allows (CheckFreq)."""
+
+    policy: str
+    every_iters: Union[int, str]  # noqa: UP007
+    overhead: float
+    profile_iters: int
+    interval_drift: float
+    memory_budget_bytes: int | None
+    disk_path: str | None
+    disk_budget_bytes: int | None
+    durable_every_iters: int
+    strict: bool
+
+    @property
+    def recovers_locally(self) -> bool:
+        return False
+
+    @property
+    def logs_boundaries(self) -> bool:
+        return False
+
+    @property
+    def keep_windows(self) -> int:
+        return 1
+
+    @property
+    def replicas(self) -> int:
+        return 0
+
+    @property
+    def disk_every_iters(self) -> int:
+        return 1
+
+    def __post_init__(self) -> None:
+        require_choice("ckpt.policy", self.policy, ["checkfreq"])
+        valid = self.every_iters == "auto" or (isinstance(self.every_iters, int) and self.every_iters >= 1)
+        require(valid, "ckpt.every_iters", self.every_iters, "auto or a number of iterations of at least 1")
+        require(0.0 < self.overhead < 1.0, "ckpt.overhead", self.overhead, "more than 0 and less than 1")
+        require_at_least("ckpt.profile_iters", self.profile_iters, 2)
+        require_at_least("ckpt.interval_drift", self.interval_drift, 0)
+        _check_in_memory(self)
+
+
+InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig
+"""Policies that keep snapshots in host memory, and live through the loss of ranks."""
+
+
+def _check_in_memory(config: InMemoryConfig) -> None:
+    require_at_least("ckpt.durable_every_iters", config.durable_every_iters, 0)
+    require_at_least("ckpt.disk_every_iters", config.disk_every_iters, 0)
+    wanted = "auto or a number of copies of at least 0"
+    valid = config.replicas == "auto" or (isinstance(config.replicas, int) and config.replicas >= 0)
+    require(valid, "ckpt.replicas", config.replicas, wanted)
+    for name in ("memory_budget_bytes", "disk_budget_bytes"):
+        if getattr(config, name) is not None:
+            require_at_least(f"ckpt.{name}", getattr(config, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +226,11 @@ class RuntimeConfig:
         require(self.grace_s < self.heartbeat_s, "runtime.grace_s", self.grace_s, wanted)
 
 
-CkptConfig = NoneConfig | DenseConfig | MoevementConfig
-CKPT_CONFIGS: dict[str, type[NoneConfig] | type[DenseConfig] | type[MoevementConfig]] = {
+CkptConfig = NoneConfig | DenseConfig | InMemoryConfig
+CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
     "none": NoneConfig,
     "dense": DenseConfig,
     "moevement": MoevementConfig,
+    "gemini": GeminiConfig,
+    "checkfreq": CheckfreqConfig,
 }

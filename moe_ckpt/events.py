@@ -103,6 +103,18 @@ class WindowChosen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IntervalChosen:
+    """How many iterations lie between whole snapshots from `iteration` on; `best` is by what was measured."""
+
+    iteration: int
+    every_iters: int
+    best: int
+    iteration_s: float
+    copy_bytes_per_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotTaken:
     """A sparse snapshot is in host memory: `size_bytes` on this rank, where a dense one has `dense_bytes`."""
 
@@ -113,6 +125,14 @@ class SnapshotTaken:
     size_bytes: int
     dense_bytes: int
     copy_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowPersisted:
+    """This rank's window that starts at `window_start` is on its local disk, `seconds` after that was asked for."""
+
+    window_start: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +246,9 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | WindowChosen
+    | IntervalChosen
     | SnapshotTaken
+    | WindowPersisted
     | HostMemoryUsed
     | StateLost
     | StageRecovered

@@ -117,12 +117,29 @@ class WindowChoice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IntervalChoice:
+    """How the iterations between two whole snapshots came about: those in use, the best, and what that follows from."""
+
+    every_iters: int
+    best: int
+    iteration_s: float
+    copy_bytes_per_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
-    """What a policy wants saved after an iteration; the session carries it out. `window` is set where one begins."""
+    """What a policy wants saved after an iteration; the session carries it out.
+
+    `window` is set where one begins, `interval` where it was considered anew. `to_disk`: the window that begins here
+    goes to the local disk, too.
+    """
 
     durable: bool = False
     sparse: SlotPlan | None = None
     window: WindowChoice | None = None
+    interval: IntervalChoice | None = None
+    to_disk: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,12 +179,14 @@ class Measured:
     """What a policy may ask for at the start of a window, agreed by all ranks.
 
     Seconds of an iteration without stalls, on the slowest rank; bytes a second that the slowest rank copies to host
-    memory; popularity of the own stage's experts since the last window, float64 [experts in the table's order].
+    memory and peers; popularity of the own stage's experts since the last window, float64 [experts in the table's
+    order]; seconds that a window has stopped training for, on the rank that it stopped longest.
     """
 
     iteration_s: float
     copy_bytes_per_s: float
     popularity: npt.NDArray[np.float64]
+    stall_s: float = 0.0
 
 
 class Phase(IntEnum):

@@ -34,8 +34,7 @@ from tests.training import events_of, fast, train
 
 T = TypeVar("T")
 
-ELASTIC = (
-    "ckpt=moevement",
+_QUICK = (
     "runtime.heartbeat_s=2",
     "runtime.progress_s=20",
     "runtime.form_s=10",
@@ -88,6 +87,7 @@ class ElasticJob:
         world_size: int,
         folder: Path,
         *overrides: str,
+        ckpt: str = "moevement",
         timeout_s: float = 60.0,
         setup: Callable[[], None] | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class ElasticJob:
         self._shared = Path(tempfile.mkdtemp(prefix="moe_ckpt-test-", dir=SHARED_MEMORY))
         self._folder.mkdir(exist_ok=True)
         where = (f"run.dir={self.run}", f"runtime.shared_memory={self._shared}")
-        settings = compose_settings((*fast(*where, *ELASTIC, *overrides),))
+        settings = compose_settings(fast(f"ckpt={ckpt}", *where, *_QUICK, *overrides))
         self._process = _CONTEXT.Process(target=run_agent, args=(settings, world_size, folder, setup))
         self._deadline_s = time.monotonic() + timeout_s
         self._pages: dict[int, Page] = {}

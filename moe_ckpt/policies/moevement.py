@@ -54,6 +54,7 @@ class SparseWindows:
         self._num_copies = num_copies
         self._stages = stages
         self._own = stages[own_stage]
+        self._own_stage = own_stage
         self._table = self._own.table
         if config.popularity == "capacity" and any(stage.has_unlimited_experts for stage in stages):
             wanted = "hard, soft or decayed where experts have no capacity (model.moe_capacity_factor=null)"
@@ -67,6 +68,7 @@ class SparseWindows:
         self._start = 0
         self._next_iteration: int | None = None
         self._known: Measured | None = None
+        self._newest_on_disk: int | None = None
         self._num_slots = 1 if config.window == AUTO else int(config.window)
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
@@ -88,9 +90,12 @@ class SparseWindows:
         assert self._window is not None
         self._next_iteration = iteration + 1
         slot = iteration - self._start
+        to_disk = slot == 0 and is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
+        if to_disk:
+            self._newest_on_disk = iteration
         full, compute = self._window.full(slot), self._window.compute(slot)
         plan = SlotPlan(window_start=self._start, slot=slot, num_slots=self._num_slots, full=full, compute=compute)
-        return SnapshotPlan(durable=durable, sparse=plan, window=choice)
+        return SnapshotPlan(durable=durable, sparse=plan, window=choice, to_disk=to_disk)
 
     def forecast(self, num_slots: int) -> MemoryForecast:
         """Return the host memory that the rank with the most of it needs."""
@@ -179,6 +184,17 @@ class SparseWindows:
         wanted = f"with a window of {candidates[0]} at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
         raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
 
+    def own_forecast(self) -> MemoryForecast:
+        """Return the host memory that the rank with the most of it needs in this rank's stage."""
+        return self.forecast_of(self._own_stage, self.max_slots)
+
+    def notes(self) -> list[str]:
+        """Return what this will cost, line by line, for people."""
+        slots, later = self.max_slots, ""
+        if self._config.window == AUTO:
+            slots, later = 1, f", up to {slots} once iterations have been measured"
+        return [f"host memory of the largest rank, window {slots}{later}:", *self.forecast(slots).lines()]
+
     def forecast_of(self, stage: int, num_slots: int) -> MemoryForecast:
         """Return the host memory that the rank with the most of one stage needs."""
         profile = self._stages[stage]
@@ -196,6 +212,11 @@ class SparseWindows:
             num_copies=self._num_copies,
             largest_window_bytes=max(windows),
         )
+
+
+def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:
+    """Return whether what is to happen every `every_iters` iterations (0: never) happens now."""
+    return every_iters > 0 and (newest is None or iteration - newest >= every_iters)
 
 
 def _paper_window(table: OperatorTable, measured: Measured) -> int:

@@ -214,7 +214,7 @@ def _holders(wanted: WindowRef, memories: Mapping[int, Collection[WindowRef]], t
 def _nothing_found(lost: Collection[int], target: int | None, ranks: Iterable[Inventory], memories: Memories) -> str:
     return (
         f"stages {sorted(lost)} cannot be rebuilt{'' if target is None else f' at iteration {target}'}: looked for a "
-        f"complete sparse window from which logs lead there, or that all ranks have; got "
+        f"complete window from which logs lead there, or that all ranks have; got "
         + "; ".join(_describe(rank, memories[rank.global_rank]) for rank in ranks)
     )
 

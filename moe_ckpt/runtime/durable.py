@@ -97,6 +97,11 @@ class DurableTier:
             )
         )
 
+    def newest(self) -> int:
+        """Return the iteration of the newest committed checkpoint, usable or not; 0 if there is none."""
+        committed = from_rank_zero(self._folder.committed, CheckpointLoadError)
+        return committed[0].iteration if committed else 0
+
     def resume_newest(self) -> int:
         """Load the newest usable checkpoint of this run and return its iteration, or 0 if none was ever committed.
 

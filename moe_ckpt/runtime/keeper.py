@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -25,7 +25,18 @@ from moe_ckpt.store.copy_server import CopyServer
 from moe_ckpt.store.keeper_client import keeper_socket
 from moe_ckpt.store.link import Link
 from moe_ckpt.store.listener import Listener
-from moe_ckpt.store.messages import Address, Copied, Copy, Forget, Message, Ticket, UsePeers, parse_address
+from moe_ckpt.store.local_disk import persist
+from moe_ckpt.store.messages import (
+    Address,
+    Copied,
+    Copy,
+    Forget,
+    Message,
+    Persist,
+    Ticket,
+    UsePeers,
+    parse_address,
+)
 from moe_ckpt.store.replicate import Replicator
 
 _LOOK_EVERY_S = 0.1
@@ -75,7 +86,9 @@ class TrainerDoor:
 
     def __init__(self, rank_folder: Path, replicator: Replicator, *, timeout_s: float) -> None:
         self._path = keeper_socket(rank_folder)
+        self._own = BlobFolder(own_path(rank_folder))
         self._replicator = replicator
+        self._disk_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="local-disk")
         self._timeout_s = timeout_s
         self._listener: Listener | None = None
         self._inode: int | None = None
@@ -109,6 +122,9 @@ class TrainerDoor:
         match request:
             case Copy(number=number, keys=keys):
                 self._replicator.copy(keys).add_done_callback(lambda copied: trainer.answer(number, copied))
+            case Persist(number=number, keys=keys, path=path, limit_bytes=limit_bytes):
+                persisted = self._disk_thread.submit(persist, self._own, Path(path), keys, limit_bytes)
+                persisted.add_done_callback(lambda persisted: trainer.answer(number, persisted))
             case Forget(keys=keys):
                 self._replicator.forget(keys)
             case UsePeers(addresses=addresses):

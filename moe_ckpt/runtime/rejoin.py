@@ -90,7 +90,10 @@ class _Report:
 
 
 class Rejoin:
-    """Collective over all ranks. `logs_tied`: this rank's records hold a gradient that no other rank has."""
+    """Collective over all ranks. `logs_tied`: this rank's records hold a gradient that no other rank has.
+
+    Without `recovers_locally` nobody's state counts: all go back to the newest snapshots that everybody has.
+    """
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class Rejoin:
         elastic: Elastic,
         *,
         logs_tied: bool,
+        recovers_locally: bool,
     ) -> None:
         self._place = place
         self._stage = stage
@@ -108,6 +112,7 @@ class Rejoin:
         self._recovery = recovery
         self._elastic = elastic
         self._logs_tied = logs_tied
+        self._recovers_locally = recovers_locally
         self._reports: Sequence[_Report] = ()
 
     def run(self, state: StepState) -> Rejoined:
@@ -119,10 +124,13 @@ class Rejoin:
             self._stores.journal.stop_copying()
         reports = self._reports = on_all_ranks(lambda: self._report(state), CheckpointLoadError)
         target = plan_target([report.standing for report in reports])
+        begins_anew = target is not None and target.iteration == 0
+        all_go_back = target is not None and not begins_anew and not self._recovers_locally
+        if all_go_back:
+            target = None
         self._fill_records(reports)
         live = self._settle(state, target) if target else False
-        began_at_zero = target is not None and target.iteration == 0
-        if began_at_zero or not any(report.has_progress for report in reports):
+        if begins_anew or not (all_go_back or any(report.has_progress for report in reports)):
             self._stores.clear()
             return Rejoined(iteration=None)
         inventories = self._take_stock(target)
@@ -143,6 +151,30 @@ class Rejoin:
             fetched_bytes=fetched_bytes,
             executed_iters=executed_iters,
         )
+
+    def newest_on_disk(self) -> int | None:
+        """Return the newest iteration that all ranks' local disks lead to, verified; None for none."""
+        mine = on_all_ranks(self._windows_on_disk, CheckpointLoadError)
+        return max((end for end, _ in frozenset[tuple[int, int]].intersection(*mine)), default=None)
+
+    def load_from_disk(self) -> int:
+        """Bring all ranks to what the newest windows on their local disks lead to; return the iteration.
+
+        Until `resume_copying` peers hear nothing. Raises CheckpointLoadError on all ranks if that cannot be.
+        """
+        disk, journal = self._stores.disk, self._stores.journal
+        assert disk is not None
+        assert journal is not None
+        journal.stop_copying()
+        self._stores.clear()
+        on_all_ranks(lambda: journal.replace(disk.restore), CheckpointLoadError)
+        adopt_kept(self._stores)
+        inventories = on_all_ranks(lambda: self._recovery.inventory(None), CheckpointLoadError)
+        plan = self._plan(None, inventories)
+        self._recovery.carry_out(plan, live=False)
+        self._keep_common(inventories)
+        self._stores.steps.drop_after(plan.target_iteration)
+        return plan.target_iteration
 
     def resume_copying(self) -> None:
         """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again."""
@@ -224,7 +256,10 @@ class Rejoin:
         return {owner: windows for owner, windows in held.items() if windows}
 
     def _windows_of(self, owner: int, goal: int | None) -> tuple[WindowRef, ...]:
-        kept = read_kept(BlobFolder(held_path(self._elastic.memory, owner)))
+        return self._usable(BlobFolder(held_path(self._elastic.memory, owner)), owner, goal)
+
+    def _usable(self, folder: BlobFolder, owner: int, goal: int | None) -> tuple[WindowRef, ...]:
+        kept = read_kept(folder)
         steps = StepLog()
         steps.adopt(kept.starts, kept.records)
         if not self._logs_tied:
@@ -232,6 +267,14 @@ class Rejoin:
         found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)
         by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
         return tuple(by_start.values())
+
+    def _windows_on_disk(self) -> frozenset[tuple[int, int]]:
+        """Return (end, start) of the usable windows on this rank's disk."""
+        disk, mine = self._stores.disk, self._place.shard.global_rank
+        if disk is None:
+            return frozenset()
+        refs = self._usable(BlobFolder(disk.path), mine, None)
+        return frozenset((ref.end, ref.start) for ref in refs)
 
     def _window(self, window: Window, owner: int, steps: StepLog) -> WindowRef | None:
         shard = window.snapshots[0].header.shard

@@ -8,14 +8,15 @@ Must not: decide what to save, or touch Megatron.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_ckpt.errors import CheckpointSaveError, NothingLeftError
-from moe_ckpt.events import EventLog, WindowChosen
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, NothingLeftError
+from moe_ckpt.events import CheckpointSkipped, EventLog, IntervalChosen, StateResumed, WindowChosen
 from moe_ckpt.ports import Policy
 from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.elastic import Elastic
@@ -26,13 +27,14 @@ from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
 
 _log = logging.getLogger(__name__)
+_LOCAL_DISK = "local disk"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SparseParts:
     """What a session with sparse snapshots consists of; `notes` say what it will cost, for people.
 
-    `rejoin` is None where the loss of a process ends the job.
+    `rejoin` is None where the loss of a process ends the job. `recovers_locally`: ranks that live keep their state.
     """
 
     tier: SparseTier
@@ -40,6 +42,7 @@ class SparseParts:
     recovery: Recovery
     losses: StateLosses
     notes: Sequence[str]
+    recovers_locally: bool
     rejoin: Rejoin | None = None
 
 
@@ -119,7 +122,17 @@ class Session:
 
         Raises CheckpointLoadError on all ranks.
         """
-        return self._durable.resume_newest() if source is None else self._durable.resume_from(source)
+        if source is not None:
+            return self._durable.resume_from(source)
+        iteration = self._load_from_local_disk()
+        if self.sparse and self.sparse.rejoin:
+            self.sparse.rejoin.resume_copying()
+        return iteration or self._durable.resume_newest()
+
+    def newest_on_local_disk(self) -> int | None:
+        """Return the iteration of the newest windows that all ranks have on local disks; None for none."""
+        rejoin = self.sparse.rejoin if self.sparse else None
+        return rejoin.newest_on_disk() if rejoin else None
 
     def iteration_started(self, iteration: int) -> None:
         if self.sparse is None:
@@ -136,7 +149,7 @@ class Session:
         if self._recover(self.sparse, iteration - 1, undo=True):
             return False
         self.sparse.tier.ready(iteration, gradients)
-        if self._elastic:
+        if self._elastic and self.sparse.recovers_locally:
             self._vote(self.sparse, iteration, gradients)
         self._enter_phase(Phase.STEP)
         return True
@@ -167,6 +180,8 @@ class Session:
 
     def wait_for_saves(self) -> None:
         """Wait for what is still being written."""
+        if self.sparse:
+            self.sparse.tier.finish_persisting()
         self._attempt(lambda: self._durable.poll(wait=True))
 
     def finish(self) -> None:
@@ -178,15 +193,35 @@ class Session:
     def _go_back_to_disk(self, error: NothingLeftError) -> Rejoined:
         assert self.sparse is not None
         self._state.lose()
-        iteration = self._durable.resume_newest()
+        iteration = self._load_from_local_disk()
+        if iteration == 0:
+            self.sparse.stores.clear()
+            iteration = self._durable.resume_newest()
         if iteration == 0:
             raise error
-        self.sparse.stores.clear()
         if dist.get_rank() == 0:
-            _log.warning(
-                "memory leads nowhere, all ranks go back to the checkpoint of iteration %d: %s", iteration, error
-            )
+            _log.warning("memory leads nowhere, all ranks go back to iteration %d on disk: %s", iteration, error)
         return Rejoined(iteration=iteration)
+
+    def _load_from_local_disk(self) -> int:
+        """Load the newest windows on local disks; return their iteration, or 0 if there are none, or newer checkpoints.
+
+        Then nothing is copied to peers before `resume_copying`.
+        """
+        newest = self.newest_on_local_disk() or 0
+        started_s = time.monotonic()
+        if self.sparse is None or self.sparse.rejoin is None or newest <= self._durable.newest():
+            return 0
+        try:
+            iteration = self.sparse.rejoin.load_from_disk()
+        except CheckpointLoadError as error:
+            self._events.append(CheckpointSkipped(source=_LOCAL_DISK, reason=str(error)))
+            self.sparse.stores.clear()
+            return 0
+        self.sparse.tier.note_start(iteration + 1)
+        seconds = time.monotonic() - started_s
+        self._events.append(StateResumed(iteration=iteration, source=_LOCAL_DISK, seconds=seconds))
+        return iteration
 
     def _vote(self, sparse: SparseParts, iteration: int, gradients: ReadyGradients) -> None:
         """Return once every rank has complete gradients: then no rank that lives can be left behind by the others.
@@ -204,16 +239,18 @@ class Session:
 
     def _take_base(self, sparse: SparseParts, iteration: int) -> None:
         assert self._parts is not None
-        plan = self._parts.policy.plan(iteration, self._measure).sparse
-        assert plan is not None, iteration
-        sparse.tier.take_base(plan)
+        plan = self._parts.policy.plan(iteration, self._measure)
+        assert plan.sparse is not None, iteration
+        sparse.tier.take_base(plan.sparse, to_disk=plan.to_disk)
         self._has_base = True
 
     def _take(self, sparse: SparseParts, iteration: int, plan: SnapshotPlan) -> None:
         if plan.window:
             self._events.append(WindowChosen(iteration=iteration, **asdict(plan.window)))
+        if plan.interval:
+            self._events.append(IntervalChosen(iteration=iteration, **asdict(plan.interval)))
         if plan.sparse:
-            sparse.tier.take(plan.sparse)
+            sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
 
     def _recover(self, sparse: SparseParts, target_iteration: int, *, undo: bool) -> bool:
         """Return whether something was lost; then all ranks are at the state after the target iteration."""

@@ -1,37 +1,45 @@
-"""The sparse tier: every iteration a small snapshot, and the logs that make it enough (MoEvement, sections 3.2 to 3.5).
+"""The in-memory tier: snapshots of a part of the state or all of it, and the logs that make parts enough.
 
 Owns: what happens at each hook of the loop, on every rank alike, so that windows line up over the whole job. Must not:
 decide which operators a snapshot takes (the policy does), or recover (`runtime.recover` does, from what is kept here).
+MoEvement, sections 3.2 to 3.5.
 
     started(t)           note what t starts from; logs and counts of t begin
     ready(t)             the copy of snapshot t-1 is done: the step may change the state; facts of t are logged
     committed(t), take   snapshot t starts; a window is kept once all ranks, and their peers, have all of it
+
+Where ranks do not recover locally nothing is logged but what the iteration after a snapshot starts from, and a window
+may take until the next one to reach peers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.config import MoevementConfig
+from moe_ckpt.config import InMemoryConfig, MoevementConfig
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken
+from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken, WindowPersisted
 from moe_ckpt.popularity import accumulate, carried_over
 from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.codec import SnapshotHeader
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.journal import Journal
+from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
@@ -45,7 +53,8 @@ _RECENT_ITERS = 16
 class SparseStores:
     """What a rank keeps in host memory, and the engine that fills it.
 
-    `boundary` is None where stages keep no log, `journal` where nothing outlives the process.
+    `boundary` is None where stages keep no log, `journal` where nothing outlives the process, `disk` where no local
+    disk is used.
     """
 
     copiers: Sequence[HostCopier]
@@ -55,6 +64,7 @@ class SparseStores:
     boundary: BoundaryLog | None
     buffers: Sequence[HostBuffers]
     journal: Journal | None = None
+    disk: LocalDisk | None = None
 
     def allocated_bytes(self) -> int:
         return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
@@ -65,6 +75,23 @@ class SparseStores:
         self.steps.clear()
         if self.boundary:
             self.boundary.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ToDisk:
+    """A window on its way to disk."""
+
+    window_start: int
+    since_s: float
+    done: Future[None]
+
+
+class _Found(IntEnum):
+    """How much of a window a rank has; over all ranks the least counts."""
+
+    NOTHING = 0  # and it never will
+    NOT_YET = 1
+    ALL = 2
 
 
 class Clock:
@@ -100,7 +127,23 @@ class Meter:
     def __init__(self, num_experts: int) -> None:
         self.clock = Clock()
         self.copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
+        self.stalls: deque[float] = deque(maxlen=_RECENT_ITERS)
         self.popularity = np.zeros(num_experts)
+        self._stall_s = 0.0
+
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Training waits for the snapshots of a window."""
+        since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stall_s += time.monotonic() - since_s
+
+    def window_ended(self) -> None:
+        """All stalls since the last call were those of one window."""
+        self.stalls.append(self._stall_s)
+        self._stall_s = 0.0
 
 
 class SparseTier:
@@ -108,7 +151,7 @@ class SparseTier:
 
     def __init__(
         self,
-        config: MoevementConfig,
+        config: InMemoryConfig,
         place: Place,
         training: Training,
         stores: SparseStores,
@@ -116,6 +159,7 @@ class SparseTier:
         events: EventLog,
     ) -> None:
         self._config = config
+        self._logs = config.recovers_locally
         self._place = place
         self._stage = training.stage
         self._operators = training.operators
@@ -126,6 +170,9 @@ class SparseTier:
         self._dense_bytes = int(training.operators.table.full_bytes[dist.get_rank(place.stage_group)].sum())
         self._newest: SlotPlan | None = None
         self._awaits_confirmation = False
+        self._has_failed = False
+        self._goes_to_disk = False
+        self._to_disk: _ToDisk | None = None
         self._noted: int | None = None
         self._most_slots = 0
         self._meter = meter
@@ -134,63 +181,73 @@ class SparseTier:
 
     def started(self, iteration: int) -> None:
         """Before the first forward of `iteration`."""
-        if self._noted != iteration:
-            self.note_start(iteration)
         self._measured = None
-        self._drop_logs_up_to(iteration - self._log_iters())
-        self._counts.begin()
-        if self._stores.boundary:
-            self._stores.boundary.begin(iteration)
+        if self._logs:
+            self._begin_logs(iteration)
+        if self._counts:
+            self._counts.begin()
         self._meter.clock.started()
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are there, no parameter has changed yet."""
         self._meter.clock.paused()
         self.stop_observing()
-        self._stores.steps.add(self._stage.record(iteration, gradients))
+        if self._logs:
+            self._stores.steps.add(self._stage.record(iteration, gradients))
         try:
-            self._stores.engine.release()
+            with self._meter.stalling():
+                self._stores.engine.release()
         except CheckpointSaveError as error:
             self._report(error)
-        self._collect(wait=self._awaits_confirmation)
+        self._collect(wait=self._awaits_confirmation and self._logs)
         self._count()
         if self._awaits_confirmation:
-            self._confirm()
+            self._confirm(wait=self._logs)
+        if self._to_disk and self._to_disk.done.done():
+            self.finish_persisting()
         self._meter.clock.resumed()
 
     def committed(self, iteration: int) -> None:
         """The state is that after `iteration` steps."""
         self._meter.clock.finished()
-        self.note_start(iteration + 1)
+        if self._logs:
+            self.note_start(iteration + 1)
 
     def note_start(self, iteration: int) -> None:
         """The state is what `iteration` starts from."""
         self._stores.steps.note_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
 
-    def take(self, plan: SlotPlan) -> None:
-        """Start taking of the state what the plan for it says."""
+    def take(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
+        """Start taking of the state what the plan for it says; `to_disk`: the window that begins goes there, too."""
+        if self._awaits_confirmation:
+            self._confirm(wait=True)
         self._collect(wait=True)
         if plan.slot == 0:
+            self._goes_to_disk = to_disk
             self._stores.memory.begin(plan.window_start, plan.num_slots)
         self._newest = plan
         self._most_slots = max(self._most_slots, plan.num_slots)
         self._awaits_confirmation = plan.slot == plan.num_slots - 1
-        self._capture(plan)
+        following = plan.window_start + plan.slot + 1
+        if self._noted != following:
+            self.note_start(following)
+        with self._meter.stalling():
+            self._capture(plan)
 
-    def take_base(self, plan: SlotPlan) -> None:
+    def take_base(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
         """Take everything; where a rank keeps nothing else, wait until it is kept: a fault can come at any time."""
-        self.take(plan)
+        self.take(plan, to_disk=to_disk)
         num_kept = torch.tensor([len(self._stores.memory.windows())], device=self._place.device)
         dist.all_reduce(num_kept, op=dist.ReduceOp.MIN)
         if not num_kept.item():
-            self._confirm()
+            self._confirm(wait=True)
 
     def stop_observing(self) -> None:
         """The pass over the batch is over: what follows is neither logged nor counted."""
         if self._stores.boundary:
             self._stores.boundary.end()
-        self._counted = self._counts.end()
+        self._counted = self._counts.end() if self._counts else None
 
     def measure(self) -> Measured:
         """Return what a policy wants to know at the start of a window, and count popularity anew from then on.
@@ -198,10 +255,11 @@ class SparseTier:
         Where a window has just ended, the ranks have agreed on it with its end: they had to meet anyway.
         """
         if self._measured is None:
-            self._agree()
+            self._agree(wait=False)
         measured, self._measured = self._measured, None
         assert measured is not None
-        self._meter.popularity = carried_over(self._config.popularity, self._meter.popularity)
+        if isinstance(self._config, MoevementConfig):
+            self._meter.popularity = carried_over(self._config.popularity, self._meter.popularity)
         return measured
 
     def lose(self) -> None:
@@ -238,6 +296,7 @@ class SparseTier:
             self._capture(plan)
 
     def _capture(self, plan: SlotPlan) -> None:
+        self._has_failed = False
         iteration = plan.window_start + plan.slot
         header = SnapshotHeader(
             identity=self._place.identity,
@@ -281,41 +340,97 @@ class SparseTier:
             )
         )
 
-    def _confirm(self) -> None:
-        """Keep the window if every rank of the job has all of it: windows line up, or recovery could not use them."""
-        self._collect(wait=True)
+    def _confirm(self, *, wait: bool) -> None:
+        """Keep the window if every rank of the job has all of it: windows line up, or recovery could not use them.
+
+        Without `wait`, and where some ranks do not have it yet, nothing happens.
+        """
+        with self._meter.stalling():
+            self._collect(wait=wait)
+        found = self._agree(wait=wait)
+        if found is _Found.NOT_YET:
+            return
         self._awaits_confirmation = False
-        if self._agree():
-            self._stores.memory.confirm()
+        self._meter.window_ended()
+        if found is _Found.ALL:
+            self._keep()
             self._drop_old_logs()
             self._events.append(self._memory_used())
             return
         self._stores.memory.abandon()
         if self._config.strict:
-            raise CheckpointSaveError("ckpt.strict=true: a sparse window is not complete on every rank")
+            raise CheckpointSaveError("ckpt.strict=true: a snapshot is not complete on every rank")
 
-    def _agree(self) -> bool:
-        """Measure, and return whether the window in flight is complete, on all ranks alike."""
-        complete = self._stores.memory.complete and self._has_copies()
-        mine = [self._meter.clock.iteration_s(), -self._copy_bytes_per_s(), -float(complete)]
+    def finish_persisting(self) -> None:
+        """Wait until what is on its way to disk is there."""
+        flight, self._to_disk = self._to_disk, None
+        if flight is None or self._stores.journal is None:
+            return
+        try:
+            with self._meter.stalling():
+                self._stores.journal.wait_for(flight.done)
+        except CheckpointSaveError as error:
+            self._events.append(CheckpointFailed(iteration=flight.window_start, reason=str(error)))
+            _log.warning("not on disk, training goes on (ckpt.strict=%s): %s", self._config.strict, error)
+            if self._config.strict:
+                raise
+            return
+        seconds = time.monotonic() - flight.since_s
+        self._events.append(WindowPersisted(window_start=flight.window_start, seconds=seconds))
+
+    def _keep(self) -> None:
+        """Keep the window in flight, and let it go to disk, if it is to; the one before it is there then."""
+        self.finish_persisting()
+        window, journal, disk = self._stores.memory.in_flight(), self._stores.journal, self._stores.disk
+        self._stores.memory.confirm()
+        if self._goes_to_disk and window and journal and disk:
+            done = journal.persist(disk, window.snapshots)
+            self._to_disk = _ToDisk(window_start=window.start, since_s=time.monotonic(), done=done)
+
+    def _agree(self, *, wait: bool) -> _Found:
+        """Measure, and return how much of the window in flight is there, on all ranks alike."""
+        found = self._find(wait=wait)
+        stall_s = statistics.median(self._meter.stalls) if self._meter.stalls else 0.0
+        mine = [self._meter.clock.iteration_s(), -self._copy_bytes_per_s(), stall_s, -float(found)]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
-        dist.all_reduce(popularity, group=self._place.stage_group)
-        iteration_s, negative_rate, all_complete = worst.tolist()
+        if self._counts:
+            dist.all_reduce(popularity, group=self._place.stage_group)
+        iteration_s, negative_rate, stall_s, least = worst.tolist()
         self._measured = Measured(
-            iteration_s=iteration_s, copy_bytes_per_s=-negative_rate, popularity=popularity.cpu().numpy()
+            iteration_s=iteration_s,
+            copy_bytes_per_s=-negative_rate,
+            popularity=popularity.cpu().numpy(),
+            stall_s=stall_s,
         )
-        return all_complete < 0
+        return _Found(int(-least))
 
-    def _has_copies(self) -> bool:
-        window, journal = self._stores.memory.in_flight(), self._stores.journal
-        return window is not None and (journal is None or journal.has_copies(window.snapshots))
+    def _find(self, *, wait: bool) -> _Found:
+        memory, journal = self._stores.memory, self._stores.journal
+        window = memory.in_flight()
+        if window is None or self._has_failed:
+            return _Found.NOTHING
+        if not window.complete:
+            return _Found.NOTHING if wait else _Found.NOT_YET
+        if journal is None:
+            return _Found.ALL
+        if not wait and journal.awaits_copies(window.snapshots):
+            return _Found.NOT_YET
+        with self._meter.stalling():
+            return _Found.ALL if journal.has_copies(window.snapshots) else _Found.NOTHING
 
     def _drop_old_logs(self) -> None:
         oldest = self._stores.memory.oldest_needed_iteration()
         assert oldest is not None
         self._drop_logs_up_to(oldest)
+
+    def _begin_logs(self, iteration: int) -> None:
+        if self._noted != iteration:
+            self.note_start(iteration)
+        self._drop_logs_up_to(iteration - self._log_iters())
+        if self._stores.boundary:
+            self._stores.boundary.begin(iteration)
 
     def _log_iters(self) -> int:
         """Return after how many iterations logs end, even where no window is ever complete: longer than any needs."""
@@ -338,7 +453,7 @@ class SparseTier:
 
     def _count(self) -> None:
         counted, self._counted = self._counted, None
-        if counted is not None:
+        if counted is not None and isinstance(self._config, MoevementConfig):
             kind, decay = self._config.popularity, self._config.popularity_decay
             self._meter.popularity = accumulate(kind, self._meter.popularity, counted.hard, counted.soft, decay=decay)
 
@@ -349,6 +464,7 @@ class SparseTier:
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None
+        self._has_failed = True
         iteration = self._newest.window_start + self._newest.slot
         self._events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
         _log.warning("snapshot not taken, training goes on (ckpt.strict=%s): %s", self._config.strict, error)

@@ -126,11 +126,11 @@ class Counts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Training:
-    """One rank's training, as sparse checkpointing sees it."""
+    """One rank's training, as snapshots in host memory see it; `counts` is None where nobody asks for popularity."""
 
     stage: Stage
     operators: Operators
-    counts: Counts
+    counts: Counts | None
 
 
 class FaultInjector(Protocol):

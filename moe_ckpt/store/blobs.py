@@ -2,7 +2,7 @@
 
 Owns: the files of one folder, which of them are blobs, and how this process maps them. One process writes, any may
 read, and the folder may vanish at any time. Must not: look into headers and payloads (a payload's checksum belongs into
-its header), sync to a disk, or talk to a peer.
+its header), or talk to a peer.
 
     buffers/000001       a blob's payload, or memory that is being filled
     index/snapshot.blob  names the buffer and holds the header; written as .tmp and renamed
@@ -63,12 +63,14 @@ class BlobFolder:
     """The blobs of one folder, for any thread of a process. Keys pass `is_key`; the folder is made when it is needed.
 
     Memory is that of who allocates it, until it is freed or, by `deposit`, left to the blob. `pinned` asks for
-    page-locked memory, where there is a GPU to copy from.
+    page-locked memory, where there is a GPU to copy from; `synced`, in a folder on disk, that a blob is on it before it
+    is visible.
     """
 
-    def __init__(self, path: Path, *, pinned: bool = False) -> None:
+    def __init__(self, path: Path, *, pinned: bool = False, synced: bool = False) -> None:
         self.path = path
         self._pinned = pinned and torch.cuda.is_available()
+        self._synced = synced
         self._lock = RLock()
         self._mapped: dict[str, torch.Tensor] = {}  # by the buffer's name: what was allocated or adopted here
         self._names: dict[int, str] = {}  # by the tensor's id
@@ -205,7 +207,12 @@ class BlobFolder:
                 self._buffer_path(entry.buffer).stat()  # the folder may have been deleted since
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(entry_to_bytes(entry))
+            if self._synced:
+                buffer = [self._buffer_path(entry.buffer)] if entry.buffer else []
+                _sync(*buffer, *(path.parent for path in buffer), unfinished)
             unfinished.replace(path)
+            if self._synced:
+                _sync(path.parent)
         except OSError as error:
             raise CheckpointSaveError(f"blob {entry.key} in {self.path}: got {error}, wanted to write it") from error
 
@@ -266,8 +273,14 @@ class BlobFolder:
 def _listed(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        with _opened(path, os.O_RDONLY) as fd:
+            os.fsync(fd)
 
 
 @contextlib.contextmanager

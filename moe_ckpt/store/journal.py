@@ -30,6 +30,7 @@ from safetensors.torch import load, save
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.blobs import Blob, BlobFolder
 from moe_ckpt.store.codec import Snapshot, header_from_json, header_to_json
+from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.steps import StepRecord
 from moe_ckpt.types import ReadyGradients
 
@@ -126,8 +127,28 @@ class Journal:
         return not self._copies_fail and self._are_copied([f"{_START}{iteration}", f"{_RECORD}{iteration}"])
 
     def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
-        """Wait until peers hold these snapshots; return whether they do."""
-        return self._are_copied([self._keys[id(snapshot.payload)] for snapshot in snapshots])
+        """Wait until peers hold these snapshots, and what the iteration after each starts from; return if they do."""
+        return self._are_copied(self._keys_of(snapshots))
+
+    def awaits_copies(self, snapshots: Iterable[Snapshot]) -> bool:
+        """Return whether `has_copies` would wait."""
+        assert self._copying is not None, "asked for copies before peers were told of anything"
+        copies = [self._copying.get(key) for key in self._keys_of(snapshots)]
+        return any(copy is not None and not copy.done() for copy in copies)
+
+    def persist(self, disk: LocalDisk, snapshots: Sequence[Snapshot]) -> Future[None]:
+        """Start copying a window to disk, with the steps that belong to it: then nothing else is there."""
+        last = snapshots[-1].header.iteration
+        records = [f"{_RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
+        return disk.persist(self._keys_of(snapshots) + records)
+
+    def wait_for(self, persisted: Future[None]) -> None:
+        """Wait for what `persist` has started. Raises CheckpointSaveError if it failed."""
+        self._on_wait(True)
+        try:
+            persisted.result()
+        finally:
+            self._on_wait(False)
 
     def copy_bytes_per_s(self) -> float:
         """Return how fast snapshots have reached all peers lately, what they waited included; inf for no peers."""
@@ -181,6 +202,11 @@ class Journal:
         finally:
             self._unfinished.unlink(missing_ok=True)
             self._on_wait(False)
+
+    def _keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
+        kept = list(snapshots)
+        starts = [f"{_START}{snapshot.header.iteration + 1}" for snapshot in kept]
+        return starts + [self._keys[id(snapshot.payload)] for snapshot in kept]
 
     @property
     def _unfinished(self) -> Path:

@@ -7,10 +7,11 @@ keeper that is gone fails what was asked of it; the next request connects to its
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ from threading import Lock, Thread
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.link import Link
-from moe_ckpt.store.messages import Address, Copied, Copy, Forget, Message, UsePeers
+from moe_ckpt.store.messages import Address, Copied, Copy, Forget, Message, Persist, UsePeers
 
 _RETRY_S = 0.02
 
@@ -60,14 +61,15 @@ class KeeperClient:
 
         The future is done when all of them hold all of it, or failed with a CheckpointSaveError.
         """
-        with self._lock:
-            future: Future[None] = Future()
-            future.set_running_or_notify_cancel()  # so that nobody can cancel it
-            try:
-                self._connected().copy(keys, future)
-            except CheckpointSaveError as error:
-                future.set_exception(error)
-            return future
+        return self._ask(lambda number: Copy(number=number, keys=tuple(keys)))
+
+    def persist(self, keys: Sequence[str], path: Path, limit_bytes: int | None) -> Future[None]:
+        """Start copying own blobs to a folder on disk, which then holds no others.
+
+        The future is done when they are on disk, or failed with a CheckpointSaveError.
+        """
+        request = functools.partial(Persist, keys=tuple(keys), path=str(path), limit_bytes=limit_bytes)
+        return self._ask(lambda number: request(number=number))
 
     def forget(self, keys: Sequence[str]) -> None:
         """Let all peers drop their copies, after what was asked for before; a failure is logged."""
@@ -83,6 +85,16 @@ class KeeperClient:
             if self._connection:
                 self._connection.close()
                 self._connection = None
+
+    def _ask(self, request: Callable[[int], Message]) -> Future[None]:
+        with self._lock:
+            future: Future[None] = Future()
+            future.set_running_or_notify_cancel()  # so that nobody can cancel it
+            try:
+                self._connected().ask(request, future)
+            except CheckpointSaveError as error:
+                future.set_exception(error)
+            return future
 
     def _connected(self, wait_s: float = 0.0) -> _Connection:
         if self._connection and self._connection.is_over:
@@ -112,15 +124,15 @@ class _Connection:
         with self._lock:
             return self._unanswered is None
 
-    def copy(self, keys: Sequence[str], future: Future[None]) -> None:
-        """Ask for copies. Raises CheckpointSaveError only if the future will not be set."""
+    def ask(self, request: Callable[[int], Message], future: Future[None]) -> None:
+        """Ask for something by a new number. Raises CheckpointSaveError only if the future will not be set."""
         number = next(self._numbers)
         with self._lock:
             if self._unanswered is None:
                 raise CheckpointSaveError("the keeper is gone")
             self._unanswered[number] = future
         with contextlib.suppress(CheckpointSaveError):  # then the reading thread ends, and fails the future
-            self.send(Copy(number=number, keys=tuple(keys)))
+            self.send(request(number))
 
     def send(self, message: Message) -> None:
         """Hand over a request. Raises CheckpointSaveError; then the connection is over."""

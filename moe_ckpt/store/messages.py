@@ -2,7 +2,7 @@
 
 Owns: which messages there are, and reading them strictly. Must not: send, or carry out what they ask for.
 
-    trainer -> its keeper   Copy, Forget, UsePeers                 answers: Copied
+    trainer -> its keeper   Copy, Forget, UsePeers, Persist        answers: Copied
     keeper -> a keeper      Ticket; Put, Drop, Clear               answers: Done, Refused
     trainer -> a keeper     Ticket; ListKeys, Get                  answers: Keys, a blob, Refused
     a blob                  Found ->   <- Done   header, payload, Sent ->
@@ -132,8 +132,18 @@ class Copy(Message):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Persist(Message):
+    """Let these blobs, and no others, be in a folder on disk; the answer bears the same number."""
+
+    number: int
+    keys: tuple[str, ...]
+    path: str
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Copied(Message):
-    """The copies are confirmed by all peers, or why they are not."""
+    """The copies are confirmed by all peers, or on disk, or why they are not."""
 
     number: int
     failure: str | None
@@ -157,7 +167,7 @@ _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
         *(Ticket, Put, Drop, Clear, ListKeys, Get, Keys, Found, Sent, Done, Refused),
-        *(Copy, Copied, Forget, UsePeers),
+        *(Copy, Copied, Forget, UsePeers, Persist),
     )
 }
 

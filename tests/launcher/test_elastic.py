@@ -241,7 +241,7 @@ def test_nodes_are_lost_with_their_memory(
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ranks"), [pytest.param(0, (2,), id="no copies"), pytest.param(1, (1, 2), id="with the only copy")]
+    ("replicas", "ranks"), [pytest.param(0, (2,), id="no copies"), pytest.param(1, (2, 3), id="with the only copy")]
 )
 def test_nothing_is_left_of_a_rank_and_the_job_says_so(replicas: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
     with ElasticJob(4, tmp_path, "train.iterations=200", "ckpt.window=2", f"ckpt.replicas={replicas}") as job:

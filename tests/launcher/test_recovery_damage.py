@@ -154,10 +154,7 @@ def test_a_window_that_cannot_be_trusted_is_refused_and_the_next_older_one_used(
 def test_with_nothing_left_the_error_says_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as failed:
         train_damaged(tmp_path, Damage(inflict=flip_a_byte_everywhere), *LOST, "ckpt.window=3")
-    assert (
-        str(failed.value).count("stages [1] cannot be rebuilt at iteration 10: looked for a complete sparse window")
-        == 2
-    )
+    assert str(failed.value).count("stages [1] cannot be rebuilt at iteration 10: looked for a complete window") == 2
 
 
 def test_a_damaged_boundary_log_makes_all_stages_roll_back(
@@ -216,7 +213,7 @@ def test_a_snapshot_that_fails_never_stops_training_unless_told_to(
         (*fast(*JOB), *losing((8, 0, "step")), "ckpt.window=3", f"ckpt.strict={strict}", f"run.dir={tmp_path}")
     )
     if strict:
-        with pytest.raises(RankFailedError, match="a sparse window is not complete on every rank"):
+        with pytest.raises(RankFailedError, match="a snapshot is not complete on every rank"):
             run_ranks(2, _run_with_a_copy_that_fails, settings)
         return
     result = run_ranks(2, _run_with_a_copy_that_fails, settings)[0]

@@ -40,6 +40,9 @@ def config(**changes: Any) -> MoevementConfig:
         "keep_windows": 1,
         "memory_budget_bytes": None,
         "replicas": "auto",
+        "disk_every_iters": 0,
+        "disk_path": None,
+        "disk_budget_bytes": None,
         "durable_every_iters": 0,
         "strict": False,
     }

@@ -324,7 +324,7 @@ def test_an_error_says_what_there_was() -> None:
     with pytest.raises(CheckpointLoadError) as caught:
         plan([1, 0, 1], inventories)
     assert str(caught.value) == (
-        "stages [0, 1] cannot be rebuilt at iteration 14: looked for a complete sparse window from which logs lead "
+        "stages [0, 1] cannot be rebuilt at iteration 14: looked for a complete window from which logs lead "
         "there, or that all ranks have; got rank 0 of stage 0: windows 10 to 12 (steps to 14, cut a) in rank 0's "
         "memory, boundary log 11 to 14; rank 1 of stage 1: windows 5 to 6 (steps to 9, cut b) in rank 0's memory, "
         "boundary log none"

@@ -1,0 +1,92 @@
+"""A rank's newest window on a local disk: what is left when all processes and all memory are gone.
+
+Owns: the blobs of one rank in one folder, synced, and how many bytes they may take. Must not: decide what goes there.
+It is the keeper that writes, so that the death of a trainer tears nothing.
+
+    persist    copy blob after blob, each synced before its entry appears ---> drop all others
+    restore    copy all blobs back into shared memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.store.blobs import Blob, BlobFolder
+from moe_ckpt.store.keeper_client import KeeperClient
+
+
+class LocalDisk:
+    """A trainer's way there: writing through its keeper, reading by itself."""
+
+    def __init__(self, folder: Path, global_rank: int, keeper: KeeperClient, limit_bytes: int | None) -> None:
+        self.path = folder / f"rank{global_rank:04d}"
+        self._keeper = keeper
+        self._limit_bytes = limit_bytes
+
+    def persist(self, keys: Sequence[str]) -> Future[None]:
+        """Start `persist`; the future is done when it is, or failed with a CheckpointSaveError."""
+        return self._keeper.persist(keys, self.path, self._limit_bytes)
+
+    def restore(self, own: BlobFolder) -> int:
+        """`restore`."""
+        return restore(self.path, own)
+
+
+def persist(own: BlobFolder, path: Path, keys: Sequence[str], limit_bytes: int | None) -> None:
+    """Let these blobs be on disk, and no others once they are there.
+
+    Raises CheckpointSaveError if there is no room, one was withdrawn meanwhile, or `limit_bytes` is not enough for what
+    is there and what is to come; then what was there before is still there.
+    """
+    disk = BlobFolder(path, synced=True)
+    disk.sweep()
+    before = disk.keys()
+    found = {key: own.get(key) for key in keys}
+    blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}  # those are small
+    _check_room(disk, blobs, limit_bytes)
+    for key, blob in blobs.items():
+        _copy(key, blob, own, disk)
+    for key in set(before).difference(keys):
+        disk.discard(key)
+
+
+def restore(path: Path, own: BlobFolder) -> int:
+    """Copy all blobs on disk into shared memory; return their bytes.
+
+    Raises CheckpointLoadError for the first that is damaged, and CheckpointSaveError if there is no room.
+    """
+    disk = BlobFolder(path)
+    return sum(_copy(key, disk.get(key), disk, own) for key in disk.keys())  # noqa: SIM118 - not a mapping
+
+
+def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder) -> int:
+    payload = None
+    if blob.payload is not None:
+        payload = target.allocate(blob.payload_bytes)
+        payload.copy_(blob.payload[: blob.payload_bytes])
+    try:
+        if not source.is_current(key, blob):  # its memory may have been in other use already
+            raise CheckpointSaveError(f"blob {key} was withdrawn while it was copied")
+        target.deposit(key, blob.header, payload, blob.payload_bytes)
+    except CheckpointSaveError:
+        if payload is not None:
+            target.free(payload)
+        raise
+    return len(blob.header) + blob.payload_bytes
+
+
+def _check_room(disk: BlobFolder, blobs: dict[str, Blob], limit_bytes: int | None) -> None:
+    used_bytes = _total(disk.get(key) for key in disk.keys())  # noqa: SIM118 - not a mapping
+    more_bytes = _total(blobs.values())
+    if limit_bytes is not None and used_bytes + more_bytes > limit_bytes:
+        raise CheckpointSaveError(
+            f"local disk, {disk.path}: got {used_bytes} bytes in use and {more_bytes} more to hold, "
+            f"wanted at most ckpt.disk_budget_bytes={limit_bytes}"
+        )
+
+
+def _total(blobs: Iterable[Blob]) -> int:
+    return sum(len(blob.header) + blob.payload_bytes for blob in blobs)
