@@ -155,7 +155,7 @@ def _build(
     runner = StageRunner(state, _batches(source, settings.train, layout), on_phase)
     session = attach(
         ckpt=settings.ckpt,
-        identity=RunIdentity(run_id=folder.run_id, model=_fingerprint(settings, vocab_size), layout=layout),
+        identity=RunIdentity(run_id=folder.run_id, model=_fingerprint(settings, source), layout=layout),
         folder=folder.checkpoints,
         state=state,
         loop=_training_loop(runner, settings.train),
@@ -233,8 +233,9 @@ def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout)
     return padded_vocab_size(source.vocab_size if wanted == AUTO else int(wanted), layout)
 
 
-def _fingerprint(settings: Settings, vocab_size: int) -> str:
-    """Return a short hash over everything that shapes the saved state."""
+def _fingerprint(settings: Settings, source: TokenSource) -> str:
+    """Return a short hash over everything that shapes the saved state, at whatever layout."""
+    vocab_size = _vocab_size(settings, source, ParallelLayout(pp=1, dp=1, ep=1, tp=1))
     shaping = {
         "model": {**asdict(settings.model), "vocab_size": vocab_size},
         "dtype": settings.precision.dtype,

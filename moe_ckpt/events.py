@@ -40,6 +40,18 @@ class StateResumed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateResharded:
+    """The checkpoint that training continues from was saved at another parallel layout.
+
+    All of it was carried over but the states of generators: from here on the run is not bit for bit the one that saved.
+    """
+
+    iteration: int
+    saved_at: str
+    loaded_at: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSkipped:
     """A checkpoint that could not be used, and why."""
 
@@ -240,6 +252,7 @@ class RunFinished:
 Event = (
     TrainerStarted
     | StateResumed
+    | StateResharded
     | CheckpointSkipped
     | IterationCommitted
     | Evaluated

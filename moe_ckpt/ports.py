@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from moe_ckpt.types import Measured, ReadyGradients, SnapshotPlan
+from moe_ckpt.types import Measured, ParallelLayout, ReadyGradients, SnapshotPlan
 
 
 class TrainingHooks(Protocol):
@@ -64,9 +64,11 @@ class DurableState(Protocol):
         """
         ...
 
-    def load(self, directory: Path) -> int:
+    def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
         """Replace the training state by the saved one and return its iteration.
 
+        `resharded_from` is the layout that it was saved at, where that is another: then everything comes back but the
+        generators, which belong to the ranks that were; they are seeded for the iteration.
         Raises CheckpointLoadError on all ranks if it failed on any.
         """
         ...

@@ -11,7 +11,9 @@ process group of its own, while training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -32,9 +34,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_ckpt.adapters.megatron_reshard import Reshard, reseed
 from moe_ckpt.adapters.megatron_state import TrainingState, load_sharded_state, sharded_state
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
+from moe_ckpt.types import ParallelLayout
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
@@ -57,6 +61,7 @@ class MegatronDurableState:
         self._group = cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))
         self._writer_thread = _writer_thread() if asynchronous else None
         self._writing: Future[None] | None = None
+        self._run_seed = torch.initial_seed()  # as the loop has seeded this rank; later a load replaces generators
 
     def start_save(self, directory: Path, iteration: int) -> None:
         assert self._writing is None, "one save at a time"
@@ -79,16 +84,25 @@ class MegatronDurableState:
         writing.result()
         return True
 
-    def load(self, directory: Path) -> int:
-        return on_all_ranks(lambda: self._load(directory), CheckpointLoadError)[0]
+    def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
+        if resharded_from is None:
+            return on_all_ranks(lambda: self._load(directory), CheckpointLoadError)[0]
+        return on_all_ranks(lambda: self._load_resharded(directory, resharded_from.world_size), CheckpointLoadError)[0]
 
     def _load(self, directory: Path) -> int:
         template: dict[str, Any] = {"iteration": 0, **sharded_state(self._state, is_loading=True)}
-        try:
+        with _failing_as_load(directory):
             loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
             load_sharded_state(self._state, loaded)
-        except _LOAD_ERRORS as error:
-            raise CheckpointLoadError(f"{directory}: {_reason(error)}") from error
+        return int(loaded["iteration"])
+
+    def _load_resharded(self, directory: Path, num_saving_ranks: int) -> int:
+        reshard = Reshard(self._state, str(directory), num_saving_ranks)
+        template = reshard.template()
+        with _failing_as_load(directory):
+            loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
+            load_sharded_state(self._state, reshard.adapt(loaded))
+        reseed(self._run_seed, int(loaded["iteration"]))
         return int(loaded["iteration"])
 
     def _write(self, directory: Path, content: dict[str, Any]) -> None:
@@ -108,6 +122,16 @@ class MegatronDurableState:
         dist.all_reduce(size_bytes, group=self._group)
         needed_bytes = int(size_bytes.item()) + _METADATA_RESERVE_BYTES
         from_rank_zero(lambda: _require_space(directory, needed_bytes), CheckpointSaveError)
+
+
+@contextlib.contextmanager
+def _failing_as_load(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointLoadError:
+        raise
+    except _LOAD_ERRORS as error:
+        raise CheckpointLoadError(f"{directory}: {_reason(error)}") from error
 
 
 def _require_space(directory: Path, needed_bytes: int) -> None:

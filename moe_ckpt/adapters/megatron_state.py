@@ -21,6 +21,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from moe_ckpt.adapters.megatron_buffers import buffers_by_name, restore_buffers_by_name
+
+BUFFERS, RNG_STATE = "buffers", "rng_state"  # per-rank parts of a sharded state
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SHARDING_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
@@ -165,8 +168,8 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
         **model,
         "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA),
         "opt_param_scheduler": state.scheduler.state_dict(),
-        "rng_state": _per_rank("rng_state", _rng_tensors()),
-        "buffers": _per_rank("buffers", buffers(state)),
+        RNG_STATE: _per_rank(RNG_STATE, _rng_tensors()),
+        BUFFERS: _per_rank(BUFFERS, buffers_by_name(state.model)),
     }
 
 
@@ -182,7 +185,7 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
 
 
 def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
-    """Put a loaded sharded state dict back in place."""
+    """Put a loaded sharded state dict back in place; without generators in it, they stay as they are."""
     for key, module in _keyed_modules(state):
         module.load_state_dict(loaded[key])
     parts = loaded["optimizer"]
@@ -190,8 +193,9 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
         _load_optimizer(optimizer, parts if len(state.inner_optimizers) == 1 else parts[index])
     state.scheduler.num_steps = 0  # loading adds the saved steps to those taken
     state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    restore_buffers(state, loaded["buffers"])
-    _restore_rng_tensors(loaded["rng_state"])
+    restore_buffers_by_name(state.model, loaded[BUFFERS])
+    if RNG_STATE in loaded:
+        _restore_rng_tensors(loaded[RNG_STATE])
 
 
 def _keyed_modules(state: TrainingState) -> list[tuple[str, Any]]:

@@ -20,12 +20,19 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, EventLog, StateResumed
+from moe_ckpt.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    CheckpointSkipped,
+    EventLog,
+    StateResharded,
+    StateResumed,
+)
 from moe_ckpt.ports import DurableState
 from moe_ckpt.store import disk
 from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store.disk import CheckpointFolder, Manifest
-from moe_ckpt.types import CheckpointRef, RunIdentity
+from moe_ckpt.types import CheckpointRef, ParallelLayout, RunIdentity
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -122,7 +129,7 @@ class DurableTier:
         return 0
 
     def resume_from(self, path: Path) -> int:
-        """Load one checkpoint directory, of any run with the same model and layout, and return its iteration.
+        """Load one checkpoint directory, of any run with the same model, and return its iteration.
 
         Raises CheckpointLoadError on all ranks if it cannot be used.
         """
@@ -151,13 +158,28 @@ class DurableTier:
         manifest = from_rank_zero(lambda: disk.read_manifest(directory), CheckpointLoadError)
         _require_fit(directory, manifest, self._identity, run_id)
         on_all_ranks(lambda: disk.verify_files(directory, _my_share(manifest.files)), CheckpointLoadError)
-        iteration = self._state.load(directory)
+        saved_at = manifest.identity.layout
+        is_resharded = saved_at != self._identity.layout
+        iteration = self._state.load(directory, saved_at if is_resharded else None)
         if iteration != ref.iteration:
             raise CheckpointLoadError(f"{directory}: got the state after iteration {iteration}, wanted {ref.iteration}")
         self._events.append(
             StateResumed(iteration=iteration, source=ref.directory, seconds=time.monotonic() - started_s)
         )
+        if is_resharded:
+            self._tell_resharded(ref, saved_at)
         return iteration
+
+    def _tell_resharded(self, ref: CheckpointRef, saved_at: ParallelLayout) -> None:
+        mine = self._identity.layout
+        event = StateResharded(iteration=ref.iteration, saved_at=str(saved_at), loaded_at=str(mine))
+        self._events.append(event)
+        if dist.get_rank() == 0:
+            _log.warning(
+                "%s: saved at %s, goes on at %s: the same state, but generators are seeded anew, and sums run in "
+                "another order, so not bit for bit as the run that saved it",
+                *(ref.directory, saved_at, mine),
+            )
 
     def _skip(self, source: str, reason: str) -> None:
         self._events.append(CheckpointSkipped(source=source, reason=reason))
@@ -182,7 +204,6 @@ def _require_fit(directory: Path, manifest: Manifest, mine: RunIdentity, run_id:
     for what, got, wanted in (
         ("run", theirs.run_id, theirs.run_id if run_id is None else run_id),
         ("model", theirs.model, mine.model),
-        ("parallel layout", theirs.layout, mine.layout),
     ):
         if got != wanted:
             raise CheckpointLoadError(f"{directory}: saved by {what} {got}, wanted {what} {wanted}")

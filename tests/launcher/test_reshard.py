@@ -1,0 +1,420 @@
+"""A checkpoint of one parallel layout goes on at another: the same state, bit for bit, cut in another way.
+
+Compared are whole tensors, put together from all ranks' parts: by the names that our operators have, and by those of
+Megatron's sharded state dict. Losses are equal to within float summation only: a forward pass multiplies the same
+numbers, but which tokens meet in one expert's matrix differs, and with it the order in which products are added up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from launcher.config import Settings, compose_settings
+from launcher.loop import Trainer
+from launcher.run import run
+from moe_ckpt.adapters.megatron_durable import MegatronDurableState
+from moe_ckpt.adapters.megatron_operators import RankOperators, bare_model
+from moe_ckpt.adapters.megatron_reshard import reseed
+from moe_ckpt.adapters.megatron_state import TrainingState, named_state, sharded_state
+from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateResharded, read_events
+from moe_ckpt.types import ParallelLayout
+from tests.adapters.stage import build_stage
+from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.training import events_of, fast, losses, train
+
+FP32, BF16 = "precision=fp32", "precision=bf16"
+# Relative: some roundings of a sum, by half of 2**-23 each; bfloat16 rounds every activation to 8 bits.
+TOLERANCE = {FP32: 1e-6, BF16: 2e-3}
+FOUR_LAYERS = (
+    "model.num_layers=4",
+    "model.hidden_dropout=0",
+    "model.attention_dropout=0",
+)  # no masks: they are drawn anew
+AT_PP2_EP2, PP2_EP2 = ("parallel.pp=2", "parallel.ep=2"), ParallelLayout(pp=2, dp=2, ep=2, tp=1)
+OTHERS = {"PP=1 EP=4": ("parallel.pp=1", "parallel.ep=4"), "PP=4 EP=1": ("parallel.pp=4", "parallel.ep=1")}
+GLOBAL_AUX_LOSS = ("model.moe_balancing=global_aux_loss", FP32)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "bf16": (BF16,),
+    "fp32": (FP32,),
+    "fp16 with skipped steps": (
+        "precision=fp16",
+        "precision.initial_loss_scale=262144.0",
+        "precision.loss_scale_hysteresis=1",
+    ),
+    "optimizer not sharded": ("train.distributed_optimizer=false", BF16),
+    "fp32, optimizer not sharded": ("train.distributed_optimizer=false", FP32),
+    "aux-loss-free bias": ("model.moe_balancing=bias", "model.moe_score_function=sigmoid", FP32),
+    "global aux loss": GLOBAL_AUX_LOSS,
+    "tied embeddings": ("model.tied_embeddings=true", FP32),
+    "dense first layer, shared experts": (
+        "model.num_dense_layers=1",
+        "model.dense_ffn_hidden_size=64",
+        "model.shared_expert_ffn_hidden_size=32",
+        FP32,
+    ),
+}
+RUN = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=5", "ckpt.keep=9", *FOUR_LAYERS, FP32)
+
+Raw = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a tensor of the whole model: its bits, and where they belong."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    bits: Raw
+
+
+Parts = list[tuple[str, Part]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """What a rank has after an iteration, how the model evaluates, and the loss of the iteration after."""
+
+    by_operator: Parts
+    by_key: Parts
+    adam_steps: set[float]
+    loss_scales: tuple[float, ...]
+    schedule: int
+    eval_loss: float
+    next_loss: float
+
+
+def _bits(tensor: torch.Tensor) -> Raw:
+    whole = tensor.detach().contiguous()
+    return whole.view({2: torch.int16, 4: torch.int32}[whole.element_size()]).numpy().copy()
+
+
+def _parts_by_operator(state: TrainingState) -> Iterator[tuple[str, Part]]:
+    operators = RankOperators(state)
+    for owned in operators.parameters:
+        name, size = f"{owned.operator}: {_leaf(owned.name)}", (owned.parameter.numel(),)
+        yield name, Part(shape=size, offset=(0,), bits=_bits(owned.weights()))
+        for key, tensor, (start, _) in owned.pieces(full=True):
+            yield f"{name} {key.role}", Part(shape=size, offset=(start,), bits=_bits(tensor))
+    for buffer in operators.buffers:
+        bits = _bits(buffer.buffer)
+        yield f"{buffer.operator}: {_leaf(buffer.name)}", Part(shape=bits.shape, offset=(0,) * bits.ndim, bits=bits)
+
+
+def _leaf(name: str) -> str:
+    """Return a name without the local numbers of layers and experts."""
+    return re.sub(r"\.\d+(?=\.)", "", name)
+
+
+def _parts_by_key(state: TrainingState) -> Iterator[tuple[str, Part]]:
+    sharded, _ = save_preprocess(sharded_state(state, is_loading=False))
+    for entry in nested_values(cast("Any", sharded)):
+        if isinstance(entry, ShardedTensor):
+            bits = _bits(entry.data).reshape((1,) * entry.prepend_axis_num + entry.local_shape)
+            yield entry.key, Part(shape=entry.global_shape, offset=entry.global_offset, bits=bits)
+
+
+def _stand(state: TrainingState, trainer: Trainer, iteration: int) -> Stand:
+    splits_tensors = parallel_state.get_tensor_model_parallel_world_size() > 1
+    scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in state.inner_optimizers]
+    return Stand(
+        by_operator=[] if splits_tensors else list(_parts_by_operator(state)),
+        by_key=list(_parts_by_key(state)),
+        adam_steps=set(RankOperators(state).adam_steps()) - {0.0},  # where there is no parameter
+        loss_scales=tuple(float(scaler.scale) for scaler in scalers if scaler),
+        schedule=state.scheduler.num_steps,
+        eval_loss=trainer.evaluate(1),
+        next_loss=trainer.run_iteration(iteration + 1).loss,
+    )
+
+
+def _save(folder: Path, overrides: tuple[str, ...], mark: Callable[[int, int], int] | None = None) -> Stand:
+    state, trainer = build_stage(*overrides)
+    for iteration in (1, 2, 3):
+        trainer.run_iteration(iteration)
+    if mark:
+        _mark_counters(state, mark)
+    folder.mkdir(exist_ok=True)
+    MegatronDurableState(state, asynchronous=False).start_save(folder, 3)
+    return _stand(state, trainer, 3)
+
+
+def _mark_counters(state: TrainingState, mark: Callable[[int, int], int]) -> None:
+    """Give counters, which are zero between iterations, values by layer and data-parallel rank."""
+    for module in bare_model(state.model[0]).modules():
+        counts = getattr(module, "global_tokens_per_expert", None)
+        if counts is not None:
+            layer_number, dp_rank = cast("Any", module).layer_number, parallel_state.get_data_parallel_rank()
+            counts.copy_(torch.arange(len(counts)) + mark(layer_number, dp_rank))
+
+
+def _by_layer(layer_number: int, dp_rank: int) -> int:
+    return 100 * layer_number
+
+
+def _by_rank(layer_number: int, dp_rank: int) -> int:
+    return 100 * layer_number + dp_rank
+
+
+def _load(folder: Path, saved_at: ParallelLayout, overrides: tuple[str, ...]) -> Stand:
+    state, trainer = build_stage(*overrides)
+    assert MegatronDurableState(state, asynchronous=False).load(folder, saved_at) == 3
+    return _stand(state, trainer, 3)
+
+
+def _whole(ranks: Iterable[Parts]) -> dict[str, Raw]:
+    """Put all ranks' parts together; copies must agree, and nothing may be missing."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for rank in ranks:
+        for name, part in rank:
+            parts[name].append(part)
+    return {name: _put_together(name, found) for name, found in parts.items()}
+
+
+def _put_together(name: str, parts: list[Part]) -> Raw:
+    whole, known = np.zeros(parts[0].shape, parts[0].bits.dtype), np.zeros(parts[0].shape, bool)
+    for part in parts:
+        assert part.shape == whole.shape, name
+        place = tuple(slice(start, start + size) for start, size in zip(part.offset, part.bits.shape, strict=True))
+        assert np.array_equal(whole[place][known[place]], part.bits[known[place]]), f"{name}: copies differ"
+        whole[place], known[place] = part.bits, True
+    assert known.all(), f"{name}: incomplete"
+    return whole
+
+
+def _assert_same_tensors(expected: dict[str, Raw], found: dict[str, Raw]) -> None:
+    copies = {name for name in expected.keys() ^ found.keys() if name.startswith("output: ")}  # tied, where PP > 1
+    assert found.keys() - copies == expected.keys() - copies
+    assert [name for name in found.keys() - copies if not np.array_equal(expected[name], found[name])] == []
+
+
+def _assert_same_state(before: list[Stand], after: list[Stand]) -> None:
+    _assert_same_tensors(_whole(rank.by_key for rank in before), _whole(rank.by_key for rank in after))
+    if before[0].by_operator and after[0].by_operator:
+        _assert_same_tensors(_whole(rank.by_operator for rank in before), _whole(rank.by_operator for rank in after))
+    for rank in after:
+        assert rank.adam_steps == before[0].adam_steps
+        assert rank.loss_scales == before[0].loss_scales[: len(rank.loss_scales)]
+        assert rank.schedule == before[0].schedule
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Stand]]]:
+    """Return a function that trains a variant at PP=2/EP=2 on 4 ranks and saves it, each variant once."""
+    kept: dict[str, tuple[Path, list[Stand]]] = {}
+
+    def save(variant: str) -> tuple[Path, list[Stand]]:
+        if variant not in kept:
+            folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+            mark = _by_layer if VARIANTS[variant] == GLOBAL_AUX_LOSS else None
+            kept[variant] = folder, run_ranks(4, _save, folder, (*FOUR_LAYERS, *VARIANTS[variant], *AT_PP2_EP2), mark)
+        return kept[variant]
+
+    return save
+
+
+@pytest.mark.parametrize("layout", OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_state_is_the_same_bit_for_bit_and_loss_nearly(variant: str, layout: tuple[str, ...], saved: Any) -> None:
+    folder, before = saved(variant)
+
+    after = run_ranks(4, _load, folder, PP2_EP2, (*FOUR_LAYERS, *VARIANTS[variant], *layout))
+
+    _assert_same_state(before, after)
+    tolerance = TOLERANCE[FP32 if FP32 in VARIANTS[variant] else BF16]
+    assert after[0].eval_loss == pytest.approx(before[0].eval_loss, rel=tolerance)
+    assert after[0].next_loss == pytest.approx(before[0].next_loss, rel=tolerance)
+
+
+def test_counters_in_the_comparison_above_tell_layers_apart(saved: Any) -> None:
+    """Megatron does not save them, and zeros would be right by chance."""
+    whole = _whole(rank.by_operator for rank in saved("global aux loss")[1])
+    counters = {bits.tobytes() for name, bits in whole.items() if name.endswith("global_tokens_per_expert")}
+    assert len(counters) == 4
+
+
+def test_counters_that_belong_to_a_rank_are_refused(tmp_path: Path) -> None:
+    overrides = (*FOUR_LAYERS, *GLOBAL_AUX_LOSS)
+    run_ranks(4, _save, tmp_path / "checkpoint", (*overrides, *AT_PP2_EP2), _by_rank)
+    with pytest.raises(RankFailedError, match=r"buffer decoder\.layers\.\d\.mlp\.router\.global_tokens_per_exp"):
+        run_ranks(4, _load, tmp_path / "checkpoint", PP2_EP2, (*overrides, *OTHERS["PP=1 EP=4"]))
+
+
+def test_a_dense_model_goes_to_another_degree_of_tensor_parallelism(tmp_path: Path) -> None:
+    model = (*FOUR_LAYERS, FP32, "model.num_experts=0", "parallel.ep=1")
+    saved_at = ParallelLayout(pp=2, dp=1, ep=1, tp=2)
+    before = run_ranks(4, _save, tmp_path / "checkpoint", (*model, "parallel.pp=2", "parallel.tp=2"))
+    after = run_ranks(2, _load, tmp_path / "checkpoint", saved_at, (*model, "parallel.pp=1", "parallel.tp=1"))
+    _assert_same_state(before, after)
+    assert after[0].eval_loss == pytest.approx(before[0].eval_loss, rel=TOLERANCE[FP32])
+    assert after[0].next_loss == pytest.approx(before[0].next_loss, rel=TOLERANCE[FP32])
+
+
+def _load_with_megatron_alone(folder: Path, overrides: tuple[str, ...]) -> Parts:
+    state, _ = build_stage(*overrides)
+    model: Any = bare_model(state.model[0])
+    loaded = cast("Any", dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder)))
+    model.load_state_dict(loaded["model"])
+    return list(_parts_by_operator(state))
+
+
+def test_megatron_alone_loads_the_weights(saved: Any) -> None:
+    folder, before = saved("bf16")
+    overrides = (*FOUR_LAYERS, *VARIANTS["bf16"], "parallel.pp=1", "parallel.ep=2")
+
+    loaded = _whole(run_ranks(2, _load_with_megatron_alone, folder, overrides))
+
+    weights = {name: bits for name, bits in loaded.items() if name.endswith(("weight", "bias"))}
+    expected = _whole(rank.by_operator for rank in before)
+    _assert_same_tensors({name: bits for name, bits in expected.items() if name.endswith(("weight", "bias"))}, weights)
+
+
+def _generators_after(*iterations: int) -> list[dict[str, bytes]]:
+    state, _ = build_stage(*FOUR_LAYERS, *AT_PP2_EP2)
+    run_seed = torch.initial_seed()
+    found = []
+    for iteration in iterations:
+        reseed(run_seed, iteration)
+        rng = {name: tensor.numpy().tobytes() for name, tensor in named_state(state) if name.startswith("rng.")}
+        found.append(rng | {"numpy": np.random.bytes(8)})
+    return found
+
+
+def test_generators_are_seeded_by_stage_and_iteration() -> None:
+    ranks = run_ranks(4, _generators_after, 2, 4, 2)
+    for after_two, after_four, again in ranks:
+        assert after_two == again
+        assert all(after_two[name] != after_four[name] for name in after_two)
+    assert ranks[0][0]["rng.cpu"] == ranks[1][0]["rng.cpu"], "one stage: Megatron drops alike on all its replicas"
+    assert ranks[0][0]["rng.cpu"] != ranks[2][0]["rng.cpu"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run at PP=2/EP=2 with checkpoints after iterations 2, 4 and 5."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(4, folder, *RUN, *AT_PP2_EP2)
+    return folder
+
+
+@pytest.fixture
+def interrupted(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it that looks as if it had died after iteration 2."""
+    return _cut_off(finished, tmp_path / "interrupted")
+
+
+def _cut_off(run_folder: Path, copy: Path) -> Path:
+    shutil.copytree(run_folder, copy)
+    for later in ("iter_0000004", "iter_0000005"):
+        shutil.rmtree(copy / "checkpoints" / later)
+    return copy
+
+
+def _run_and_listen(settings: Settings) -> list[str]:
+    """Run, and return this rank's warnings."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
+    run(settings, store=rank_store())
+    return said
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (4, OTHERS["PP=1 EP=4"]),
+        (4, OTHERS["PP=4 EP=1"]),
+        (2, ("parallel.pp=2", "parallel.ep=1")),
+        (8, ("parallel.pp=2", "parallel.ep=4")),
+    ],
+)
+def test_a_run_goes_on_at_another_layout(
+    world_size: int, layout: tuple[str, ...], interrupted: Path, finished: Path
+) -> None:
+    settings = compose_settings((*fast(*RUN, *layout), f"run.dir={interrupted}"))
+    [told] = [line for said in run_ranks(world_size, _run_and_listen, settings) for line in said]
+
+    assert "iter_0000002: saved at PP=2 DP=2 EP=2 TP=1, goes on at PP=" in told
+    assert "not bit for bit" in told
+    for global_rank in range(world_size):
+        [event] = events_of(interrupted, StateResharded, global_rank)
+        assert (event.iteration, event.saved_at) == (2, "PP=2 DP=2 EP=2 TP=1")
+    assert not events_of(interrupted, CheckpointSkipped)
+    went_on = _losses_since_resharding(interrupted)
+    assert went_on.keys() == {3, 4, 5}
+    assert went_on[3] == pytest.approx(losses(finished)[3], rel=TOLERANCE[FP32])
+    assert json.loads((interrupted / "checkpoints/iter_0000005/COMMITTED.json").read_text())["identity"]["layout"]["pp"]
+
+
+def _losses_since_resharding(folder: Path) -> dict[int, float]:
+    events = [entry.event for entry in read_events(folder / "events" / "rank0000.jsonl")]
+    last = max(number for number, event in enumerate(events) if isinstance(event, StateResharded))
+    return {event.iteration: event.loss for event in events[last:] if isinstance(event, IterationCommitted)}
+
+
+def test_with_dropout_the_other_layout_is_exact_again_in_itself(tmp_path: Path) -> None:
+    settings = (*RUN, "model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+    train(4, tmp_path / "saved", *settings, *AT_PP2_EP2, "train.iterations=2", "train.lr_decay_iters=5")
+    resume = (*settings, *OTHERS["PP=1 EP=4"], f"train.resume={tmp_path / 'saved'}")
+
+    once = train(4, tmp_path / "once", *resume)
+    twice = train(4, tmp_path / "twice", *resume)
+    shutil.rmtree(tmp_path / "twice/checkpoints/iter_0000005")
+    resumed = train(4, tmp_path / "twice", *resume)
+
+    assert twice["digest_per_rank"] == once["digest_per_rank"]
+    assert resumed["digest_per_rank"] == once["digest_per_rank"]
+    assert [event.iteration for event in events_of(tmp_path / "twice", StateResharded)] == [2]
+
+
+def test_sparse_snapshots_begin_where_a_checkpoint_of_another_layout_ends(finished: Path, tmp_path: Path) -> None:
+    resume = ("ckpt=moevement", "train.iterations=7", "train.lr_decay_iters=5", *FOUR_LAYERS, FP32)
+    result = train(4, tmp_path, *resume, *OTHERS["PP=4 EP=1"], f"train.resume={finished}")
+    assert result["iteration"] == 7
+    assert [event.iteration for event in events_of(tmp_path, StateResharded)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "message"),
+    [
+        (3, ("parallel.pp=3",), r"parallel\.pp: got 3, wanted a divisor of 4 layers"),
+        (3, ("parallel.pp=1", "parallel.ep=3"), r"parallel\.ep: got 3, wanted a divisor of model.num_experts=4"),
+        (2, ("parallel.tp=2",), r"parallel\.tp: got 2, wanted 1 for a MoE model"),
+        (2, ("parallel.pp=1", "model.hidden_size=64"), r"iter_0000002: saved by model \w+, wanted model"),
+        (2, ("parallel.pp=1", "precision=bf16"), r"iter_0000002: saved by model \w+, wanted model"),
+        (2, ("parallel.pp=1", "train.lr=0.123"), r"0\.123"),
+    ],
+)
+def test_what_cannot_be_is_said(world_size: int, overrides: tuple[str, ...], message: str, interrupted: Path) -> None:
+    with pytest.raises(RankFailedError, match=message):
+        train(world_size, interrupted, *RUN, *overrides)
+
+
+def test_a_layout_that_pads_the_vocabulary_otherwise_is_refused(tmp_path: Path) -> None:
+    model = (
+        "model.num_experts=0",
+        "model.num_attention_heads=6",
+        "model.hidden_size=48",
+        "model.moe_ffn_hidden_size=48",
+    )
+    settings = (*RUN, *model, "train.sequence_length=24", "train.iterations=2", "parallel.ep=1")
+    train(2, tmp_path, *settings, "parallel.tp=2")
+    with pytest.raises(RankFailedError, match=r"word_embeddings\.weight got 256 rows, wanted 384: parallel\.tp"):
+        train(3, tmp_path, *settings, "parallel.tp=3")
