@@ -210,14 +210,15 @@ def _per_rank(name: str, value: Any) -> ShardedObject:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
-    """Load one inner optimizer around two faults of Megatron's loader with torch's Adam, whose step count is a tensor.
+    """Load one inner optimizer around three faults of Megatron's with torch's Adam, whose step count is a tensor.
 
-    It hands the same tensor to all parameters, which Adam would then count up once for each; and it looks for step
-    counts among a sharded optimizer's tensors, where it did not save them.
+    It hands the same tensor to all parameters, which Adam would then count up once for each; it looks for step counts
+    among a sharded optimizer's tensors, where it did not save them; and it does not save an unsharded one's count of 0.
     """
-    sharded = part.pop("param_state", None)
+    sharded, inner = part.pop("param_state", None), _torch_optimizer(optimizer)
+    if sharded is None and isinstance(inner, _TORCH_ADAMS):
+        part.get("optimizer", part).setdefault("state", {}).setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(part)
-    inner = _torch_optimizer(optimizer)
     slots = list(cast("Any", inner).state.values()) if inner else []
     steps = [slot.pop("step").detach().clone() if torch.is_tensor(slot.get("step")) else None for slot in slots]
     if sharded is not None:

@@ -28,6 +28,10 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1"),
     ),
     "fp16, every step skipped": (4, ("precision=fp16", "precision.initial_loss_scale=4294967296.0")),
+    "fp16, every step skipped, optimizer not sharded": (
+        4,
+        ("precision=fp16", "precision.initial_loss_scale=4294967296.0", "train.distributed_optimizer=false"),
+    ),
     "optimizer not sharded": (4, ("train.distributed_optimizer=false",)),
     "fp32, optimizer not sharded": (4, ("train.distributed_optimizer=false", "precision=fp32")),
     "aux-loss-free bias": (4, ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")),
