@@ -60,7 +60,7 @@ class Reshard:
         """
         parts = loaded.pop(_SAVED_BUFFERS, {})
         buffers = from_rank_zero(lambda: merge_buffers(parts.values()), CheckpointLoadError)
-        optimizer = merge(_unsharded(self._here["optimizer"]), loaded.pop(_OPTIMIZER))
+        optimizer = cast("dict[Any, Any]", merge(_unsharded(self._here["optimizer"]), loaded.pop(_OPTIMIZER)))
         _take_over_counts(_chained(optimizer), _chained(loaded["optimizer"]))
         return {**loaded, "optimizer": optimizer, BUFFERS: buffers}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 import shutil
 from collections import defaultdict
@@ -126,7 +127,7 @@ def _parts_by_key(state: TrainingState) -> Iterator[tuple[str, Part]]:
     sharded, _ = save_preprocess(sharded_state(state, is_loading=False))
     for entry in nested_values(cast("Any", sharded)):
         if isinstance(entry, ShardedTensor):
-            bits = _bits(entry.data).reshape((1,) * entry.prepend_axis_num + entry.local_shape)
+            bits = _bits(cast("Any", entry.data)).reshape((1,) * entry.prepend_axis_num + entry.local_shape)
             yield entry.key, Part(shape=entry.global_shape, offset=entry.global_offset, bits=bits)
 
 
@@ -229,12 +230,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     return save
 
 
-@pytest.mark.parametrize("layout", OTHERS.values(), ids=OTHERS.keys())
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_state_is_the_same_bit_for_bit_and_loss_nearly(variant: str, layout: tuple[str, ...], saved: Any) -> None:
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        ("bf16", "PP=1 EP=4"),
+        ("bf16", "PP=4 EP=1"),
+        ("fp32", "PP=1 EP=4"),
+        ("fp32", "PP=4 EP=1"),
+        ("fp16 with skipped steps", "PP=4 EP=1"),  # two optimizers and loss scalers become one
+        ("fp16 with skipped steps", "PP=1 EP=4"),
+        ("optimizer not sharded", "PP=4 EP=1"),
+        ("fp32, optimizer not sharded", "PP=1 EP=4"),
+        ("aux-loss-free bias", "PP=1 EP=4"),
+        ("global aux loss", "PP=4 EP=1"),
+        ("tied embeddings", "PP=1 EP=4"),
+        ("dense first layer, shared experts", "PP=4 EP=1"),  # a stage without experts
+    ],
+)
+def test_state_is_the_same_bit_for_bit_and_loss_nearly(variant: str, layout: str, saved: Any) -> None:
     folder, before = saved(variant)
 
-    after = run_ranks(4, _load, folder, PP2_EP2, (*FOUR_LAYERS, *VARIANTS[variant], *layout))
+    after = run_ranks(4, _load, folder, PP2_EP2, (*FOUR_LAYERS, *VARIANTS[variant], *OTHERS[layout]))
 
     _assert_same_state(before, after)
     tolerance = TOLERANCE[FP32 if FP32 in VARIANTS[variant] else BF16]
@@ -285,24 +301,32 @@ def test_megatron_alone_loads_the_weights(saved: Any) -> None:
     _assert_same_tensors({name: bits for name, bits in expected.items() if name.endswith(("weight", "bias"))}, weights)
 
 
-def _generators_after(*iterations: int) -> list[dict[str, bytes]]:
-    state, _ = build_stage(*FOUR_LAYERS, *AT_PP2_EP2)
-    run_seed = torch.initial_seed()
-    found = []
-    for iteration in iterations:
+def _generators(state: TrainingState) -> dict[str, bytes]:
+    rng = {name: tensor.numpy().tobytes() for name, tensor in named_state(state) if name.startswith("rng.")}
+    return rng | {"numpy": np.random.get_state()[1].tobytes(), "python": repr(random.getstate()).encode()}
+
+
+def _generators_around_a_load(folder: Path) -> list[dict[str, bytes]]:
+    """Return what they are when a run starts, after a load, as seeded for the same iteration, and for the next."""
+    state, _ = build_stage(*FOUR_LAYERS, FP32, "parallel.pp=2", "parallel.ep=1")
+    run_seed, found = torch.initial_seed(), [_generators(state)]
+    MegatronDurableState(state, asynchronous=False).load(folder, PP2_EP2)
+    found.append(_generators(state))
+    for iteration in (3, 4):
         reseed(run_seed, iteration)
-        rng = {name: tensor.numpy().tobytes() for name, tensor in named_state(state) if name.startswith("rng.")}
-        found.append(rng | {"numpy": np.random.bytes(8)})
+        found.append(_generators(state))
     return found
 
 
-def test_generators_are_seeded_by_stage_and_iteration() -> None:
-    ranks = run_ranks(4, _generators_after, 2, 4, 2)
-    for after_two, after_four, again in ranks:
-        assert after_two == again
-        assert all(after_two[name] != after_four[name] for name in after_two)
-    assert ranks[0][0]["rng.cpu"] == ranks[1][0]["rng.cpu"], "one stage: Megatron drops alike on all its replicas"
-    assert ranks[0][0]["rng.cpu"] != ranks[2][0]["rng.cpu"]
+def test_generators_are_seeded_by_stage_and_iteration(saved: Any) -> None:
+    folder, _ = saved("fp32")
+    ranks = run_ranks(4, _generators_around_a_load, folder)
+    for fresh, loaded, seeded, seeded_for_next in ranks:
+        assert loaded == seeded
+        for other in (fresh, seeded_for_next):
+            assert [name for name in loaded if loaded[name] == other[name]] == []
+    assert ranks[0][1] == ranks[1][1], "one stage: Megatron drops alike on all its replicas"
+    assert ranks[0][1] != ranks[2][1]
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +363,6 @@ def _run_and_listen(settings: Settings) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (4, OTHERS["PP=1 EP=4"]),
         (4, OTHERS["PP=4 EP=1"]),
         (2, ("parallel.pp=2", "parallel.ep=1")),
         (8, ("parallel.pp=2", "parallel.ep=4")),
@@ -357,9 +380,10 @@ def test_a_run_goes_on_at_another_layout(
         [event] = events_of(interrupted, StateResharded, global_rank)
         assert (event.iteration, event.saved_at) == (2, "PP=2 DP=2 EP=2 TP=1")
     assert not events_of(interrupted, CheckpointSkipped)
+    expected = {iteration: loss for iteration, loss in losses(finished).items() if iteration > 2}
     went_on = _losses_since_resharding(interrupted)
-    assert went_on.keys() == {3, 4, 5}
-    assert went_on[3] == pytest.approx(losses(finished)[3], rel=TOLERANCE[FP32])
+    assert went_on[3] == pytest.approx(expected[3], rel=TOLERANCE[FP32])
+    assert went_on == pytest.approx(expected, rel=1e-5), "gradients are sums over ranks, and Adam divides by their size"
     assert json.loads((interrupted / "checkpoints/iter_0000005/COMMITTED.json").read_text())["identity"]["layout"]["pp"]
 
 
