@@ -34,6 +34,7 @@ from moe_ckpt.events import (
     SnapshotTaken,
     StageRecovered,
     StateLost,
+    StateResharded,
     StateResumed,
     TrainerStarted,
     WindowChosen,
@@ -68,6 +69,7 @@ OVERFLOWED = IterationCommitted(
 EVENTS: tuple[Event, ...] = (
     TrainerStarted(pid=12, host="node-3", life=0, device="NVIDIA H100"),
     StateResumed(iteration=50, source="/run/iter_0000050", seconds=1.5),
+    StateResharded(iteration=50, saved_at="PP=2 DP=2 EP=2 TP=1", loaded_at="PP=1 DP=4 EP=4 TP=1"),
     CheckpointSkipped(source="/run/iter_0000100", reason="got 3 bytes\nwanted 4 \u2028 bytes"),
     COMMITTED,
     OVERFLOWED,

@@ -34,7 +34,7 @@ from moe_ckpt.adapters.megatron_durable import MegatronDurableState
 from moe_ckpt.adapters.megatron_operators import RankOperators, bare_model
 from moe_ckpt.adapters.megatron_reshard import reseed
 from moe_ckpt.adapters.megatron_state import TrainingState, named_state, sharded_state
-from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateResharded, read_events
+from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateResharded, StateResumed, read_events
 from moe_ckpt.types import ParallelLayout
 from tests.adapters.stage import build_stage
 from tests.ranks import RankFailedError, rank_store, run_ranks
@@ -363,7 +363,6 @@ def _run_and_listen(settings: Settings) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (4, OTHERS["PP=4 EP=1"]),
         (2, ("parallel.pp=2", "parallel.ep=1")),
         (8, ("parallel.pp=2", "parallel.ep=4")),
     ],
@@ -399,13 +398,12 @@ def test_with_dropout_the_other_layout_is_exact_again_in_itself(tmp_path: Path) 
     resume = (*settings, *OTHERS["PP=1 EP=4"], f"train.resume={tmp_path / 'saved'}")
 
     once = train(4, tmp_path / "once", *resume)
-    twice = train(4, tmp_path / "twice", *resume)
-    shutil.rmtree(tmp_path / "twice/checkpoints/iter_0000005")
-    resumed = train(4, tmp_path / "twice", *resume)
+    shutil.rmtree(tmp_path / "once/checkpoints/iter_0000005")
+    resumed = train(4, tmp_path / "once", *resume)
 
-    assert twice["digest_per_rank"] == once["digest_per_rank"]
     assert resumed["digest_per_rank"] == once["digest_per_rank"]
-    assert [event.iteration for event in events_of(tmp_path / "twice", StateResharded)] == [2]
+    assert [event.iteration for event in events_of(tmp_path / "once", StateResumed)] == [2, 4]
+    assert [event.iteration for event in events_of(tmp_path / "once", StateResharded)] == [2]
 
 
 def test_sparse_snapshots_begin_where_a_checkpoint_of_another_layout_ends(finished: Path, tmp_path: Path) -> None:
@@ -422,7 +420,6 @@ def test_sparse_snapshots_begin_where_a_checkpoint_of_another_layout_ends(finish
         (3, ("parallel.pp=1", "parallel.ep=3"), r"parallel\.ep: got 3, wanted a divisor of model.num_experts=4"),
         (2, ("parallel.tp=2",), r"parallel\.tp: got 2, wanted 1 for a MoE model"),
         (2, ("parallel.pp=1", "model.hidden_size=64"), r"iter_0000002: saved by model \w+, wanted model"),
-        (2, ("parallel.pp=1", "precision=bf16"), r"iter_0000002: saved by model \w+, wanted model"),
         (2, ("parallel.pp=1", "train.lr=0.123"), r"0\.123"),
     ],
 )
