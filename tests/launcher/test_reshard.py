@@ -303,7 +303,7 @@ def test_megatron_alone_loads_the_weights(saved: Any) -> None:
 
 def _generators(state: TrainingState) -> dict[str, bytes]:
     rng = {name: tensor.numpy().tobytes() for name, tensor in named_state(state) if name.startswith("rng.")}
-    return rng | {"numpy": np.random.get_state()[1].tobytes(), "python": repr(random.getstate()).encode()}
+    return rng | {"numpy": cast("Any", np.random.get_state())[1].tobytes(), "python": repr(random.getstate()).encode()}
 
 
 def _generators_around_a_load(folder: Path) -> list[dict[str, bytes]]:
