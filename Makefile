@@ -1,7 +1,7 @@
 # make demo   train on 4 local ranks, kill two of them, show that nothing was lost           (under 5 minutes)
 # make test   ruff, pyright, import-linter, pytest                                           (about 12 minutes)
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
-# make bench  what ckpt=moevement costs while nothing fails, and what it takes from kill -9 to the next iteration
+# make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are
 # All make .venv on the first call and install nothing on the next.
 
 PYTHON ?= python3
@@ -17,6 +17,7 @@ bench: venv
 	@.venv/bin/torchrun --nproc-per-node=4 benchmarks/overhead.py
 	@.venv/bin/python benchmarks/recovery.py
 	@.venv/bin/python benchmarks/policies.py
+	@.venv/bin/torchrun --nproc-per-node=2 benchmarks/copies.py
 
 test: check
 	@.venv/bin/pytest

@@ -5,11 +5,9 @@ The process that torchrun starts imports everything slow, forks the keeper and t
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from launcher.config import AUTO, Settings
 from launcher.faults.carry_out import carry_out
 from launcher.launch import Launch, has_agent_store, open_store, use_hosted_store
+from launcher.network import own_host
 from launcher.run_folder import wait_for_run_folder
 from moe_ckpt.config import InMemoryConfig, require
 from moe_ckpt.faults import Kill
@@ -53,6 +52,7 @@ class RankPlace:
     ranks_per_node: int
     replicas: int
     has_keeper: bool
+    host: str
 
     @property
     def node(self) -> int:
@@ -145,6 +145,7 @@ def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
         ranks_per_node=ranks_per_node,
         replicas=replicas,
         has_keeper=replicas > 0 or settings.ckpt.disk_every_iters > 0,
+        host=own_host(launch, settings.ckpt.network_interface),
     )
 
 
@@ -173,7 +174,7 @@ def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
             rank_folder=place.memory,
             global_rank=place.launch.global_rank,
             ticket=place.ticket,
-            host=_own_host(place.launch),
+            host=place.host,
             timeout_s=settings.runtime.copy_s,
             copy_deadline_s=settings.runtime.copy_s,
         ),
@@ -208,15 +209,6 @@ def _inflict(kills: Sequence[Kill], place: RankPlace, join_s: float) -> int:
     run = wait_for_run_folder(join_s)
     done = carry_out(kills, run, ranks_per_node=place.ranks_per_node, say=lambda text: print(text, file=sys.stderr))
     return 0 if done else 1
-
-
-def _own_host(launch: Launch) -> str:
-    """Return the address under which other nodes reach this one; the loopback where there are no others."""
-    if launch.local_world_size == launch.world_size:
-        return "127.0.0.1"
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing: picks the route
-        return str(probe.getsockname()[0])
 
 
 def _address(store: dist.Store, global_rank: int) -> Address:

@@ -68,6 +68,7 @@ class MoevementConfig:
     keep_windows: int
     memory_budget_bytes: int | None
     replicas: Union[int, str]  # noqa: UP007
+    network_interface: str | None
     disk_every_iters: int
     disk_path: str | None
     disk_budget_bytes: int | None
@@ -107,6 +108,7 @@ class GeminiConfig:
     interval_drift: float
     memory_budget_bytes: int | None
     replicas: Union[int, str]  # noqa: UP007
+    network_interface: str | None
     disk_every_iters: int
     disk_path: str | None
     disk_budget_bytes: int | None
@@ -165,6 +167,10 @@ class CheckfreqConfig:
     @property
     def replicas(self) -> int:
         return 0
+
+    @property
+    def network_interface(self) -> None:
+        return None
 
     @property
     def disk_every_iters(self) -> int:

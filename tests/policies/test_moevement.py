@@ -40,6 +40,7 @@ def config(**changes: Any) -> MoevementConfig:
         "keep_windows": 1,
         "memory_budget_bytes": None,
         "replicas": "auto",
+        "network_interface": None,
         "disk_every_iters": 0,
         "disk_path": None,
         "disk_budget_bytes": None,

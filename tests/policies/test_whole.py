@@ -28,6 +28,7 @@ def config(**changes: Any) -> GeminiConfig:
         "interval_drift": 0.25,
         "memory_budget_bytes": None,
         "replicas": "auto",
+        "network_interface": None,
         "disk_every_iters": 0,
         "disk_path": None,
         "disk_budget_bytes": None,

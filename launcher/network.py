@@ -1,0 +1,44 @@
+"""Under which address other nodes reach this one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+
+from launcher.launch import Launch
+from moe_ckpt.config import require
+
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_LONGEST_NAME = 15
+
+
+def own_host(launch: Launch, interface: str | None) -> str:
+    """Return this node's address on an interface; None: on the one that leads to the rendezvous, or the loopback where
+    there are no other nodes.
+
+    Raises ConfigError for an interface that has no IPv4 address, naming those that do.
+    """
+    if interface is not None:
+        addresses = interface_addresses()
+        wanted = "one of " + ", ".join(sorted(addresses))
+        require(interface in addresses, "ckpt.network_interface", interface, wanted)
+        return addresses[interface]
+    if launch.local_world_size == launch.world_size:
+        return "127.0.0.1"
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing: picks the route
+        return str(probe.getsockname()[0])
+
+
+def interface_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each interface of this machine that has one."""
+    found: dict[str, str] = {}
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:_LONGEST_NAME])
+            with contextlib.suppress(OSError):  # it has none
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    return found
