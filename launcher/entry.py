@@ -12,7 +12,7 @@ from launcher.elastic import RankPlace, guard_rank, wants_guard
 from launcher.launch import read_launch, say_once
 from launcher.run import run, run_guarded
 from launcher.run_folder import require_lasting
-from moe_ckpt.config import require
+from moe_ckpt.config import InMemoryConfig, require
 from moe_ckpt.errors import MoeCkptError
 
 
@@ -26,6 +26,8 @@ def start(settings: Settings) -> int:
     wanted = (
         "none or state_loss where no guard replaces who is killed (ckpt=moevement, gemini and checkfreq have guards)"
     )
+    is_pointless = isinstance(settings.ckpt, InMemoryConfig) and not settings.ckpt.recovers_locally
+    require(not is_pointless, "runtime.guard", settings.runtime.guard, f"auto or true with ckpt={settings.ckpt.policy}")
     require(settings.fault.kind in ("none", "state_loss"), "fault.kind", settings.fault.kind, wanted)
     run(settings)
     return 0

@@ -73,7 +73,7 @@ def run(
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)
     state, runner, session = _build(settings, layout, folder, log, None)
-    done = _resume(session, settings, folder, launch)
+    done = _resume(session, settings, folder, is_first=launch.attempt == 0)
     training = Training(Trainer(runner, around_hooks(session)), settings, folder, log)
     training.run(done, session.notes)
     training.close()
@@ -123,7 +123,8 @@ def run_guarded(
 
     def start() -> int:
         synchronize_fresh(state)
-        return _resume(session, settings, folder, launch)
+        is_first = launch.attempt == 0 and page.generation == 1
+        return _resume(session, settings, folder, is_first=is_first)
 
     def report(faults: int) -> dict[str, Any]:
         result = _result(training, state, settings, folder, faults)
@@ -246,19 +247,18 @@ def _fingerprint(settings: Settings, source: TokenSource) -> str:
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _resume(session: Session, settings: Settings, folder: RunFolder, launch: Launch) -> int:
+def _resume(session: Session, settings: Settings, folder: RunFolder, *, is_first: bool) -> int:
     """Return the iteration that the state is at; an own checkpoint is newer than one that `train.resume` names.
 
-    `never` is about what was there before the job: a restart by torchrun continues from what the job saved itself.
+    `never` is about what was there before the job: later starts (not `is_first`) continue from what it saved itself.
     """
     wanted = settings.train.resume
-    if wanted == _NEVER and launch.attempt == 0:
+    if wanted == _NEVER and is_first:
         saved = from_rank_zero(CheckpointFolder(folder.checkpoints).committed, DataError)
         newest = saved[0].directory if saved else None
         require(not saved, "train.resume", wanted, f"auto, or a new run.dir: this one holds {newest}")
-        snapshots = session.newest_on_local_disk()
-        limit = f"auto, or a new run.dir: snapshots of iteration {snapshots} of this run are on disk"
-        require(snapshots is None, "train.resume", wanted, limit)
+        limit = "auto, or a new run.dir: there are snapshots of this run on disk"
+        require(not session.has_snapshots_on_disk, "train.resume", wanted, limit)
         return 0
     done = session.resume(None)
     if done == 0 and wanted not in (AUTO, _NEVER):

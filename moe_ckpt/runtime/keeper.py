@@ -122,8 +122,8 @@ class TrainerDoor:
         match request:
             case Copy(number=number, keys=keys):
                 self._replicator.copy(keys).add_done_callback(lambda copied: trainer.answer(number, copied))
-            case Persist(number=number, keys=keys, path=path, limit_bytes=limit_bytes):
-                persisted = self._disk_thread.submit(persist, self._own, Path(path), keys, limit_bytes)
+            case Persist(number=number, keys=keys, stale=stale, path=path, limit_bytes=limit_bytes):
+                persisted = self._disk_thread.submit(persist, self._own, Path(path), keys, stale, limit_bytes)
                 persisted.add_done_callback(lambda persisted: trainer.answer(number, persisted))
             case Forget(keys=keys):
                 self._replicator.forget(keys)

@@ -24,7 +24,8 @@ from moe_ckpt.runtime.stage import Place, Stage
 from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.blobs import BlobFolder, held_path
 from moe_ckpt.store.fetch import fetch_blobs
-from moe_ckpt.store.journal import holds_records, read_kept
+from moe_ckpt.store.journal import Journal, holds_records, newest_snapshot, read_kept
+from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.memory import Window, group_windows
 from moe_ckpt.store.steps import StepLog
 from moe_ckpt.types import ReadyGradients
@@ -38,6 +39,7 @@ class StepState:
     def __init__(self) -> None:
         self.reached: int | None = None
         self.whole = False
+        self.torn = False
         self.gradients: ReadyGradients | None = None
 
     def standing(self, stage: int) -> Standing:
@@ -46,7 +48,7 @@ class StepState:
 
     def be_at(self, iteration: int) -> None:
         """The whole state is that after `iteration` steps."""
-        self.reached, self.whole, self.gradients = iteration, True, None
+        self.reached, self.whole, self.torn, self.gradients = iteration, True, False, None
 
     def prepare(self, gradients: ReadyGradients) -> None:
         """The gradients of the next iteration are complete."""
@@ -61,8 +63,8 @@ class StepState:
         self.reached, self.whole, self.gradients = iteration, False, None
 
     def lose(self) -> None:
-        """There is no state that could be named."""
-        self.reached, self.whole, self.gradients = None, False, None
+        """There is no state that could be named; nor is it that of a run's start."""
+        self.reached, self.whole, self.torn, self.gradients = None, False, True, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +80,7 @@ class Rejoined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Report:
-    """What a rank tells first. `has_progress`: its memory proves that training had begun.
+    """What a rank tells first. `has_progress`: it is not as at the run's start, by its memory or its state.
 
     `held`: the keys of the copies that its memory holds, by owner.
     """
@@ -87,6 +89,14 @@ class _Report:
     has_progress: bool
     held: Mapping[int, frozenset[str]]
     gradients: Mapping[int, ReadyGradients]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnDisks:
+    """What is on local disks: the newest iteration that all lead to, and the newest of which each has anything."""
+
+    newest: int | None
+    of_each: tuple[int | None, ...]
 
 
 class Rejoin:
@@ -152,10 +162,11 @@ class Rejoin:
             executed_iters=executed_iters,
         )
 
-    def newest_on_disk(self) -> int | None:
-        """Return the newest iteration that all ranks' local disks lead to, verified; None for none."""
-        mine = on_all_ranks(self._windows_on_disk, CheckpointLoadError)
-        return max((end for end, _ in frozenset[tuple[int, int]].intersection(*mine)), default=None)
+    def look_at_disks(self) -> OnDisks:
+        """Return what all ranks' local disks lead to, verified, once nothing is on its way there any more."""
+        looked = on_all_ranks(self._look_at_disk, CheckpointLoadError)
+        common = frozenset[int].intersection(*(usable for _, usable in looked))
+        return OnDisks(newest=max(common, default=None), of_each=tuple(newest for newest, _ in looked))
 
     def load_from_disk(self) -> int:
         """Bring all ranks to what the newest windows on their local disks lead to; return the iteration.
@@ -165,16 +176,25 @@ class Rejoin:
         disk, journal = self._stores.disk, self._stores.journal
         assert disk is not None
         assert journal is not None
-        journal.stop_copying()
-        self._stores.clear()
-        on_all_ranks(lambda: journal.replace(disk.restore), CheckpointLoadError)
-        adopt_kept(self._stores)
+        self.drop_all()
+        on_all_ranks(lambda: self._restore(journal, disk), CheckpointLoadError)
         inventories = on_all_ranks(lambda: self._recovery.inventory(None), CheckpointLoadError)
         plan = self._plan(None, inventories)
         self._recovery.carry_out(plan, live=False)
         self._keep_common(inventories)
         self._stores.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
+
+    def drop_all(self) -> None:
+        """Keep nothing in memory; until `resume_copying` peers do not hear of it."""
+        self._stores.clear()
+        if self._stores.journal:
+            self._stores.journal.stop_copying()
+            self._stores.journal.replace(lambda _: 0)
+
+    def _restore(self, journal: Journal, disk: LocalDisk) -> None:
+        journal.replace(disk.restore)
+        adopt_kept(self._stores)
 
     def resume_copying(self) -> None:
         """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again."""
@@ -189,7 +209,8 @@ class Rejoin:
         windows, gradients = self._stores.memory.windows(), self._stores.steps.gradients
         return _Report(
             standing=state.standing(self._place.stage),
-            has_progress=bool(gradients)
+            has_progress=state.torn
+            or bool(gradients)
             or any(window.start for window in windows)
             or any(map(holds_records, held.values())),
             held=held,
@@ -268,13 +289,14 @@ class Rejoin:
         by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
         return tuple(by_start.values())
 
-    def _windows_on_disk(self) -> frozenset[tuple[int, int]]:
-        """Return (end, start) of the usable windows on this rank's disk."""
+    def _look_at_disk(self) -> tuple[int | None, frozenset[int]]:
+        """Return the newest iteration that there is anything of on this rank's disk, and those that it leads to."""
         disk, mine = self._stores.disk, self._place.shard.global_rank
         if disk is None:
-            return frozenset()
+            return None, frozenset()
+        disk.flush(self._elastic.copy_s)
         refs = self._usable(BlobFolder(disk.path), mine, None)
-        return frozenset((ref.end, ref.start) for ref in refs)
+        return newest_snapshot(BlobFolder(disk.path).keys()), frozenset(ref.end for ref in refs)
 
     def _window(self, window: Window, owner: int, steps: StepLog) -> WindowRef | None:
         shard = window.snapshots[0].header.shard

@@ -124,15 +124,16 @@ class Session:
         """
         if source is not None:
             return self._durable.resume_from(source)
-        iteration = self._load_from_local_disk()
+        iteration = self._load_from_disks()
         if self.sparse and self.sparse.rejoin:
             self.sparse.rejoin.resume_copying()
-        return iteration or self._durable.resume_newest()
+        return iteration
 
-    def newest_on_local_disk(self) -> int | None:
-        """Return the iteration of the newest windows that all ranks have on local disks; None for none."""
+    @property
+    def has_snapshots_on_disk(self) -> bool:
+        """Whether there are snapshots on local disks, of whatever. Collective."""
         rejoin = self.sparse.rejoin if self.sparse else None
-        return rejoin.newest_on_disk() if rejoin else None
+        return rejoin is not None and any(newest is not None for newest in rejoin.look_at_disks().of_each)
 
     def iteration_started(self, iteration: int) -> None:
         if self.sparse is None:
@@ -193,35 +194,47 @@ class Session:
     def _go_back_to_disk(self, error: NothingLeftError) -> Rejoined:
         assert self.sparse is not None
         self._state.lose()
-        iteration = self._load_from_local_disk()
-        if iteration == 0:
-            self.sparse.stores.clear()
-            iteration = self._durable.resume_newest()
+        iteration = self._load_from_disks()
         if iteration == 0:
             raise error
         if dist.get_rank() == 0:
             _log.warning("memory leads nowhere, all ranks go back to iteration %d on disk: %s", iteration, error)
         return Rejoined(iteration=iteration)
 
-    def _load_from_local_disk(self) -> int:
-        """Load the newest windows on local disks; return their iteration, or 0 if there are none, or newer checkpoints.
+    def _load_from_disks(self) -> int:
+        """Load what is newer of local disks and whole checkpoints; return its iteration, or 0 if there is neither.
 
-        Then nothing is copied to peers before `resume_copying`.
+        Then nothing is copied to peers before `resume_copying`. Raises CheckpointLoadError on all ranks if there is
+        something, and nothing of it can be used.
         """
-        newest = self.newest_on_local_disk() or 0
+        rejoin = self.sparse.rejoin if self.sparse else None
+        if rejoin is None:
+            return self._durable.resume_newest()
+        disks = rejoin.look_at_disks()
+        if disks.newest and disks.newest > self._durable.newest() and self._load_from_local_disks(rejoin):
+            return disks.newest
+        rejoin.drop_all()
+        iteration = self._durable.resume_newest()
+        if iteration == 0 and any(disks.of_each):
+            found = ", ".join(f"rank {rank}: {newest}" for rank, newest in enumerate(disks.of_each))
+            raise CheckpointLoadError(
+                f"local disks: got snapshots up to iteration ({found}), of which all ranks can use none, and no "
+                "checkpoint; wanted the same on all, of this run and layout; for a new start take another run.dir"
+            )
+        return iteration
+
+    def _load_from_local_disks(self, rejoin: Rejoin) -> bool:
         started_s = time.monotonic()
-        if self.sparse is None or self.sparse.rejoin is None or newest <= self._durable.newest():
-            return 0
         try:
-            iteration = self.sparse.rejoin.load_from_disk()
+            iteration = rejoin.load_from_disk()
         except CheckpointLoadError as error:
             self._events.append(CheckpointSkipped(source=_LOCAL_DISK, reason=str(error)))
-            self.sparse.stores.clear()
-            return 0
+            return False
+        assert self.sparse is not None
         self.sparse.tier.note_start(iteration + 1)
         seconds = time.monotonic() - started_s
         self._events.append(StateResumed(iteration=iteration, source=_LOCAL_DISK, seconds=seconds))
-        return iteration
+        return True
 
     def _vote(self, sparse: SparseParts, iteration: int, gradients: ReadyGradients) -> None:
         """Return once every rank has complete gradients: then no rank that lives can be left behind by the others.

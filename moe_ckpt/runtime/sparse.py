@@ -35,18 +35,20 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken, WindowPersisted
 from moe_ckpt.popularity import accumulate, carried_over
 from moe_ckpt.runtime.stage import Place, Training
+from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.codec import SnapshotHeader
 from moe_ckpt.store.copier import HostCopier
-from moe_ckpt.store.journal import Journal
+from moe_ckpt.store.journal import Journal, read_kept
 from moe_ckpt.store.local_disk import LocalDisk
-from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
+from moe_ckpt.store.memory import HostBuffers, SnapshotMemory, group_windows
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
 from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients, SlotPlan
 
 _log = logging.getLogger(__name__)
 _RECENT_ITERS = 16
+_NOTHING = -1  # where the start of a window is meant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -173,6 +175,8 @@ class SparseTier:
         self._has_failed = False
         self._goes_to_disk = False
         self._to_disk: _ToDisk | None = None
+        self._on_disk = _newest_on_disk(stores.disk)
+        self._on_all_disks = _NOTHING
         self._noted: int | None = None
         self._most_slots = 0
         self._meter = meter
@@ -375,29 +379,35 @@ class SparseTier:
             if self._config.strict:
                 raise
             return
+        self._on_disk = flight.window_start
         seconds = time.monotonic() - flight.since_s
         self._events.append(WindowPersisted(window_start=flight.window_start, seconds=seconds))
 
     def _keep(self) -> None:
-        """Keep the window in flight, and let it go to disk, if it is to; the one before it is there then."""
-        self.finish_persisting()
+        """Keep the window in flight, and let it go to disk, if it is to; the one before it is there then.
+
+        On disk a window stays until all ranks have a newer one there: they need the same.
+        """
         window, journal, disk = self._stores.memory.in_flight(), self._stores.journal, self._stores.disk
         self._stores.memory.confirm()
         if self._goes_to_disk and window and journal and disk:
-            done = journal.persist(disk, window.snapshots)
+            keep = None if self._on_all_disks == _NOTHING else self._on_all_disks
+            done = journal.persist(disk, window.snapshots, keep=keep)
             self._to_disk = _ToDisk(window_start=window.start, since_s=time.monotonic(), done=done)
 
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is there, on all ranks alike."""
-        found = self._find(wait=wait)
+        found = self._find(wait=wait)  # first: what is on disk may be more then
         stall_s = statistics.median(self._meter.stalls) if self._meter.stalls else 0.0
-        mine = [self._meter.clock.iteration_s(), -self._copy_bytes_per_s(), stall_s, -float(found)]
+        clock_s, rate = self._meter.clock.iteration_s(), self._copy_bytes_per_s()
+        mine = [clock_s, -rate, stall_s, -float(found), -float(self._on_disk)]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         if self._counts:
             dist.all_reduce(popularity, group=self._place.stage_group)
-        iteration_s, negative_rate, stall_s, least = worst.tolist()
+        iteration_s, negative_rate, stall_s, least, oldest = worst.tolist()
+        self._on_all_disks = int(-oldest)
         self._measured = Measured(
             iteration_s=iteration_s,
             copy_bytes_per_s=-negative_rate,
@@ -408,6 +418,9 @@ class SparseTier:
 
     def _find(self, *, wait: bool) -> _Found:
         memory, journal = self._stores.memory, self._stores.journal
+        if self._to_disk and not wait and not self._to_disk.done.done():
+            return _Found.NOT_YET
+        self.finish_persisting()
         window = memory.in_flight()
         if window is None or self._has_failed:
             return _Found.NOTHING
@@ -468,3 +481,9 @@ class SparseTier:
         iteration = self._newest.window_start + self._newest.slot
         self._events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
         _log.warning("snapshot not taken, training goes on (ckpt.strict=%s): %s", self._config.strict, error)
+
+
+def _newest_on_disk(disk: LocalDisk | None) -> int:
+    """Return where the newest window starts that is complete on this rank's disk, not verified."""
+    windows = group_windows(read_kept(BlobFolder(disk.path)).snapshots) if disk else []
+    return max((window.start for window in windows if window.complete), default=_NOTHING)

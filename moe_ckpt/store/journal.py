@@ -136,17 +136,25 @@ class Journal:
         copies = [self._copying.get(key) for key in self._keys_of(snapshots)]
         return any(copy is not None and not copy.done() for copy in copies)
 
-    def persist(self, disk: LocalDisk, snapshots: Sequence[Snapshot]) -> Future[None]:
-        """Start copying a window to disk, with the steps that belong to it: then nothing else is there."""
+    def persist(self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None) -> Future[None]:
+        """Start copying a window to disk, with the steps that belong to it.
+
+        Of what is there only the window that starts at `keep` stays; None: all of it.
+        """
         last = snapshots[-1].header.iteration
         records = [f"{_RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
-        return disk.persist(self._keys_of(snapshots) + records)
+        keys = self._keys_of(snapshots) + records
+        there = BlobFolder(disk.path).keys()
+        stale = [] if keep is None else [key for key in there if key not in keys and not _belongs_to(key, keep)]
+        return disk.persist(keys, stale)
 
     def wait_for(self, persisted: Future[None]) -> None:
-        """Wait for what `persist` has started. Raises CheckpointSaveError if it failed."""
+        """Wait for what `persist` has started. Raises CheckpointSaveError if it failed, or takes too long."""
         self._on_wait(True)
         try:
-            persisted.result()
+            persisted.result(self._copy_s)
+        except NotInTimeError:
+            raise CheckpointSaveError(f"not on disk after {self._copy_s:g} s") from None
         finally:
             self._on_wait(False)
 
@@ -254,6 +262,19 @@ class Journal:
         finally:
             self._on_wait(False)
         return True
+
+
+def newest_snapshot(keys: Iterable[str]) -> int | None:
+    """Return the newest iteration that a snapshot is of, whole or not; None for none."""
+    places = (key.removeprefix(_SNAPSHOT).split("-") for key in keys if key.startswith(_SNAPSHOT))
+    return max((int(start) + int(slot) for start, slot, _ in places), default=None)
+
+
+def _belongs_to(key: str, window_start: int) -> bool:
+    """Return whether a blob is of the window that starts there, or of an iteration after that."""
+    kind, _, rest = key.partition("-")
+    number = int(rest.split("-")[0])
+    return number == window_start if f"{kind}-" == _SNAPSHOT else number > window_start
 
 
 def holds_records(keys: Iterable[str]) -> bool:

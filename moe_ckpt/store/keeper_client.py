@@ -63,12 +63,14 @@ class KeeperClient:
         """
         return self._ask(lambda number: Copy(number=number, keys=tuple(keys)))
 
-    def persist(self, keys: Sequence[str], path: Path, limit_bytes: int | None) -> Future[None]:
-        """Start copying own blobs to a folder on disk, which then holds no others.
+    def persist(self, keys: Sequence[str], stale: Sequence[str], path: Path, limit_bytes: int | None) -> Future[None]:
+        """Start copying own blobs to a folder on disk, after dropping what is stale there.
 
-        The future is done when they are on disk, or failed with a CheckpointSaveError.
+        The future is done when they are on disk, or failed with a CheckpointSaveError. One is carried out at a time.
         """
-        request = functools.partial(Persist, keys=tuple(keys), path=str(path), limit_bytes=limit_bytes)
+        request = functools.partial(
+            Persist, keys=tuple(keys), stale=tuple(stale), path=str(path), limit_bytes=limit_bytes
+        )
         return self._ask(lambda number: request(number=number))
 
     def forget(self, keys: Sequence[str]) -> None:

@@ -1,14 +1,15 @@
-"""A rank's newest window on a local disk: what is left when all processes and all memory are gone.
+"""A rank's newest windows on a local disk: what is left when all processes and all memory are gone.
 
 Owns: the blobs of one rank in one folder, synced, and how many bytes they may take. Must not: decide what goes there.
 It is the keeper that writes, so that the death of a trainer tears nothing.
 
-    persist    copy blob after blob, each synced before its entry appears ---> drop all others
+    persist    drop what all ranks have newer of ---> copy blob after blob, each synced before its entry appears
     restore    copy all blobs back into shared memory
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,31 +27,44 @@ class LocalDisk:
         self._keeper = keeper
         self._limit_bytes = limit_bytes
 
-    def persist(self, keys: Sequence[str]) -> Future[None]:
+    def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
         """Start `persist`; the future is done when it is, or failed with a CheckpointSaveError."""
-        return self._keeper.persist(keys, self.path, self._limit_bytes)
+        return self._keeper.persist(keys, stale, self.path, self._limit_bytes)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until nothing is on its way there, whoever has asked for it."""
+        with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the keeper is gone: so is what it was doing
+            self.persist([], []).result(timeout_s)
 
     def restore(self, own: BlobFolder) -> int:
         """`restore`."""
         return restore(self.path, own)
 
 
-def persist(own: BlobFolder, path: Path, keys: Sequence[str], limit_bytes: int | None) -> None:
-    """Let these blobs be on disk, and no others once they are there.
+def persist(own: BlobFolder, path: Path, keys: Sequence[str], stale: Sequence[str], limit_bytes: int | None) -> None:
+    """Drop what is stale on disk, then let these blobs be there.
 
-    Raises CheckpointSaveError if there is no room, one was withdrawn meanwhile, or `limit_bytes` is not enough for what
-    is there and what is to come; then what was there before is still there.
+    Raises CheckpointSaveError if there is no room, or `limit_bytes` is not enough for what is there and what is to
+    come, and CheckpointLoadError for one that was withdrawn meanwhile; then nothing has been added.
     """
+    if not keys:
+        return
     disk = BlobFolder(path, synced=True)
     disk.sweep()
+    for key in stale:
+        disk.discard(key)
     before = disk.keys()
     found = {key: own.get(key) for key in keys}
     blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}  # those are small
     _check_room(disk, blobs, limit_bytes)
-    for key, blob in blobs.items():
-        _copy(key, blob, own, disk)
-    for key in set(before).difference(keys):
-        disk.discard(key)
+    try:
+        for key, blob in blobs.items():
+            _copy(key, blob, own, disk)
+    except CheckpointSaveError:
+        for key in set(blobs).difference(before):
+            with contextlib.suppress(OSError):  # it is told what came first
+                disk.discard(key)
+        raise
 
 
 def restore(path: Path, own: BlobFolder) -> int:

@@ -133,10 +133,11 @@ class Copy(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Persist(Message):
-    """Let these blobs, and no others, be in a folder on disk; the answer bears the same number."""
+    """Let these blobs be in a folder on disk, and `stale` no more; the answer bears the same number."""
 
     number: int
     keys: tuple[str, ...]
+    stale: tuple[str, ...]
     path: str
     limit_bytes: int | None
 

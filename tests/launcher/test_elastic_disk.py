@@ -118,8 +118,13 @@ def test_snapshots_of_another_run_are_not_used(tmp_path: Path) -> None:
         job.wait_for_failure()
     shutil.rmtree(job.run / "snapshots", ignore_errors=True)
     shutil.copytree(run / "snapshots", job.run / "snapshots")
-    assert _go_on(job.run, tmp_path / "next", "checkfreq", *CHECKFREQ) == uninterrupted(4, *TRAINING)
-    assert not events_of(job.run, StateResumed, 0)
+    before = sorted(path.name for path in (job.run / "snapshots").rglob("*"))
+    overrides = (*TRAINING, *CHECKFREQ, f"run.dir={job.run}")
+    with ElasticJob(4, tmp_path / "next", *overrides, ckpt="checkfreq") as again:
+        said = again.wait_for_failure()
+    assert said.count("error: local disks: got snapshots up to iteration (rank 0: ") == 1, said
+    assert "a copy of rank 0's memory cannot be used: " in said
+    assert sorted(path.name for path in (job.run / "snapshots").rglob("*")) == before
 
 
 def test_a_disk_without_room_is_reported_and_training_goes_on(tmp_path: Path) -> None:
@@ -137,4 +142,4 @@ def test_a_run_that_is_not_to_resume_is_refused_where_snapshots_are(tmp_path: Pa
     again = ("train.resume=never", f"run.dir={run}")
     with ElasticJob(4, tmp_path / "next", *TRAINING, *CHECKFREQ, *again, ckpt="checkfreq") as job:
         said = job.wait_for_failure()
-    assert said.count("error: train.resume: got 'never', wanted auto, or a new run.dir: snapshots of iteration") == 1
+    assert said.count("error: train.resume: got 'never', wanted auto, or a new run.dir: there are snapshots") == 1

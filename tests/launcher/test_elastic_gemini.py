@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moe_ckpt.adapters.megatron_operators import RankOperators
 from moe_ckpt.events import IntervalChosen, IterationCommitted, Rejoined, StageRecovered, TrainerStarted
 from moe_ckpt.types import Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
@@ -91,6 +95,31 @@ def test_a_rank_dies_and_all_go_back(case: Case, tmp_path: Path) -> None:
         wanted = [iteration for iteration in case.back_to if iteration is not None]
         assert went_back[-1:] == wanted[-1:]
         assert set(went_back) <= set(wanted)
+
+
+def test_a_rank_dies_while_it_loads_the_first_snapshot(tmp_path: Path) -> None:
+    """Then no rank has state, nor anything newer than the start; yet the others' weights are not the start's."""
+    training = ("train.iterations=9",)
+    rarely = ("ckpt.every_iters=50",)
+    with ElasticJob(4, tmp_path, *training, *rarely, ckpt="gemini", setup=_die_once_while_loading) as job:
+        job.order(1, Phase.BACKWARD, iteration=7)
+        result = job.wait()
+    assert result["faults_survived"] == 2
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+    assert [event.iteration for event in events_of(job.run, StageRecovered, 0)][-1] == 0
+
+
+def _die_once_while_loading() -> None:
+    """Let rank 2 die as it loads a snapshot, in its first life."""
+    has_died, load = mmap.mmap(-1, 1), RankOperators.load
+
+    def load_or_die(self: RankOperators, *arguments: Any) -> None:
+        if os.environ["RANK"] == "2" and not has_died[0]:
+            has_died[0] = 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        load(self, *arguments)
+
+    RankOperators.load = load_or_die  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
