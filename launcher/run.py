@@ -258,7 +258,7 @@ def _resume(session: Session, settings: Settings, folder: RunFolder, *, is_first
         newest = saved[0].directory if saved else None
         require(not saved, "train.resume", wanted, f"auto, or a new run.dir: this one holds {newest}")
         limit = "auto, or a new run.dir: there are snapshots of this run on disk"
-        require(not session.has_snapshots_on_disk, "train.resume", wanted, limit)
+        require(not session.has_snapshots_on_disk(), "train.resume", wanted, limit)
         return 0
     done = session.resume(None)
     if done == 0 and wanted not in (AUTO, _NEVER):

@@ -99,7 +99,7 @@ class Session:
         """Bring all ranks to one state out of what is left of it; its iteration is None where nothing ever was.
 
         Then the caller starts from the beginning or a checkpoint: `resume`. Where what is left in memory leads nowhere,
-        all go back to the newest checkpoint on disk. Raises CheckpointLoadError on all ranks if there is none, either.
+        all go back to what is newest on disk. Raises CheckpointLoadError on all ranks if there is nothing, either.
         """
         assert self.sparse is not None
         assert self.sparse.rejoin is not None
@@ -118,7 +118,7 @@ class Session:
         self._state.be_at(iteration)
 
     def resume(self, source: Path | None) -> int:
-        """Load the newest checkpoint of this run, or the one at `source`; return the iteration of the state.
+        """Load what is newest on disk of this run, or the checkpoint at `source`; return the iteration of the state.
 
         Raises CheckpointLoadError on all ranks.
         """
@@ -129,7 +129,6 @@ class Session:
             self.sparse.rejoin.resume_copying()
         return iteration
 
-    @property
     def has_snapshots_on_disk(self) -> bool:
         """Whether there are snapshots on local disks, of whatever. Collective."""
         rejoin = self.sparse.rejoin if self.sparse else None
