@@ -98,18 +98,14 @@ class MoevementConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GeminiConfig:
-    """`ckpt=gemini`: the whole state in own and peers' host memory every few iterations; all roll back (Gemini)."""
+class WholeSnapshotsConfig:
+    """What policies share that take the whole state into host memory every few iterations; all ranks roll back."""
 
     policy: str
     every_iters: Union[int, str]  # noqa: UP007
-    mtbf_s: float
     profile_iters: int
     interval_drift: float
     memory_budget_bytes: int | None
-    replicas: Union[int, str]  # noqa: UP007
-    network_interface: str | None
-    disk_every_iters: int
     disk_path: str | None
     disk_budget_bytes: int | None
     durable_every_iters: int
@@ -128,41 +124,33 @@ class GeminiConfig:
         return 1
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["gemini"])
         valid = self.every_iters == "auto" or (isinstance(self.every_iters, int) and self.every_iters >= 1)
         require(valid, "ckpt.every_iters", self.every_iters, "auto or a number of iterations of at least 1")
-        require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
         require_at_least("ckpt.interval_drift", self.interval_drift, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeminiConfig(WholeSnapshotsConfig):
+    """`ckpt=gemini`: snapshots in own and peers' host memory, as often as is best for an MTBF (Gemini)."""
+
+    mtbf_s: float
+    replicas: Union[int, str]  # noqa: UP007
+    network_interface: str | None
+    disk_every_iters: int
+
+    def __post_init__(self) -> None:
+        require_choice("ckpt.policy", self.policy, ["gemini"])
+        WholeSnapshotsConfig.__post_init__(self)  # slots: no super() here
+        require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
         _check_in_memory(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckfreqConfig:
-    """`ckpt=checkfreq`: the whole state to host memory and from there to disk, as often as a cap allows (CheckFreq)."""
+class CheckfreqConfig(WholeSnapshotsConfig):
+    """`ckpt=checkfreq`: snapshots in host memory and from there on disk, as often as a cap allows (CheckFreq)."""
 
-    policy: str
-    every_iters: Union[int, str]  # noqa: UP007
     overhead: float
-    profile_iters: int
-    interval_drift: float
-    memory_budget_bytes: int | None
-    disk_path: str | None
-    disk_budget_bytes: int | None
-    durable_every_iters: int
-    strict: bool
-
-    @property
-    def recovers_locally(self) -> bool:
-        return False
-
-    @property
-    def logs_boundaries(self) -> bool:
-        return False
-
-    @property
-    def keep_windows(self) -> int:
-        return 1
 
     @property
     def replicas(self) -> int:
@@ -178,11 +166,8 @@ class CheckfreqConfig:
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["checkfreq"])
-        valid = self.every_iters == "auto" or (isinstance(self.every_iters, int) and self.every_iters >= 1)
-        require(valid, "ckpt.every_iters", self.every_iters, "auto or a number of iterations of at least 1")
+        WholeSnapshotsConfig.__post_init__(self)
         require(0.0 < self.overhead < 1.0, "ckpt.overhead", self.overhead, "more than 0 and less than 1")
-        require_at_least("ckpt.profile_iters", self.profile_iters, 2)
-        require_at_least("ckpt.interval_drift", self.interval_drift, 0)
         _check_in_memory(self)
 
 

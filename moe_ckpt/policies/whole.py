@@ -37,9 +37,8 @@ class WholeSnapshots:
         self._own_stage = own_stage
         self._num_operators = len(stages[own_stage].table.operators)
         self._every_iters = 0 if config.every_iters == AUTO else int(config.every_iters)
-        self._newest: int | None = None
         self._newest_on_disk: int | None = None
-        self._next = 0
+        self._next: int | None = None
         self._check_budget()
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
@@ -48,11 +47,9 @@ class WholeSnapshots:
         Asks for measurements where a snapshot is due, and for every_iters=auto at first: where nothing has been
         measured yet, the interval is chosen after `profile_iters` iterations.
         """
-        if self._newest is None:
-            return self._take(iteration, self._choose(measure()) if self._is_auto else None)
         every = self._config.durable_every_iters
-        durable = every > 0 and iteration % every == 0
-        if iteration < self._next:
+        durable = self._next is not None and every > 0 and iteration % every == 0
+        if self._next is not None and iteration < self._next:
             return SnapshotPlan(durable=durable)
         return self._take(iteration, self._choose(measure()) if self._is_auto else None, durable=durable)
 
@@ -81,8 +78,7 @@ class WholeSnapshots:
     def _is_auto(self) -> bool:
         return self._config.every_iters == AUTO
 
-    def _take(self, iteration: int, choice: IntervalChoice | None, *, durable: bool = False) -> SnapshotPlan:
-        self._newest = iteration
+    def _take(self, iteration: int, choice: IntervalChoice | None, *, durable: bool) -> SnapshotPlan:
         self._next = iteration + (self._every_iters or self._config.profile_iters)
         everything = tuple(range(self._num_operators))
         plan = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=())
