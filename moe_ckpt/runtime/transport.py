@@ -75,7 +75,7 @@ class GlooTransport:
         self.can_forget = True
         self.closing_s: float | None = 0.5
         self._before: frozenset[str] = frozenset()
-        self._own: frozenset[str] | None = None
+        self._own: frozenset[str] | None = frozenset()  # None while they are being opened
 
     def begin(self) -> None:
         self._before = frozenset(_open_sockets())

@@ -837,3 +837,12 @@ def lose_the_device() -> str:
 def test_a_device_that_is_lost_ends_the_process_by_a_signal() -> None:
     with pytest.raises(RankFailedError, match="rank 0 died"):
         run_ranks(1, lose_the_device)
+
+
+def test_what_was_open_before_is_not_cut_even_before_anything_is_formed() -> None:
+    """A generation can end before a rank that is new in it has begun to form its groups."""
+    here, there = socket.socketpair()
+    with here, there:
+        GlooTransport().cut([])
+        here.sendall(b"still open")
+        assert there.recv(16) == b"still open"
