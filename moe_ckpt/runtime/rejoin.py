@@ -151,7 +151,7 @@ class Rejoin:
             state.lose()
         is_there = live and target is not None and plan.target_iteration == target.iteration
         executed_iters = self._recovery.carry_out(plan, live=is_there)
-        self._keep_common(inventories)
+        self._keep_safest()
         self._stores.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
         return Rejoined(
@@ -181,7 +181,7 @@ class Rejoin:
         inventories = on_all_ranks(lambda: self._recovery.inventory(None), CheckpointLoadError)
         plan = self._plan(None, inventories)
         self._recovery.carry_out(plan, live=False)
-        self._keep_common(inventories)
+        self._keep_safest()
         self._stores.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
 
@@ -198,10 +198,9 @@ class Rejoin:
 
     def resume_copying(self) -> None:
         """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again."""
-        mine, journal = self._place.shard.global_rank, self._stores.journal
+        journal = self._stores.journal
         if journal:
-            held = [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
-            journal.begin_copying(held, forget=bool(self._stores.memory.windows()))
+            journal.begin_copying(self._held_for_me(), forget=bool(self._stores.memory.windows()))
 
     def _report(self, state: StepState) -> _Report:
         folders = {int(path.name.removeprefix("rank")): path for path in (self._elastic.memory / "held").glob("rank*")}
@@ -332,15 +331,29 @@ class Rejoin:
         elastic, mine = self._elastic, self._place.shard.global_rank
         return fetch_blobs(elastic.address_of(source), elastic.ticket, mine, folder, timeout_s=elastic.copy_s)
 
-    def _keep_common(self, inventories: Sequence[Inventory]) -> None:
-        """Drop windows that some rank lacks, as long as there are others: all ranks keep the same ones."""
-        starts = [{window.start for window in inventory.windows} for inventory in inventories]
-        for inventory in inventories:
-            for owner, windows in inventory.held.items():
-                starts[owner] |= {window.start for window in windows}
-        common = set[int].intersection(*starts)
-        if common:
-            self._stores.memory.keep_only(common)
+    def _keep_safest(self) -> None:
+        """Of the windows that all ranks have keep those with most copies, the newer where that is the same.
+
+        The newest may be complete on every rank before it is copied; a node that is lost then would take it along.
+        """
+        of_each = on_all_ranks(self._copies_by_start, CheckpointLoadError)
+        common = set(of_each[0]).intersection(*of_each)
+        safest = sorted(common, key=lambda start: (min(copies[start] for copies in of_each), start), reverse=True)
+        if safest:
+            self._stores.memory.keep_only(safest)
+
+    def _copies_by_start(self) -> dict[int, int]:
+        """Return how many peers hold a copy of each of this rank's windows."""
+        journal, held = self._stores.journal, self._held_for_me()
+        return {
+            window.start: journal.num_copies(window.snapshots, held) if journal else 0
+            for window in self._stores.memory.windows()
+        }
+
+    def _held_for_me(self) -> list[frozenset[str]]:
+        """Return the keys of this rank's blobs that each peer has told to hold."""
+        mine = self._place.shard.global_rank
+        return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
 
 
 def adopt_kept(stores: SparseStores) -> None:

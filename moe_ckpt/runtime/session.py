@@ -192,12 +192,14 @@ class Session:
 
     def _go_back_to_disk(self, error: NothingLeftError) -> Rejoined:
         assert self.sparse is not None
+        if dist.get_rank() == 0:
+            _log.warning("memory leads nowhere, disks are looked at: %s", error)
         self._state.lose()
         iteration = self._load_from_disks()
         if iteration == 0:
             raise error
         if dist.get_rank() == 0:
-            _log.warning("memory leads nowhere, all ranks go back to iteration %d on disk: %s", iteration, error)
+            _log.warning("all ranks go back to iteration %d on disk", iteration)
         return Rejoined(iteration=iteration)
 
     def _load_from_disks(self) -> int:
@@ -212,9 +214,10 @@ class Session:
         disks = rejoin.look_at_disks()
         if disks.newest and disks.newest > self._durable.newest() and self._load_from_local_disks(rejoin):
             return disks.newest
-        rejoin.drop_all()
         iteration = self._durable.resume_newest()
-        if iteration == 0 and any(disks.of_each):
+        if iteration:
+            rejoin.drop_all()
+        elif any(disks.of_each):
             found = ", ".join(f"rank {rank}: {newest}" for rank, newest in enumerate(disks.of_each))
             raise CheckpointLoadError(
                 f"local disks: got snapshots up to iteration ({found}), of which all ranks can use none, and no "

@@ -162,6 +162,11 @@ class Journal:
         """Return how fast snapshots have reached all peers lately, what they waited included; inf for no peers."""
         return statistics.median(self._copy_rates) if self._copy_rates else math.inf
 
+    def num_copies(self, snapshots: Iterable[Snapshot], held: Iterable[Collection[str]]) -> int:
+        """Return how many peers have all of these snapshots. `held`: the keys that each of them has."""
+        wanted = set(self._keys_of(snapshots))
+        return sum(wanted.issubset(keys) for keys in held)
+
     def stop_copying(self) -> None:
         """From now on only this folder changes."""
         with self._lock:

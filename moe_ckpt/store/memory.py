@@ -9,7 +9,7 @@ payloads, copy, or talk to other ranks. MoEvement, section 3.2, "Persisting Snap
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from threading import Lock
@@ -275,10 +275,9 @@ class SnapshotMemory:
         windows = [replace(window, state=WindowState.PERSISTED), *others]
         self._hold(sorted(windows, key=lambda window: window.start, reverse=True))
 
-    def keep_only(self, starts: Collection[int]) -> None:
-        """Drop the persisted windows that start elsewhere, and of these all but the newest `keep_windows`."""
-        kept = [window for window in self.windows() if window.start in starts]
-        self._hold(kept[: self._keep_windows])
+    def keep_only(self, starts: Sequence[int]) -> None:
+        """Keep the persisted windows that start there, of them the first `keep_windows`; drop all others."""
+        self._hold([window for window in self.windows() if window.start in starts[: self._keep_windows]])
 
     def drop(self, window_start: int) -> None:
         """Drop what turned out damaged: every window, persisted or in flight, that starts there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import statistics
@@ -89,10 +90,9 @@ class Chaos:
         self._chosen = random.Random(seed)
 
     def strike(self) -> None:
-        self._chosen.choices(
-            [self._order, self._kill_now, self._kill_several, self._lose_a_node, self._stop],
-            [10, 10, 3, 1, 1],
-        )[0]()
+        kinds = [self._order, self._kill_now, self._kill_several, self._lose_a_node, self._stop]
+        with contextlib.suppress(ProcessLookupError):  # an order was faster
+            self._chosen.choices(kinds, [10, 10, 3, 1, 1])[0]()
         if self._chosen.random() < 0.5:
             self._let_it_go_on(self._chosen.randrange(1, 4))
         else:
