@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from launcher.config import compose_settings
-from launcher.faults.strike import strike_node
+from launcher.faults.strike import nobody_replaced, strike_node
 from launcher.live import LiveTrainer, read_written
 from launcher.proc import stands_still
 from moe_ckpt.events import IterationCommitted
@@ -175,8 +175,10 @@ class ElasticJob:
 
     def lose_nodes(self, *ranks: int) -> None:
         """Kill these trainers; what their ranks had in memory, of their own and of others, is gone with them."""
-        trainers = [self.trainer(rank) for rank in ranks]
-        strike_node(self.run, trainers, [Path(trainer.memory) for trainer in trainers], wait_s=1.0)
+        for rank in ranks:
+            self.trainer(rank)
+        with nobody_replaced(self.run, ranks, wait_s=1.0) as trainers:
+            strike_node(self.run, trainers, wait_s=1.0)
 
     def hold(self, rank: int, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0, life: int = 0) -> int:
         """Let a rank's trainer stand still at this point, and wait until it does; return its pid, for SIGCONT.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.faults.strike import describe, strike_node, strike_processes
+from launcher.faults.strike import describe, nobody_replaced, strike_node, strike_processes
 from launcher.live import LiveTrainer, is_running, read_written
 from moe_ckpt.faults import Strike
 
@@ -58,10 +58,10 @@ class Job:
     def strike(self, trainers: Sequence[LiveTrainer], strike: Strike) -> None:
         """Send the signal to these trainers; with a node goes the host memory of all the strike's ranks."""
         if strike.scope == "node":
-            lost = [rank for rank in strike.ranks if rank in self.trainers and self.trainers[rank].is_here]
-            memories = [Path(self.trainers[rank].memory) for rank in lost]
-            faults = strike_node(self.run, trainers, memories, wait_s=_STAND_STILL_S)
-            self.say(f"lost the host memory of ranks {', '.join(map(str, lost))}")
+            with nobody_replaced(self.run, strike.ranks, wait_s=_STAND_STILL_S) as trainers:
+                faults = strike_node(self.run, trainers, wait_s=_STAND_STILL_S)
+            lost = ", ".join(str(trainer.global_rank) for trainer in trainers)
+            self.say(f"lost the host memory of ranks {lost}")
         else:
             faults = strike_processes(self.run, trainers, strike.signal)
         self.mark_struck(trainers)

@@ -3,8 +3,8 @@
 A node is lost in this order, so that nothing can be written between the loss and the deaths, and that nothing of a
 replacement is touched:
 
-    SIGSTOP to all its trainers -> every thread of them stands still -> `own` and `held` of all its ranks are deleted
-    -> SIGKILL, which a stopped process obeys, too
+    SIGSTOP to all its guards, then to its trainers -> every thread of them stands still -> `own` and `held` of all its
+    ranks are deleted -> SIGKILL to the trainers, which a stopped process obeys, too -> SIGCONT to the guards
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from launcher.faults.log import InjectedFault, append_faults
-from launcher.live import LiveTrainer
+from launcher.live import LiveTrainer, read_written
 from launcher.proc import stands_still
 
 _HOST_MEMORY = ("own", "held")
@@ -35,22 +35,33 @@ def strike_processes(run: Path, trainers: Sequence[LiveTrainer], name: str) -> l
     return _send(run, trainers, name, "process")
 
 
-def strike_node(
-    run: Path, trainers: Sequence[LiveTrainer], memories: Sequence[Path], *, wait_s: float
-) -> list[InjectedFault]:
-    """Kill these trainers and delete the host memory in these folders, of dead trainers as well.
+@contextlib.contextmanager
+def nobody_replaced(run: Path, ranks: Collection[int], *, wait_s: float) -> Iterator[list[LiveTrainer]]:
+    """Within, these ranks get no new trainers; yield the last that they got on this machine, dead or alive.
+
+    A trainer that is being born has seen nothing of its rank's memory yet. Guards that do not stand still within
+    `wait_s` are not waited for.
+    """
+    guards = {trainer.guard_pid for trainer in _trainers_here(run, ranks) if trainer.is_guarded}
+    try:
+        _stop(guards, wait_s)
+        yield _trainers_here(run, ranks)
+    finally:
+        _signal_all(guards, signal.SIGCONT)
+
+
+def strike_node(run: Path, trainers: Sequence[LiveTrainer], *, wait_s: float) -> list[InjectedFault]:
+    """Kill these trainers and delete their host memory, of those that are dead already as well.
 
     Trainers that do not stand still within `wait_s` (a driver call, say) are killed all the same.
     """
-    _send_to_all(trainers, signal.SIGSTOP)
-    deadline_s = time.monotonic() + wait_s
-    while not all(stands_still(trainer.pid) for trainer in trainers) and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_AGAIN_S)
-    for memory in memories:
+    alive = [trainer for trainer in trainers if trainer.is_alive]
+    _stop({trainer.pid for trainer in alive}, wait_s)
+    for trainer in trainers:
         for part in _HOST_MEMORY:
             with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(memory / part)
-    return _send(run, trainers, "KILL", "node")
+                shutil.rmtree(Path(trainer.memory) / part)
+    return _send(run, alive, "KILL", "node")
 
 
 def describe(fault: InjectedFault, run: Path) -> str:
@@ -63,7 +74,7 @@ def _send(run: Path, trainers: Sequence[LiveTrainer], name: str, scope: str) -> 
     now_s = time.time()
     faults = [_fault(trainer, name, scope, now_s) for trainer in trainers]
     append_faults(run, faults)
-    _send_to_all(trainers, signal_number(name))
+    _signal_all([trainer.pid for trainer in trainers], signal_number(name))
     return faults
 
 
@@ -82,7 +93,18 @@ def _fault(trainer: LiveTrainer, name: str, scope: str, unix_s: float) -> Inject
     )
 
 
-def _send_to_all(trainers: Sequence[LiveTrainer], number: signal.Signals) -> None:
-    for trainer in trainers:
+def _trainers_here(run: Path, ranks: Collection[int]) -> list[LiveTrainer]:
+    return [trainer for trainer in read_written(run) if trainer.global_rank in ranks and trainer.is_here]
+
+
+def _stop(pids: Collection[int], wait_s: float) -> None:
+    _signal_all(pids, signal.SIGSTOP)
+    deadline_s = time.monotonic() + wait_s
+    while not all(map(stands_still, pids)) and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it died by itself since it was looked at
-            os.kill(trainer.pid, number)
+            os.kill(pid, number)
