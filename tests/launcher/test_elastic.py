@@ -17,6 +17,7 @@ from typing import cast
 import pytest
 
 from moe_ckpt.adapters.megatron_operators import RankOperators
+from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
     CheckpointSaved,
     GenerationEnded,
@@ -27,6 +28,8 @@ from moe_ckpt.events import (
     TrainerStarted,
 )
 from moe_ckpt.runtime.session import Session
+from moe_ckpt.store import replicate
+from moe_ckpt.store.link import Link
 from moe_ckpt.types import Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
 from tests.training import events_of
@@ -238,6 +241,32 @@ def test_nodes_are_lost_with_their_memory(
         job.order(ranks[0], BACKWARD, iteration=8, life=1)  # what it got back is kept, and copied, as its own was
         _check_survived(job, training, dead=set(ranks), replaying=replaying)
     assert job.orders_obeyed == 1
+
+
+def test_a_node_is_lost_right_after_a_recovery_from_a_window_that_nobody_had_copied_yet(tmp_path: Path) -> None:
+    training = (*PP2, "train.iterations=12")
+    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", setup=_never_copy_the_windows_at_three_and_four) as job:
+        job.hold(3, BACKWARD, iteration=5)  # all have the window of 3 and 4, and nobody knows yet that it has no copies
+        job.order(0, FORWARD, number=SIGSTOP)
+        job.kill(3)
+        job.wait_for(lambda: job.orders_obeyed == 2 or None, "the recovery")
+        job.lose_nodes(0)
+        result = job.wait()
+    assert result["faults_survived"] == 2
+    replays = [event.window_start for event in events_of(job.run, StageRecovered, 0)]
+    assert replays == [1], "what had copies was kept"
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+
+
+def _never_copy_the_windows_at_three_and_four() -> None:
+    put = replicate._Peer._put
+
+    def put_others(self: replicate._Peer, link: Link, key: str) -> None:
+        if key.startswith(("snapshot-3-", "snapshot-4-")):  # the latter: everything, after the recovery
+            raise CheckpointSaveError("a test lets this copy fail")
+        put(self, link, key)
+
+    replicate._Peer._put = put_others
 
 
 @pytest.mark.parametrize(
