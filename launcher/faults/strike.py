@@ -13,6 +13,7 @@ import contextlib
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -58,9 +59,7 @@ def strike_node(run: Path, trainers: Sequence[LiveTrainer], *, wait_s: float) ->
     alive = [trainer for trainer in trainers if trainer.is_alive]
     _stop({trainer.pid for trainer in alive}, wait_s)
     for trainer in trainers:
-        for part in _HOST_MEMORY:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(Path(trainer.memory) / part)
+        _lose_memory(Path(trainer.memory))
     return _send(run, alive, "KILL", "node")
 
 
@@ -91,6 +90,15 @@ def _fault(trainer: LiveTrainer, name: str, scope: str, unix_s: float) -> Inject
         phase=page.phase.name.lower(),
         ordered=False,
     )
+
+
+def _lose_memory(memory: Path) -> None:
+    """Delete what is in a rank's memory; its keeper, which lives on, may be writing there."""
+    lost = tempfile.mkdtemp(prefix="lost-", dir=memory)
+    for part in _HOST_MEMORY:
+        with contextlib.suppress(FileNotFoundError):
+            (memory / part).rename(Path(lost) / part)
+    shutil.rmtree(lost)
 
 
 def _trainers_here(run: Path, ranks: Collection[int]) -> list[LiveTrainer]:
