@@ -64,6 +64,10 @@ class AlternatingHooks:
         if is_on(iteration):
             self._inner.iteration_started(seen(iteration))
 
+    def loss_known(self, iteration: int, loss: float) -> None:
+        if is_on(iteration):
+            self._inner.loss_known(seen(iteration), loss)
+
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         return self._inner.gradients_ready(seen(iteration), gradients) if is_on(iteration) else True
 

@@ -101,7 +101,10 @@ class Trainer:
         self.prepared: IterationCommitted | None = None
 
     def run_iteration(self, iteration: int) -> IterationCommitted:
-        """Train on the batch of `iteration`, which counts from 1, and commit the step."""
+        """Train on the batch of `iteration`, which counts from 1, and commit the step.
+
+        Raises RolledBackError on all ranks where that cannot be.
+        """
         started_s, before = time.monotonic(), self._runner.communicator.observed
         self._stall_s = 0.0
         gradients = self._compute_gradients(iteration)
@@ -129,7 +132,9 @@ class Trainer:
             losses = self._runner.train_on(iteration)
             self._runner.on_phase(Phase.REDUCE)
             gradients = finish_gradients(self._state)
-            self.prepared = self._describe(iteration, self._mean_over_job(losses), gradients)
+            loss = self._mean_over_job(losses)
+            self._timed(lambda loss=loss: self._hooks.loss_known(iteration, loss))
+            self.prepared = self._describe(iteration, loss, gradients)
             if self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients)):
                 return gradients
 

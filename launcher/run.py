@@ -164,6 +164,7 @@ def _build(
         last_iteration=settings.train.iterations,
         losses=settings.fault.losses,
         elastic=elastic,
+        suspect_iters=settings.runtime.suspect_iters,
     )
     return state, runner, session
 

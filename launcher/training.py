@@ -15,6 +15,7 @@ from launcher.config import Settings
 from launcher.loop import Trainer
 from launcher.progress import Display, Scalars, open_display
 from launcher.run_folder import RunFolder
+from moe_ckpt.errors import RolledBackError
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted
 
 _NEVER = -1
@@ -68,10 +69,8 @@ class Training:
         if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
             self._commit(prepared)  # others were lost before this rank could say so
         self._evaluate_where_due(done)
-        for iteration in range(done + 1, train.iterations + 1):
-            self._commit(self._trainer.run_iteration(iteration))
-            if self._is_due(iteration):
-                self._evaluate(iteration)
+        while done < train.iterations:
+            done = self._run_iteration(done + 1)
 
     def close(self) -> None:
         """Leave the terminal as it should be, and close what is open."""
@@ -79,6 +78,17 @@ class Training:
             self._display.close()
         if self._scalars:
             self._scalars.close()
+
+    def _run_iteration(self, iteration: int) -> int:
+        """Return the iteration that all ranks are at then: this one, or where they had to go back to."""
+        try:
+            self._commit(self._trainer.run_iteration(iteration))
+        except RolledBackError as back:
+            self._note(f"iteration {iteration:>6}: {back}")
+            return back.iteration
+        if self._is_due(iteration):
+            self._evaluate(iteration)
+        return iteration
 
     def _note(self, text: str) -> None:
         if self._display:

@@ -87,27 +87,32 @@ def attach(
     last_iteration: int,
     losses: Sequence[StateLoss] = (),
     elastic: Elastic | None = None,
+    suspect_iters: int = 2,
 ) -> Session:
     """Return the session that checkpoints `state` as `ckpt` says, with checkpoints in `folder`. Call on every rank.
 
-    `losses` are inflicted on purpose. With `elastic` the session outlives the loss of ranks; a rank may attach by
-    itself then, and the caller enters the session once all are together. Raises ConfigError for what cannot work.
+    A state that was loaded is not trusted any more where the loss is not finite in one of the first `suspect_iters`
+    iterations after that. `losses` are inflicted on purpose. With `elastic` the session outlives the loss of ranks; a
+    rank may attach by itself then, and the caller enters the session once all are together. Raises ConfigError for what
+    cannot work.
     """
     allocate_optimizer_state(state)
     dense = ckpt if isinstance(ckpt, DenseConfig) else None
     asynchronous, cpu_backend = dense is not None and dense.async_save, CPU_BACKEND if elastic else "gloo"
     durable_state = MegatronDurableState(state, asynchronous=asynchronous, cpu_backend=cpu_backend)
-    keep = dense.keep if dense else 1
+    keep = dense.keep if dense else 2  # the newest may turn out to be no good
     durable = DurableTier(durable_state, CheckpointFolder(folder), identity, events, keep=keep)
     wanted = "none: only ckpt=moevement recovers what is lost in a living process"
     require(isinstance(ckpt, MoevementConfig) or not losses, "fault.at", [str(loss) for loss in losses], wanted)
     if isinstance(ckpt, InMemoryConfig):
         sparse = _InMemory(ckpt, identity, state, loop, events, losses, elastic, folder.with_name("snapshots"))
-        session = Session(sparse.meet, durable, events, strict=ckpt.strict, elastic=elastic)
+        strict = ckpt.strict
+        session = Session(sparse.meet, durable, events, strict=strict, suspect_iters=suspect_iters, elastic=elastic)
     else:
         policy = make_policy(ckpt, last_iteration=last_iteration)
         parts = Parts(policy=policy, sparse=None)
-        session = Session(lambda: parts, durable, events, strict=dense is not None and dense.strict)
+        strict = dense is not None and dense.strict
+        session = Session(lambda: parts, durable, events, strict=strict, suspect_iters=suspect_iters)
     if elastic is None:
         session.enter()
     return session

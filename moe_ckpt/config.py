@@ -199,6 +199,7 @@ class RuntimeConfig:
     grace_s: float
     copy_s: float
     max_deaths: int
+    suspect_iters: int
     shared_memory: str
 
     def __post_init__(self) -> None:
@@ -209,6 +210,7 @@ class RuntimeConfig:
         require_at_least("runtime.grace_s", self.grace_s, 0.0)
         require_at_least("runtime.copy_s", self.copy_s, 1.0)
         require_at_least("runtime.max_deaths", self.max_deaths, 1)
+        require_at_least("runtime.suspect_iters", self.suspect_iters, 0)
         wanted = f"more than runtime.progress_s={self.progress_s:g}: others may compute for so long"
         require(self.operation_s > self.progress_s, "runtime.operation_s", self.operation_s, wanted)
         wanted = f"more than runtime.progress_s + runtime.form_s = {self.progress_s + self.form_s:g}"

@@ -25,5 +25,13 @@ class NothingLeftError(CheckpointLoadError):
     """No host memory that is left leads to a state of the whole job."""
 
 
+class RolledBackError(MoeCkptError, RuntimeError):
+    """All ranks are at an earlier state now: whoever trains goes on after `iteration` steps."""
+
+    def __init__(self, iteration: int) -> None:
+        super().__init__(f"all ranks are at iteration {iteration} again")
+        self.iteration = iteration
+
+
 class PeersLostError(MoeCkptError, RuntimeError):
     """Other ranks died, or are about to be replaced: nothing that was communicated since can be trusted."""

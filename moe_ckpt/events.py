@@ -32,11 +32,12 @@ class TrainerStarted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateResumed:
-    """Training continues after `iteration`, from a checkpoint."""
+    """Training continues after `iteration`, from a source on disk; `passed_over`: better ones, and why not those."""
 
     iteration: int
     source: str
     seconds: float
+    passed_over: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,16 @@ class CheckpointSkipped:
 
     source: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossNotFinite:
+    """Soon after a load of `source` the loss is NaN or infinite; `action`: what is done about it."""
+
+    iteration: int
+    loss: str
+    source: str
+    action: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +265,7 @@ Event = (
     | StateResumed
     | StateResharded
     | CheckpointSkipped
+    | LossNotFinite
     | IterationCommitted
     | Evaluated
     | CheckpointSaved

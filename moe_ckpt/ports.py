@@ -16,6 +16,13 @@ class TrainingHooks(Protocol):
         """Before the first micro-batch's forward. The state is that after `iteration - 1` steps."""
         ...
 
+    def loss_known(self, iteration: int, loss: float) -> None:
+        """The mean loss of the iteration's batch, the same on all ranks, before `gradients_ready`.
+
+        Raises RolledBackError on all ranks where it shows that they have gone on from a state that was no good.
+        """
+        ...
+
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         """Gradients are reduced and unscaled, the norm is known, no parameter has changed yet.
 

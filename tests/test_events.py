@@ -27,6 +27,7 @@ from moe_ckpt.events import (
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
+    LossNotFinite,
     ModelBuilt,
     Rejoined,
     ReplayDiffered,
@@ -68,9 +69,10 @@ OVERFLOWED = IterationCommitted(
 )
 EVENTS: tuple[Event, ...] = (
     TrainerStarted(pid=12, host="node-3", life=0, device="NVIDIA H100"),
-    StateResumed(iteration=50, source="/run/iter_0000050", seconds=1.5),
+    StateResumed(iteration=50, source="/run/iter_0000050", seconds=1.5, passed_over=["local disk: damaged"]),
     StateResharded(iteration=50, saved_at="PP=2 DP=2 EP=2 TP=1", loaded_at="PP=1 DP=4 EP=4 TP=1"),
     CheckpointSkipped(source="/run/iter_0000100", reason="got 3 bytes\nwanted 4 \u2028 bytes"),
+    LossNotFinite(iteration=51, loss="nan", source="/run/iter_0000050", action="goes on"),
     COMMITTED,
     OVERFLOWED,
     Evaluated(iteration=50, loss=2.25),

@@ -62,6 +62,9 @@ class KillingHooks:
         self._die_at(iteration, "start")
         self._inner.iteration_started(iteration)
 
+    def loss_known(self, iteration: int, loss: float) -> None:
+        self._inner.loss_known(iteration, loss)
+
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         self._die_at(iteration, "gradients")
         return self._inner.gradients_ready(iteration, gradients)

@@ -1,10 +1,11 @@
 """The durable tier: whole checkpoints on the file system that all ranks share.
 
-Owns: one save from empty directory to commit marker, dropping old ones, and finding the newest usable one. Every method
-is collective. Must not: decide when to save, or know the format inside a directory (`ports.DurableState` does).
+Owns: one save from empty directory to commit marker, dropping old ones, and loading one that is what it claims to be.
+Every method is collective. Must not: decide when to save or which one to load (`runtime.ladder` does), or know the
+format inside a directory (`ports.DurableState` does).
 
     save      prepare directory -> start writing ->(async: training goes on)-> checksum files -> marker -> drop old
-    resume    newest committed -> marker fits this run? -> checksums -> load       on any failure: report, next older
+    resume    marker fits this run? -> checksums -> load
 """
 
 from __future__ import annotations
@@ -104,37 +105,28 @@ class DurableTier:
             )
         )
 
-    def newest(self) -> int:
-        """Return the iteration of the newest committed checkpoint, usable or not; 0 if there is none."""
-        committed = from_rank_zero(self._folder.committed, CheckpointLoadError)
-        return committed[0].iteration if committed else 0
+    def committed(self) -> Sequence[CheckpointRef]:
+        """Return what is committed in the folder, usable or not, the newest first; what is torn is reported."""
+        for ref in from_rank_zero(self._folder.torn, CheckpointLoadError):
+            reason = f"no {disk.MARKER}: the save was not finished"
+            self._events.append(CheckpointSkipped(source=ref.directory, reason=reason))
+        return from_rank_zero(self._folder.committed, CheckpointLoadError)
 
-    def resume_newest(self) -> int:
-        """Load the newest usable checkpoint of this run and return its iteration, or 0 if none was ever committed.
-
-        Raises CheckpointLoadError on all ranks if there are checkpoints and none can be used, saying why for each.
-        """
-        torn = from_rank_zero(self._folder.torn, CheckpointLoadError)
-        for ref in torn:
-            self._skip(ref.directory, f"no {disk.MARKER}: the save was not finished")
-        refused: list[str] = []
-        for ref in from_rank_zero(self._folder.committed, CheckpointLoadError):
-            try:
-                return self._resume(ref, run_id=self._identity.run_id)
-            except CheckpointLoadError as error:
-                self._skip(ref.directory, str(error))
-                refused.append(str(error))
-        if refused:
-            raise CheckpointLoadError("no usable checkpoint, tried:\n  " + "\n  ".join(refused))
-        return 0
+    def resume(self, ref: CheckpointRef) -> None:
+        """Load a committed checkpoint of this run. Raises CheckpointLoadError on all ranks if it cannot be used."""
+        self._resume(ref, run_id=self._identity.run_id)
 
     def resume_from(self, path: Path) -> int:
         """Load one checkpoint directory, of any run with the same model, and return its iteration.
 
         Raises CheckpointLoadError on all ranks if it cannot be used.
         """
-        manifest = from_rank_zero(lambda: disk.read_manifest(path), CheckpointLoadError)
-        return self._resume(CheckpointRef(iteration=manifest.iteration, directory=str(path)), run_id=None)
+        started_s = time.monotonic()
+        iteration = from_rank_zero(lambda: disk.read_manifest(path), CheckpointLoadError).iteration
+        self._resume(CheckpointRef(iteration=iteration, directory=str(path)), run_id=None)
+        seconds = time.monotonic() - started_s
+        self._events.append(StateResumed(iteration=iteration, source=str(path), seconds=seconds, passed_over=[]))
+        return iteration
 
     def _commit(self, flight: _SaveInFlight) -> Manifest:
         directory = flight.directory
@@ -152,8 +144,7 @@ class DurableTier:
         except OSError as error:  # the new checkpoint is committed all the same
             _log.warning("an old checkpoint could not be dropped: %s", error)
 
-    def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> int:
-        started_s = time.monotonic()
+    def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> None:
         directory = Path(ref.directory)
         manifest = from_rank_zero(lambda: disk.read_manifest(directory), CheckpointLoadError)
         _require_fit(directory, manifest, self._identity, run_id)
@@ -163,12 +154,8 @@ class DurableTier:
         iteration = self._state.load(directory, saved_at if is_resharded else None)
         if iteration != ref.iteration:
             raise CheckpointLoadError(f"{directory}: got the state after iteration {iteration}, wanted {ref.iteration}")
-        self._events.append(
-            StateResumed(iteration=iteration, source=ref.directory, seconds=time.monotonic() - started_s)
-        )
         if is_resharded:
             self._tell_resharded(ref, saved_at)
-        return iteration
 
     def _tell_resharded(self, ref: CheckpointRef, saved_at: ParallelLayout) -> None:
         mine = self._identity.layout
@@ -180,9 +167,6 @@ class DurableTier:
                 "another order, so not bit for bit as the run that saved it",
                 *(ref.directory, saved_at, mine),
             )
-
-    def _skip(self, source: str, reason: str) -> None:
-        self._events.append(CheckpointSkipped(source=source, reason=reason))
 
 
 @contextlib.contextmanager

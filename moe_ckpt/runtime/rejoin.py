@@ -130,9 +130,7 @@ class Rejoin:
 
         Raises NothingLeftError on all ranks if nothing that is left leads to one.
         """
-        if self._stores.journal:
-            self._stores.journal.stop_copying()
-        reports = self._reports = on_all_ranks(lambda: self._report(state), CheckpointLoadError)
+        reports = self.stop_copying(state)
         target = plan_target([report.standing for report in reports])
         begins_anew = target is not None and target.iteration == 0
         all_go_back = target is not None and not begins_anew and not self._recovers_locally
@@ -161,6 +159,13 @@ class Rejoin:
             fetched_bytes=fetched_bytes,
             executed_iters=executed_iters,
         )
+
+    def stop_copying(self, state: StepState) -> Sequence[_Report]:
+        """Let no copy in anybody's memory change, and return what there is."""
+        if self._stores.journal:
+            self._stores.journal.stop_copying()
+        self._reports = on_all_ranks(lambda: self._report(state), CheckpointLoadError)
+        return self._reports
 
     def look_at_disks(self) -> OnDisks:
         """Return what all ranks' local disks lead to, verified, once nothing is on its way there any more."""

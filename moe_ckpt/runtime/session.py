@@ -8,26 +8,25 @@ Must not: decide what to save, or touch Megatron.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, NothingLeftError
-from moe_ckpt.events import CheckpointSkipped, EventLog, IntervalChosen, StateResumed, WindowChosen
+from moe_ckpt.errors import CheckpointSaveError, NothingLeftError, RolledBackError
+from moe_ckpt.events import EventLog, IntervalChosen, LossNotFinite, WindowChosen
 from moe_ckpt.ports import Policy
 from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.inject import StateLosses
+from moe_ckpt.runtime.ladder import HOST_MEMORY, Ladder, Source, Suspects
 from moe_ckpt.runtime.recover import Loss, Recovery
 from moe_ckpt.runtime.rejoin import Rejoin, Rejoined, StepState
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
 
 _log = logging.getLogger(__name__)
-_LOCAL_DISK = "local disk"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,10 +66,13 @@ class Session:
         events: EventLog,
         *,
         strict: bool,
+        suspect_iters: int,
         elastic: Elastic | None = None,
     ) -> None:
         self._make_parts = make_parts
         self._durable = durable
+        self._ladder = Ladder(durable, events)
+        self._suspects = Suspects(suspect_iters)
         self._events = events
         self._strict = strict
         self._elastic = elastic
@@ -81,6 +83,10 @@ class Session:
     @property
     def sparse(self) -> SparseParts | None:
         return self._parts.sparse if self._parts else None
+
+    @property
+    def _rejoin(self) -> Rejoin | None:
+        return self.sparse.rejoin if self.sparse else None
 
     @property
     def notes(self) -> Sequence[str]:
@@ -107,9 +113,14 @@ class Session:
         try:
             rejoined = self.sparse.rejoin.run(self._state)
         except NothingLeftError as error:
-            rejoined = self._go_back_to_disk(error)
+            rejoined = Rejoined(iteration=self._go_back_to_disk(error))
+        else:
+            if rejoined.plan and rejoined.plan.rollbacks:
+                self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.plan.target_iteration))
         self.sparse.rejoin.resume_copying()
-        if rejoined.iteration is not None:
+        if rejoined.iteration is None:
+            self._suspects.clear()
+        else:
             self.sparse.tier.note_start(rejoined.iteration + 1)
         return rejoined
 
@@ -124,14 +135,16 @@ class Session:
         """
         if source is not None:
             return self._durable.resume_from(source)
-        iteration = self._load_from_disks()
-        if self.sparse and self.sparse.rejoin:
-            self.sparse.rejoin.resume_copying()
-        return iteration
+        loaded = self._ladder.load(self._ladder.look(self._rejoin), self._rejoin)
+        if loaded:
+            self._went_on_from(loaded)
+        if self._rejoin:
+            self._rejoin.resume_copying()
+        return loaded.iteration if loaded else 0
 
     def has_snapshots_on_disk(self) -> bool:
         """Whether there are snapshots on local disks, of whatever. Collective."""
-        rejoin = self.sparse.rejoin if self.sparse else None
+        rejoin = self._rejoin
         return rejoin is not None and any(newest is not None for newest in rejoin.look_at_disks().of_each)
 
     def iteration_started(self, iteration: int) -> None:
@@ -142,6 +155,21 @@ class Session:
         self.sparse.tier.started(iteration)
         self.sparse.losses.arm(iteration)
         self._enter_phase(Phase.FORWARD, iteration)
+
+    def loss_known(self, iteration: int, loss: float) -> None:
+        bad = self._suspects.blame(iteration, loss)
+        if bad is None:
+            return
+        reason = f"loss {loss} in iteration {iteration}"
+        since = range(bad.iteration + 1, iteration)
+        better = self._step_down(bad, since, reason) if self._suspects.is_first_at(iteration, bad) else None
+        action = "training goes on as it is: nothing else leads elsewhere" if better is None else f"back to {better}"
+        self._events.append(LossNotFinite(iteration=iteration, loss=str(loss), source=str(bad), action=action))
+        if dist.get_rank() == 0:
+            _log.warning("%s, soon after all ranks went on from %s: %s", reason, bad, action)
+        if better is not None:
+            raise RolledBackError(better.iteration)
+        self._suspects.clear()
 
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         if self.sparse is None:
@@ -190,53 +218,44 @@ class Session:
         if self.sparse:
             self.sparse.tier.close()
 
-    def _go_back_to_disk(self, error: NothingLeftError) -> Rejoined:
-        assert self.sparse is not None
-        if dist.get_rank() == 0:
-            _log.warning("memory leads nowhere, disks are looked at: %s", error)
+    def _go_back_to_disk(self, error: NothingLeftError) -> int:
+        """Return the iteration that all ranks are at then; raises `error` on all ranks if there is none."""
+        found = self._ladder.look(self._rejoin)
         self._state.lose()
-        iteration = self._load_from_disks()
-        if iteration == 0:
+        loaded = self._ladder.load(found, self._rejoin, [f"{HOST_MEMORY}: {error}"])
+        if loaded is None:
             raise error
-        if dist.get_rank() == 0:
-            _log.warning("all ranks go back to iteration %d on disk", iteration)
-        return Rejoined(iteration=iteration)
+        self._went_on_from(loaded)
+        return loaded.iteration
 
-    def _load_from_disks(self) -> int:
-        """Load what is newer of local disks and whole checkpoints; return its iteration, or 0 if there is neither.
+    def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
+        """Put all ranks at the next best state, and nobody at `bad` again; return it, or None if there is no other.
 
-        Then nothing is copied to peers before `resume_copying`. Raises CheckpointLoadError on all ranks if there is
-        something, and nothing of it can be used.
+        States of the iterations `since` it was loaded are no better: they were saved of what came from it.
         """
-        rejoin = self.sparse.rejoin if self.sparse else None
-        if rejoin is None:
-            return self._durable.resume_newest()
-        disks = rejoin.look_at_disks()
-        if disks.newest and disks.newest > self._durable.newest() and self._load_from_local_disks(rejoin):
-            return disks.newest
-        iteration = self._durable.resume_newest()
-        if iteration:
-            rejoin.drop_all()
-        elif any(disks.of_each):
-            found = ", ".join(f"rank {rank}: {newest}" for rank, newest in enumerate(disks.of_each))
-            raise CheckpointLoadError(
-                f"local disks: got snapshots up to iteration ({found}), of which all ranks can use none, and no "
-                "checkpoint; wanted the same on all, of this run and layout; for a new start take another run.dir"
-            )
-        return iteration
+        self._attempt(lambda: self._durable.poll(wait=True))
+        self._ladder.distrust(bad)
+        found = self._ladder.look(self._rejoin, tainted=since)
+        if not found.sources:
+            return None
+        self.enter()
+        if self._rejoin:
+            self._rejoin.stop_copying(self._state)
+        elif self.sparse:
+            self.sparse.stores.clear()
+        self._state.lose()
+        loaded = self._ladder.load(found, self._rejoin, [f"{bad}: {reason}"])
+        assert loaded is not None, found
+        self._went_on_from(loaded)
+        self._state.be_at(loaded.iteration)
+        if self._rejoin:
+            self._rejoin.resume_copying()
+        return loaded
 
-    def _load_from_local_disks(self, rejoin: Rejoin) -> bool:
-        started_s = time.monotonic()
-        try:
-            iteration = rejoin.load_from_disk()
-        except CheckpointLoadError as error:
-            self._events.append(CheckpointSkipped(source=_LOCAL_DISK, reason=str(error)))
-            return False
-        assert self.sparse is not None
-        self.sparse.tier.note_start(iteration + 1)
-        seconds = time.monotonic() - started_s
-        self._events.append(StateResumed(iteration=iteration, source=_LOCAL_DISK, seconds=seconds))
-        return True
+    def _went_on_from(self, loaded: Source) -> None:
+        self._suspects.loaded(loaded)
+        if self.sparse:
+            self.sparse.tier.note_start(loaded.iteration + 1)
 
     def _vote(self, sparse: SparseParts, iteration: int, gradients: ReadyGradients) -> None:
         """Return once every rank has complete gradients: then no rank that lives can be left behind by the others.

@@ -27,6 +27,9 @@ class NoHooks:
     def iteration_started(self, iteration: int) -> None:
         pass
 
+    def loss_known(self, iteration: int, loss: float) -> None:
+        pass
+
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         return True
 

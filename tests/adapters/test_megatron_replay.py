@@ -67,6 +67,9 @@ class _Job:
         self.starts[iteration] = self.replay.begin(iteration)
         self.boundary.begin(iteration)
 
+    def loss_known(self, iteration: int, loss: float) -> None:
+        pass
+
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         self.boundary.end()
         self.records[iteration] = self.replay.record(iteration, gradients)

@@ -61,6 +61,9 @@ class DamagingHooks:
             self._damage.inflict(self._inner.sparse.stores)
         self._inner.iteration_started(iteration)
 
+    def loss_known(self, iteration: int, loss: float) -> None:
+        self._inner.loss_known(iteration, loss)
+
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         return self._inner.gradients_ready(iteration, gradients)
 

@@ -81,7 +81,9 @@ def test_without_a_usable_checkpoint_the_error_says_what_was_tried(interrupted: 
     folder, _ = interrupted
     _damage(_checkpoint(folder, 2), "cut file")
     _damage(_checkpoint(folder, 4), "flipped bit")
-    with pytest.raises(RankFailedError, match=r"(?s)no usable checkpoint.*iter_0000004/__1_0.*iter_0000002/__1_0"):
+    with pytest.raises(
+        RankFailedError, match=r"(?s)no usable checkpoint or snapshot.*iter_0000004/__1_0.*iter_0000002/__1_0"
+    ):
         train(2, folder, *DENSE)
     assert _checkpoint(folder, 4).exists(), "nothing that was saved is removed"
 
