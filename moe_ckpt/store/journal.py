@@ -173,7 +173,10 @@ class Journal:
             self._copying = None
 
     def begin_copying(self, held: Sequence[Collection[str]], *, forget: bool) -> None:
-        """Let peers hold what is kept here; `forget`: and nothing else. `held`: the keys that each of them has."""
+        """Let peers hold what is kept here; `forget`: and, as soon as they do, nothing else.
+
+        `held`: the keys that each of them has. Where a copy fails they keep what they have until copies begin again.
+        """
         with self._lock:
             kept = self.folder.keys()
             everywhere = set(kept).intersection(*held)
@@ -181,9 +184,21 @@ class Journal:
             for key in kept:
                 if key not in everywhere:
                     self._copy(key)
-        stale = set().union(*held).difference(kept)
-        if stale and forget:
-            self._copies.forget(sorted(stale))
+            stale = set().union(*held).difference(kept)
+            if stale and forget:
+                self._forget_later(stale, self._copying)
+
+    def _forget_later(self, stale: Collection[str], copying: Mapping[str, Future[None]]) -> None:
+        """Let peers drop what is stale once all of these copies are there: until then it may be all that is left."""
+        copies = list(copying.values())
+
+        def forget(_: Future[None]) -> None:
+            with self._lock:
+                if self._copying is copying and all(copy.done() and not copy.exception() for copy in copies):
+                    self._copies.forget(sorted(set(stale).difference(copying)))
+
+        for copy in copies or [_done()]:
+            copy.add_done_callback(forget)
 
     def adopt(self) -> Kept:
         """Return what is in the folder, left there by an earlier process or fetched from a peer.

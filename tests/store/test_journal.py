@@ -165,6 +165,18 @@ def test_who_has_lost_its_own_lets_peers_keep_theirs(live: Callable[[], Life], p
     assert peers.held == {"snapshot-4-0-aa", "start-5"}
 
 
+def test_peers_keep_what_they_have_until_they_have_what_takes_its_place(live: Callable[[], Life], peers: Peers) -> None:
+    life = live()
+    life.persist(6)
+    peers.held, peers.fails = {"snapshot-4-0-aa"}, True
+    life.journal.begin_copying([set(peers.held)], forget=True)
+    assert peers.held == {"snapshot-4-0-aa"}, "it may be the last of its kind"
+    life.journal.stop_copying()
+    peers.fails = False
+    life.journal.begin_copying([set(peers.held)], forget=True)
+    assert peers.held == set(life.journal.folder.keys())
+
+
 def test_what_one_of_two_peers_lacks_is_copied(live: Callable[[], Life], peers: Peers) -> None:
     life = live()
     life.log(5)
