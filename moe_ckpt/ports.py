@@ -55,7 +55,10 @@ class Policy(Protocol):
 
 
 class DurableState(Protocol):
-    """Writes and reads the whole training state as one directory. Every call is collective over all ranks."""
+    """Writes and reads the whole training state as one directory.
+
+    Every call is collective over all ranks, but those about what is abandoned: one rank may have nothing of it.
+    """
 
     def start_save(self, directory: Path, iteration: int) -> None:
         """Begin writing the state into an existing empty directory. Afterwards the state may change again.
@@ -69,6 +72,14 @@ class DurableState(Protocol):
 
         Raises CheckpointSaveError on all ranks if it failed on any.
         """
+        ...
+
+    def abandon_save(self) -> None:
+        """Give up the save in flight, if there is one: it will not be complete. Waits for nothing."""
+        ...
+
+    def is_writing(self) -> bool:
+        """Return whether this rank may still write to a directory: until then no other save may start, on any rank."""
         ...
 
     def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:

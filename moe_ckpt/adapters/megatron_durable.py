@@ -5,22 +5,24 @@ anything as committed.
 
 Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in this process: Megatron's own
 writer forks processes, which costs seconds on a CPU, and waits for ever for one that is killed. PyTorch's tells all
-ranks of a failure on any. An asynchronous save copies the state to host memory and is written by a thread, with a
-process group of its own, while training goes on.
+ranks of a failure on any. An asynchronous save copies the state to host memory; a thread that talks to nobody writes it
+while training goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -28,20 +30,22 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_ckpt.adapters.megatron_reshard import Reshard, reseed
 from moe_ckpt.adapters.megatron_state import TrainingState, load_sharded_state, sharded_state
+from moe_ckpt.adapters.megatron_write import PlannedWrite, reason_of
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.types import ParallelLayout
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
+_LOOK_AGAIN_S = 1.0
 _LOAD_ERRORS = (
     CheckpointException,
     CheckpointingException,
@@ -53,36 +57,58 @@ _LOAD_ERRORS = (
 )
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Save:
+    """A save in flight: what all ranks have planned, and what this one has written, or will have."""
+
+    planned: PlannedWrite
+    writing: Future[list[WriteResult]]
+
+
 class MegatronDurableState:
     """Implements `ports.DurableState`."""
 
     def __init__(self, state: TrainingState, *, asynchronous: bool, cpu_backend: str = "gloo") -> None:
         self._state = state
         self._group = cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))
-        self._writer_thread = _writer_thread() if asynchronous else None
-        self._writing: Future[None] | None = None
+        self._asynchronous = asynchronous
+        self._save: _Save | None = None
+        self._abandoned: Future[list[WriteResult]] | None = None
         self._run_seed = torch.initial_seed()  # as the loop has seeded this rank; later a load replaces generators
 
     def start_save(self, directory: Path, iteration: int) -> None:
-        assert self._writing is None, "one save at a time"
+        assert not self.is_writing(), "one save at a time"
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
         sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
         self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))
         from_rank_zero(lambda: _write_common(directory, common), CheckpointSaveError)
-        if self._writer_thread is None:
-            self._write(directory, _as_dcp(sharded))
-        else:
-            self._writing = self._writer_thread.submit(self._write, directory, _as_dcp(_host_copy(sharded)))
+        if self._asynchronous:
+            sharded = _host_copy(sharded)
+        planned = PlannedWrite(directory, _as_dcp(sharded), self._group)
+        self._save = _Save(planned=planned, writing=(_in_background if self._asynchronous else _now)(planned.write))
 
     def finish_save(self, *, wait: bool) -> bool:
-        writing = self._writing
-        if writing is None:
+        save = self._save
+        if save is None:
             return True
-        if not wait and not _true_on_all_ranks(writing.done()):
-            return False
-        self._writing = None
-        writing.result()
+        while not _true_on_all_ranks(save.writing.done()):
+            if not wait:
+                return False
+            futures.wait([save.writing], timeout=_LOOK_AGAIN_S)  # then meet the others, or learn that some are lost
+        self._save = None
+        save.planned.finish(save.writing.result)
         return True
+
+    def abandon_save(self) -> None:
+        if self._save:
+            self._save.planned.abandon()
+            self._abandoned, self._save = self._save.writing, None
+
+    def is_writing(self) -> bool:
+        return self._save is not None or (self._abandoned is not None and not self._abandoned.done())
 
     def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
         if resharded_from is None:
@@ -104,17 +130,6 @@ class MegatronDurableState:
             load_sharded_state(self._state, reshard.adapt(loaded))
         reseed(self._run_seed, int(loaded["iteration"]))
         return int(loaded["iteration"])
-
-    def _write(self, directory: Path, content: dict[str, Any]) -> None:
-        try:
-            dcp.save(
-                content,
-                storage_writer=dcp.FileSystemWriter(directory),
-                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-                process_group=self._group,
-            )
-        except CheckpointException as error:
-            raise CheckpointSaveError(f"{directory}: {_reason(error)}") from error
 
     def _refuse_without_space(self, directory: Path, my_size_bytes: int) -> None:
         """Refuse, on all ranks together, what cannot fit."""
@@ -165,13 +180,32 @@ def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
     return [entry for entry in tensors if entry.data is not None and is_main_replica(entry.replica_id)]
 
 
-def _writer_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "checkpoint-writer", initializer=_use_device, initargs=(torch.cuda.current_device(),))
+def _now(call: Callable[[], T]) -> Future[T]:
+    outcome: Future[T] = Future()
+    _settle(outcome, call)
+    return outcome
 
 
-def _use_device(device: Any) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(device)  # the current device is a thread's own
+def _in_background(call: Callable[[], T]) -> Future[T]:
+    """Call in a thread of its own, which no other save and no end of the process waits for."""
+    outcome: Future[T] = Future()
+    device = torch.cuda.current_device()
+
+    def run() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device)  # the current device is a thread's own
+        _settle(outcome, call)
+
+    threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+    return outcome
+
+
+def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
+    """Call; what it raises is raised where the result is asked for."""
+    try:
+        outcome.set_result(call())
+    except BaseException as error:  # the top of a thread
+        outcome.set_exception(error)
 
 
 def _true_on_all_ranks(mine: bool) -> bool:
@@ -181,7 +215,4 @@ def _true_on_all_ranks(mine: bool) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what lies behind an error: PyTorch wraps one per failing rank."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(sorted({f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()}))
-    return str(error) or repr(error)
+    return reason_of(error) if isinstance(error, CheckpointException) else str(error) or repr(error)

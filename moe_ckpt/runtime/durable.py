@@ -63,12 +63,14 @@ class DurableTier:
     def save(self, iteration: int) -> None:
         """Start saving the state after `iteration` steps; a synchronous state is committed on return.
 
-        There must be no older save in flight. Raises CheckpointSaveError on all ranks; it is in the event log then.
+        There must be no older save in flight, and while one that was abandoned is still being written, by any rank,
+        this one fails. Raises CheckpointSaveError on all ranks; it is in the event log then.
         """
         assert self._in_flight is None, self._in_flight
         started_s = time.monotonic()
         directory = self._folder.directory(iteration)
         with _reporting(self._events, iteration):
+            on_all_ranks(self._require_idle, CheckpointSaveError)
             from_rank_zero(lambda: self._folder.prepare(iteration), CheckpointSaveError)
             self._state.start_save(directory, iteration)
         stall_s = time.monotonic() - started_s
@@ -76,8 +78,9 @@ class DurableTier:
         self.poll(wait=False)
 
     def abandon(self) -> None:
-        """Forget a save that was cut off: it has no marker, and never will."""
+        """Give up a save that was cut off: it has no marker, and never will. Not collective; waits for nothing."""
         self._in_flight = None
+        self._state.abandon_save()
 
     def poll(self, *, wait: bool) -> None:
         """Commit the save in flight if it has been written everywhere; with `wait`, block until it is."""
@@ -127,6 +130,11 @@ class DurableTier:
         seconds = time.monotonic() - started_s
         self._events.append(StateResumed(iteration=iteration, source=str(path), seconds=seconds, passed_over=[]))
         return iteration
+
+    def _require_idle(self) -> None:
+        """Raise CheckpointSaveError while what was abandoned could still get into the directory of another save."""
+        if self._state.is_writing():
+            raise CheckpointSaveError(f"rank {dist.get_rank()} still writes a checkpoint that was abandoned")
 
     def _commit(self, flight: _SaveInFlight) -> Manifest:
         directory = flight.directory
