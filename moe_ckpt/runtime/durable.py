@@ -113,6 +113,8 @@ class DurableTier:
         for ref in from_rank_zero(self._folder.torn, CheckpointLoadError):
             reason = f"no {disk.MARKER}: the save was not finished"
             self._events.append(CheckpointSkipped(source=ref.directory, reason=reason))
+            if dist.get_rank() == 0:
+                _log.warning("skipped %s: %s", ref.directory, reason)
         return from_rank_zero(self._folder.committed, CheckpointLoadError)
 
     def resume(self, ref: CheckpointRef) -> None:
