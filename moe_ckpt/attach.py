@@ -27,10 +27,10 @@ from moe_ckpt.adapters.megatron_wipe import StateWiper
 from moe_ckpt.config import (
     CheckfreqConfig,
     CkptConfig,
-    DenseConfig,
     GeminiConfig,
     InMemoryConfig,
     MoevementConfig,
+    NoneConfig,
     require,
 )
 from moe_ckpt.events import EventLog
@@ -97,10 +97,10 @@ def attach(
     cannot work.
     """
     allocate_optimizer_state(state)
-    dense = ckpt if isinstance(ckpt, DenseConfig) else None
-    asynchronous, cpu_backend = dense is not None and dense.async_save, CPU_BACKEND if elastic else "gloo"
+    saving = None if isinstance(ckpt, NoneConfig) else ckpt
+    asynchronous, cpu_backend = saving is not None and saving.async_save, CPU_BACKEND if elastic else "gloo"
     durable_state = MegatronDurableState(state, asynchronous=asynchronous, cpu_backend=cpu_backend)
-    keep = dense.keep if dense else 2  # the newest may turn out to be no good
+    keep = saving.keep if saving else 1
     durable = DurableTier(durable_state, CheckpointFolder(folder), identity, events, keep=keep)
     wanted = "none: only ckpt=moevement recovers what is lost in a living process"
     require(isinstance(ckpt, MoevementConfig) or not losses, "fault.at", [str(loss) for loss in losses], wanted)
@@ -111,7 +111,7 @@ def attach(
     else:
         policy = make_policy(ckpt, last_iteration=last_iteration)
         parts = Parts(policy=policy, sparse=None)
-        strict = dense is not None and dense.strict
+        strict = saving is not None and saving.strict
         session = Session(lambda: parts, durable, events, strict=strict, suspect_iters=suspect_iters)
     if elastic is None:
         session.enter()

@@ -36,26 +36,34 @@ class NoneConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DenseConfig:
-    """`ckpt=dense`: the whole state, durable, in Megatron's dist_checkpointing format."""
+class SavingConfig:
+    """What all policies share that save: how they write whole checkpoints in Megatron's dist_checkpointing format."""
 
     policy: str
-    every_iters: int
     keep: int
     async_save: bool
     strict: bool
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["dense"])
-        require_at_least("ckpt.every_iters", self.every_iters, 1)
         require_at_least("ckpt.keep", self.keep, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoevementConfig:
+class DenseConfig(SavingConfig):
+    """`ckpt=dense`: the whole state, durable, in Megatron's dist_checkpointing format."""
+
+    every_iters: int
+
+    def __post_init__(self) -> None:
+        require_choice("ckpt.policy", self.policy, ["dense"])
+        SavingConfig.__post_init__(self)  # slots: no super() here
+        require_at_least("ckpt.every_iters", self.every_iters, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoevementConfig(SavingConfig):
     """`ckpt=moevement`: sparse snapshots in host memory every iteration, localized recovery (MoEvement, section 3)."""
 
-    policy: str
     window: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
     profile_iters: int
     window_drift: float
@@ -73,7 +81,6 @@ class MoevementConfig:
     disk_path: str | None
     disk_budget_bytes: int | None
     durable_every_iters: int
-    strict: bool
 
     @property
     def recovers_locally(self) -> bool:
@@ -85,6 +92,7 @@ class MoevementConfig:
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["moevement"])
+        SavingConfig.__post_init__(self)
         valid = self.window == "auto" or (isinstance(self.window, int) and self.window >= 1)
         require(valid, "ckpt.window", self.window, "auto or a number of iterations of at least 1")
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
@@ -98,10 +106,9 @@ class MoevementConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WholeSnapshotsConfig:
+class WholeSnapshotsConfig(SavingConfig):
     """What policies share that take the whole state into host memory every few iterations; all ranks roll back."""
 
-    policy: str
     every_iters: Union[int, str]  # noqa: UP007
     profile_iters: int
     interval_drift: float
@@ -109,7 +116,6 @@ class WholeSnapshotsConfig:
     disk_path: str | None
     disk_budget_bytes: int | None
     durable_every_iters: int
-    strict: bool
 
     @property
     def recovers_locally(self) -> bool:
@@ -124,6 +130,7 @@ class WholeSnapshotsConfig:
         return 1
 
     def __post_init__(self) -> None:
+        SavingConfig.__post_init__(self)
         valid = self.every_iters == "auto" or (isinstance(self.every_iters, int) and self.every_iters >= 1)
         require(valid, "ckpt.every_iters", self.every_iters, "auto or a number of iterations of at least 1")
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
@@ -141,7 +148,7 @@ class GeminiConfig(WholeSnapshotsConfig):
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["gemini"])
-        WholeSnapshotsConfig.__post_init__(self)  # slots: no super() here
+        WholeSnapshotsConfig.__post_init__(self)
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
         _check_in_memory(self)
 

@@ -283,7 +283,7 @@ def test_nothing_is_left_of_a_rank_and_the_job_says_so(replicas: int, ranks: tup
 
 def test_without_copies_a_lost_node_takes_all_back_to_the_newest_checkpoint_on_disk(tmp_path: Path) -> None:
     training = ("train.iterations=12",)
-    durable = ("ckpt.replicas=0", "ckpt.durable_every_iters=4")
+    durable = ("ckpt.replicas=0", "ckpt.durable_every_iters=4", "ckpt.async_save=false")
     with ElasticJob(4, tmp_path, *training, "ckpt.window=2", *durable) as job:
         job.wait_until(2, 6, FORWARD)
         job.lose_nodes(2)
@@ -324,9 +324,11 @@ def test_a_keeper_that_dies_is_replaced_and_keeps_copies_again(tmp_path: Path) -
         _check_survived(job, training, dead={2}, replaying={2, 3})
 
 
-def test_a_rank_dies_while_a_durable_checkpoint_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_rank_dies_while_a_durable_checkpoint_is_written(asynchronous: str, tmp_path: Path) -> None:
     training = ("train.iterations=12",)
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", "ckpt.durable_every_iters=4") as job:
+    durable = ("ckpt.durable_every_iters=4", f"ckpt.async_save={asynchronous}")
+    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", *durable) as job:
         directory = job.run / "checkpoints" / "iter_0000004"
         job.wait_for(lambda: directory.exists() or None, "a checkpoint that is being written")
         job.kill(1)

@@ -102,7 +102,7 @@ def _cut_an_entry(rank_folder: Path) -> None:
 @pytest.mark.parametrize("damage", [_flip_a_byte, _cut_in_half, _cut_an_entry, shutil.rmtree])
 def test_what_is_damaged_on_disk_is_not_used(damage: Callable[[Path], None], tmp_path: Path) -> None:
     """Whole checkpoints are the next step down."""
-    overrides = (*CHECKFREQ, "ckpt.durable_every_iters=2")
+    overrides = (*CHECKFREQ, "ckpt.durable_every_iters=2", "ckpt.async_save=false")
     run = _end_after(3, tmp_path, "checkfreq", *overrides)
     damage(run / "snapshots" / "rank0002")
     assert _go_on(run, tmp_path / "next", "checkfreq", *overrides) == uninterrupted(4, *TRAINING)

@@ -146,7 +146,7 @@ def test_all_copies_are_gone_and_the_job_says_so(tmp_path: Path) -> None:
 
 
 def test_all_copies_are_gone_and_all_go_back_to_disk(tmp_path: Path) -> None:
-    training, durable = ("train.iterations=12",), ("ckpt.durable_every_iters=4",)
+    training, durable = ("train.iterations=12",), ("ckpt.durable_every_iters=4", "ckpt.async_save=false")
     with ElasticJob(4, tmp_path, *training, *EVERY_3, *durable, ckpt="gemini") as job:
         job.wait_until(0, 8, Phase.FORWARD)
         job.lose_nodes(0, 1)

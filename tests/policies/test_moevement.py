@@ -45,6 +45,8 @@ def config(**changes: Any) -> MoevementConfig:
         "disk_path": None,
         "disk_budget_bytes": None,
         "durable_every_iters": 0,
+        "keep": 2,
+        "async_save": True,
         "strict": False,
     }
     return MoevementConfig(**(defaults | changes))

@@ -33,6 +33,8 @@ def config(**changes: Any) -> GeminiConfig:
         "disk_path": None,
         "disk_budget_bytes": None,
         "durable_every_iters": 0,
+        "keep": 2,
+        "async_save": True,
         "strict": False,
     }
     return GeminiConfig(**(defaults | changes))
@@ -50,6 +52,8 @@ def checkfreq(**changes: Any) -> CheckfreqConfig:
         "disk_path": None,
         "disk_budget_bytes": None,
         "durable_every_iters": 0,
+        "keep": 2,
+        "async_save": True,
         "strict": False,
     }
     return CheckfreqConfig(**(defaults | changes))
