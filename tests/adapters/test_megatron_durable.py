@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from moe_ckpt.adapters.megatron_durable import MegatronDurableState
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of, named_state
@@ -57,3 +60,47 @@ def _reason_of_a_failed_save(folder: Path) -> str:
 def test_a_disk_that_is_full_for_the_common_file_is_a_failed_save_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "common.pt").symlink_to("/dev/full")
     assert all("No space left on device" in reason for reason in run_ranks(2, _reason_of_a_failed_save, tmp_path))
+
+
+def _digests_around_an_abandoned_save(folder: Path) -> tuple[str, str]:
+    """Abandon a save whose writers have begun, and let the next one wait until they have ended."""
+    state, _ = build_stage()
+    durable = MegatronDurableState(state, asynchronous=True)
+    gate = _hold_writers()
+    durable.start_save(_new(folder / "abandoned"), 1)
+    durable.abandon_save()
+    assert durable.is_writing()
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint-writer":
+            thread.join()
+    assert not durable.is_writing()
+    assert durable.finish_save(wait=True), "nothing is in flight"
+    assert sum(file.stat().st_size for file in (folder / "abandoned").glob("*.distcp")) == 0
+    saved = digest_of(state)
+    durable.start_save(_new(folder / "next"), 2)
+    assert durable.finish_save(wait=True)
+    _spoil(state)
+    assert durable.load(folder / "next") == 2
+    return saved, digest_of(state)
+
+
+def _hold_writers() -> threading.Event:
+    gate, write_data = threading.Event(), FileSystemWriter.write_data
+
+    def held(self: FileSystemWriter, *arguments: Any) -> Any:
+        gate.wait()
+        return write_data(self, *arguments)
+
+    FileSystemWriter.write_data = held  # type: ignore[method-assign]
+    return gate
+
+
+def _new(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def test_an_abandoned_save_writes_no_more_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    for saved, loaded in run_ranks(4, _digests_around_an_abandoned_save, tmp_path):
+        assert loaded == saved
