@@ -12,7 +12,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,21 @@ class Gate:
         os.mkfifo(folder / "gate")
 
     def wait_for_writers(self, job: ElasticJob) -> None:
-        for rank in RANKS:
-            job.wait_for(
-                lambda rank=rank: (self._folder / f"held{rank}").exists() or None, f"the writer of rank {rank}"
-            )
+        self._wait_for_files("held", job, RANKS)
+
+    def wait_for_those_who_wait(self, job: ElasticJob) -> None:
+        """Wait until every training thread waits for its writer."""
+        self._wait_for_files("waits", job, RANKS)
 
     def open(self) -> None:
         self._pipe = os.open(self._folder / "gate", os.O_RDWR)  # and nobody waits for this pipe's other end any more
 
     def wait_for_leftovers(self, job: ElasticJob, *ranks: int) -> None:
-        for rank in ranks:
-            job.wait_for(lambda rank=rank: (self._folder / f"let{rank}").exists() or None, f"the writer of rank {rank}")
+        self._wait_for_files("let", job, ranks)
+
+    def _wait_for_files(self, name: str, job: ElasticJob, ranks: Iterable[int]) -> None:
+        for path in [self._folder / f"{name}{rank}" for rank in ranks]:
+            job.wait_for(lambda path=path: path.exists() or None, path.name)
 
 
 def _hold_writers(folder: Path, iteration: int) -> None:
@@ -73,6 +78,13 @@ def _hold_writers(folder: Path, iteration: int) -> None:
         return write_data(self, *arguments)
 
     FileSystemWriter.write_data = held  # type: ignore[method-assign]
+    wait = futures.wait
+
+    def telling(*arguments: Any, **options: Any) -> Any:
+        (folder / f"waits{os.environ['RANK']}").touch()
+        return wait(*arguments, **options)
+
+    futures.wait = telling
 
 
 def _hold_once(folder: Path, rank: str) -> None:
@@ -150,8 +162,11 @@ def test_a_rank_dies_while_others_still_write(ckpt: str, dead: int, tmp_path: Pa
     assert result["faults_survived"] == job.orders_obeyed == 1
     assert outcome_of(job.run, result) == uninterrupted(4, *TRAINING)
     _check_later_saves(job.run, is_repeated=ckpt != "moevement")
-    for rank in set(RANKS) - {dead}:
-        assert len(events_of(job.run, TrainerStarted, rank)) == 1
+    _check_only_died(dead, job.run)
+
+
+def _check_only_died(dead: int, run: Path) -> None:
+    assert [len(events_of(run, TrainerStarted, rank)) for rank in RANKS] == [1 + (rank == dead) for rank in RANKS]
 
 
 def _check_later_saves(run: Path, *, is_repeated: bool) -> None:
@@ -169,14 +184,14 @@ def test_a_rank_dies_while_all_wait_for_a_checkpoint(tmp_path: Path) -> None:
     """The next one is due, and the last is not written: the wait ends with the generation."""
     gate = Gate(tmp_path, 4)
     with _job(tmp_path, "moevement", setup=gate.hold) as job:
-        gate.wait_for_writers(job)
-        for rank in RANKS:
-            job.wait_until(rank, 8, Phase.SNAPSHOT)
+        gate.wait_for_those_who_wait(job)
         job.kill(1)
         _wait_for_generation(job, 2, 10)
         gate.open()
+        gate.wait_for_leftovers(job, 0, 2, 3)
         result = job.wait()
     assert outcome_of(job.run, result) == uninterrupted(4, *TRAINING)
+    _check_only_died(1, job.run)
     assert _saved(job.run) == [12]
 
 
