@@ -22,7 +22,7 @@ from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.training import Kill, KillingHooks, events_of, fast, train
 
 TRAINING = ("train.iterations=12",)
-GEMINI = ("ckpt.every_iters=3", "ckpt.durable_every_iters=4")
+GEMINI = ("ckpt.every_iters=3", "ckpt.durable_every_iters=4", "ckpt.async_save=false")
 
 
 def _spoil(window_start: int) -> None:
