@@ -152,7 +152,9 @@ def _save(folder: Path, overrides: tuple[str, ...], mark: Callable[[int, int], i
     if mark:
         _mark_counters(state, mark)
     folder.mkdir(exist_ok=True)
-    MegatronDurableState(state, asynchronous=False).start_save(folder, 3)
+    durable = MegatronDurableState(state, asynchronous=False)
+    durable.start_save(folder, 3)
+    assert durable.finish_save(wait=False)
     return _stand(state, trainer, 3)
 
 
