@@ -1,3 +1,11 @@
-"""Imports torch and Megatron once, without the warnings that their import gives; tests treat all others as errors."""
+"""For all tests: torch and Megatron imported once, without the warnings of their import, which are errors later on.
+
+An example of a property test may take as long as it does: how busy a machine is says nothing about the code.
+"""
+
+from hypothesis import settings
 
 import tests.preload  # noqa: F401
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.events import (
@@ -155,7 +155,6 @@ def test_every_event_type_is_read_as_it_was_appended(tmp_path: Path, event: Even
     assert read(tmp_path / "rank0003.jsonl") == [event]
 
 
-@settings(deadline=None)
 @given(reason=st.text())
 def test_any_text_stays_in_one_line(reason: str) -> None:
     event = CheckpointFailed(iteration=1, reason=reason)
@@ -190,7 +189,6 @@ def test_lives_append_to_one_file_in_a_folder_that_the_first_makes(tmp_path: Pat
     assert read(path) == [evaluated(iteration) for iteration in range(6)]
 
 
-@settings(deadline=None)
 @given(cut=st.integers(0, 300))  # the three lines have about 290 bytes
 def test_a_file_cut_at_any_byte_keeps_its_complete_lines(cut: int) -> None:
     events = [evaluated(1), evaluated(22), evaluated(333)]

@@ -56,7 +56,7 @@ def outcomes_of(target: Target | None, plan: RecoveryPlan) -> list[str]:
     return [name for name, is_so in names.items() if is_so]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(random=st.randoms(use_true_random=False))
 def test_a_job_with_faults_goes_on_as_if_there_were_none(random: Random) -> None:
     run(random)

@@ -231,7 +231,7 @@ def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
         asked[fetch.source_rank] += 1
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(random=st.randoms(use_true_random=False))
 def test_any_plan_is_the_smallest_and_can_be_carried_out(random: Random) -> None:
     job = job_of(random)

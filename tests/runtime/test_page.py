@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
@@ -86,7 +86,6 @@ def test_an_order_strikes_once_and_where_it_was_told_to(
     st.integers(ANY_ITERATION, 3),
     st.integers(0, 3),
 )
-@settings(deadline=None)
 def test_any_order_strikes_where_counting_says(
     tmp_path_factory: pytest.TempPathFactory,
     caught: list[int],

@@ -149,7 +149,7 @@ def test_freed_memory_leaves_the_file_system(folder: BlobFolder) -> None:
 
 
 @given(st.from_regex(r"[A-Za-z0-9._-]{1,200}", fullmatch=True))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_any_key_is_a_name_of_its_own(tmp_path_factory: pytest.TempPathFactory, key: str) -> None:
     folder = BlobFolder(tmp_path_factory.mktemp("blobs"))
     assert is_key(key)

@@ -76,7 +76,7 @@ def test_each_direction_keeps_the_order_of_sending(logging_: Logging) -> None:
 
 
 @given(sent=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(Direction), st.integers(-99, 99)), max_size=40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_order_of_sending_is_kept_by_iteration_and_direction(sent: list[tuple[int, Direction, int]]) -> None:
     parts = Logging()
     for iteration in range(1, 5):

@@ -131,7 +131,6 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), shapes), max_size=12))
-@settings(deadline=None)
 def test_every_layout_is_aligned_without_padding_and_readable(drawn: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
     tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in drawn]
     parts, payload_bytes = layout_parts([whole(key_of(str(index)), tensor) for index, tensor in enumerate(tensors)])
@@ -281,7 +280,6 @@ def headers(draw: st.DrawFn) -> SnapshotHeader:
 
 
 @given(headers())
-@settings(deadline=None)
 def test_json_gives_back_the_same_header(header: SnapshotHeader) -> None:
     data = header_to_json(header)
     again = header_from_json(data)
@@ -340,7 +338,6 @@ def try_to_read(data: bytes) -> SnapshotHeader | None:
 
 
 @given(st.binary())
-@settings(deadline=None)
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     assert try_to_read(data) is None
     assert try_to_read(sealed(data)) is None
@@ -366,7 +363,7 @@ def places(draw: st.DrawFn) -> list[str | int]:
 
 
 @given(places(), json_values)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_other_value_in_a_sealed_header_is_read_or_refused(way: list[str | int], value: object) -> None:
     header = snapshot_of(one_of_each_dtype()).header
 
@@ -380,7 +377,6 @@ def test_any_other_value_in_a_sealed_header_is_read_or_refused(way: list[str | i
 
 
 @given(st.data(), headers())
-@settings(deadline=None)
 def test_flipped_bytes_under_a_fitting_checksum_raise_nothing_else(data: st.DataObject, header: SnapshotHeader) -> None:
     body = bytearray(header_to_json(header).partition(b"\n")[2])
     for _ in range(data.draw(st.integers(1, 4))):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
@@ -235,7 +235,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[Pa
         verify_files(directory, read_manifest(directory).files)
 
 
-@settings(deadline=None)
 @given(content=st.binary(min_size=1, max_size=200), data=st.data())
 def test_one_flipped_bit_at_any_place_is_found(content: bytes, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as root:
@@ -265,7 +264,6 @@ def test_a_missing_marker_is_named(tmp_path: Path) -> None:
         read_manifest(directory)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_marker_truncated_anywhere_is_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as root:

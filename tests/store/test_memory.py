@@ -280,7 +280,6 @@ def test_pinned_memory_is_pinned() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 200_000)), max_size=60), st.integers(200_000, 1_000_000))
-@settings(deadline=None)
 def test_any_use_stays_in_the_budget_and_near_what_is_needed(steps: list[tuple[bool, int]], limit_bytes: int) -> None:
     buffers, held = pool(limit_bytes), []
     peak_bytes = 0
@@ -366,7 +365,7 @@ def test_windows_of_drifting_sizes_need_no_more_than_the_largest_two() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 300_000), min_size=1, max_size=5), min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_sizes_that_settle_after_a_drift_soon_need_no_new_buffers(windows: list[list[int]]) -> None:
     buffers = pool()
     memory, start = SnapshotMemory(buffers, 1), 1
@@ -562,7 +561,6 @@ def test_bytes_are_counted_by_role_over_all_windows() -> None:
 
 
 @given(st.lists(st.sampled_from(["begin", "add", "confirm", "abandon", "drop"]), max_size=60), st.integers(1, 3))
-@settings(deadline=None)
 def test_every_buffer_in_use_is_held_and_every_other_is_free(calls: list[str], keep_windows: int) -> None:
     buffers = pool()
     memory, start = SnapshotMemory(buffers, keep_windows), 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.store import messages
@@ -27,7 +27,6 @@ def any_of(kind: type[Message]) -> st.SearchStrategy[Message]:
 
 
 @given(st.sampled_from(KINDS).flatmap(any_of))
-@settings(deadline=None)
 def test_every_message_is_read_back(message: Message) -> None:
     assert message_from_json(message_to_json(message)) == message
 
@@ -69,7 +68,6 @@ def test_what_is_no_message_is_refused(content: bytes) -> None:
 
 
 @given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)).map(json.dumps))
-@settings(deadline=None)
 def test_any_bytes_are_refused_with_a_value_error(content: bytes | str) -> None:
     with pytest.raises(ValueError, match="not a message"):
         message_from_json(content.encode() if isinstance(content, str) else content)

@@ -140,7 +140,7 @@ TENSORS = st.tuples(
 
 
 @given(described=st.lists(TENSORS, max_size=6), num_changing=st.integers(0, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_tensors_come_out_as_they_went_in(
     described: list[tuple[str, list[int], str, bool]], num_changing: int
 ) -> None:

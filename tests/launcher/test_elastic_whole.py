@@ -1,4 +1,4 @@
-"""ckpt=gemini under faults: all ranks that live keep their processes, go back to one snapshot, and train on exactly."""
+"""gemini and checkfreq under faults: ranks that live keep their processes, all go back to one snapshot, exactly."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Case:
     world: int = 4
     overrides: tuple[str, ...] = ()
     ckpt: tuple[str, ...] = EVERY_3
+    policies: tuple[str, ...] = ("gemini", "checkfreq")
     iterations: int = 10
 
     @property
@@ -65,7 +66,7 @@ CASES = {
     "a snapshot of every iteration": Case(
         ckpt=("ckpt.every_iters=1",), deaths=(Death(rank=1, phase=Phase.BACKWARD, iteration=6),), back_to=(5,)
     ),
-    "no copies": Case(ckpt=(*EVERY_3, "ckpt.replicas=0")),
+    "no copies": Case(ckpt=(*EVERY_3, "ckpt.replicas=0"), policies=("gemini",)),
     "PP 4": Case(overrides=PP4),
     "one stage": Case(world=2, overrides=("parallel.pp=1",)),
     "DP 4": Case(world=8, overrides=("train.global_batch_size=16",)),
@@ -80,9 +81,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_rank_dies_and_all_go_back(case: Case, tmp_path: Path) -> None:
-    with ElasticJob(case.world, tmp_path, *case.training, *case.ckpt, ckpt="gemini") as job:
+@pytest.mark.parametrize(
+    ("policy", "case"),
+    [pytest.param(policy, case, id=f"{policy}, {name}") for name, case in CASES.items() for policy in case.policies],
+)
+def test_a_rank_dies_and_all_go_back(policy: str, case: Case, tmp_path: Path) -> None:
+    with ElasticJob(case.world, tmp_path, *case.training, *case.ckpt, ckpt=policy) as job:
         for death in case.deaths:
             death.order(job)
         result = job.wait()
