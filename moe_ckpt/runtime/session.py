@@ -134,7 +134,9 @@ class Session:
         Raises CheckpointLoadError on all ranks.
         """
         if source is not None:
-            return self._durable.resume_from(source)
+            iteration = self._durable.resume_from(source)
+            self._suspects.loaded(Source(place=str(source), iteration=iteration))
+            return iteration
         loaded = self._ladder.load(self._ladder.look(self._rejoin), self._rejoin)
         if loaded:
             self._went_on_from(loaded)

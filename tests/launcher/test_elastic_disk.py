@@ -128,6 +128,27 @@ def test_snapshots_of_another_run_are_not_used(tmp_path: Path) -> None:
     assert sorted(path.name for path in (job.run / "snapshots").rglob("*")) == before
 
 
+def test_another_number_of_ranks_goes_on_from_a_checkpoint_and_says_why(tmp_path: Path) -> None:
+    """A rank's snapshots are pieces of a layout; a whole checkpoint fits any."""
+    run = _end_after(3, tmp_path, "checkfreq", *CHECKFREQ)
+    fewer = (*TRAINING, *CHECKFREQ, f"run.dir={run}")
+    with ElasticJob(2, tmp_path / "fewer", *fewer, ckpt="checkfreq") as job:
+        said = job.wait_for_failure()
+    assert "no usable checkpoint or snapshot on disk" in said
+    assert "local disk: got snapshots up to iteration (rank 0: " in said
+    assert "layout" in said
+
+    with_checkpoints = (*CHECKFREQ, "ckpt.durable_every_iters=2", "ckpt.async_save=false")
+    other = _end_after(6, tmp_path / "other", "checkfreq", *with_checkpoints)
+    overrides = (*TRAINING, *with_checkpoints, f"run.dir={other}")
+    with ElasticJob(2, tmp_path / "fewer-with", *overrides, ckpt="checkfreq") as job:
+        job.run = other
+        job.wait()
+    (resumed,) = events_of(other, StateResumed, 1)
+    assert "checkpoints" in resumed.source
+    assert any(reason.startswith("local disk: got snapshots") for reason in resumed.passed_over)
+
+
 def test_a_disk_without_room_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     with ElasticJob(4, tmp_path, *TRAINING, *CHECKFREQ, "ckpt.disk_budget_bytes=1000", ckpt="checkfreq") as job:
         result = job.wait()
