@@ -73,7 +73,7 @@ def outcome_of(run: Path, result: dict[str, Any]) -> Outcome:
 def uninterrupted(world_size: int, *overrides: str) -> Outcome:
     """Return the outcome without faults, guards and checkpoints; once for each configuration."""
     with tempfile.TemporaryDirectory() as folder:
-        return outcome_of(Path(folder), train(world_size, Path(folder), *overrides))
+        return outcome_of(Path(folder), train(world_size, Path(folder), *overrides, timeout_s=240.0))
 
 
 class ElasticJob:

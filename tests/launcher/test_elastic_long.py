@@ -41,6 +41,7 @@ class Used:
         )
 
 
+@pytest.mark.timeout(400)
 def test_fifty_deaths_in_one_run_cost_the_others_nothing_that_stays(tmp_path: Path) -> None:
     """Rank 3 lives through all of them: what it uses is measured, and that of the guards, who fork.
 
@@ -52,7 +53,7 @@ def test_fifty_deaths_in_one_run_cost_the_others_nothing_that_stays(tmp_path: Pa
     lives = [0, 0, 0]
     used: list[dict[int, Used]] = []
     short = ("runtime.progress_s=10", "runtime.operation_s=11")
-    with ElasticJob(4, tmp_path, *training, *short, "ckpt.window=2", timeout_s=150, setup=_cache_little) as job:
+    with ElasticJob(4, tmp_path, *training, *short, "ckpt.window=2", timeout_s=300, setup=_cache_little) as job:
         watched = [job.trainer(3).pid, *(job.trainer(rank).guard_pid for rank in range(4))]
         for death in range(deaths):
             rank, iteration = chosen.randrange(3), first + every * death
@@ -154,8 +155,9 @@ def _num_deaths(job: ElasticJob) -> int:
     return sum(len(events_of(job.run, TrainerStarted, rank)) - 1 for rank in range(job.world_size))
 
 
+@pytest.mark.timeout(600)
 def test_a_hundred_random_faults_end_exactly(tmp_path: Path) -> None:
-    _survive_chaos(tmp_path, seed=7, deaths=100, iterations=150, timeout_s=170)
+    _survive_chaos(tmp_path, seed=7, deaths=100, iterations=150, timeout_s=350)
 
 
 @pytest.mark.chaos
