@@ -100,18 +100,16 @@ def attach(
     saving = None if isinstance(ckpt, NoneConfig) else ckpt
     asynchronous, cpu_backend = saving is not None and saving.async_save, CPU_BACKEND if elastic else "gloo"
     durable_state = MegatronDurableState(state, asynchronous=asynchronous, cpu_backend=cpu_backend)
-    keep = saving.keep if saving else 1
+    keep, strict = (saving.keep, saving.strict) if saving else (1, False)
     durable = DurableTier(durable_state, CheckpointFolder(folder), identity, events, keep=keep)
     wanted = "none: only ckpt=moevement recovers what is lost in a living process"
     require(isinstance(ckpt, MoevementConfig) or not losses, "fault.at", [str(loss) for loss in losses], wanted)
     if isinstance(ckpt, InMemoryConfig):
         sparse = _InMemory(ckpt, identity, state, loop, events, losses, elastic, folder.with_name("snapshots"))
-        strict = ckpt.strict
         session = Session(sparse.meet, durable, events, strict=strict, suspect_iters=suspect_iters, elastic=elastic)
     else:
         policy = make_policy(ckpt, last_iteration=last_iteration)
         parts = Parts(policy=policy, sparse=None)
-        strict = saving is not None and saving.strict
         session = Session(lambda: parts, durable, events, strict=strict, suspect_iters=suspect_iters)
     if elastic is None:
         session.enter()
