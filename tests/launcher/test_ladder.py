@@ -92,15 +92,16 @@ def test_a_rank_dies_after_all_have_stepped_down(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_training_itself_leads_to_takes_nobody_back_again_and_again(tmp_path: Path) -> None:
-    overrides = (*TRAINING, *GEMINI, "runtime.suspect_iters=4")
+    checkpoints = ("ckpt.durable_every_iters=2", "ckpt.keep=3")
+    overrides = (*TRAINING, *GEMINI, *checkpoints, "runtime.suspect_iters=4")
     with ElasticJob(4, tmp_path, *overrides, ckpt="gemini", setup=functools.partial(_diverge, 8)) as job:
         job.order(0, Phase.BACKWARD, iteration=7)
         result = job.wait()
     told = events_of(job.run, LossNotFinite, 1)
-    assert [event.source.split("/")[-1] for event in told] == [
-        "host memory at iteration 6",
-        "iter_0000004 at iteration 4",
-    ]
+    six, four = "iter_0000006 at iteration 6", "iter_0000004 at iteration 4"
+    assert [event.source.split("/")[-1] for event in told] == ["host memory at iteration 6", six, four], (
+        "and not the one at 2"
+    )
     assert told[-1].action == "training goes on as it is: nothing else leads elsewhere"
     assert result["digest_per_rank"] == uninterrupted(4, *TRAINING).digest_per_rank
 
