@@ -43,10 +43,11 @@ from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.groups import CPU_BACKEND
 from moe_ckpt.runtime.inject import StateLosses
+from moe_ckpt.runtime.meter import Meter
 from moe_ckpt.runtime.recover import Recovery
 from moe_ckpt.runtime.rejoin import Rejoin, adopt_kept
 from moe_ckpt.runtime.session import Parts, Session, SparseParts
-from moe_ckpt.runtime.sparse import Meter, SparseStores, SparseTier
+from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.boundary import BoundaryLog

@@ -127,14 +127,17 @@ class WindowChosen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChosen:
-    """How many iterations lie between whole snapshots from `iteration` on; `best` is by what was measured."""
+    """How many iterations lie between whole snapshots from `iteration` on; `best` is by what was measured.
+
+    `snapshot_cost_s`: what a snapshot adds to training, by stopping it and by slowing it down.
+    """
 
     iteration: int
     every_iters: int
     best: int
     iteration_s: float
     copy_bytes_per_s: float
-    stall_s: float
+    snapshot_cost_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

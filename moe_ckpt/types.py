@@ -124,7 +124,7 @@ class IntervalChoice:
     best: int
     iteration_s: float
     copy_bytes_per_s: float
-    stall_s: float
+    snapshot_cost_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,13 +180,15 @@ class Measured:
 
     Seconds of an iteration without stalls, on the slowest rank; bytes a second that the slowest rank copies to host
     memory and peers; popularity of the own stage's experts since the last window, float64 [experts in the table's
-    order]; seconds that a window has stopped training for, on the rank that it stopped longest.
+    order]; seconds that a snapshot has added to training on average, by stopping it and by slowing it down, on the rank
+    where that was most (None: not known yet); iterations since nothing was being copied.
     """
 
     iteration_s: float
     copy_bytes_per_s: float
     popularity: npt.NDArray[np.float64]
-    stall_s: float = 0.0
+    snapshot_cost_s: float | None = None
+    iters_since_quiet: int = 0
 
 
 class Phase(IntEnum):

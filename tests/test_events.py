@@ -78,7 +78,7 @@ EVENTS: tuple[Event, ...] = (
     Evaluated(iteration=50, loss=2.25),
     CheckpointSaved(iteration=50, directory="/run/iter_0000050", size_bytes=1 << 40, seconds=3.0, stall_s=0.5),
     CheckpointFailed(iteration=60, reason='No space left on "/run"'),
-    IntervalChosen(iteration=4, every_iters=3, best=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, stall_s=0.1),
+    IntervalChosen(iteration=4, every_iters=3, best=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, snapshot_cost_s=0.1),
     WindowPersisted(window_start=4, seconds=0.5),
     WindowChosen(iteration=4, num_slots=3, fitting=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, reordered=True),
     SnapshotTaken(iteration=5, window_start=4, slot=1, num_slots=3, size_bytes=400, dense_bytes=1200, copy_s=0.001),

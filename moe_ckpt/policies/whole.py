@@ -16,6 +16,8 @@ from moe_ckpt.policies.moevement import AUTO, StageProfile, is_due
 from moe_ckpt.schedule import refit
 from moe_ckpt.types import IntervalChoice, Measured, SlotPlan, SnapshotPlan
 
+_STALE_ITERS = 64
+
 
 class WholeSnapshots:
     """A snapshot of everything at first, then one at every interval. `num_copies` others' snapshots are kept, too.
@@ -44,14 +46,20 @@ class WholeSnapshots:
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return what to take of the state after `iteration` steps: everything, or nothing.
 
-        Asks for measurements where a snapshot is due, and for every_iters=auto at first: where nothing has been
-        measured yet, the interval is chosen after `profile_iters` iterations.
+        Asks for measurements where a snapshot is due and every_iters=auto. Until what a snapshot costs is known, there
+        is one every `profile_iters` iterations. Where something was being copied in all of the last _STALE_ITERS, the
+        next comes an iteration later: what iterations take by themselves may have changed.
         """
         every = self._config.durable_every_iters
         durable = self._next is not None and every > 0 and iteration % every == 0
         if self._next is not None and iteration < self._next:
             return SnapshotPlan(durable=durable)
-        return self._take(iteration, self._choose(measure()) if self._is_auto else None, durable=durable)
+        if not self._is_auto:
+            return self._take(iteration, None, durable=durable)
+        measured = measure()
+        choice = self._choose(measured)
+        rest_iters = int(measured.iters_since_quiet >= _STALE_ITERS)
+        return self._take(iteration, choice, durable=durable, rest_iters=rest_iters)
 
     def forecast(self) -> MemoryForecast:
         """Return the host memory that the rank with the most of it needs."""
@@ -78,8 +86,10 @@ class WholeSnapshots:
     def _is_auto(self) -> bool:
         return self._config.every_iters == AUTO
 
-    def _take(self, iteration: int, choice: IntervalChoice | None, *, durable: bool) -> SnapshotPlan:
-        self._next = iteration + (self._every_iters or self._config.profile_iters)
+    def _take(
+        self, iteration: int, choice: IntervalChoice | None, *, durable: bool, rest_iters: int = 0
+    ) -> SnapshotPlan:
+        self._next = iteration + (self._every_iters or self._config.profile_iters) + rest_iters
         everything = tuple(range(self._num_operators))
         plan = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=())
         to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
@@ -89,10 +99,14 @@ class WholeSnapshots:
 
     def _choose(self, measured: Measured) -> IntervalChoice | None:
         """Set the interval by what was measured; None, and no interval, while that is nothing."""
-        if measured.iteration_s <= 0:
+        cost_s = measured.snapshot_cost_s
+        if measured.iteration_s <= 0 or cost_s is None:
             return None
         copy_s = max(self._sizes) / measured.copy_bytes_per_s
-        best = max(copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s), self._aimed_at(measured))
+        best = max(
+            copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s),
+            self._aimed_at(iteration_s=measured.iteration_s, checkpoint_s=cost_s),
+        )
         is_first = self._every_iters == 0
         self._every_iters = best if is_first else refit(self._every_iters, best, drift=self._config.interval_drift)
         return IntervalChoice(
@@ -100,14 +114,13 @@ class WholeSnapshots:
             best=best,
             iteration_s=measured.iteration_s,
             copy_bytes_per_s=measured.copy_bytes_per_s,
-            stall_s=measured.stall_s,
+            snapshot_cost_s=cost_s,
         )
 
-    def _aimed_at(self, measured: Measured) -> int:
-        costs = {"iteration_s": measured.iteration_s, "checkpoint_s": measured.stall_s}
+    def _aimed_at(self, *, iteration_s: float, checkpoint_s: float) -> int:
         if isinstance(self._config, GeminiConfig):
-            return best_interval(**costs, mtbf_s=self._config.mtbf_s)
-        return capped_interval(**costs, overhead=self._config.overhead)
+            return best_interval(iteration_s=iteration_s, checkpoint_s=checkpoint_s, mtbf_s=self._config.mtbf_s)
+        return capped_interval(iteration_s=iteration_s, checkpoint_s=checkpoint_s, overhead=self._config.overhead)
 
     def _forecast_of(self, stage: int) -> MemoryForecast:
         return forecast(

@@ -14,14 +14,12 @@ may take until the next one to reach peers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
@@ -34,6 +32,7 @@ from moe_ckpt.config import InMemoryConfig, MoevementConfig
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken, WindowPersisted
 from moe_ckpt.popularity import accumulate, carried_over
+from moe_ckpt.runtime.meter import Meter
 from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.boundary import BoundaryLog
@@ -47,8 +46,8 @@ from moe_ckpt.store.steps import StepLog
 from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients, SlotPlan
 
 _log = logging.getLogger(__name__)
-_RECENT_ITERS = 16
 _NOTHING = -1  # where the start of a window is meant
+_UNKNOWN = -1.0  # where seconds are meant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,58 +95,6 @@ class _Found(IntEnum):
     ALL = 2
 
 
-class Clock:
-    """Seconds of recent iterations, without what checkpointing adds to them."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_RECENT_ITERS)
-        self._since_s = 0.0
-        self._so_far_s = 0.0
-
-    def started(self) -> None:
-        self._so_far_s = 0.0
-        self._since_s = time.monotonic()
-
-    def paused(self) -> None:
-        self._so_far_s += time.monotonic() - self._since_s
-
-    def resumed(self) -> None:
-        self._since_s = time.monotonic()
-
-    def finished(self) -> None:
-        self.paused()
-        self._recent.append(self._so_far_s)
-
-    def iteration_s(self) -> float:
-        """Return the median, or 0 before the first iteration."""
-        return statistics.median(self._recent) if self._recent else 0.0
-
-
-class Meter:
-    """What this rank has measured so far, which a recovery does not change: `popularity` is by expert of its stage."""
-
-    def __init__(self, num_experts: int) -> None:
-        self.clock = Clock()
-        self.copy_rates: deque[float] = deque(maxlen=_RECENT_ITERS)
-        self.stalls: deque[float] = deque(maxlen=_RECENT_ITERS)
-        self.popularity = np.zeros(num_experts)
-        self._stall_s = 0.0
-
-    @contextlib.contextmanager
-    def stalling(self) -> Iterator[None]:
-        """Training waits for the snapshots of a window."""
-        since_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._stall_s += time.monotonic() - since_s
-
-    def window_ended(self) -> None:
-        """All stalls since the last call were those of one window."""
-        self.stalls.append(self._stall_s)
-        self._stall_s = 0.0
-
-
 class SparseTier:
     """Carries out the policy's slot plans. All hooks are collective over all ranks."""
 
@@ -190,11 +137,11 @@ class SparseTier:
             self._begin_logs(iteration)
         if self._counts:
             self._counts.begin()
-        self._meter.clock.started()
+        self._meter.iteration_started(is_quiet=self._is_idle())
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are there, no parameter has changed yet."""
-        self._meter.clock.paused()
+        self._meter.paused()
         self.stop_observing()
         if self._logs:
             self._stores.steps.add(self._stage.record(iteration, gradients))
@@ -209,11 +156,11 @@ class SparseTier:
             self._confirm(wait=self._logs)
         if self._to_disk and self._to_disk.done.done():
             self.finish_persisting()
-        self._meter.clock.resumed()
+        self._meter.resumed()
 
     def committed(self, iteration: int) -> None:
         """The state is that after `iteration` steps."""
-        self._meter.clock.finished()
+        self._meter.iteration_finished()
         if self._logs:
             self.note_start(iteration + 1)
 
@@ -228,6 +175,7 @@ class SparseTier:
             self._confirm(wait=True)
         self._collect(wait=True)
         if plan.slot == 0:
+            self._meter.snapshot_began()
             self._goes_to_disk = to_disk
             self._stores.memory.begin(plan.window_start, plan.num_slots)
         self._newest = plan
@@ -246,6 +194,7 @@ class SparseTier:
         dist.all_reduce(num_kept, op=dist.ReduceOp.MIN)
         if not num_kept.item():
             self._confirm(wait=True)
+            self._meter.forget_snapshot()  # no other has training wait for all of it
 
     def stop_observing(self) -> None:
         """The pass over the batch is over: what follows is neither logged nor counted."""
@@ -276,6 +225,7 @@ class SparseTier:
     def abort(self) -> None:
         """What was being done has come to nothing: stop looking, finish copies, drop an incomplete window."""
         self.stop_observing()
+        self._meter.forget_snapshot()
         self._stage.abandon_pass()
         self._operators.freeze(())
         self.settle()
@@ -355,7 +305,6 @@ class SparseTier:
         if found is _Found.NOT_YET:
             return
         self._awaits_confirmation = False
-        self._meter.window_ended()
         if found is _Found.ALL:
             self._keep()
             self._drop_old_logs()
@@ -398,21 +347,22 @@ class SparseTier:
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is there, on all ranks alike."""
         found = self._find(wait=wait)  # first: what is on disk may be more then
-        stall_s = statistics.median(self._meter.stalls) if self._meter.stalls else 0.0
-        clock_s, rate = self._meter.clock.iteration_s(), self._copy_bytes_per_s()
-        mine = [clock_s, -rate, stall_s, -float(found), -float(self._on_disk)]
+        cost_s, rate = self._meter.snapshot_cost_s(), self._copy_bytes_per_s()
+        times = [self._meter.iteration_s(), _UNKNOWN if cost_s is None else cost_s, self._meter.iters_since_quiet()]
+        mine = [*times, -rate, -float(found), -float(self._on_disk)]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         if self._counts:
             dist.all_reduce(popularity, group=self._place.stage_group)
-        iteration_s, negative_rate, stall_s, least, oldest = worst.tolist()
+        iteration_s, cost_s, since_quiet, negative_rate, least, oldest = worst.tolist()
         self._on_all_disks = int(-oldest)
         self._measured = Measured(
             iteration_s=iteration_s,
             copy_bytes_per_s=-negative_rate,
             popularity=popularity.cpu().numpy(),
-            stall_s=stall_s,
+            snapshot_cost_s=None if cost_s == _UNKNOWN else cost_s,
+            iters_since_quiet=int(since_quiet),
         )
         return _Found(int(-least))
 
@@ -432,6 +382,10 @@ class SparseTier:
             return _Found.NOT_YET
         with self._meter.stalling():
             return _Found.ALL if journal.has_copies(window.snapshots) else _Found.NOTHING
+
+    def _is_idle(self) -> bool:
+        """Return whether nothing of this rank is being copied."""
+        return self._stores.memory.in_flight() is None and self._to_disk is None
 
     def _drop_old_logs(self) -> None:
         oldest = self._stores.memory.oldest_needed_iteration()

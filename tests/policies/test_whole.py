@@ -59,9 +59,17 @@ def checkfreq(**changes: Any) -> CheckfreqConfig:
     return CheckfreqConfig(**(defaults | changes))
 
 
-def measuring(*, stall_s: float = 0.0, copy_bytes_per_s: float = math.inf) -> Callable[[], Measured]:
+def measuring(
+    *, cost_s: float | None = 0.0, copy_bytes_per_s: float = math.inf, since_quiet: int = 0
+) -> Callable[[], Measured]:
     """Iterations of two seconds."""
-    measured = Measured(iteration_s=2.0, copy_bytes_per_s=copy_bytes_per_s, popularity=np.zeros(0), stall_s=stall_s)
+    measured = Measured(
+        iteration_s=2.0,
+        copy_bytes_per_s=copy_bytes_per_s,
+        popularity=np.zeros(0),
+        snapshot_cost_s=cost_s,
+        iters_since_quiet=since_quiet,
+    )
     return lambda: measured
 
 
@@ -89,16 +97,30 @@ def test_the_interval_is_chosen_once_iterations_have_been_measured() -> None:
     policy = WholeSnapshots(config(mtbf_s=100.0), [equal(3)], 0)
     assert policy.plan(0, nothing_yet) == SnapshotPlan(sparse=everything_at(0))
     assert taken(policy, range(1, 5), unasked) == []
-    plan = policy.plan(5, measuring(stall_s=2.0))
+    plan = policy.plan(5, measuring(cost_s=2.0))
     assert plan.sparse == everything_at(5)
     assert plan.interval is not None
     assert (plan.interval.every_iters, plan.interval.best) == (10, 10), "sqrt(2 * 2.0 * 100.0) seconds"
-    assert taken(policy, range(6, 36), measuring(stall_s=2.0)) == [15, 25, 35]
+    assert taken(policy, range(6, 36), measuring(cost_s=2.0)) == [15, 25, 35]
+
+
+def test_until_the_cost_of_a_snapshot_is_known_there_is_one_every_few_iterations() -> None:
+    policy = WholeSnapshots(config(profile_iters=3), [equal(3)], 0)
+    assert taken(policy, range(10), measuring(cost_s=None)) == [0, 3, 6, 9]
+
+
+def test_an_iteration_is_left_alone_where_none_has_been_for_long() -> None:
+    policy = WholeSnapshots(config(), [equal(3)], 0)
+    assert taken(policy, range(4), measuring(since_quiet=63)) == [0, 1, 2, 3]
+    assert taken(policy, range(4, 6), measuring(since_quiet=64)) == [4]
+    assert taken(policy, range(6, 9), measuring()) == [6, 7, 8]
+    fixed = WholeSnapshots(config(every_iters=1), [equal(3)], 0)
+    assert taken(fixed, range(4), measuring(since_quiet=64)) == [0, 1, 2, 3]
 
 
 def test_what_was_measured_before_a_fault_still_counts() -> None:
     policy = WholeSnapshots(config(mtbf_s=100.0), [equal(3)], 0)
-    assert taken(policy, range(7, 20), measuring(stall_s=2.0)) == [7, 17]
+    assert taken(policy, range(7, 20), measuring(cost_s=2.0)) == [7, 17]
 
 
 def test_a_snapshot_waits_for_none_that_is_still_being_copied() -> None:
@@ -115,14 +137,14 @@ def test_the_slowest_stage_counts() -> None:
 
 def test_the_interval_changes_when_the_best_one_is_far_off() -> None:
     policy = WholeSnapshots(config(mtbf_s=100.0, interval_drift=0.25), [equal(3)], 0)
-    assert taken(policy, range(11), measuring(stall_s=2.0)) == [0, 10]
-    near = policy.plan(20, measuring(stall_s=2.5)).interval
+    assert taken(policy, range(11), measuring(cost_s=2.0)) == [0, 10]
+    near = policy.plan(20, measuring(cost_s=2.5)).interval
     assert near is not None
     assert (near.every_iters, near.best) == (10, 11)
-    far = policy.plan(30, measuring(stall_s=8.0)).interval
+    far = policy.plan(30, measuring(cost_s=8.0)).interval
     assert far is not None
     assert (far.every_iters, far.best) == (20, 20)
-    assert taken(policy, range(31, 51), measuring(stall_s=8.0)) == [50]
+    assert taken(policy, range(31, 51), measuring(cost_s=8.0)) == [50]
 
 
 def test_whole_checkpoints_on_disk_come_beside_snapshots() -> None:
@@ -148,7 +170,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers() -> None:
 
 def test_under_a_cap_the_interval_is_the_shortest_that_keeps_to_it() -> None:
     policy = WholeSnapshots(checkfreq(overhead=0.05), [equal(3)], 0)
-    assert taken(policy, range(35), measuring(stall_s=1.0)) == [0, 10, 20, 30], "1 s in 10 iterations of 2 s are 5 %"
+    assert taken(policy, range(35), measuring(cost_s=1.0)) == [0, 10, 20, 30], "1 s in 10 iterations of 2 s are 5 %"
     assert "everything at the interval that keeps to ckpt.overhead=0.05:" in policy.notes()[0]
 
 

@@ -1,0 +1,98 @@
+"""What a rank measures while it trains: seconds of iterations, what a snapshot adds to them, rates, popularity.
+
+Must not: agree with other ranks, or decide anything. A snapshot costs time in two ways: training stands still for it,
+and what copies it in the background makes iterations slower. An iteration is quiet if nothing is being copied in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+_RECENT = 16
+_WARM_UP_ITERS = 2
+_ENOUGH_SNAPSHOTS = 3
+
+
+class Meter:
+    """What this rank has measured so far, which a recovery does not change.
+
+    `popularity` is by expert of its stage; `copy_rates` are bytes a second. The first iterations of a process, which
+    are slower, do not count.
+    """
+
+    def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.copy_rates: deque[float] = deque(maxlen=_RECENT)
+        self.popularity = np.zeros(num_experts)
+        self._now = now
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._quiet: deque[float] = deque(maxlen=_RECENT)
+        self._busy: list[float] = []
+        self._stall_s = 0.0
+        self._counts = False
+        self._costs: deque[float] = deque(maxlen=_RECENT)
+        self._since_s = 0.0
+        self._so_far_s = 0.0
+        self._is_quiet = False
+        self._num_iters = 0
+        self._num_since_quiet = 0
+
+    def iteration_started(self, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+        self._so_far_s = 0.0
+        self._since_s = self._now()
+
+    def paused(self) -> None:
+        """What comes is no work of the iteration's own."""
+        self._so_far_s += self._now() - self._since_s
+
+    def resumed(self) -> None:
+        self._since_s = self._now()
+
+    def iteration_finished(self) -> None:
+        self.paused()
+        self._num_iters += 1
+        if self._num_iters <= _WARM_UP_ITERS:
+            return
+        self._recent.append(self._so_far_s)
+        (self._quiet if self._is_quiet else self._busy).append(self._so_far_s)
+        self._num_since_quiet = 0 if self._is_quiet else self._num_since_quiet + 1
+
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Training waits for snapshots."""
+        since_s = self._now()
+        try:
+            yield
+        finally:
+            self._stall_s += self._now() - since_s
+
+    def snapshot_began(self) -> None:
+        """All stalls and busy iterations until the next one are those of this snapshot, or window of them."""
+        if self._counts and self._quiet:
+            quiet_s = statistics.fmean(self._quiet)
+            self._costs.append(self._stall_s + sum(seconds - quiet_s for seconds in self._busy))
+        self._counts = True
+        self._stall_s = 0.0
+        self._busy.clear()
+
+    def forget_snapshot(self) -> None:
+        """What the last one costs is nothing that comes again."""
+        self._counts = False
+
+    def iteration_s(self) -> float:
+        """Return the median of recent iterations, or 0 before there is one."""
+        return statistics.median(self._recent) if self._recent else 0.0
+
+    def snapshot_cost_s(self) -> float | None:
+        """Return what a snapshot has added to training on average; None before enough have been measured."""
+        return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= _ENOUGH_SNAPSHOTS else None
+
+    def iters_since_quiet(self) -> int:
+        """Return how old the newest quiet iteration is: what iterations take by themselves may have changed since."""
+        return self._num_since_quiet
