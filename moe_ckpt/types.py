@@ -105,6 +105,64 @@ class SlotPlan:
     compute: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Version:
+    """A state of a run whose recoveries may lose something: after `iteration` steps in the line that `lineage` numbers.
+
+    Every recovery begins a new line: states of one iteration on two lines differ.
+    """
+
+    lineage: int
+    iteration: int
+
+    def __str__(self) -> str:
+        return f"{self.iteration}" if not self.lineage else f"{self.iteration} (line {self.lineage})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPlan:
+    """What is kept and replaced by itself in a partial checkpoint, by its name: of some operators some of the state.
+
+    Numbers are positions in the stage's OperatorTable; of those in `weights` master weights are taken, of those in
+    `moments` moments, of those in `full` both and buffers. Beside own memory it is kept on peers, on disk, or both.
+    """
+
+    name: str
+    full: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    moments: tuple[int, ...] = ()
+    on_peers: bool
+    on_disk: bool
+
+
+CORE = "core"
+"""The name of the unit that every partial snapshot takes; all other units may be older."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialPlan:
+    """One partial snapshot, of the state after `iteration` steps: the core and some of the other `units`.
+
+    `all_units` names all that make a checkpoint together. It is a window of one slot.
+    """
+
+    iteration: int
+    units: tuple[UnitPlan, ...]
+    all_units: tuple[str, ...]
+
+    @property
+    def window_start(self) -> int:
+        return self.iteration
+
+    @property
+    def slot(self) -> int:
+        return 0
+
+    @property
+    def num_slots(self) -> int:
+        return 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowChoice:
     """How a sparse window came about: its slots, how many would fit, what that follows from, and if order is new."""
@@ -136,7 +194,7 @@ class SnapshotPlan:
     """
 
     durable: bool = False
-    sparse: SlotPlan | None = None
+    sparse: SlotPlan | PartialPlan | None = None
     window: WindowChoice | None = None
     interval: IntervalChoice | None = None
     to_disk: bool = False

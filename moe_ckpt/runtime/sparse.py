@@ -268,7 +268,7 @@ class SparseTier:
         )
         full, compute = frozenset(plan.full), frozenset(plan.compute)
         pieces = functools.partial(self._operators.pieces, full, compute)
-        self._stores.engine.capture(header, pieces, self._operators.buffer_pieces(full | compute))
+        self._stores.engine.capture([(header, pieces, self._operators.buffer_pieces(full | compute))])
 
     def _collect(self, *, wait: bool) -> None:
         try:

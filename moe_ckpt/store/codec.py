@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.types import ParallelLayout, RunIdentity
+from moe_ckpt.types import ParallelLayout, RunIdentity, Version
 
 FORMAT_VERSION = 1
 ROLES = COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = ("compute", "master", "exp_avg", "exp_avg_sq", "buffer")
@@ -98,11 +98,28 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnitTag:
+    """What a snapshot is in a partial checkpoint: the unit called `name`, of the run's line `lineage`.
+
+    `seen_tokens` are those that its expert had been trained with. `on_peers`, `on_disk`: where it is kept beside own
+    memory. `complete_with`, of the core: the names of all units that make a checkpoint of this rank.
+    """
+
+    name: str
+    lineage: int
+    on_peers: bool
+    on_disk: bool
+    seen_tokens: int
+    complete_with: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotHeader:
     """Everything about a snapshot but its bytes: the state after `iteration`, which is slot `slot` of a window.
 
     The snapshot of slot k is that of iteration `window_start` + k. `full` and `compute` name operators; `adam_steps`
-    holds the step count of each inner optimizer; `checksum` is that of the first `payload_bytes` bytes.
+    holds the step count of each inner optimizer; `checksum` is that of the first `payload_bytes` bytes. `unit` is set
+    in partial checkpoints, whose windows have one slot and several snapshots.
     """
 
     identity: RunIdentity
@@ -117,8 +134,15 @@ class SnapshotHeader:
     parts: tuple[Part, ...]
     payload_bytes: int
     checksum: int
+    unit: UnitTag | None = None
+
+    @property
+    def version(self) -> Version:
+        return Version(lineage=self.unit.lineage if self.unit else 0, iteration=self.iteration)
 
     def __str__(self) -> str:
+        if self.unit:
+            return f"rank {self.shard.global_rank}'s snapshot of {self.unit.name} at iteration {self.version}"
         place = f"slot {self.slot} of {self.num_slots}, window from {self.window_start}"
         return f"rank {self.shard.global_rank}'s snapshot of iteration {self.iteration} ({place})"
 
@@ -270,8 +294,17 @@ def _header_from(body: object) -> SnapshotHeader:
         "parts": _tuple_of(_part_from),
         "payload_bytes": _count,
         "checksum": _hash,
+        "unit": _unit_from,
     }
     return SnapshotHeader(**_read(body, readers))
+
+
+def _unit_from(content: object) -> UnitTag | None:
+    if content is None:
+        return None
+    flags = dict.fromkeys(("on_peers", "on_disk"), lambda value: _typed(bool, value))
+    counts = dict.fromkeys(("lineage", "seen_tokens"), _count)
+    return UnitTag(**_read(content, {"name": _text, "complete_with": _tuple_of(_text), **flags, **counts}))
 
 
 def _identity_from(content: object) -> RunIdentity:

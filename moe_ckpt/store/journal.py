@@ -35,7 +35,7 @@ from moe_ckpt.store.steps import StepRecord
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
-_SNAPSHOT, _START, _RECORD = "snapshot-", "start-", "record-"
+_SNAPSHOT, _LOCAL, _START, _RECORD = "snapshot-", "local-", "start-", "record-"
 _TIED = "tied_gradient"
 _RECENT_COPIES = 16
 
@@ -94,11 +94,13 @@ class Journal:
     def add_snapshot(self, snapshot: Snapshot) -> None:
         """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError."""
         header = snapshot.header
-        key = f"{_SNAPSHOT}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
+        kind = _SNAPSHOT if header.unit is None or header.unit.on_peers else _LOCAL
+        key = f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
         with self._lock:
             self.folder.publish(key, header_to_json(header), snapshot.payload, header.payload_bytes)
             self._keys[id(snapshot.payload)] = key
-            self._copy(key, header.payload_bytes)
+            if kind == _SNAPSHOT:
+                self._copy(key, header.payload_bytes)
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Keep it no longer: its memory is about to be used again."""
@@ -128,12 +130,12 @@ class Journal:
 
     def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
         """Wait until peers hold these snapshots, and what the iteration after each starts from; return if they do."""
-        return self._are_copied(self._keys_of(snapshots))
+        return self._are_copied(self._copied_keys_of(snapshots))
 
     def awaits_copies(self, snapshots: Iterable[Snapshot]) -> bool:
         """Return whether `has_copies` would wait."""
         assert self._copying is not None, "asked for copies before peers were told of anything"
-        copies = [self._copying.get(key) for key in self._keys_of(snapshots)]
+        copies = [self._copying.get(key) for key in self._copied_keys_of(snapshots)]
         return any(copy is not None and not copy.done() for copy in copies)
 
     def persist(self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None) -> Future[None]:
@@ -147,6 +149,18 @@ class Journal:
         there = BlobFolder(disk.path).keys()
         stale = [] if keep is None else [key for key in there if key not in keys and not _belongs_to(key, keep)]
         return disk.persist(keys, stale)
+
+    def persist_units(
+        self, disk: LocalDisk, units: Sequence[Snapshot], *, also: Sequence[Snapshot] | None
+    ) -> Future[None]:
+        """Start copying units of a partial checkpoint to disk.
+
+        Of what is there only `also` stays beside them; None: all of it.
+        """
+        keys = self._keys_of(units)
+        there = BlobFolder(disk.path).keys()
+        needed = {*keys, *(self._keys_of(also) if also is not None else there)}
+        return disk.persist(keys, [key for key in there if key not in needed])
 
     def wait_for(self, persisted: Future[None]) -> None:
         """Wait for what `persist` has started. Raises CheckpointSaveError if it failed, or takes too long."""
@@ -164,7 +178,7 @@ class Journal:
 
     def num_copies(self, snapshots: Iterable[Snapshot], held: Iterable[Collection[str]]) -> int:
         """Return how many peers have all of these snapshots. `held`: the keys that each of them has."""
-        wanted = set(self._keys_of(snapshots))
+        wanted = set(self._copied_keys_of(snapshots))
         return sum(wanted.issubset(keys) for keys in held)
 
     def stop_copying(self) -> None:
@@ -178,7 +192,7 @@ class Journal:
         `held`: the keys that each of them has. Where a copy fails they keep what they have until copies begin again.
         """
         with self._lock:
-            kept = self.folder.keys()
+            kept = [key for key in self.folder.keys() if not key.startswith(_LOCAL)]
             everywhere = set(kept).intersection(*held)
             self._copying, self._copies_fail = {key: _done() for key in everywhere}, False
             for key in kept:
@@ -209,7 +223,7 @@ class Journal:
             self.folder.clear()
             self._unfinished.unlink()
         blobs = self.folder.adopt()
-        self._keys = {id(blob.payload): key for key, blob in blobs.items() if key.startswith(_SNAPSHOT)}
+        self._keys = {id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)}
         return _kept(blobs)
 
     def replace(self, fetch: Callable[[BlobFolder], int]) -> int:
@@ -233,8 +247,11 @@ class Journal:
 
     def _keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
         kept = list(snapshots)
-        starts = [f"{_START}{snapshot.header.iteration + 1}" for snapshot in kept]
+        starts = [f"{_START}{snapshot.header.iteration + 1}" for snapshot in kept if snapshot.header.unit is None]
         return starts + [self._keys[id(snapshot.payload)] for snapshot in kept]
+
+    def _copied_keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
+        return [key for key in self._keys_of(snapshots) if not key.startswith(_LOCAL)]
 
     @property
     def _unfinished(self) -> Path:
@@ -286,8 +303,12 @@ class Journal:
 
 def newest_snapshot(keys: Iterable[str]) -> int | None:
     """Return the newest iteration that a snapshot is of, whole or not; None for none."""
-    places = (key.removeprefix(_SNAPSHOT).split("-") for key in keys if key.startswith(_SNAPSHOT))
-    return max((int(start) + int(slot) for start, slot, _ in places), default=None)
+    places = (key.split("-") for key in keys if _is_snapshot(key))
+    return max((int(start) + int(slot) for _, start, slot, _ in places), default=None)
+
+
+def _is_snapshot(key: str) -> bool:
+    return key.startswith((_SNAPSHOT, _LOCAL))
 
 
 def _belongs_to(key: str, window_start: int) -> bool:
@@ -308,6 +329,18 @@ def _done() -> Future[None]:
     return future
 
 
+def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
+    """Return the units of partial checkpoints in somebody's folder, by key, with headers undamaged; it may change."""
+    units: dict[str, Snapshot] = {}
+    for key in filter(_is_snapshot, folder.keys()):
+        with contextlib.suppress(CheckpointLoadError):
+            blob = folder.get(key)
+            header = header_from_json(blob.header)
+            if header.unit is not None and blob.payload is not None:
+                units[key] = Snapshot(header=header, payload=blob.payload)
+    return units
+
+
 def read_kept(folder: BlobFolder) -> Kept:
     """Return what somebody else's folder holds, undamaged; it may change meanwhile."""
     blobs: dict[str, Blob] = {}
@@ -323,7 +356,7 @@ def _kept(blobs: Mapping[str, Blob]) -> Kept:
     records: dict[int, StepRecord] = {}
     for key, blob in blobs.items():
         try:
-            if key.startswith(_SNAPSHOT) and blob.payload is not None:
+            if _is_snapshot(key) and blob.payload is not None:
                 snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
             elif key.startswith(_START):
                 starts[int(key.removeprefix(_START))] = _tensors(blob)[0]

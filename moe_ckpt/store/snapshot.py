@@ -1,4 +1,4 @@
-r"""Takes one rank's sparse snapshots into host memory while training goes on (MoEvement, sections 3.2 and 4).
+r"""Takes one rank's snapshots into host memory while training goes on (MoEvement, sections 3.2 and 4).
 
 Owns: one capture from start to where it is kept. Must not: decide what is taken, or how long it is kept.
 
@@ -26,6 +26,10 @@ Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
 """Something to take: what it is, the tensor, and its range in the flattened whole."""
 
 
+Wanted = tuple[SnapshotHeader, Callable[[], Sequence[Piece]], Sequence[Piece]]
+"""A snapshot to take: its header without parts, size and checksum, its pieces, and those that change at once."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Taken:
     """A snapshot, and the seconds that copying it took."""
@@ -36,8 +40,8 @@ class Taken:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Capture:
-    copied: Future[Taken]
-    finished: Future[Snapshot]
+    copied: Future[list[Taken]]
+    finished: Future[list[Taken]]
 
 
 class SnapshotEngine:
@@ -49,16 +53,19 @@ class SnapshotEngine:
         self._keeper = keeper
         self._capture: _Capture | None = None
 
-    def capture(self, header: SnapshotHeader, pieces: Callable[[], Sequence[Piece]], changing: Sequence[Piece]) -> None:
-        """Start taking pieces; `header` needs no parts, size and checksum yet. What was taken before is collected.
+    def capture(self, wanted: Sequence[Wanted]) -> None:
+        """Start taking snapshots of one state, all or none of them. What was taken before is collected.
 
-        `pieces` is called from another thread; they must not change until `release` returns. Those in `changing` may
-        change as soon as this returns.
+        Their pieces are asked for from another thread, and must not change until `release` returns; those that change
+        may do so as soon as this returns.
         """
         assert self._capture is None, self._capture
-        kept = [(key, tensor.detach().clone(), whole) for key, tensor, whole in changing]
-        copied = self._copier.run(lambda: self._take(header, [*pieces(), *kept]))
-        self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish(copied.result())))
+        ready = [
+            (header, pieces, [(key, tensor.detach().clone(), whole) for key, tensor, whole in changing])
+            for header, pieces, changing in wanted
+        ]
+        copied = self._copier.run(lambda: self._take_all(ready))
+        self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish_all(copied.result())))
 
     def release(self) -> None:
         """Wait until the state that is being taken may change.
@@ -74,17 +81,17 @@ class SnapshotEngine:
             self._capture = None
             raise CheckpointSaveError(f"the snapshot could not be copied: {error}") from error
 
-    def collect(self, *, wait: bool) -> Taken | None:
-        """Return what has been taken, once; None while there is nothing, or, without `wait`, while it is unfinished.
+    def collect(self, *, wait: bool) -> list[Taken]:
+        """Return what has been taken, once; nothing while there is none, or, without `wait`, while it is unfinished.
 
         Raises CheckpointSaveError if it could not be taken or kept; then there is nothing to collect any more.
         """
         capture = self._capture
         if capture is None or not (wait or capture.finished.done()):
-            return None
+            return []
         self.release()
         self._capture = None
-        return Taken(snapshot=capture.finished.result(), copy_s=capture.copied.result().copy_s)
+        return capture.finished.result()
 
     def discard_torn(self) -> None:
         """Drop the capture in flight if it is not copied yet: the state under it has changed."""
@@ -93,10 +100,36 @@ class SnapshotEngine:
             return
         self._capture = None
         with contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
-            snapshot = capture.finished.result()
+            self._drop(capture.finished.result())
+
+    def _drop(self, finished: Sequence[Taken]) -> None:
+        for taken in finished:
             if self._keeper:
-                self._keeper.drop_snapshot(snapshot)
-            self._buffers.release(snapshot.payload)
+                self._keeper.drop_snapshot(taken.snapshot)
+            self._buffers.release(taken.snapshot.payload)
+
+    def _take_all(self, wanted: Sequence[Wanted]) -> list[Taken]:
+        taken: list[Taken] = []
+        try:
+            for header, pieces, kept in wanted:
+                taken.append(self._take(header, [*pieces(), *kept]))
+        except _COPY_ERRORS:
+            for done in taken:
+                self._buffers.release(done.snapshot.payload)
+            raise
+        return taken
+
+    def _finish_all(self, copied: Sequence[Taken]) -> list[Taken]:
+        finished: list[Taken] = []
+        try:
+            for taken in copied:
+                finished.append(replace(taken, snapshot=self._finish(taken)))  # noqa: PERF401 - it may raise
+        except CheckpointSaveError:
+            self._drop(finished)
+            for taken in copied[len(finished) + 1 :]:
+                self._buffers.release(taken.snapshot.payload)
+            raise
+        return finished
 
     def _take(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> Taken:
         parts, payload_bytes = layout_parts(pieces)

@@ -48,11 +48,10 @@ class Engine:
         self.engine = SnapshotEngine(self.copier, self.buffers)
 
     def capture(self, pieces: Sequence[Piece], changing: Sequence[Piece] = ()) -> None:
-        self.engine.capture(HEADER, lambda: pieces, changing)
+        self.engine.capture([(HEADER, lambda: pieces, changing)])
 
     def collected(self) -> Taken:
-        taken = self.engine.collect(wait=True)
-        assert taken is not None
+        (taken,) = self.engine.collect(wait=True)
         return taken
 
     def assert_usable(self) -> None:
@@ -171,9 +170,9 @@ def test_a_capture_goes_on_after_it_was_started(parts: Engine) -> None:
         return [piece(torch.ones(4))]
 
     with held(parts.copier):
-        parts.engine.capture(HEADER, pieces, [])
+        parts.engine.capture([(HEADER, pieces, [])])
         assert asked_in == []
-        assert parts.engine.collect(wait=False) is None
+        assert parts.engine.collect(wait=False) == []
         assert parts.buffers.in_use_bytes == 0
     parts.collected()
     assert len(asked_in) == 1
@@ -217,7 +216,7 @@ def test_a_snapshot_is_not_there_before_its_checksum_and_the_state_may_change_me
     parts.capture([piece(weight)])
     parts.engine.release()
     weight.zero_()
-    assert parts.engine.collect(wait=False) is None
+    assert parts.engine.collect(wait=False) == []
     parts.engine.discard_torn()
     go.set()
     snapshot = parts.collected().snapshot
@@ -228,9 +227,43 @@ def test_a_snapshot_is_not_there_before_its_checksum_and_the_state_may_change_me
 def test_a_finished_snapshot_is_collected_without_waiting(parts: Engine) -> None:
     parts.capture([piece(torch.ones(100))])
     parts.copier.then(lambda: None).result(WAIT_S)
-    taken = parts.engine.collect(wait=False)
-    assert taken is not None
+    (taken,) = parts.engine.collect(wait=False)
     verify(taken.snapshot, identity=IDENTITY, shard=SHARD)
+
+
+class FullKeeper:
+    """Keeps all snapshots but the `refused`-th."""
+
+    def __init__(self, refused: int) -> None:
+        self.refused = refused
+        self.kept: list[Snapshot] = []
+        self.dropped: list[Snapshot] = []
+
+    def add_snapshot(self, snapshot: Snapshot) -> None:
+        if len(self.kept) == self.refused:
+            raise CheckpointSaveError("no room")
+        self.kept.append(snapshot)
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        self.dropped.append(snapshot)
+
+
+@pytest.mark.parametrize("refused", range(4))
+def test_of_several_snapshots_all_are_kept_or_none(refused: int) -> None:
+    copier, buffers, keeper = HostCopier(), HostBuffers(PrivateMemory(pinned=False)), FullKeeper(refused)
+    engine = SnapshotEngine(copier, buffers, keeper)
+    tensors = [torch.full((5,), float(number)) for number in range(3)]
+    engine.capture([(HEADER, lambda tensor=tensor: [piece(tensor)], ()) for tensor in tensors])
+    if refused == 3:
+        taken = engine.collect(wait=True)
+        assert [only_part(each.snapshot).tolist() for each in taken] == [tensor.tolist() for tensor in tensors]
+        assert [id(each.snapshot) for each in taken] == [id(snapshot) for snapshot in keeper.kept]
+    else:
+        with pytest.raises(CheckpointSaveError, match="no room"):
+            engine.collect(wait=True)
+        assert keeper.dropped == keeper.kept
+        assert buffers.in_use_bytes == 0
+    copier.close()
 
 
 def test_collecting_waits_where_it_is_told_to(parts: Engine) -> None:
@@ -242,11 +275,11 @@ def test_collecting_waits_where_it_is_told_to(parts: Engine) -> None:
 
 def test_a_snapshot_is_collected_once(parts: Engine) -> None:
     parts.engine.release()
-    assert parts.engine.collect(wait=True) is None
+    assert parts.engine.collect(wait=True) == []
     parts.capture([piece(torch.ones(1))])
     parts.collected()
-    assert parts.engine.collect(wait=True) is None
-    assert parts.engine.collect(wait=False) is None
+    assert parts.engine.collect(wait=True) == []
+    assert parts.engine.collect(wait=False) == []
     parts.engine.release()
 
 
@@ -268,7 +301,7 @@ def test_a_torn_capture_is_dropped_with_its_memory(parts: Engine) -> None:
         parts.engine.discard_torn()
         assert parts.buffers.in_use_bytes == 0
     assert parts.buffers.total_bytes == 4012, "nothing was copied: the test is void"
-    assert parts.engine.collect(wait=True) is None
+    assert parts.engine.collect(wait=True) == []
     parts.engine.release()
     parts.assert_usable()
 
@@ -322,14 +355,15 @@ def test_a_capture_that_fails_says_so_and_leaves_nothing(
     pieces: Callable[[], Sequence[Piece]], end: Callable[[Engine], object]
 ) -> None:
     parts = Engine(limit_bytes=KIB)
-    parts.engine.capture(HEADER, pieces, [piece(torch.ones(2), "count", "buffer")])
+    before = (HEADER, lambda: [piece(torch.ones(3))], ())
+    parts.engine.capture([before, (HEADER, pieces, [piece(torch.ones(2), "count", "buffer")])])
     with pytest.raises(CheckpointSaveError, match=r"^the snapshot could not be copied: .+") as caught:
         end(parts)
     assert caught.value.__cause__ is not None
     assert parts.buffers.in_use_bytes == 0
     parts.engine.release()
     parts.engine.discard_torn()
-    assert parts.engine.collect(wait=True) is None
+    assert parts.engine.collect(wait=True) == []
     parts.assert_usable()
     parts.copier.close()
 

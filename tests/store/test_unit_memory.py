@@ -1,0 +1,219 @@
+"""Units in host memory: which make a checkpoint, what peers and disks still need, and when buffers are free again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.store.codec import Snapshot, SnapshotHeader, UnitTag
+from moe_ckpt.store.memory import HostBuffers
+from moe_ckpt.store.unit_memory import UnitMemory, compose, name_of
+from moe_ckpt.types import CORE, Version
+from tests.store.test_memory import IDENTITY, SHARD, pool
+
+NAMES = (CORE, "a", "b", "c")
+
+
+def unit(
+    name: str, iteration: int, *, lineage: int = 0, places: str = "", payload: torch.Tensor | None = None
+) -> Snapshot:
+    """A snapshot of a unit, kept on peers (p), on disk (d) or both beside own memory."""
+    tag = UnitTag(
+        name=name,
+        lineage=lineage,
+        on_peers="p" in places,
+        on_disk="d" in places,
+        seen_tokens=iteration,
+        complete_with=NAMES if name == CORE else (),
+    )
+    header = SnapshotHeader(
+        identity=IDENTITY,
+        shard=SHARD,
+        iteration=iteration,
+        window_start=iteration,
+        slot=0,
+        num_slots=1,
+        full=(name,),
+        compute=(),
+        adam_steps=(),
+        parts=(),
+        payload_bytes=0,
+        checksum=0,
+        unit=tag,
+    )
+    return Snapshot(header=header, payload=torch.empty(8, dtype=torch.uint8) if payload is None else payload)
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """A rank's memory, with its buffers, and a keeper that hears of what is dropped."""
+
+    buffers: HostBuffers = field(default_factory=pool)
+    dropped: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.memory = UnitMemory(self.buffers, self)
+
+    def add_snapshot(self, snapshot: Snapshot) -> None:
+        raise AssertionError("the engine adds")
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        self.dropped.append(said(snapshot))
+
+    def take(self, iteration: int, units: dict[str, str], *, lineage: int = 0) -> None:
+        """Take units, each kept at places."""
+        self.memory.begin(Version(lineage=lineage, iteration=iteration), len(units))
+        for name, places in units.items():
+            payload = self.buffers.acquire(8)
+            self.memory.add(unit(name, iteration, lineage=lineage, places=places, payload=payload))
+
+    def base(self, iteration: int = 0, *, lineage: int = 0) -> None:
+        self.take(iteration, dict.fromkeys(NAMES, "pd"), lineage=lineage)
+        self.memory.confirm()
+
+    def kept(self) -> set[str]:
+        return {said(snapshot) for snapshot in self.memory.snapshots()}
+
+
+def said(snapshot: Snapshot) -> str:
+    return f"{name_of(snapshot)}@{snapshot.header.iteration}"
+
+
+def at(iteration: int, lineage: int = 0) -> Version:
+    return Version(lineage=lineage, iteration=iteration)
+
+
+def composed(rank: Rank, version: Version) -> set[str]:
+    return {said(snapshot) for snapshot in rank.memory.checkpoint(version)}
+
+
+def test_a_checkpoint_has_each_unit_as_it_was_last_taken() -> None:
+    rank = Rank()
+    rank.base()
+    rank.take(1, {CORE: "", "a": ""})
+    rank.memory.confirm()
+    rank.take(2, {CORE: "", "b": ""})
+    rank.memory.confirm()
+    assert composed(rank, at(2)) == {"core@2", "a@1", "b@2", "c@0"}
+    assert composed(rank, at(1)) == set(), "its core is not kept any more"
+
+
+def test_what_has_been_replaced_is_dropped() -> None:
+    rank = Rank()
+    rank.base()
+    rank.take(1, dict.fromkeys(NAMES, "pd"))
+    rank.memory.confirm()
+    assert rank.dropped == ["core@0", "a@0", "b@0", "c@0"]
+    assert rank.kept() == {"core@1", "a@1", "b@1", "c@1"}
+
+
+def test_what_peers_and_disk_need_is_kept_beside_what_is_newer() -> None:
+    rank = Rank()
+    rank.base()
+    rank.take(1, {CORE: "p", "a": "p", "b": ""})
+    rank.memory.confirm()
+    assert composed(rank, at(1)) == {"core@1", "a@1", "b@1", "c@0"}
+    assert rank.kept() == {"core@1", "a@1", "b@1", "c@0"} | {"b@0"} | {"core@0", "a@0"}, "peers have b@0, the disk all"
+
+
+def test_the_checkpoint_on_disk_stays_whole_in_memory() -> None:
+    rank = Rank()
+    rank.base()
+    for iteration in (1, 2, 3):
+        rank.take(iteration, {CORE: "d" if iteration == 2 else "", "a": ""})
+        rank.memory.confirm(also=at(2) if iteration == 3 else None)
+    assert composed(rank, at(2)) == {"core@2", "a@2", "b@0", "c@0"}
+    assert composed(rank, at(3)) == {"core@3", "a@3", "b@0", "c@0"}
+
+
+def test_an_unfinished_snapshot_makes_no_checkpoint() -> None:
+    rank = Rank()
+    rank.base()
+    rank.memory.begin(at(1), 2)
+    rank.memory.add(unit(CORE, 1, payload=rank.buffers.acquire(8)))
+    window = rank.memory.in_flight()
+    assert window is not None
+    assert not window.complete
+    rank.memory.keep_complete()
+    assert rank.memory.in_flight() is None
+    assert rank.dropped == ["core@1"]
+    assert [window.start for window in rank.memory.windows()] == [0]
+
+
+def test_a_complete_snapshot_is_kept_beside_the_one_before_until_the_next() -> None:
+    rank = Rank()
+    rank.base()
+    rank.take(1, {CORE: "", "a": ""})
+    rank.memory.keep_complete()
+    assert [window.start for window in rank.memory.windows()] == [1, 0]
+    rank.take(2, dict.fromkeys(NAMES, "pd"))
+    rank.memory.confirm()
+    assert [window.start for window in rank.memory.windows()] == [2]
+
+
+def test_lines_do_not_mix() -> None:
+    rank = Rank()
+    rank.base()
+    rank.take(5, {CORE: "", "a": ""})
+    rank.memory.confirm()
+    rank.take(3, {CORE: "pd", "b": "pd"}, lineage=1)
+    rank.memory.keep_complete()
+    assert composed(rank, at(3, lineage=1)) == set(), "units of the line before do not count"
+    assert composed(rank, at(5)) == {"core@5", "a@5", "b@0", "c@0"}
+    rank.base(3, lineage=2)
+    assert rank.kept() == {"core@3", "a@3", "b@3", "c@3"}
+
+
+def test_what_an_earlier_process_has_kept_is_taken_over() -> None:
+    first, second = Rank(), Rank()
+    first.base()
+    first.take(1, {CORE: "", "a": ""})
+    first.memory.confirm()
+    second.memory.adopt(first.memory.snapshots())
+    assert composed(second, at(1)) == composed(first, at(1))
+    second.memory.clear()
+    assert second.buffers.in_use_bytes == 0
+
+
+def test_a_unit_of_the_version_that_is_missing_makes_no_checkpoint() -> None:
+    units = [unit(name, 0) for name in NAMES]
+    assert {said(snapshot) for snapshot in compose(units, at(0))} == {"core@0", "a@0", "b@0", "c@0"}
+    for missing in NAMES:
+        assert compose([each for each in units if name_of(each) != missing], at(0)) == ()
+
+
+PLACES = st.sampled_from(["", "p", "d", "pd"])
+SNAPSHOTS = st.lists(st.tuples(PLACES, st.dictionaries(st.sampled_from(NAMES[1:]), PLACES)), max_size=12)
+
+
+@given(snapshots=SNAPSHOTS, data=st.data())
+def test_every_place_can_always_make_a_checkpoint_and_nothing_else_is_kept(
+    snapshots: list[tuple[str, dict[str, str]]], data: st.DataObject
+) -> None:
+    rank, taken = Rank(), {name: {place: [0] for place in ("", "p", "d")} for name in NAMES}
+    rank.base()
+    for iteration, (places, others) in enumerate(snapshots, start=1):
+        units = {CORE: places, **others}
+        rank.take(iteration, units)
+        rank.memory.confirm()
+        for name, where in units.items():
+            for place in ("", *where):
+                taken[name][place].append(iteration)
+        newest = {f"{name}@{versions[-1]}" for name, places in taken.items() for versions in places.values()}
+        assert rank.kept() == newest
+        assert composed(rank, at(iteration)) == {f"{name}@{places[''][-1]}" for name, places in taken.items()}
+    assert rank.buffers.in_use_bytes == 8 * len(rank.memory.snapshots())
+
+
+@pytest.mark.parametrize("also", [None, at(0)])
+def test_memory_is_bounded(also: Version | None) -> None:
+    rank = Rank()
+    rank.base()
+    for iteration in range(1, 50):
+        rank.take(iteration, {CORE: "p", NAMES[1 + iteration % 3]: "p"})
+        rank.memory.confirm(also)
+        assert len(rank.memory.snapshots()) <= 3 * len(NAMES)
