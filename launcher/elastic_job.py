@@ -74,10 +74,10 @@ class ElasticJob:
             executed_iters=rejoined.executed_iters,
         )
         self._events.append(event)
-        return done, [_paragraph(event, self._reason, rejoined.plan.lines() if rejoined.plan else [])]
+        return done, [_paragraph(event, self._reason, rejoined.lines)]
 
 
-def _paragraph(event: Rejoined, reason: str, plan: list[str]) -> str:
+def _paragraph(event: Rejoined, reason: str, plan: Sequence[str]) -> str:
     """Return what a person wants to know of a fault. `reason`: why this process left; empty in one that is new."""
     died = "; ".join(event.deaths) or reason or "Started again"
     seconds = (

@@ -21,7 +21,7 @@ from moe_ckpt.adapters.megatron_durable import MegatronDurableState
 from moe_ckpt.adapters.megatron_operators import RankOperators, shard_identity, stage_group
 from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
 from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
-from moe_ckpt.adapters.megatron_router import RouterCounts, expert_capacity
+from moe_ckpt.adapters.megatron_router import RouterCounts, expert_capacity, router_top_k
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.adapters.megatron_wipe import StateWiper
 from moe_ckpt.config import (
@@ -29,6 +29,8 @@ from moe_ckpt.config import (
     CkptConfig,
     GeminiConfig,
     InMemoryConfig,
+    MocConfig,
+    MoetionConfig,
     MoevementConfig,
     NoneConfig,
     require,
@@ -37,18 +39,26 @@ from moe_ckpt.events import EventLog
 from moe_ckpt.faults import FaultSchedule, StateLoss
 from moe_ckpt.placement import placement_lines
 from moe_ckpt.policies.dense import make_policy
-from moe_ckpt.policies.moevement import SparseWindows, StageProfile
+from moe_ckpt.policies.moc import PartialExperts
+from moe_ckpt.policies.moetion import PopularExperts
+from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.policies.profile import StageProfile
 from moe_ckpt.policies.whole import WholeSnapshots
 from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.groups import CPU_BACKEND
 from moe_ckpt.runtime.inject import StateLosses
+from moe_ckpt.runtime.kept import KeptCopies
 from moe_ckpt.runtime.meter import Meter
 from moe_ckpt.runtime.recover import Recovery
 from moe_ckpt.runtime.rejoin import Rejoin, adopt_kept
+from moe_ckpt.runtime.rejoining import Rejoining
 from moe_ckpt.runtime.session import Parts, Session, SparseParts
+from moe_ckpt.runtime.shelf import UnitShelf, WindowShelf
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.runtime.stage import Place, Training
+from moe_ckpt.runtime.tokens import TokenAccount, TokenRate
+from moe_ckpt.runtime.unit_rejoin import UnitRejoin
 from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.copier import HostCopier
@@ -58,6 +68,7 @@ from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.memory import HostBuffers, PrivateMemory, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
+from moe_ckpt.store.unit_memory import UnitMemory
 from moe_ckpt.types import OperatorKind, RunIdentity
 
 
@@ -143,6 +154,8 @@ class _InMemory:
         self.schedule.check_fit(self.place.num_stages, self.place.identity.layout.dp)
         self.operators = RankOperators(state)
         self.stage = StageReplay(state, self.operators, loop.communicator, loop.forward_backward)
+        self.is_partial = isinstance(config, MocConfig | MoetionConfig)
+        self.account: TokenAccount | None = None
         self.stores: SparseStores | None = None
         self.counts: RouterCounts | None = None
         self.meter: Meter | None = None
@@ -151,16 +164,19 @@ class _InMemory:
         """Return parts that all ranks agree on; what this rank has in host memory stays. Collective over all ranks."""
         self.operators.meet()
         num_copies = self.elastic.replicas if self.elastic else 0
-        self.policy = _make_policy(self.config, _gather_profiles(self), self.place.stage, num_copies)
+        self.policy = _make_policy(self.config, _gather_profiles(self), self.place, num_copies)
         if self.elastic:
             self.elastic.use_peers()
         self.stores = self.stores or self._open_stores()
-        if self.config.recovers_locally:  # else nothing is ordered by popularity
+        if self.is_partial:
+            self.account = self.account or TokenAccount(self.operators.table)
+        if isinstance(self.config, MoevementConfig) or self.is_partial:  # else nobody asks for popularity
             self.counts = self.counts or RouterCounts(self.state, self.operators.table)
         training = Training(stage=self.stage, operators=self.operators, counts=self.counts)
         self.meter = self.meter or Meter(sum(op.kind is OperatorKind.EXPERT for op in self.operators.table.operators))
-        tier = SparseTier(self.config, self.place, training, self.stores, self.meter, self.events)
-        recovery = Recovery(self.place, training, self.stores, self.events)
+        shelf = self._shelf(self.stores)
+        tier = SparseTier(self.config, self.place, training, self.stores, shelf, self.meter, self.events, self.account)
+        recovery = None if self.is_partial else Recovery(self.place, training, self.stores, self.events)
         injected = StateLosses(self.schedule, StateWiper(self.state), self.place, tier.lose, self.events)
         parts = SparseParts(
             tier=tier,
@@ -169,23 +185,59 @@ class _InMemory:
             losses=injected,
             notes=[*self.policy.notes(), *self._placement()],
             recovers_locally=self.config.recovers_locally,
-            rejoin=self._rejoin(recovery, self.stores),
+            rejoin=self._rejoin(training, self.stores, shelf, recovery),
         )
         return Parts(policy=self.policy, sparse=parts)
 
-    def _rejoin(self, recovery: Recovery, stores: SparseStores) -> Rejoin | None:
+    def _shelf(self, stores: SparseStores) -> WindowShelf | UnitShelf:
+        if isinstance(stores.memory, SnapshotMemory):
+            return WindowShelf(self.place, self.operators, stores.memory, stores.journal, stores.disk)
+        assert self.account is not None
+        mine = self.operators.table.full_bytes[dist.get_rank(self.place.stage_group)]
+        owned = [position for position, nbytes in enumerate(mine.tolist()) if nbytes]
+        return UnitShelf(
+            self.place, self.stage, self.operators, self.account, stores.memory, stores.journal, stores.disk, owned
+        )
+
+    def _rejoin(
+        self, training: Training, stores: SparseStores, shelf: WindowShelf | UnitShelf, recovery: Recovery | None
+    ) -> Rejoining | None:
         if self.elastic is None:
             return None
-        logs_tied = self.stage.tied_gradient_bytes > 0
+        copies = KeptCopies(self.place, stores, self.elastic)
+        if recovery is None:
+            assert isinstance(shelf, UnitShelf)
+            assert isinstance(self.policy, PartialExperts | PopularExperts)
+            assert self.account
+            assert self.meter
+            return UnitRejoin(
+                self.place,
+                training,
+                stores,
+                shelf,
+                self.account,
+                self.meter,
+                self.policy,
+                copies,
+                self.elastic,
+                self.events,
+                self._token_rate(),
+            )
         return Rejoin(
             self.place,
             self.stage,
             stores,
             recovery,
+            copies,
             self.elastic,
-            logs_tied=logs_tied,
+            logs_tied=self.stage.tied_gradient_bytes > 0,
             recovers_locally=self.config.recovers_locally,
         )
+
+    def _token_rate(self) -> TokenRate:
+        loop, layout = self.loop, self.place.identity.layout
+        tokens = loop.num_micro_batches * loop.micro_batch_size * loop.sequence_length * layout.dp
+        return TokenRate(tokens=tokens, top_k=router_top_k(self.state))
 
     def _placement(self) -> list[str]:
         if self.elastic is None:
@@ -208,7 +260,9 @@ class _InMemory:
         stores = SparseStores(
             copiers=(copier, log_copier),
             engine=SnapshotEngine(copier, snapshot_buffers, journal),
-            memory=SnapshotMemory(snapshot_buffers, self.config.keep_windows, journal),
+            memory=UnitMemory(snapshot_buffers, journal)
+            if self.is_partial
+            else SnapshotMemory(snapshot_buffers, self.config.keep_windows, journal),
             steps=StepLog(journal),
             boundary=boundary,
             buffers=(log_buffers, snapshot_buffers),
@@ -263,13 +317,17 @@ def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:
 
 
 def _make_policy(
-    config: InMemoryConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int
-) -> SparseWindows | WholeSnapshots:
+    config: InMemoryConfig, stages: Sequence[StageProfile], place: Place, num_copies: int
+) -> SparseWindows | WholeSnapshots | PartialExperts | PopularExperts:
     match config:
         case MoevementConfig():
-            return SparseWindows(config, stages, own_stage, num_copies)
+            return SparseWindows(config, stages, place.stage, num_copies)
         case GeminiConfig() | CheckfreqConfig():
-            return WholeSnapshots(config, stages, own_stage, num_copies)
+            return WholeSnapshots(config, stages, place.stage, num_copies)
+        case MocConfig():
+            return PartialExperts(config, stages, place.stage, place.identity.layout.ep)
+        case MoetionConfig():
+            return PopularExperts(config, stages, place.stage, num_copies)
         case _:
             assert_never(config)
 

@@ -129,6 +129,14 @@ class WholeSnapshotsConfig(SavingConfig):
     def keep_windows(self) -> int:
         return 1
 
+    @property
+    def popularity(self) -> str:
+        return "hard"
+
+    @property
+    def popularity_decay(self) -> float:
+        return 0.0
+
     def __post_init__(self) -> None:
         SavingConfig.__post_init__(self)
         valid = self.every_iters == "auto" or (isinstance(self.every_iters, int) and self.every_iters >= 1)
@@ -178,7 +186,105 @@ class CheckfreqConfig(WholeSnapshotsConfig):
         _check_in_memory(self)
 
 
-InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialConfig(SavingConfig):
+    """What policies share that take some of the experts into host memory; all ranks roll back, and tokens are lost."""
+
+    every_iters: int
+    memory_budget_bytes: int | None
+    disk_every_iters: int
+    disk_path: str | None
+    disk_budget_bytes: int | None
+    durable_every_iters: int
+
+    @property
+    def recovers_locally(self) -> bool:
+        return False
+
+    @property
+    def logs_boundaries(self) -> bool:
+        return False
+
+    @property
+    def keep_windows(self) -> int:
+        return 1
+
+    @property
+    def profile_iters(self) -> int:
+        return 0
+
+    @property
+    def popularity(self) -> str:
+        return "hard"
+
+    @property
+    def popularity_decay(self) -> float:
+        return 0.0
+
+    def __post_init__(self) -> None:
+        SavingConfig.__post_init__(self)
+        require_at_least("ckpt.every_iters", self.every_iters, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MocConfig(PartialConfig):
+    """`ckpt=moc`: some experts of each layer to host memory, some of those to storage (MoC-System)."""
+
+    k_snapshot: Union[int, str]  # noqa: UP007
+    k_persist: int
+    selection: str
+    partial: str
+    dynamic_k: bool
+    plt_limit: float
+
+    @property
+    def replicas(self) -> int:
+        return 0
+
+    @property
+    def network_interface(self) -> None:
+        return None
+
+    def __post_init__(self) -> None:
+        require_choice("ckpt.policy", self.policy, ["moc"])
+        PartialConfig.__post_init__(self)
+        auto = self.k_snapshot == "auto"
+        valid = auto or (isinstance(self.k_snapshot, int) and self.k_snapshot >= 1)
+        require(valid, "ckpt.k_snapshot", self.k_snapshot, "auto or a number of experts of at least 1")
+        require_at_least("ckpt.k_persist", self.k_persist, 1)
+        wanted = f"at most ckpt.k_snapshot={self.k_snapshot}: what is persisted is some of what is in memory"
+        require(auto or self.k_persist <= int(self.k_snapshot), "ckpt.k_persist", self.k_persist, wanted)
+        require_choice("ckpt.selection", self.selection, ["sequential", "load"])
+        require_choice("ckpt.partial", self.partial, ["both", "weights", "moments"])
+        require(0.0 < self.plt_limit < 1.0, "ckpt.plt_limit", self.plt_limit, "more than 0 and less than 1")
+        _check_in_memory(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoetionConfig(PartialConfig):
+    """`ckpt=moetion`: the experts with the most tokens at risk, within budgets of each link (MoEtion)."""
+
+    experts: Union[int, str]  # noqa: UP007
+    remote_experts: Union[int, str]  # noqa: UP007
+    boost: float
+    replicas: Union[int, str]  # noqa: UP007
+    network_interface: str | None
+
+    def __post_init__(self) -> None:
+        require_choice("ckpt.policy", self.policy, ["moetion"])
+        PartialConfig.__post_init__(self)
+        for name in ("experts", "remote_experts"):
+            got = getattr(self, name)
+            valid = got == "auto" or (isinstance(got, int) and got >= 1)
+            require(valid, f"ckpt.{name}", got, "auto or a number of experts a layer of at least 1")
+        if isinstance(self.experts, int) and isinstance(self.remote_experts, int):
+            wanted = f"at most ckpt.experts={self.experts}: what peers keep is some of what is in memory"
+            require(self.remote_experts <= self.experts, "ckpt.remote_experts", self.remote_experts, wanted)
+        require(0.0 <= self.boost <= 1.0, "ckpt.boost", self.boost, "between 0 and 1")
+        _check_in_memory(self)
+
+
+InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig | MocConfig | MoetionConfig
 """Policies that keep snapshots in host memory, and live through the loss of ranks."""
 
 
@@ -233,4 +339,6 @@ CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
     "moevement": MoevementConfig,
     "gemini": GeminiConfig,
     "checkfreq": CheckfreqConfig,
+    "moc": MocConfig,
+    "moetion": MoetionConfig,
 }

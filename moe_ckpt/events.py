@@ -141,6 +141,35 @@ class IntervalChosen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsChosen:
+    """What the partial snapshot of an iteration takes: experts of each MoE layer of this rank's stage, by destination.
+
+    `on_peers` and `on_disk` are some of those in `memory`, or none where the snapshot does not go there.
+    """
+
+    iteration: int
+    memory: list[list[int]]
+    on_peers: list[list[int]]
+    on_disk: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensLost:
+    """Going back to a partial checkpoint, experts have lost what they were trained with since they were saved.
+
+    Of this rank's stage, by its MoE `layers`; `lost_by_expert` [layers][experts]. `plt` and `mlt` are of the whole job
+    and all faults so far, as shares of the tokens up to `iteration`. MoC, equation (7); MoEtion, equation (6).
+    """
+
+    iteration: int
+    layers: list[int]
+    lost_by_layer: list[int]
+    lost_by_expert: list[list[int]]
+    plt: float
+    mlt: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotTaken:
     """A sparse snapshot is in host memory: `size_bytes` on this rank, where a dense one has `dense_bytes`."""
 
@@ -275,6 +304,8 @@ Event = (
     | CheckpointFailed
     | WindowChosen
     | IntervalChosen
+    | ExpertsChosen
+    | TokensLost
     | SnapshotTaken
     | WindowPersisted
     | HostMemoryUsed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, IntEnum
@@ -143,12 +144,14 @@ CORE = "core"
 class PartialPlan:
     """One partial snapshot, of the state after `iteration` steps: the core and some of the other `units`.
 
-    `all_units` names all that make a checkpoint together. It is a window of one slot.
+    `checkpoint` are all units that make a checkpoint together, `facts` what the policy wants to know again after a
+    recovery. It is a window of one slot.
     """
 
     iteration: int
     units: tuple[UnitPlan, ...]
-    all_units: tuple[str, ...]
+    checkpoint: tuple[UnitPlan, ...]
+    facts: tuple[float, ...] = ()
 
     @property
     def window_start(self) -> int:
@@ -186,17 +189,27 @@ class IntervalChoice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertChoice:
+    """Which experts of each of a stage's MoE layers a snapshot takes to memory, and which of them go further."""
+
+    memory: tuple[tuple[int, ...], ...]
+    on_peers: tuple[tuple[int, ...], ...]
+    on_disk: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
     """What a policy wants saved after an iteration; the session carries it out.
 
-    `window` is set where one begins, `interval` where it was considered anew. `to_disk`: the window that begins here
-    goes to the local disk, too.
+    `window` is set where one begins, `interval` where it was considered anew, `experts` where only some are taken.
+    `to_disk`: the window that begins here goes to the local disk, too.
     """
 
     durable: bool = False
     sparse: SlotPlan | PartialPlan | None = None
     window: WindowChoice | None = None
     interval: IntervalChoice | None = None
+    experts: ExpertChoice | None = None
     to_disk: bool = False
 
 
@@ -239,7 +252,8 @@ class Measured:
     Seconds of an iteration without stalls, on the slowest rank; bytes a second that the slowest rank copies to host
     memory and peers; popularity of the own stage's experts since the last window, float64 [experts in the table's
     order]; seconds that a snapshot has added to training on average, by stopping it and by slowing it down, on the rank
-    where that was most (None: not known yet); iterations since nothing was being copied.
+    where that was most (None: not known yet); iterations since nothing was being copied; bytes a second that the
+    slowest rank copies to host memory alone, and to peers alone; whether any rank is still writing to its disk.
     """
 
     iteration_s: float
@@ -247,6 +261,9 @@ class Measured:
     popularity: npt.NDArray[np.float64]
     snapshot_cost_s: float | None = None
     iters_since_quiet: int = 0
+    host_bytes_per_s: float = math.inf
+    peer_bytes_per_s: float = math.inf
+    is_persisting: bool = False
 
 
 class Phase(IntEnum):

@@ -23,11 +23,10 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moe_ckpt.adapters.megatron_state import TrainingState, optimizer_slots, step_count, write_step_count
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
-from moe_ckpt.store.codec import BUFFER, COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, ShardIdentity
+from moe_ckpt.store.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity
 from moe_ckpt.store.snapshot import Piece
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
 
-_MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 _EDGES = {
     "embedding": OperatorKind.EMBEDDING,
     "rotary_pos_emb": OperatorKind.EMBEDDING,
@@ -66,7 +65,7 @@ class OwnedParameter:
         if self.is_sharded and self.start == self.end:
             return {}
         master, slots = optimizer_slots(self.optimizer, self.parameter)
-        return {MASTER: master.data.view(-1), **{key: slots[key].view(-1) for key in _MOMENTS}}
+        return {MASTER: master.data.view(-1), **{key: slots[key].view(-1) for key in MOMENTS}}
 
     def pieces(self, *, full: bool) -> Iterator[Piece]:
         """Yield the owned piece of the whole state, or of the compute weights."""

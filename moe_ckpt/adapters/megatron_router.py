@@ -70,6 +70,11 @@ def expert_capacity(state: TrainingState, table: OperatorTable) -> npt.NDArray[n
     return None if factor is None else np.full(num_experts, float(factor))
 
 
+def router_top_k(state: TrainingState) -> int:
+    """Return to how many experts of a layer a token goes."""
+    return int(cast("Any", state.model[0]).config.moe_router_topk)
+
+
 def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, torch.nn.Module]]:
     for chunk in state.model:
         model: Any = bare_model(chunk)

@@ -7,7 +7,6 @@ sizes of all stages' operators, known from the start, and from measurements that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,29 +15,9 @@ from moe_ckpt import schedule
 from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.footprint import MemoryForecast, forecast
+from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
 from moe_ckpt.popularity import has_shifted, relative_to_capacity
-from moe_ckpt.types import Measured, OperatorKind, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
-
-AUTO = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StageProfile:
-    """What is known of a stage before training: its operators, and the bytes a rank of it logs an iteration.
-
-    `expert_capacity` is float64 [experts in the table's order], relative to each other; None where experts take any
-    number of tokens.
-    """
-
-    table: OperatorTable
-    boundary_log_bytes: int
-    step_log_bytes: int
-    expert_capacity: npt.NDArray[np.float64] | None = None
-
-    @property
-    def has_unlimited_experts(self) -> bool:
-        has_experts = any(operator.kind is OperatorKind.EXPERT for operator in self.table.operators)
-        return has_experts and self.expert_capacity is None
+from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
 
 
 class SparseWindows:
@@ -212,11 +191,6 @@ class SparseWindows:
             num_copies=self._num_copies,
             largest_window_bytes=max(windows),
         )
-
-
-def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:
-    """Return whether what is to happen every `every_iters` iterations (0: never) happens now."""
-    return every_iters > 0 and (newest is None or iteration - newest >= every_iters)
 
 
 def _paper_window(table: OperatorTable, measured: Measured) -> int:

@@ -12,7 +12,7 @@ from moe_ckpt.config import CheckfreqConfig, GeminiConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.footprint import MemoryForecast, forecast
 from moe_ckpt.interval import best_interval, capped_interval, copying_interval
-from moe_ckpt.policies.moevement import AUTO, StageProfile, is_due
+from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
 from moe_ckpt.schedule import refit
 from moe_ckpt.types import IntervalChoice, Measured, SlotPlan, SnapshotPlan
 

@@ -38,7 +38,7 @@ class UnitInventory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitRecovery:
-    """All ranks go back to `version`. `units`: by name, which version to load; `sources`: by rank and name, from where."""
+    """All ranks go back to `version`. `units`: by name, which version; `sources`: by rank and name, from where."""
 
     version: Version
     units: Mapping[str, Version]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, EventLog, StateResumed
 from moe_ckpt.runtime.durable import DurableTier
-from moe_ckpt.runtime.rejoin import OnDisks, Rejoin
+from moe_ckpt.runtime.rejoining import OnDisks, Rejoining
 from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.types import CheckpointRef
 
@@ -94,7 +94,7 @@ class Ladder:
         """Do not use it again."""
         self._distrusted |= {source}
 
-    def look(self, rejoin: Rejoin | None, tainted: range = range(0)) -> Found:
+    def look(self, rejoin: Rejoining | None, tainted: range = range(0)) -> Found:
         """Return what there is, but of no `tainted` iteration. Without `rejoin` there are no local disks."""
         self._distrusted = frozenset().union(*on_all_ranks(lambda: self._distrusted, CheckpointLoadError))
         sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
@@ -112,7 +112,7 @@ class Ladder:
             passed_over=passed_over + [f"{source}: not trusted" for source in best_first if source in bad],
         )
 
-    def load(self, found: Found, rejoin: Rejoin | None, passed_over: Sequence[str] = ()) -> Source | None:
+    def load(self, found: Found, rejoin: Rejoining | None, passed_over: Sequence[str] = ()) -> Source | None:
         """Load the best that can be loaded, and return it; None if there was nothing. `passed_over`: and why not those.
 
         Nothing is in memory then but what comes from local disks, of which peers do not hear. Raises
@@ -136,11 +136,11 @@ class Ladder:
             )
         return None
 
-    def _load(self, source: Source, rejoin: Rejoin | None) -> None:
+    def _load(self, source: Source, rejoin: Rejoining | None) -> None:
         if source.place != LOCAL_DISK:
             self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
             if rejoin is not None:
-                rejoin.drop_all()
+                rejoin.copies.drop_all()
             return
         assert rejoin is not None
         iteration = rejoin.load_from_disk()

@@ -85,6 +85,10 @@ class Meter:
         """What the last one costs is nothing that comes again."""
         self._counts = False
 
+    def forget_counts(self) -> None:
+        """The state is that of an earlier iteration, or another: what was counted since comes to nothing."""
+        self.popularity = np.zeros_like(self.popularity)
+
     def iteration_s(self) -> float:
         """Return the median of recent iterations, or 0 before there is one."""
         return statistics.median(self._recent) if self._recent else 0.0

@@ -29,7 +29,7 @@ from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.boundary import Direction, LoggedEnds
 from moe_ckpt.store.codec import ShardIdentity, Snapshot, verify
-from moe_ckpt.store.memory import Window
+from moe_ckpt.store.memory import SnapshotMemory, Window
 from moe_ckpt.types import RunIdentity
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,9 @@ class Recovery:
         self._place = place
         self._stage = training.stage
         self._operators = training.operators
+        assert isinstance(stores.memory, SnapshotMemory), stores.memory
         self._stores = stores
+        self._memory = stores.memory
         self._events = events
 
     def recover(self, loss: Loss) -> None:
@@ -83,7 +85,7 @@ class Recovery:
         boundary = self._stores.boundary
         refs = [
             ref
-            for window in self._stores.memory.windows()
+            for window in self._memory.windows()
             if (ref := self._usable(window)) is not None and (target is None or ref.end <= target)
         ]
         last = 0 if target is None else target
@@ -129,7 +131,7 @@ class Recovery:
         except CheckpointLoadError as error:
             self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
             _log.warning("%s cannot be used: %s", window, error)
-            self._stores.memory.drop(window.start)
+            self._memory.drop(window.start)
             return None
 
     def _verified(self, window: Window) -> WindowRef | None:
@@ -143,7 +145,7 @@ class Recovery:
 
     def _roll_back(self, rollback: Rollback, target: int) -> int:
         """Load and replay; return the bytes that came from neighbours."""
-        window = next(window for window in self._stores.memory.windows() if window.start == rollback.window_start)
+        window = next(window for window in self._memory.windows() if window.start == rollback.window_start)
         steps = plan_conversion([_contents(snapshot) for snapshot in window.snapshots], target)
         fetched_bytes = 0
         for step in steps:

@@ -10,97 +10,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
-from moe_ckpt.recovery.target import Standing, Target, plan_target
+from moe_ckpt.recovery.target import Target, plan_target
 from moe_ckpt.runtime.elastic import Elastic
+from moe_ckpt.runtime.kept import KeptCopies, Report
 from moe_ckpt.runtime.recover import Recovery, verified_window
+from moe_ckpt.runtime.rejoining import OnDisks, Rejoined
 from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place, Stage
+from moe_ckpt.runtime.step_state import StepState
 from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.blobs import BlobFolder, held_path
 from moe_ckpt.store.fetch import fetch_blobs
-from moe_ckpt.store.journal import Journal, holds_records, newest_snapshot, read_kept
+from moe_ckpt.store.journal import Journal, newest_snapshot, read_kept
 from moe_ckpt.store.local_disk import LocalDisk
-from moe_ckpt.store.memory import Window, group_windows
+from moe_ckpt.store.memory import SnapshotMemory, Window, group_windows
 from moe_ckpt.store.steps import StepLog
-from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
 
 
-class StepState:
-    """How far this rank's training state has come: written by the hooks of the loop, read when ranks are lost."""
-
-    def __init__(self) -> None:
-        self.reached: int | None = None
-        self.whole = False
-        self.torn = False
-        self.gradients: ReadyGradients | None = None
-
-    def standing(self, stage: int) -> Standing:
-        """Return it as others need to know it."""
-        return Standing(stage=stage, reached=self.reached, prepared=self.gradients is not None, whole=self.whole)
-
-    def be_at(self, iteration: int) -> None:
-        """The whole state is that after `iteration` steps."""
-        self.reached, self.whole, self.torn, self.gradients = iteration, True, False, None
-
-    def prepare(self, gradients: ReadyGradients) -> None:
-        """The gradients of the next iteration are complete."""
-        self.gradients = gradients
-
-    def withdraw(self) -> None:
-        """They are not needed, or not right, any more."""
-        self.gradients = None
-
-    def apply(self, iteration: int) -> None:
-        """The step is taken, on this rank alone."""
-        self.reached, self.whole, self.gradients = iteration, False, None
-
-    def lose(self) -> None:
-        """There is no state that could be named; nor is it that of a run's start."""
-        self.reached, self.whole, self.torn, self.gradients = None, False, True, None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rejoined:
-    """What it took to get to the state after `iteration`, on this rank; None: all start where the run has started."""
-
-    iteration: int | None
-    plan: RecoveryPlan | None = None
-    fetch_s: float = 0.0
-    fetched_bytes: int = 0
-    executed_iters: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Report:
-    """What a rank tells first. `has_progress`: it is not as at the run's start, by its memory or its state.
-
-    `held`: the keys of the copies that its memory holds, by owner.
-    """
-
-    standing: Standing
-    has_progress: bool
-    held: Mapping[int, frozenset[str]]
-    gradients: Mapping[int, ReadyGradients]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OnDisks:
-    """What is on local disks: the newest iteration that all lead to, and the newest of which each has anything."""
-
-    newest: int | None
-    of_each: tuple[int | None, ...]
-
-
 class Rejoin:
-    """Collective over all ranks. `logs_tied`: this rank's records hold a gradient that no other rank has.
+    """Implements `Rejoining` with windows. `logs_tied`: this rank's records hold a gradient that no other rank has.
 
     Without `recovers_locally` nobody's state counts: all go back to the newest snapshots that everybody has.
     """
@@ -111,6 +47,7 @@ class Rejoin:
         stage: Stage,
         stores: SparseStores,
         recovery: Recovery,
+        copies: KeptCopies,
         elastic: Elastic,
         *,
         logs_tied: bool,
@@ -118,19 +55,21 @@ class Rejoin:
     ) -> None:
         self._place = place
         self._stage = stage
+        assert isinstance(stores.memory, SnapshotMemory), stores.memory
         self._stores = stores
+        self._memory = stores.memory
         self._recovery = recovery
+        self.copies = copies
         self._elastic = elastic
         self._logs_tied = logs_tied
         self._recovers_locally = recovers_locally
-        self._reports: Sequence[_Report] = ()
 
     def run(self, state: StepState) -> Rejoined:
-        """Bring all ranks to one state. Until `resume_copying` no copy in anybody's memory changes.
+        """Bring all ranks to one state. Until copying is resumed no copy in anybody's memory changes.
 
         Raises NothingLeftError on all ranks if nothing that is left leads to one.
         """
-        reports = self.stop_copying(state)
+        reports = self.copies.stop_copying(state)
         target = plan_target([report.standing for report in reports])
         begins_anew = target is not None and target.iteration == 0
         all_go_back = target is not None and not begins_anew and not self._recovers_locally
@@ -154,18 +93,12 @@ class Rejoin:
         state.be_at(plan.target_iteration)
         return Rejoined(
             iteration=plan.target_iteration,
-            plan=plan,
+            went_back=bool(plan.rollbacks),
+            lines=plan.lines(),
             fetch_s=fetch_s,
             fetched_bytes=fetched_bytes,
             executed_iters=executed_iters,
         )
-
-    def stop_copying(self, state: StepState) -> Sequence[_Report]:
-        """Let no copy in anybody's memory change, and return what there is."""
-        if self._stores.journal:
-            self._stores.journal.stop_copying()
-        self._reports = on_all_ranks(lambda: self._report(state), CheckpointLoadError)
-        return self._reports
 
     def look_at_disks(self) -> OnDisks:
         """Return what all ranks' local disks lead to, verified, once nothing is on its way there any more."""
@@ -176,12 +109,12 @@ class Rejoin:
     def load_from_disk(self) -> int:
         """Bring all ranks to what the newest windows on their local disks lead to; return the iteration.
 
-        Until `resume_copying` peers hear nothing. Raises CheckpointLoadError on all ranks if that cannot be.
+        Until copying is resumed peers hear nothing. Raises CheckpointLoadError on all ranks if that cannot be.
         """
         disk, journal = self._stores.disk, self._stores.journal
         assert disk is not None
         assert journal is not None
-        self.drop_all()
+        self.copies.drop_all()
         on_all_ranks(lambda: self._restore(journal, disk), CheckpointLoadError)
         inventories = on_all_ranks(lambda: self._recovery.inventory(None), CheckpointLoadError)
         plan = self._plan(None, inventories)
@@ -190,38 +123,11 @@ class Rejoin:
         self._stores.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
 
-    def drop_all(self) -> None:
-        """Keep nothing in memory; until `resume_copying` peers do not hear of it."""
-        self._stores.clear()
-        if self._stores.journal:
-            self._stores.journal.stop_copying()
-            self._stores.journal.replace(lambda _: 0)
-
     def _restore(self, journal: Journal, disk: LocalDisk) -> None:
         journal.replace(disk.restore)
         adopt_kept(self._stores)
 
-    def resume_copying(self) -> None:
-        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again."""
-        journal = self._stores.journal
-        if journal:
-            journal.begin_copying(self._held_for_me(), forget=bool(self._stores.memory.windows()))
-
-    def _report(self, state: StepState) -> _Report:
-        folders = {int(path.name.removeprefix("rank")): path for path in (self._elastic.memory / "held").glob("rank*")}
-        held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in folders.items()}
-        windows, gradients = self._stores.memory.windows(), self._stores.steps.gradients
-        return _Report(
-            standing=state.standing(self._place.stage),
-            has_progress=state.torn
-            or bool(gradients)
-            or any(window.start for window in windows)
-            or any(map(holds_records, held.values())),
-            held=held,
-            gradients=gradients,
-        )
-
-    def _fill_records(self, reports: Sequence[_Report]) -> None:
+    def _fill_records(self, reports: Sequence[Report]) -> None:
         """Facts that all ranks share can be had from any: a lost memory may lack the last ones."""
         if not self._logs_tied:
             self._stores.steps.fill({i: facts for report in reports for i, facts in report.gradients.items()})
@@ -319,7 +225,7 @@ class Rejoin:
         if source is None or journal is None:
             return 0
         facts = dict(self._stores.steps.gradients)
-        self._stores.memory.clear()
+        self._memory.clear()
         self._stores.steps.clear()
         try:
             size_bytes = journal.replace(lambda folder: self._fetch_from(source, folder))
@@ -345,20 +251,15 @@ class Rejoin:
         common = set(of_each[0]).intersection(*of_each)
         safest = sorted(common, key=lambda start: (min(copies[start] for copies in of_each), start), reverse=True)
         if safest:
-            self._stores.memory.keep_only(safest)
+            self._memory.keep_only(safest)
 
     def _copies_by_start(self) -> dict[int, int]:
         """Return how many peers hold a copy of each of this rank's windows."""
-        journal, held = self._stores.journal, self._held_for_me()
+        journal, held = self._stores.journal, self.copies.held_for_me()
         return {
             window.start: journal.num_copies(window.snapshots, held) if journal else 0
-            for window in self._stores.memory.windows()
+            for window in self._memory.windows()
         }
-
-    def _held_for_me(self) -> list[frozenset[str]]:
-        """Return the keys of this rank's blobs that each peer has told to hold."""
-        mine = self._place.shard.global_rank
-        return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
 
 
 def adopt_kept(stores: SparseStores) -> None:

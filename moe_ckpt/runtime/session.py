@@ -15,16 +15,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_ckpt.errors import CheckpointSaveError, NothingLeftError, RolledBackError
-from moe_ckpt.events import EventLog, IntervalChosen, LossNotFinite, WindowChosen
+from moe_ckpt.events import EventLog, ExpertsChosen, IntervalChosen, LossNotFinite, WindowChosen
 from moe_ckpt.ports import Policy
 from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.inject import StateLosses
 from moe_ckpt.runtime.ladder import HOST_MEMORY, Ladder, Source, Suspects
 from moe_ckpt.runtime.recover import Loss, Recovery
-from moe_ckpt.runtime.rejoin import Rejoin, Rejoined, StepState
+from moe_ckpt.runtime.rejoining import Rejoined, Rejoining
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
-from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
+from moe_ckpt.runtime.step_state import StepState
+from moe_ckpt.types import ExpertChoice, Measured, Phase, ReadyGradients, SnapshotPlan
 
 _log = logging.getLogger(__name__)
 
@@ -33,16 +34,17 @@ _log = logging.getLogger(__name__)
 class SparseParts:
     """What a session with sparse snapshots consists of; `notes` say what it will cost, for people.
 
-    `rejoin` is None where the loss of a process ends the job. `recovers_locally`: ranks that live keep their state.
+    `rejoin` is None where the loss of a process ends the job, `recovery` where no state can be lost but by that.
+    `recovers_locally`: ranks that live keep their state.
     """
 
     tier: SparseTier
     stores: SparseStores
-    recovery: Recovery
+    recovery: Recovery | None
     losses: StateLosses
     notes: Sequence[str]
     recovers_locally: bool
-    rejoin: Rejoin | None = None
+    rejoin: Rejoining | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,7 +87,7 @@ class Session:
         return self._parts.sparse if self._parts else None
 
     @property
-    def _rejoin(self) -> Rejoin | None:
+    def _rejoin(self) -> Rejoining | None:
         return self.sparse.rejoin if self.sparse else None
 
     @property
@@ -115,9 +117,9 @@ class Session:
         except NothingLeftError as error:
             rejoined = Rejoined(iteration=self._go_back_to_disk(error))
         else:
-            if rejoined.plan and rejoined.plan.rollbacks:
-                self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.plan.target_iteration))
-        self.sparse.rejoin.resume_copying()
+            if rejoined.went_back and rejoined.iteration is not None:
+                self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
+        self.sparse.rejoin.copies.resume_copying()
         if rejoined.iteration is None:
             self._suspects.clear()
         else:
@@ -141,7 +143,7 @@ class Session:
         if loaded:
             self._went_on_from(loaded)
         if self._rejoin:
-            self._rejoin.resume_copying()
+            self._rejoin.copies.resume_copying()
         return loaded.iteration if loaded else 0
 
     def has_snapshots_on_disk(self) -> bool:
@@ -242,7 +244,7 @@ class Session:
             return None
         self.enter()
         if self._rejoin:
-            self._rejoin.stop_copying(self._state)
+            self._rejoin.copies.stop_copying(self._state)
         elif self.sparse:
             self.sparse.stores.clear()
         self._state.lose()
@@ -251,7 +253,7 @@ class Session:
         self._went_on_from(loaded)
         self._state.be_at(loaded.iteration)
         if self._rejoin:
-            self._rejoin.resume_copying()
+            self._rejoin.copies.resume_copying()
         return loaded
 
     def _went_on_from(self, loaded: Source) -> None:
@@ -285,6 +287,8 @@ class Session:
             self._events.append(WindowChosen(iteration=iteration, **asdict(plan.window)))
         if plan.interval:
             self._events.append(IntervalChosen(iteration=iteration, **asdict(plan.interval)))
+        if plan.experts:
+            self._events.append(_experts_chosen(iteration, plan.experts))
         if plan.sparse:
             sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
 
@@ -297,6 +301,7 @@ class Session:
             sparse.tier.stop_observing()
         sparse.tier.settle()
         loss = Loss(stages=lost.stages, mine=lost.mine, target_iteration=target_iteration, undo=undo)
+        assert sparse.recovery is not None, lost
         sparse.recovery.recover(loss)
         sparse.tier.retake(target_iteration)
         return True
@@ -313,3 +318,10 @@ class Session:
                 raise
             if dist.get_rank() == 0:
                 _log.warning("checkpoint not saved, training goes on (ckpt.strict=false): %s", error)
+
+
+def _experts_chosen(iteration: int, chosen: ExpertChoice) -> ExpertsChosen:
+    memory, on_peers, on_disk = (
+        [list(experts) for experts in places] for places in (chosen.memory, chosen.on_peers, chosen.on_disk)
+    )
+    return ExpertsChosen(iteration=iteration, memory=memory, on_peers=on_peers, on_disk=on_disk)

@@ -14,7 +14,6 @@ may take until the next one to reach peers.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import statistics
@@ -28,25 +27,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.config import InMemoryConfig, MoevementConfig
+from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken, WindowPersisted
 from moe_ckpt.popularity import accumulate, carried_over
 from moe_ckpt.runtime.meter import Meter
+from moe_ckpt.runtime.shelf import NOTHING, Shelf
 from moe_ckpt.runtime.stage import Place, Training
-from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.runtime.tokens import TokenAccount
 from moe_ckpt.store.boundary import BoundaryLog
-from moe_ckpt.store.codec import SnapshotHeader
 from moe_ckpt.store.copier import HostCopier
-from moe_ckpt.store.journal import Journal, read_kept
+from moe_ckpt.store.journal import Journal
 from moe_ckpt.store.local_disk import LocalDisk
-from moe_ckpt.store.memory import HostBuffers, SnapshotMemory, group_windows
+from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
-from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients, SlotPlan
+from moe_ckpt.store.unit_memory import UnitMemory
+from moe_ckpt.types import ExpertCounts, Measured, PartialPlan, ReadyGradients, SlotPlan
 
 _log = logging.getLogger(__name__)
-_NOTHING = -1  # where the start of a window is meant
 _UNKNOWN = -1.0  # where seconds are meant
 
 
@@ -60,7 +59,7 @@ class SparseStores:
 
     copiers: Sequence[HostCopier]
     engine: SnapshotEngine
-    memory: SnapshotMemory
+    memory: SnapshotMemory | UnitMemory
     steps: StepLog
     boundary: BoundaryLog | None
     buffers: Sequence[HostBuffers]
@@ -104,8 +103,10 @@ class SparseTier:
         place: Place,
         training: Training,
         stores: SparseStores,
+        shelf: Shelf,
         meter: Meter,
         events: EventLog,
+        account: TokenAccount | None = None,
     ) -> None:
         self._config = config
         self._logs = config.recovers_locally
@@ -114,16 +115,17 @@ class SparseTier:
         self._operators = training.operators
         self._counts = training.counts
         self._stores = stores
+        self._shelf = shelf
+        self._account = account
         self._events = events
-        self._names = tuple(str(operator) for operator in training.operators.table.operators)
         self._dense_bytes = int(training.operators.table.full_bytes[dist.get_rank(place.stage_group)].sum())
-        self._newest: SlotPlan | None = None
+        self._newest: SlotPlan | PartialPlan | None = None
         self._awaits_confirmation = False
         self._has_failed = False
         self._goes_to_disk = False
         self._to_disk: _ToDisk | None = None
-        self._on_disk = _newest_on_disk(stores.disk)
-        self._on_all_disks = _NOTHING
+        self._on_disk = shelf.newest_on_disk()
+        self._on_all_disks = NOTHING
         self._noted: int | None = None
         self._most_slots = 0
         self._meter = meter
@@ -169,7 +171,7 @@ class SparseTier:
         self._stores.steps.note_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
 
-    def take(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
+    def take(self, plan: SlotPlan | PartialPlan, *, to_disk: bool = False) -> None:
         """Start taking of the state what the plan for it says; `to_disk`: the window that begins goes there, too."""
         if self._awaits_confirmation:
             self._confirm(wait=True)
@@ -177,17 +179,17 @@ class SparseTier:
         if plan.slot == 0:
             self._meter.snapshot_began()
             self._goes_to_disk = to_disk
-            self._stores.memory.begin(plan.window_start, plan.num_slots)
+            self._shelf.begin(plan)
         self._newest = plan
         self._most_slots = max(self._most_slots, plan.num_slots)
         self._awaits_confirmation = plan.slot == plan.num_slots - 1
         following = plan.window_start + plan.slot + 1
-        if self._noted != following:
+        if self._noted != following and isinstance(plan, SlotPlan):
             self.note_start(following)
         with self._meter.stalling():
             self._capture(plan)
 
-    def take_base(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
+    def take_base(self, plan: SlotPlan | PartialPlan, *, to_disk: bool = False) -> None:
         """Take everything; where a rank keeps nothing else, wait until it is kept: a fault can come at any time."""
         self.take(plan, to_disk=to_disk)
         num_kept = torch.tensor([len(self._stores.memory.windows())], device=self._place.device)
@@ -211,7 +213,9 @@ class SparseTier:
             self._agree(wait=False)
         measured, self._measured = self._measured, None
         assert measured is not None
-        if isinstance(self._config, MoevementConfig):
+        if self._account:
+            self._account.count(measured.popularity)
+        if self._counts:
             self._meter.popularity = carried_over(self._config.popularity, self._meter.popularity)
         return measured
 
@@ -249,26 +253,9 @@ class SparseTier:
         if all(snapshot.header.slot != plan.slot for snapshot in window.snapshots):
             self._capture(plan)
 
-    def _capture(self, plan: SlotPlan) -> None:
+    def _capture(self, plan: SlotPlan | PartialPlan) -> None:
         self._has_failed = False
-        iteration = plan.window_start + plan.slot
-        header = SnapshotHeader(
-            identity=self._place.identity,
-            shard=self._place.shard,
-            iteration=iteration,
-            window_start=plan.window_start,
-            slot=plan.slot,
-            num_slots=plan.num_slots,
-            full=tuple(self._names[position] for position in plan.full),
-            compute=tuple(self._names[position] for position in plan.compute),
-            adam_steps=self._operators.adam_steps(),
-            parts=(),
-            payload_bytes=0,
-            checksum=0,
-        )
-        full, compute = frozenset(plan.full), frozenset(plan.compute)
-        pieces = functools.partial(self._operators.pieces, full, compute)
-        self._stores.engine.capture([(header, pieces, self._operators.buffer_pieces(full | compute))])
+        self._stores.engine.capture(self._shelf.wanted(plan))
 
     def _collect(self, *, wait: bool) -> None:
         try:
@@ -276,21 +263,24 @@ class SparseTier:
         except CheckpointSaveError as error:
             self._report(error)
             return
-        if taken is None:
+        if not taken:
             return
-        self._stores.memory.add(taken.snapshot)
-        header = taken.snapshot.header
-        if header.payload_bytes:
-            self._meter.copy_rates.append(header.payload_bytes / max(taken.copy_s, 1e-9))
+        for each in taken:
+            self._stores.memory.add(each.snapshot)
+        header = taken[0].snapshot.header
+        size_bytes = sum(each.snapshot.header.payload_bytes for each in taken)
+        copy_s = sum(each.copy_s for each in taken)
+        if size_bytes:
+            self._meter.copy_rates.append(size_bytes / max(copy_s, 1e-9))
         self._events.append(
             SnapshotTaken(
                 iteration=header.iteration,
                 window_start=header.window_start,
                 slot=header.slot,
                 num_slots=header.num_slots,
-                size_bytes=header.payload_bytes,
+                size_bytes=size_bytes,
                 dense_bytes=self._dense_bytes,
-                copy_s=taken.copy_s,
+                copy_s=copy_s,
             )
         )
 
@@ -337,29 +327,33 @@ class SparseTier:
 
         On disk a window stays until all ranks have a newer one there: they need the same.
         """
-        window, journal, disk = self._stores.memory.in_flight(), self._stores.journal, self._stores.disk
-        self._stores.memory.confirm()
-        if self._goes_to_disk and window and journal and disk:
-            keep = None if self._on_all_disks == _NOTHING else self._on_all_disks
-            done = journal.persist(disk, window.snapshots, keep=keep)
+        window = self._stores.memory.in_flight()
+        self._shelf.confirm(self._on_all_disks)
+        done = self._shelf.persist(window, self._on_all_disks) if self._goes_to_disk and window else None
+        if window and done:
             self._to_disk = _ToDisk(window_start=window.start, since_s=time.monotonic(), done=done)
 
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is there, on all ranks alike."""
         found = self._find(wait=wait)  # first: what is on disk may be more then
-        cost_s, rate = self._meter.snapshot_cost_s(), self._copy_bytes_per_s()
+        cost_s = self._meter.snapshot_cost_s()
         times = [self._meter.iteration_s(), _UNKNOWN if cost_s is None else cost_s, self._meter.iters_since_quiet()]
-        mine = [*times, -rate, -float(found), -float(self._on_disk)]
+        rates = [self._host_bytes_per_s(), self._peer_bytes_per_s()]
+        is_persisting = self._to_disk is not None and not self._to_disk.done.done()
+        mine = [*times, *(-rate for rate in rates), -float(found), -float(self._on_disk), float(is_persisting)]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         if self._counts:
             dist.all_reduce(popularity, group=self._place.stage_group)
-        iteration_s, cost_s, since_quiet, negative_rate, least, oldest = worst.tolist()
+        iteration_s, cost_s, since_quiet, host_rate, peer_rate, least, oldest, is_persisting = worst.tolist()
         self._on_all_disks = int(-oldest)
         self._measured = Measured(
             iteration_s=iteration_s,
-            copy_bytes_per_s=-negative_rate,
+            copy_bytes_per_s=min(-host_rate, -peer_rate),
+            host_bytes_per_s=-host_rate,
+            peer_bytes_per_s=-peer_rate,
+            is_persisting=bool(is_persisting),
             popularity=popularity.cpu().numpy(),
             snapshot_cost_s=None if cost_s == _UNKNOWN else cost_s,
             iters_since_quiet=int(since_quiet),
@@ -368,9 +362,10 @@ class SparseTier:
 
     def _find(self, *, wait: bool) -> _Found:
         memory, journal = self._stores.memory, self._stores.journal
-        if self._to_disk and not wait and not self._to_disk.done.done():
-            return _Found.NOT_YET
-        self.finish_persisting()
+        if self._to_disk and (self._goes_to_disk or self._to_disk.done.done()):
+            if not wait and not self._to_disk.done.done():
+                return _Found.NOT_YET
+            self.finish_persisting()
         window = memory.in_flight()
         if window is None or self._has_failed:
             return _Found.NOTHING
@@ -420,14 +415,15 @@ class SparseTier:
 
     def _count(self) -> None:
         counted, self._counted = self._counted, None
-        if counted is not None and isinstance(self._config, MoevementConfig):
+        if counted is not None:
             kind, decay = self._config.popularity, self._config.popularity_decay
             self._meter.popularity = accumulate(kind, self._meter.popularity, counted.hard, counted.soft, decay=decay)
 
-    def _copy_bytes_per_s(self) -> float:
-        """Return the rate of the slowest copy: into this rank's memory, or into that of peers."""
-        mine = statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
-        return min(mine, self._stores.journal.copy_bytes_per_s()) if self._stores.journal else mine
+    def _host_bytes_per_s(self) -> float:
+        return statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
+
+    def _peer_bytes_per_s(self) -> float:
+        return self._stores.journal.copy_bytes_per_s() if self._stores.journal else math.inf
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None
@@ -435,9 +431,3 @@ class SparseTier:
         iteration = self._newest.window_start + self._newest.slot
         self._events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
         _log.warning("snapshot not taken, training goes on (ckpt.strict=%s): %s", self._config.strict, error)
-
-
-def _newest_on_disk(disk: LocalDisk | None) -> int:
-    """Return where the newest window starts that is complete on this rank's disk, not verified."""
-    windows = group_windows(read_kept(BlobFolder(disk.path)).snapshots) if disk else []
-    return max((window.start for window in windows if window.complete), default=_NOTHING)

@@ -25,6 +25,7 @@ from moe_ckpt.types import ParallelLayout, RunIdentity, Version
 
 FORMAT_VERSION = 1
 ROLES = COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = ("compute", "master", "exp_avg", "exp_avg_sq", "buffer")
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 # Tensors are stored in the precision that training holds them in. This table is the seam where FP8 will be added: a
 # quantized tensor needs a name here, and a part of its own for its scales.

@@ -192,7 +192,7 @@ class Journal:
         `held`: the keys that each of them has. Where a copy fails they keep what they have until copies begin again.
         """
         with self._lock:
-            kept = [key for key in self.folder.keys() if not key.startswith(_LOCAL)]
+            kept = [key for key in self.folder.keys() if not key.startswith(_LOCAL)]  # noqa: SIM118 - not a mapping
             everywhere = set(kept).intersection(*held)
             self._copying, self._copies_fail = {key: _done() for key in everywhere}, False
             for key in kept:

@@ -10,7 +10,7 @@ must agree on the version of every unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moe_ckpt.store.codec import Snapshot
@@ -71,12 +71,12 @@ class UnitMemory:
         """Return the units of a checkpoint; none if it is not complete here."""
         return compose(self._kept, version)
 
-    def confirm(self, also: Version | None = None) -> None:
-        """All ranks, and peers, have the snapshot in flight: keep its checkpoint, and that of a version on disk."""
+    def confirm(self, also: Collection[Version] = ()) -> None:
+        """All ranks, and peers, have the snapshot in flight: keep its checkpoint, and those of versions on disk."""
         flight = self._flight
         assert flight is not None, "nothing is in flight"
         assert len(flight.taken) == flight.num_units, flight
-        self._needed = {flight.version} | ({also} if also else set())
+        self._needed = {flight.version, *also}
         self._land()
 
     def keep_complete(self) -> None:

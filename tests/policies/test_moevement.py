@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.moevement import SparseWindows, StageProfile
+from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.policies.profile import StageProfile
 from moe_ckpt.schedule import fitting_window, fixed_order, order_operators
 from moe_ckpt.types import Measured, OperatorId, OperatorKind, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
 

@@ -125,7 +125,7 @@ def test_the_checkpoint_on_disk_stays_whole_in_memory() -> None:
     rank.base()
     for iteration in (1, 2, 3):
         rank.take(iteration, {CORE: "d" if iteration == 2 else "", "a": ""})
-        rank.memory.confirm(also=at(2) if iteration == 3 else None)
+        rank.memory.confirm(also=[at(2)] if iteration == 3 else [])
     assert composed(rank, at(2)) == {"core@2", "a@2", "b@0", "c@0"}
     assert composed(rank, at(3)) == {"core@3", "a@3", "b@0", "c@0"}
 
@@ -209,8 +209,8 @@ def test_every_place_can_always_make_a_checkpoint_and_nothing_else_is_kept(
     assert rank.buffers.in_use_bytes == 8 * len(rank.memory.snapshots())
 
 
-@pytest.mark.parametrize("also", [None, at(0)])
-def test_memory_is_bounded(also: Version | None) -> None:
+@pytest.mark.parametrize("also", [(), (at(0),)])
+def test_memory_is_bounded(also: tuple[Version, ...]) -> None:
     rank = Rank()
     rank.base()
     for iteration in range(1, 50):

@@ -1,0 +1,158 @@
+"""`ckpt=moc`: K_snapshot experts of each layer to host memory, K_persist of them to storage (MoC, sections 3 and 5).
+
+Owns: which experts in which snapshot, and K. Every rank decides for itself and comes to the same. Must not: measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moe_ckpt.config import MocConfig, require
+from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.policies.partial import (
+    MoeStage,
+    counted,
+    forecast_units,
+    marked,
+    require_budget,
+    require_experts,
+)
+from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
+from moe_ckpt.selection import (
+    Selection,
+    bottleneck_by_k,
+    fitting_k,
+    limit_per_k,
+    load_aware_experts,
+    most_unsaved_of,
+    next_k,
+    sequential_experts,
+)
+from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
+
+_SEQUENTIAL = "sequential"
+
+
+class PartialExperts:
+    """A checkpoint of everything at first, then partial ones; experts take turns, or those with most at stake go first.
+
+    Snapshots that go to storage and those that do not take turns apart: storage would never get some experts, where it
+    takes as long as a multiple of snapshots. Raises ConfigError.
+    """
+
+    def __init__(self, config: MocConfig, stages: Sequence[StageProfile], own_stage: int, ep: int) -> None:
+        require_experts(stages, config.policy)
+        self._config = config
+        self._stages = [MoeStage(stage.table, config.partial) for stage in stages]
+        self._stage = self._stages[own_stage]
+        self._ep = ep
+        self._num_experts = max(stage.num_experts for stage in self._stages)
+        for name in ("k_snapshot", "k_persist"):
+            k = getattr(config, name)
+            wanted = f"at most {self._num_experts}, the experts of a layer"
+            require(k == AUTO or int(k) <= self._num_experts, f"ckpt.{name}", k, wanted)
+        self._k = config.k_persist if config.k_snapshot == AUTO else int(config.k_snapshot)
+        self._first_k = self._k
+        self._plt_before_k = 0.0
+        shape = (self._stage.num_layers, self._stage.num_experts)
+        self._unsaved_in_memory = np.zeros(shape, np.int64)
+        self._unsaved_on_disk = np.zeros(shape, np.int64)
+        self._turn, self._turn_to_disk = 0, 0
+        self._newest: int | None = None
+        self._newest_on_disk: int | None = None
+        require_budget(config.memory_budget_bytes, self.forecast())
+
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
+        """Return what to take of the state after `iteration` steps; at first everything, to memory and storage."""
+        durable_every = self._config.durable_every_iters
+        durable = self._newest is not None and durable_every > 0 and iteration % durable_every == 0
+        if self._newest is not None and not is_due(iteration, self._newest, self._config.every_iters):
+            return SnapshotPlan(durable=durable)
+        measured = measure()
+        tokens = counted(self._stage, measured.popularity)
+        self._unsaved_in_memory += tokens
+        self._unsaved_on_disk += tokens if self._config.selection != _SEQUENTIAL else 0
+        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
+        places = self._choose(measured, to_disk=to_disk)
+        self._newest = iteration
+        if to_disk:
+            self._newest_on_disk = iteration
+        facts = (float(self._k), self._plt_before_k)
+        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=facts)
+        return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
+
+    def went_back(self, facts: Sequence[float], plt: float) -> None:
+        """All have gone back to where this was known; `plt` is what all faults have cost by then.
+
+        With Dynamic-K the number of experts doubles where those since it last did have cost too much.
+        """
+        k, self._plt_before_k = facts
+        self._k = int(k)
+        if not self._config.dynamic_k:
+            return
+        limit = limit_per_k(self._config.plt_limit, first_k=self._first_k, num_experts=self._num_experts)
+        doubled = next_k(self._k, num_experts=self._num_experts, plt_since=plt - self._plt_before_k, limit=limit)
+        if doubled != self._k:
+            self._k, self._plt_before_k = doubled, plt
+
+    def forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank can need."""
+        return max((forecast_units(stage, 0) for stage in self._stages), key=lambda needed: needed.total_bytes)
+
+    def own_forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank of this stage can need."""
+        return forecast_units(self._stage, 0)
+
+    def notes(self) -> list[str]:
+        """Return what this will cost, line by line, for people."""
+        k = "as many as fit" if self._config.k_snapshot == AUTO else str(self._k)
+        what = f"{k} of {self._num_experts} experts a layer, {self._config.k_persist} of them to storage"
+        return [f"host memory of the largest rank, {what}:", *self.forecast().lines()]
+
+    def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
+        if self._newest is None:
+            self._unsaved_in_memory[:], self._unsaved_on_disk[:] = 0, 0
+            everything, nothing = self._stage.everything, self._stage.nothing
+            return ExpertChoice(memory=everything, on_peers=nothing, on_disk=everything if to_disk else nothing)
+        memory = self._select(self._k_of(measured), to_disk=to_disk)
+        on_disk = self._select_for_disk(memory) if to_disk else self._stage.nothing
+        shape = self._unsaved_in_memory.shape
+        self._unsaved_in_memory[marked(memory, shape)] = 0
+        self._unsaved_on_disk[marked(on_disk, shape)] = 0
+        return ExpertChoice(memory=memory, on_peers=self._stage.nothing, on_disk=on_disk)
+
+    def _select(self, k: int, *, to_disk: bool) -> Selection:
+        if self._config.selection != _SEQUENTIAL:
+            return load_aware_experts(self._unsaved_in_memory, k)
+        turn = self._turn_to_disk if to_disk else self._turn
+        self._turn_to_disk, self._turn = self._turn_to_disk + to_disk, self._turn + (not to_disk)
+        num_layers, num_experts = self._stage.num_layers, self._stage.num_experts
+        return sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=self._ep, k=k)
+
+    def _select_for_disk(self, memory: Selection) -> Selection:
+        if self._config.selection == _SEQUENTIAL:
+            self._unsaved_on_disk += 1  # turns
+        return most_unsaved_of(memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep)
+
+    def _k_of(self, measured: Measured) -> int:
+        """Return K_snapshot: what was asked for, or Dynamic-K has come to; for auto at least what is copied in time."""
+        if self._config.k_snapshot != AUTO or measured.iteration_s <= 0:
+            return self._k
+        rate, overlap_s = measured.copy_bytes_per_s, measured.iteration_s
+        fitting = min(
+            fitting_k(
+                bottleneck_by_k(
+                    stage.core_bytes,
+                    stage.expert_bytes,
+                    ep=self._ep,
+                    sequential=self._config.selection == _SEQUENTIAL,
+                ),
+                copy_bytes_per_s=rate,
+                overlap_s=overlap_s,
+            )
+            for stage in self._stages
+            if stage.num_layers
+        )
+        return max(self._k, fitting)

@@ -1,0 +1,146 @@
+"""`ckpt=moetion`: the experts with the most tokens at risk, as many as each link carries (MoEtion, section 4).
+
+Owns: which experts in which snapshot, and where they go. Every rank of a stage decides for itself and comes to the
+same; a stage's budget is that of all its ranks. Must not: measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moe_ckpt.budgets import affordable_experts, allocate, budget_bytes
+from moe_ckpt.config import MoetionConfig, require
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.ledger import IntArray
+from moe_ckpt.policies.partial import (
+    MoeStage,
+    counted,
+    forecast_units,
+    marked,
+    require_budget,
+    require_experts,
+)
+from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
+from moe_ckpt.selection import Selection, most_popular
+from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
+
+
+class PopularExperts:
+    """A checkpoint of everything at first, then partial ones. Raises ConfigError."""
+
+    def __init__(
+        self, config: MoetionConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int = 0
+    ) -> None:
+        require_experts(stages, config.policy)
+        self._config = config
+        self._num_copies = num_copies
+        self._stages = [MoeStage(stage.table) for stage in stages]
+        self._stage = self._stages[own_stage]
+        most = max(stage.num_experts for stage in self._stages)
+        for name in ("experts", "remote_experts"):
+            num = getattr(config, name)
+            wanted = f"at most {most}, the experts of a layer"
+            require(num == AUTO or int(num) <= most, f"ckpt.{name}", num, wanted)
+        shape = (self._stage.num_layers, self._stage.num_experts)
+        self._at_risk: dict[str, IntArray] = {place: np.zeros(shape, np.int64) for place in ("memory", "peers")}
+        self._is_affordable: set[str] = set()
+        self._newest: int | None = None
+        self._newest_on_disk: int | None = None
+        require_budget(config.memory_budget_bytes, self.forecast())
+
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
+        """Return what to take of the state after `iteration` steps; at first everything, everywhere."""
+        durable_every = self._config.durable_every_iters
+        durable = self._newest is not None and durable_every > 0 and iteration % durable_every == 0
+        if self._newest is not None and not is_due(iteration, self._newest, self._config.every_iters):
+            return SnapshotPlan(durable=durable)
+        measured = measure()
+        for at_risk in self._at_risk.values():
+            at_risk += counted(self._stage, measured.popularity)
+        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
+        places = self._choose(measured, to_disk=to_disk)
+        self._newest = iteration
+        if to_disk:
+            self._newest_on_disk = iteration
+        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=())
+        return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
+
+    def went_back(self, facts: Sequence[float], plt: float) -> None:
+        """All have gone back to a checkpoint: nothing that was decided before matters."""
+
+    def forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank can need."""
+        forecasts = (forecast_units(stage, self._num_copies) for stage in self._stages)
+        return max(forecasts, key=lambda needed: needed.total_bytes)
+
+    def own_forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank of this stage can need."""
+        return forecast_units(self._stage, self._num_copies)
+
+    def notes(self) -> list[str]:
+        """Return what this will cost, line by line, for people."""
+        asked = {"in memory": self._config.experts, "on peers": self._config.remote_experts}
+        said = [f"{'as many as fit' if num == AUTO else num} {where}" for where, num in asked.items()]
+        return [f"host memory of the largest rank, experts a layer: {', '.join(said)}:", *self.forecast().lines()]
+
+    def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
+        stage = self._stage
+        if self._newest is None:
+            for at_risk in self._at_risk.values():
+                at_risk[:] = 0
+            everything = stage.everything
+            return ExpertChoice(
+                memory=everything, on_peers=everything, on_disk=everything if to_disk else stage.nothing
+            )
+        on_peers = self._select("peers", self._config.remote_experts, measured.peer_bytes_per_s, measured)
+        memory = self._select("memory", self._config.experts, measured.host_bytes_per_s, measured)
+        memory = _united(memory, on_peers)
+        for place, selection in (("memory", memory), ("peers", on_peers)):
+            self._at_risk[place][marked(selection, self._at_risk[place].shape)] = 0
+        return ExpertChoice(memory=memory, on_peers=on_peers, on_disk=memory if to_disk else stage.nothing)
+
+    def _select(self, place: str, asked: int | str, bytes_per_s: float, measured: Measured) -> Selection:
+        """Return the experts for one destination: those whose tokens since they last went there are most."""
+        if place == "peers" and not self._num_copies:
+            return self._stage.nothing
+        at_risk = self._at_risk[place]
+        if asked != AUTO:
+            return most_popular(at_risk, allocate(at_risk, int(asked) * len(at_risk)).tolist())
+        return most_popular(at_risk, allocate(at_risk, self._affordable(bytes_per_s, measured, place)).tolist())
+
+    def _affordable(self, bytes_per_s: float, measured: Measured, place: str) -> int:
+        """Return how many experts of the stage are copied by the next snapshot; all while that is not known.
+
+        Raises ConfigError the first time where there is a stage that has no room for one: later one is taken.
+        """
+        if math.isinf(bytes_per_s) or measured.iteration_s <= 0:
+            return self._stage.num_layers * self._stage.num_experts
+        budget = budget_bytes(bytes_per_s, measured.iteration_s * self._config.every_iters)
+        setting = f"ckpt.{'experts' if place == 'memory' else 'remote_experts'}=auto"
+        try:
+            affordable = [_affordable(stage, budget, setting) for stage in self._stages if stage.num_layers]
+        except ConfigError:
+            if place not in self._is_affordable:
+                raise
+            return 1
+        self._is_affordable.add(place)
+        return _affordable(self._stage, budget, setting) if self._stage.num_layers else max(affordable)
+
+
+def _affordable(stage: MoeStage, budget: int, setting: str) -> int:
+    """Return how many experts a stage has room for, where each of its ranks has a budget of so many bytes."""
+    return affordable_experts(
+        budget * len(stage.core_bytes),
+        expert_bytes=int(stage.expert_bytes.sum(axis=0).max()),
+        other_bytes=int(stage.core_bytes.sum()),
+        setting=setting,
+    )
+
+
+def _united(first: Selection, second: Selection) -> Selection:
+    """Return what is in either: what goes to peers goes from memory."""
+    return tuple(tuple(sorted({*of_first, *of_second})) for of_first, of_second in zip(first, second, strict=True))

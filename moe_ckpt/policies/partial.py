@@ -1,0 +1,140 @@
+"""What policies of partial checkpoints share: a stage as MoE layers and all else, and plans of its units. Pure.
+
+The core is all that is no expert, in every snapshot; every expert is a unit of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.ledger import IntArray
+from moe_ckpt.policies.profile import StageProfile
+from moe_ckpt.selection import Selection
+from moe_ckpt.types import CORE, ExpertChoice, OperatorKind, OperatorTable, PartialPlan, UnitPlan
+
+PARTIAL_STATE = ("both", "weights", "moments")
+"""What of an expert is a unit; the rest of it is in the core. MoC, section 6.3: WO, W and O."""
+
+
+class MoeStage:
+    """The operators of a stage: experts by MoE layer, and all else; sizes in bytes of full state.
+
+    `expert_bytes` is int64 [ranks, layers, experts], `core_bytes` int64 [ranks].
+    """
+
+    def __init__(self, table: OperatorTable, partial_state: str = "both") -> None:
+        assert partial_state in PARTIAL_STATE, partial_state
+        self.table = table
+        self._partial_state = partial_state
+        experts = [position for position, op in enumerate(table.operators) if op.kind is OperatorKind.EXPERT]
+        layers = {(table.operators[position].mtp_depth, table.operators[position].layer) for position in experts}
+        self.num_layers = len(layers)
+        self.num_experts = len(experts) // max(1, len(layers))
+        self._experts = np.array(experts, np.int64).reshape(self.num_layers, self.num_experts)
+        self._others = tuple(position for position in range(len(table.operators)) if position not in set(experts))
+        num_ranks = len(table.full_bytes)
+        of_experts = table.full_bytes[:, experts].reshape(num_ranks, self.num_layers, self.num_experts)
+        thirds = {"both": 3, "weights": 1, "moments": 2}[partial_state]  # master, exp_avg, exp_avg_sq: equally large
+        self.expert_bytes: IntArray = of_experts * thirds // 3
+        self.core_bytes: IntArray = table.full_bytes.sum(axis=1) - self.expert_bytes.sum(axis=(1, 2))
+
+    @property
+    def everything(self) -> Selection:
+        """All experts of all layers."""
+        return (tuple(range(self.num_experts)),) * self.num_layers
+
+    @property
+    def nothing(self) -> Selection:
+        return ((),) * self.num_layers
+
+    def plan(self, iteration: int, places: ExpertChoice, *, core_on_disk: bool, facts: Sequence[float]) -> PartialPlan:
+        """Return the plan of a snapshot; the core goes to peers wherever there are any."""
+        return PartialPlan(
+            iteration=iteration,
+            units=(self._core(on_disk=core_on_disk), *self._expert_units(places)),
+            checkpoint=(self._core(on_disk=False), *self._expert_units(self._all_in_memory())),
+            facts=tuple(facts),
+        )
+
+    def snapshot_bytes(self, selection: Selection) -> IntArray:
+        """Return what each rank takes with these experts, int64 [ranks]."""
+        taken = np.zeros((self.num_layers, self.num_experts), np.int64)
+        for layer, experts in enumerate(selection):
+            taken[layer, list(experts)] = 1
+        return self.core_bytes + (self.expert_bytes * taken).sum(axis=(1, 2))
+
+    def _core(self, *, on_disk: bool) -> UnitPlan:
+        experts = tuple(self._experts.reshape(-1).tolist())
+        return UnitPlan(
+            name=CORE,
+            full=self._others,
+            weights=experts if self._partial_state == "moments" else (),
+            moments=experts if self._partial_state == "weights" else (),
+            on_peers=True,
+            on_disk=on_disk,
+        )
+
+    def _expert_units(self, places: ExpertChoice) -> list[UnitPlan]:
+        return [
+            self._expert_unit(layer, expert, on_peers=expert in places.on_peers[layer], on_disk=expert in on_disk)
+            for layer, (experts, on_disk) in enumerate(zip(places.memory, places.on_disk, strict=True))
+            for expert in experts
+        ]
+
+    def _expert_unit(self, layer: int, expert: int, *, on_peers: bool, on_disk: bool) -> UnitPlan:
+        position = int(self._experts[layer, expert])
+        field = {"both": "full", "weights": "weights", "moments": "moments"}[self._partial_state]
+        taken = {field: (position,)}
+        return UnitPlan(name=str(self.table.operators[position]), on_peers=on_peers, on_disk=on_disk, **taken)
+
+    def _all_in_memory(self) -> ExpertChoice:
+        return ExpertChoice(memory=self.everything, on_peers=self.nothing, on_disk=self.nothing)
+
+
+def require_experts(stages: Sequence[StageProfile], policy: str) -> None:
+    """Raise ConfigError unless the model has experts."""
+    operators = [operator for stage in stages for operator in stage.table.operators]
+    if not any(operator.kind is OperatorKind.EXPERT for operator in operators):
+        raise ConfigError(f"ckpt.policy: got {policy!r}, wanted a policy for dense models: model.num_experts is null")
+
+
+def counted(stage: MoeStage, tokens: np.ndarray) -> IntArray:
+    """Return tokens of the experts in the table's order as int64 [layers, experts]."""
+    return tokens.astype(np.int64).reshape(stage.num_layers, stage.num_experts)
+
+
+def marked(selection: Selection, shape: tuple[int, int]) -> np.ndarray:
+    """Return which experts are selected, bool [layers, experts]."""
+    mask = np.zeros(shape, bool)
+    for layer, experts in enumerate(selection):
+        mask[layer, list(experts)] = True
+    return mask
+
+
+def forecast_units(stage: MoeStage, num_copies: int) -> MemoryForecast:
+    """Return the most host memory that a rank of a stage can need: three of everything.
+
+    Of each unit the newest, the one in flight, and the one on disk or on peers (MoC, section 5.2: three buffers); for
+    `num_copies` others the newest and the one that comes.
+    """
+    dense_bytes = int((stage.core_bytes + stage.expert_bytes.sum(axis=(1, 2))).max())
+    snapshots_bytes, copies_bytes = 3 * dense_bytes, 2 * num_copies * dense_bytes
+    return MemoryForecast(
+        snapshots_bytes=snapshots_bytes,
+        boundary_log_bytes=0,
+        step_log_bytes=0,
+        copies_bytes=copies_bytes,
+        total_bytes=snapshots_bytes + copies_bytes,
+        double_buffered_dense_bytes=2 * dense_bytes,
+    )
+
+
+def require_budget(budget_bytes: int | None, needed: MemoryForecast) -> None:
+    """Raise ConfigError where a rank may need more than it may take."""
+    if budget_bytes is not None and needed.total_bytes > budget_bytes:
+        wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
+        raise ConfigError(f"ckpt.memory_budget_bytes: got {budget_bytes}, wanted {wanted}")

@@ -1,0 +1,82 @@
+"""What each rank's memory and its peers' copies hold as a generation starts, and letting copies change again later.
+
+Owns: one survey with all ranks, in which no copy changes. Must not: decide what is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.recovery.target import Standing
+from moe_ckpt.runtime.elastic import Elastic
+from moe_ckpt.runtime.sparse import SparseStores
+from moe_ckpt.runtime.stage import Place
+from moe_ckpt.runtime.step_state import StepState
+from moe_ckpt.store.agree import on_all_ranks
+from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.store.journal import holds_records, newest_snapshot
+from moe_ckpt.types import ReadyGradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a rank tells first. `has_progress`: it is not as at the run's start, by its memory or its state.
+
+    `held`: the keys of the copies that its memory holds, by owner.
+    """
+
+    standing: Standing
+    has_progress: bool
+    held: Mapping[int, frozenset[str]]
+    gradients: Mapping[int, ReadyGradients]
+
+
+class KeptCopies:
+    """One rank's view of what all keep."""
+
+    def __init__(self, place: Place, stores: SparseStores, elastic: Elastic) -> None:
+        self._place = place
+        self._stores = stores
+        self._elastic = elastic
+        self._reports: Sequence[Report] = ()
+
+    def stop_copying(self, state: StepState) -> Sequence[Report]:
+        """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
+        if self._stores.journal:
+            self._stores.journal.stop_copying()
+        self._reports = on_all_ranks(lambda: self._report(state), CheckpointLoadError)
+        return self._reports
+
+    def resume_copying(self) -> None:
+        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again."""
+        journal = self._stores.journal
+        if journal:
+            journal.begin_copying(self.held_for_me(), forget=bool(self._stores.memory.windows()))
+
+    def drop_all(self) -> None:
+        """Keep nothing in memory; until `resume_copying` peers do not hear of it."""
+        self._stores.clear()
+        if self._stores.journal:
+            self._stores.journal.stop_copying()
+            self._stores.journal.replace(lambda _: 0)
+
+    def held_for_me(self) -> list[frozenset[str]]:
+        """Return the keys of this rank's blobs that each peer has told to hold."""
+        mine = self._place.shard.global_rank
+        return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
+
+    def _report(self, state: StepState) -> Report:
+        folders = {int(path.name.removeprefix("rank")): path for path in (self._elastic.memory / "held").glob("rank*")}
+        held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in folders.items()}
+        windows, gradients = self._stores.memory.windows(), self._stores.steps.gradients
+        return Report(
+            standing=state.standing(self._place.stage),
+            has_progress=state.torn
+            or bool(gradients)
+            or any(window.start for window in windows)
+            or any(holds_records(keys) or newest_snapshot(keys) for keys in held.values()),
+            held=held,
+            gradients=gradients,
+        )

@@ -1,0 +1,322 @@
+"""All ranks go back to a partial checkpoint: from own memory where it is left, else from peers and local disks.
+
+Owns: taking stock of units with all ranks, loading the versions that the plan names, and accounting for the tokens that
+are lost with it. Must not: choose versions (`recovery.units` does). MoC, section 5.1; MoEtion, section 6.
+
+    inventories of memory -> plan, or of all places -> plan -> fetch, verify -> load -> account -> a new line begins
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
+from moe_ckpt.events import CheckpointSkipped, EventLog, TokensLost
+from moe_ckpt.ledger import IntArray
+from moe_ckpt.recovery.target import plan_target
+from moe_ckpt.recovery.units import UnitInventory, UnitRecovery, newest_line, plan_units
+from moe_ckpt.runtime.elastic import Elastic
+from moe_ckpt.runtime.kept import KeptCopies
+from moe_ckpt.runtime.meter import Meter
+from moe_ckpt.runtime.rejoining import OnDisks, Rejoined
+from moe_ckpt.runtime.shelf import ACCOUNT, POLICY, START, UnitShelf
+from moe_ckpt.runtime.sparse import SparseStores
+from moe_ckpt.runtime.stage import Place, Training
+from moe_ckpt.runtime.step_state import StepState
+from moe_ckpt.runtime.tokens import LostShares, TokenAccount, TokenRate, lost_shares
+from moe_ckpt.store.agree import on_all_ranks
+from moe_ckpt.store.blobs import BlobFolder, held_path
+from moe_ckpt.store.codec import PartKey, Snapshot, verify
+from moe_ckpt.store.fetch import fetch_blobs
+from moe_ckpt.store.journal import read_units
+from moe_ckpt.store.unit_memory import UnitMemory, name_of
+from moe_ckpt.types import CORE, Version
+
+_log = logging.getLogger(__name__)
+_MEMORY, _DISK = "memory", "local disk"
+
+
+class PartialPolicy(Protocol):
+    """What a policy of partial checkpoints learns from a recovery."""
+
+    def went_back(self, facts: Sequence[float], plt: float) -> None:
+        """Go on with what was known when the checkpoint was taken; `plt` is what all faults have cost by then."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Stock:
+    """What one rank has found: of its own units by place, and of others' in its memory, by owner; keys by unit."""
+
+    inventory: UnitInventory
+    held: Mapping[int, Mapping[tuple[str, Version], str]]
+    needed: Mapping[int, Mapping[Version, frozenset[str]]]
+
+
+class UnitRejoin:
+    """Implements `Rejoining` with units of partial checkpoints."""
+
+    def __init__(
+        self,
+        place: Place,
+        training: Training,
+        stores: SparseStores,
+        shelf: UnitShelf,
+        account: TokenAccount,
+        meter: Meter,
+        policy: PartialPolicy,
+        copies: KeptCopies,
+        elastic: Elastic,
+        events: EventLog,
+        rate: TokenRate,
+    ) -> None:
+        assert isinstance(stores.memory, UnitMemory), stores.memory
+        self.copies = copies
+        self._place = place
+        self._training = training
+        self._stores = stores
+        self._memory = stores.memory
+        self._shelf = shelf
+        self._account = account
+        self._meter = meter
+        self._policy = policy
+        self._elastic = elastic
+        self._events = events
+        self._rate = rate
+
+    def run(self, state: StepState) -> Rejoined:
+        reports = self.copies.stop_copying(state)
+        target = plan_target([report.standing for report in reports])
+        begins_anew = target.iteration == 0 if target else not any(report.has_progress for report in reports)
+        if begins_anew:
+            self._stores.clear()
+            self._account.begin()
+            self._meter.forget_counts()
+            return Rejoined(iteration=None)
+        state.lose()
+        started_s = time.monotonic()
+        stocks = self._take_stock(_MEMORY)
+        plan = plan_units([stock.inventory for stock in stocks])
+        if plan is None:
+            stocks = self._take_stock(_MEMORY, _DISK, held=True)
+            plan = plan_units(_with_held(stocks))
+        if plan is None:
+            raise NothingLeftError(_nothing_common(_with_held(stocks)))
+        with self._units(plan, stocks) as units:
+            fetch_s, fetched_bytes = time.monotonic() - started_s, self._fetched_bytes(plan, units)
+            shares = self._load(plan, units)
+        self._begin_line(stocks)
+        state.be_at(plan.version.iteration)
+        return Rejoined(
+            iteration=plan.version.iteration,
+            went_back=True,
+            lines=[*plan.lines(), f"lost tokens so far: PLT {shares.plt:.4%}, MLT {shares.mlt:.4%}"],
+            fetch_s=fetch_s,
+            fetched_bytes=fetched_bytes,
+        )
+
+    def look_at_disks(self) -> OnDisks:
+        stocks = self._take_stock(_DISK)
+        plan = plan_units([stock.inventory for stock in stocks])
+        newest = tuple(
+            max((version.iteration for version in stock.inventory.versions(CORE)), default=None) for stock in stocks
+        )
+        return OnDisks(newest=plan.version.iteration if plan else None, of_each=newest)
+
+    def load_from_disk(self) -> int:
+        self.copies.drop_all()
+        stocks = self._take_stock(_DISK)
+        plan = plan_units([stock.inventory for stock in stocks])
+        if plan is None:
+            raise CheckpointLoadError(_nothing_common([stock.inventory for stock in stocks]))
+        with self._units(plan, stocks) as units:
+            self._load(plan, units)
+        self._begin_line(stocks)
+        return plan.version.iteration
+
+    def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
+        """Return what every rank has in these places, undamaged; `held`: and for others in its memory. Collective."""
+        return on_all_ranks(lambda: self._my_stock(places, self._owners() if held else []), CheckpointLoadError)
+
+    def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
+        mine = self._place.shard.global_rank
+        found = {place: list(self._intact(self._found_in(place), mine)) for place in places}
+        held = {owner: dict(self._held_for(owner)) for owner in owners}
+        return _Stock(
+            inventory=UnitInventory(
+                global_rank=mine,
+                places={place: _versions(units) for place, units in found.items()},
+                needed=_needed(unit for units in found.values() for unit in units),
+            ),
+            held={owner: {_id(unit): key for key, unit in units.items()} for owner, units in held.items()},
+            needed={owner: _needed(units.values()) for owner, units in held.items()},
+        )
+
+    def _found_in(self, place: str) -> list[Snapshot]:
+        if place == _MEMORY:
+            return self._memory.snapshots()
+        disk = self._stores.disk
+        if disk is None:
+            return []
+        disk.flush(self._elastic.copy_s)
+        return list(read_units(BlobFolder(disk.path)).values())
+
+    def _owners(self) -> list[int]:
+        folders = (self._elastic.memory / "held").glob("rank*")
+        return sorted(int(path.name.removeprefix("rank")) for path in folders)
+
+    def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
+        units = read_units(BlobFolder(held_path(self._elastic.memory, owner)))
+        intact = {id(unit) for unit in self._intact(units.values(), owner)}
+        return ((key, unit) for key, unit in units.items() if id(unit) in intact)
+
+    def _intact(self, units: Iterable[Snapshot], owner: int) -> Iterator[Snapshot]:
+        for unit in units:
+            try:
+                shard = self._place.shard if owner == self._place.shard.global_rank else unit.header.shard
+                if shard.global_rank == owner:
+                    verify(unit, identity=self._place.identity, shard=shard)
+                    yield unit
+            except CheckpointLoadError as error:
+                self._events.append(CheckpointSkipped(source=str(unit.header), reason=str(error)))
+                _log.warning("%s", error)
+
+    @contextlib.contextmanager
+    def _units(self, plan: UnitRecovery, stocks: Sequence[_Stock]) -> Iterator[Mapping[str, Snapshot]]:
+        """Give this rank's units of the plan, by name; what came from peers goes again. Collective.
+
+        Raises CheckpointLoadError on all ranks if one cannot be had.
+        """
+        folder = BlobFolder(self._elastic.memory / "fetched")
+        got: list[dict[str, Snapshot]] = []
+        try:
+            on_all_ranks(lambda: got.append(self._get(plan, stocks, folder)), CheckpointLoadError)
+            yield got[0]
+        finally:
+            got.clear()
+            folder.clear()
+
+    def _get(self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder) -> dict[str, Snapshot]:
+        mine = self._place.shard.global_rank
+        sources = plan.sources[mine]
+        for place in set(sources.values()) - {_MEMORY, _DISK}:
+            holder = _rank_of(place)
+            keys = [
+                stocks[holder].held[mine][name, plan.units[name]] for name, where in sources.items() if where == place
+            ]
+            address, timeout_s = self._elastic.address_of(holder), self._elastic.copy_s
+            fetch_blobs(address, self._elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+        places = {_MEMORY: self._memory.snapshots(), _DISK: self._found_in(_DISK) if _DISK in sources.values() else []}
+        fetched = list(read_units(folder).values())
+        found = {
+            name: next(unit for unit in places.get(where, fetched) if _id(unit) == (name, plan.units[name]))
+            for name, where in sources.items()
+        }
+        for unit in found.values():
+            verify(unit, identity=self._place.identity, shard=self._place.shard)
+        return found
+
+    def _fetched_bytes(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> int:
+        sources = plan.sources[self._place.shard.global_rank]
+        return sum(unit.header.payload_bytes for name, unit in units.items() if sources[name] not in (_MEMORY, _DISK))
+
+    def _load(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> LostShares:
+        """Put all units in place, and account for what is lost. Collective."""
+        parts = {part.key: unit.part(part) for unit in units.values() for part in unit.header.parts}
+        names = {str(operator) for operator in self._training.operators.table.operators}
+        core = units[CORE].header
+        self._training.operators.load(parts, names, set(), core.adam_steps)
+        self._training.stage.restore_start(_facts(parts, START))
+        told = on_all_ranks(lambda: (self._place.stage, _seen(units)), CheckpointLoadError)
+        of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
+        seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
+        loss = self._account.restore(_facts(parts, ACCOUNT), seen)
+        self._meter.forget_counts()
+        lost = on_all_ranks(lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
+        of_stages: dict[int, IntArray] = dict(lost)
+        shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)
+        self._policy.went_back(_facts(parts, POLICY)["facts"].tolist(), shares.plt)
+        self._tell(plan.version.iteration, loss.lost, shares)
+        return shares
+
+    def _begin_line(self, stocks: Sequence[_Stock]) -> None:
+        """What is taken from now on is of a new line, which nothing has been of before."""
+        self._shelf.lineage = newest_line(_with_held(stocks)) + 1
+
+    def _tell(self, iteration: int, lost: IntArray, shares: LostShares) -> None:
+        self._events.append(
+            TokensLost(
+                iteration=iteration,
+                layers=[layer for _, layer in self._account.layers],
+                lost_by_layer=lost.sum(axis=1).tolist(),
+                lost_by_expert=lost.tolist(),
+                plt=shares.plt,
+                mlt=shares.mlt,
+            )
+        )
+
+
+def _with_held(stocks: Sequence[_Stock]) -> list[UnitInventory]:
+    """Return every rank's inventory with what others' memories hold for it."""
+    inventories = []
+    for stock in stocks:
+        owner = stock.inventory.global_rank
+        places = dict(stock.inventory.places)
+        needed = dict(stock.inventory.needed)
+        for holder in stocks:
+            if owner in holder.held:
+                places[_memory_of(holder.inventory.global_rank)] = _by_name(holder.held[owner])
+                needed = {**holder.needed[owner], **needed}
+        inventories.append(UnitInventory(global_rank=owner, places=places, needed=needed))
+    return inventories
+
+
+def _memory_of(global_rank: int) -> str:
+    return f"memory of rank {global_rank}"
+
+
+def _rank_of(place: str) -> int:
+    return int(place.rpartition(" ")[2])
+
+
+def _id(unit: Snapshot) -> tuple[str, Version]:
+    return name_of(unit), unit.header.version
+
+
+def _versions(units: Sequence[Snapshot]) -> dict[str, frozenset[Version]]:
+    return _by_name(map(_id, units))
+
+
+def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]]:
+    found: dict[str, set[Version]] = {}
+    for name, version in ids:
+        found.setdefault(name, set()).add(version)
+    return {name: frozenset(versions) for name, versions in found.items()}
+
+
+def _needed(units: Iterable[Snapshot]) -> dict[Version, frozenset[str]]:
+    cores = (unit.header for unit in units if name_of(unit) == CORE)
+    return {core.version: frozenset(core.unit.complete_with) for core in cores if core.unit}
+
+
+def _seen(units: Mapping[str, Snapshot]) -> dict[str, int]:
+    return {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
+
+
+def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {key.tensor: tensor for key, tensor in parts.items() if key.operator == kind}
+
+
+def _nothing_common(inventories: Sequence[UnitInventory]) -> str:
+    found = "; ".join(
+        f"rank {inventory.global_rank}: {', '.join(map(str, sorted(inventory.versions(CORE)))) or 'none'}"
+        for inventory in inventories
+    )
+    return f"partial checkpoints: got those of iterations ({found}), wanted one with all experts on all ranks"
