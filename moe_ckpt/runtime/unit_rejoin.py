@@ -311,7 +311,8 @@ def _seen(units: Mapping[str, Snapshot]) -> dict[str, int]:
 
 
 def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    return {key.tensor: tensor for key, tensor in parts.items() if key.operator == kind}
+    """Return what a core holds of a kind: copies, aligned as generators want their states to be."""
+    return {key.tensor: tensor.clone() for key, tensor in parts.items() if key.operator == kind}
 
 
 def _nothing_common(inventories: Sequence[UnitInventory]) -> str:
