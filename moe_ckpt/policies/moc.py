@@ -55,7 +55,7 @@ class PartialExperts:
             require(k == AUTO or int(k) <= self._num_experts, f"ckpt.{name}", k, wanted)
         self._k = config.k_persist if config.k_snapshot == AUTO else int(config.k_snapshot)
         self._first_k = self._k
-        self._plt_before_k = 0.0
+        self._lost_before_k_iters = 0.0
         shape = (self._stage.num_layers, self._stage.num_experts)
         self._unsaved_in_memory = np.zeros(shape, np.int64)
         self._unsaved_on_disk = np.zeros(shape, np.int64)
@@ -79,23 +79,25 @@ class PartialExperts:
         self._newest = iteration
         if to_disk:
             self._newest_on_disk = iteration
-        facts = (float(self._k), self._plt_before_k)
+        facts = (float(self._k), self._lost_before_k_iters)
         plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=facts)
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
 
-    def went_back(self, facts: Sequence[float], plt: float) -> None:
-        """All have gone back to where this was known; `plt` is what all faults have cost by then.
+    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
+        """All have gone back to `iteration`, where this was known; `plt` is what all faults have cost by then.
 
-        With Dynamic-K the number of experts doubles where those since it last did have cost too much.
+        With Dynamic-K the number of experts doubles where faults since it last did have cost too much: what was lost
+        before counts in iterations' worth of tokens, as PLT falls while training goes on.
         """
-        k, self._plt_before_k = facts
+        k, self._lost_before_k_iters = facts
         self._k = int(k)
-        if not self._config.dynamic_k:
+        if not self._config.dynamic_k or iteration == 0:
             return
+        plt_since = plt - self._lost_before_k_iters / iteration
         limit = limit_per_k(self._config.plt_limit, first_k=self._first_k, num_experts=self._num_experts)
-        doubled = next_k(self._k, num_experts=self._num_experts, plt_since=plt - self._plt_before_k, limit=limit)
+        doubled = next_k(self._k, num_experts=self._num_experts, plt_since=plt_since, limit=limit)
         if doubled != self._k:
-            self._k, self._plt_before_k = doubled, plt
+            self._k, self._lost_before_k_iters = doubled, plt * iteration
 
     def forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank can need."""

@@ -69,7 +69,7 @@ class PopularExperts:
         plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=())
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
 
-    def went_back(self, facts: Sequence[float], plt: float) -> None:
+    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
         """All have gone back to a checkpoint: nothing that was decided before matters."""
 
     def forecast(self) -> MemoryForecast:

@@ -46,9 +46,12 @@ class UnitRecovery:
 
     def lines(self) -> list[str]:
         """Return for people what is loaded from where."""
-        old = [f"{name} at {version}" for name, version in sorted(self.units.items()) if version != self.version]
+        old = {name: version for name, version in self.units.items() if version != self.version}
         places = sorted({place for sources in self.sources.values() for place in sources.values()})
-        older = f"; older: {', '.join(old)}" if old else ""
+        older = ""
+        if old:
+            oldest = min(old, key=lambda name: (old[name], name))
+            older = f"; {len(old)} of {len(self.units) - 1} experts are older, {oldest} is of iteration {old[oldest]}"
         return [f"all ranks go back to iteration {self.version}, from {', '.join(places)}{older}"]
 
 

@@ -279,6 +279,8 @@ class Session:
         assert self._parts is not None
         plan = self._parts.policy.plan(iteration, self._measure)
         assert plan.sparse is not None, iteration
+        if plan.experts:
+            self._events.append(_experts_chosen(iteration, plan.experts))
         sparse.tier.take_base(plan.sparse, to_disk=plan.to_disk)
         self._has_base = True
 

@@ -184,7 +184,7 @@ class SparseTier:
         self._most_slots = max(self._most_slots, plan.num_slots)
         self._awaits_confirmation = plan.slot == plan.num_slots - 1
         following = plan.window_start + plan.slot + 1
-        if self._noted != following and isinstance(plan, SlotPlan):
+        if self._noted != following and (isinstance(plan, SlotPlan) or following == 1):  # else it is in the core
             self.note_start(following)
         with self._meter.stalling():
             self._capture(plan)

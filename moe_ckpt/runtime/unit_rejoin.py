@@ -46,8 +46,8 @@ _MEMORY, _DISK = "memory", "local disk"
 class PartialPolicy(Protocol):
     """What a policy of partial checkpoints learns from a recovery."""
 
-    def went_back(self, facts: Sequence[float], plt: float) -> None:
-        """Go on with what was known when the checkpoint was taken; `plt` is what all faults have cost by then."""
+    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
+        """Go on with what was known at `iteration`, where all go back to; `plt` is what all faults have cost by it."""
         ...
 
 
@@ -96,9 +96,7 @@ class UnitRejoin:
         target = plan_target([report.standing for report in reports])
         begins_anew = target.iteration == 0 if target else not any(report.has_progress for report in reports)
         if begins_anew:
-            self._stores.clear()
-            self._account.begin()
-            self._meter.forget_counts()
+            self._begin_anew(state)
             return Rejoined(iteration=None)
         state.lose()
         started_s = time.monotonic()
@@ -121,6 +119,16 @@ class UnitRejoin:
             fetch_s=fetch_s,
             fetched_bytes=fetched_bytes,
         )
+
+    def _begin_anew(self, state: StepState) -> None:
+        """Forget the first iteration, if it was begun: a rank that lives has drawn random numbers in it."""
+        steps = self._stores.steps
+        if state.reached == 0 and steps.has_start(1):
+            self._training.stage.restore_start(steps.start(1), undo=1)
+            state.withdraw()
+        self._stores.clear()
+        self._account.begin()
+        self._meter.forget_counts()
 
     def look_at_disks(self) -> OnDisks:
         stocks = self._take_stock(_DISK)
@@ -242,8 +250,9 @@ class UnitRejoin:
         lost = on_all_ranks(lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
         of_stages: dict[int, IntArray] = dict(lost)
         shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)
-        self._policy.went_back(_facts(parts, POLICY)["facts"].tolist(), shares.plt)
-        self._tell(plan.version.iteration, loss.lost, shares)
+        iteration = plan.version.iteration
+        self._policy.went_back(_facts(parts, POLICY)["facts"].tolist(), plt=shares.plt, iteration=iteration)
+        self._tell(iteration, loss.lost, shares)
         return shares
 
     def _begin_line(self, stocks: Sequence[_Stock]) -> None:

@@ -49,7 +49,9 @@ def test_pieces_of_one_expert_are_of_one_version() -> None:
     assert plan is not None
     assert (plan.version, plan.units["e"]) == (at(6), at(4))
     assert plan.sources == {0: {CORE: "memory", "e": "memory"}, 1: {CORE: "disk", "e": "disk"}}
-    assert plan.lines() == ["all ranks go back to iteration 6, from disk, memory; older: e at 4"]
+    assert plan.lines() == [
+        "all ranks go back to iteration 6, from disk, memory; 1 of 1 experts are older, e is of iteration 4"
+    ]
 
 
 def test_who_has_lost_nothing_keeps_newer_experts_than_the_disk_has() -> None:
