@@ -19,8 +19,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
+from moe_ckpt.adapters.megatron_boost import use_router
 from moe_ckpt.adapters.megatron_state import TrainingState
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
@@ -30,7 +32,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROUTER_DTYPES = {"fp32": "fp32", "fp64": "fp64", "model": None}
 
 
-def build_training(settings: Settings, layout: ParallelLayout, vocab_size: int) -> TrainingState:
+def build_training(
+    settings: Settings, layout: ParallelLayout, vocab_size: int, router: type[TopKRouter] = TopKRouter
+) -> TrainingState:
     """Return this rank's stage of the model, its optimizer and its schedule. Collective; groups must be formed."""
     config = transformer_config(settings, layout)
     model = DistributedDataParallel(
@@ -39,7 +43,7 @@ def build_training(settings: Settings, layout: ParallelLayout, vocab_size: int) 
             grad_reduce_in_fp32=settings.precision.grad_reduce_in_fp32,
             use_distributed_optimizer=settings.train.distributed_optimizer,
         ),
-        _build_stage(settings, config, vocab_size),
+        _build_stage(settings, config, vocab_size, router),
     )
     model.broadcast_params()
     optimizer = get_megatron_optimizer(_optimizer_config(settings), [model], use_gloo_process_groups=False)
@@ -149,9 +153,12 @@ def _recompute(train: TrainConfig) -> dict[str, Any]:
             return {}
 
 
-def _build_stage(settings: Settings, config: TransformerConfig, vocab_size: int) -> torch.nn.Module:
+def _build_stage(
+    settings: Settings, config: TransformerConfig, vocab_size: int, router: type[TopKRouter]
+) -> torch.nn.Module:
     model = settings.model
     layers = get_gpt_decoder_block_spec(config, _use_transformer_engine(), normalization=model.normalization)
+    use_router(layers, router)
     stage = GPTModel(
         config,
         cast("Any", layers),  # annotated as one layer's spec, taken as a block's as well

@@ -34,6 +34,15 @@ def boosted_capacity(demand: IntArray, deficit: IntArray, *, capacity: int, fact
     return capacity + extra
 
 
+def share_of(deficit: IntArray, *, index: int, num_shares: int) -> IntArray:
+    """Return one share of a deficit that is dealt out token by token, the first shares first, int64 as `deficit`.
+
+    All shares together are the deficit, so whoever keeps to its own never makes up too much: 7 in 3 are 3, 2 and 2.
+    """
+    assert 0 <= index < num_shares, (index, num_shares)
+    return (deficit + num_shares - 1 - index) // num_shares
+
+
 def made_up(deficit: IntArray, extra: IntArray) -> IntArray:
     """Return the lost tokens that are left after `extra` ones were processed beyond the capacity, never below 0.
 

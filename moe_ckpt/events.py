@@ -240,6 +240,20 @@ class ReplayDiffered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityBoosted:
+    """Some experts of this rank's stage make up for lost tokens, out of capacity that others leave.
+
+    By layer, for each of its experts: `capacity` are the tokens that it could take of this rank's batch of `iteration`,
+    `deficit` the lost ones that are left after it, over all ranks.
+    """
+
+    iteration: int
+    layers: list[str]
+    capacity: list[list[int]]
+    deficit: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationEnded:
     """Ranks were lost, and this one has left the generation with all others that live."""
 
@@ -312,6 +326,7 @@ Event = (
     | StateLost
     | StageRecovered
     | ReplayDiffered
+    | CapacityBoosted
     | GenerationEnded
     | Rejoined
     | ModelBuilt

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.boost import boosted_capacity, made_up
+from moe_ckpt.boost import boosted_capacity, made_up, share_of
 
 IntArray = npt.NDArray[np.int64]
 
@@ -92,3 +92,16 @@ def test_lost_tokens_are_made_up_in_the_end(losses: list[int], overflow: int) ->
 
 def test_no_more_is_made_up_than_was_lost() -> None:
     assert made_up(np.array([40, 3, 0]), np.array([5, 5, 5])).tolist() == [35, 0, 0]
+
+
+@given(deficit=st.lists(st.integers(0, 10**12), min_size=1, max_size=4), num_shares=st.integers(1, 50))
+def test_shares_are_the_deficit_and_equal_but_for_one_token(deficit: list[int], num_shares: int) -> None:
+    shares = np.stack([share_of(np.array(deficit), index=index, num_shares=num_shares) for index in range(num_shares)])
+    assert shares.dtype == np.int64
+    assert shares.sum(axis=0).tolist() == deficit
+    assert np.all(np.diff(shares, axis=0) <= 0)
+    assert np.all(shares[0] - shares[-1] <= 1)
+
+
+def test_the_first_shares_take_what_is_over() -> None:
+    assert [int(share_of(np.array([7]), index=index, num_shares=3)[0]) for index in range(3)] == [3, 2, 2]

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.events import (
+    CapacityBoosted,
     CheckpointFailed,
     CheckpointSaved,
     CheckpointSkipped,
@@ -100,6 +101,7 @@ EVENTS: tuple[Event, ...] = (
         iteration=7, window_start=4, first_stage=1, last_stage=2, replayed_iters=3, fetched_bytes=96, seconds=0.25
     ),
     ReplayDiffered(iteration=7, operators=["layer 1 expert 2"]),
+    CapacityBoosted(iteration=9, layers=["layer 1"], capacity=[[110, 100, 100]], deficit=[[30, 0, 0]]),
     GenerationEnded(generation=2, reason="rank 1 (pid 5) died of SIGKILL", left_unix_s=1.5),
     Rejoined(
         generation=3,

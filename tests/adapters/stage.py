@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import compose_settings
 from launcher.data import Batches, open_source
@@ -40,7 +41,7 @@ class NoHooks:
         pass
 
 
-def build_stage(*overrides: str) -> tuple[TrainingState, Trainer]:
+def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple[TrainingState, Trainer]:
     """Return this rank's state and a trainer for it. Call inside `run_ranks`."""
     settings = compose_settings(fast(*overrides))
     launch = read_launch()
@@ -48,7 +49,7 @@ def build_stage(*overrides: str) -> tuple[TrainingState, Trainer]:
     join_job(launch, on_gpu=choose_device(launch, deterministic=True), store=rank_store())
     form_groups(layout, settings.train.seed)
     source = open_source(settings.data, settings.train, None, Path("unused"))
-    state = build_training(settings, layout, padded_vocab_size(source.vocab_size, layout))
+    state = build_training(settings, layout, padded_vocab_size(source.vocab_size, layout), router)
     allocate_optimizer_state(state)
     dp_rank = parallel_state.get_data_parallel_rank()
     batches = Batches(source=source, train=settings.train, dp=layout.dp, dp_rank=dp_rank)
