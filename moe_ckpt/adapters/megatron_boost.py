@@ -139,6 +139,7 @@ class CapacityBoost:
 
     `begin_iteration`, forward and backward, `end_iteration`; what that returns, summed over the ranks of the stage,
     goes to `make_up` before the next one begins. So the deficit is the same on all of them, int64 [layers, experts].
+    Extra tokens of a micro-batch are rounded down: of a capacity below 1 / `factor` there are none.
     """
 
     def __init__(
