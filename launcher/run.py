@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import AUTO, Settings, TrainConfig
 from launcher.data import Batches, TokenSource, open_source
@@ -35,10 +36,11 @@ from launcher.parallel import (
 )
 from launcher.run_folder import RunFolder, find_run_folder, open_run_folder
 from launcher.training import Log, Training
+from moe_ckpt.adapters.megatron_boost import BoostedRouter
 from moe_ckpt.adapters.megatron_fresh import synchronize_fresh
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
 from moe_ckpt.attach import TrainingLoop, attach
-from moe_ckpt.config import require
+from moe_ckpt.config import MoetionConfig, require
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
 from moe_ckpt.ports import TrainingHooks
@@ -151,7 +153,8 @@ def _build(
 ) -> tuple[TrainingState, StageRunner, Session]:
     source = _open_source_everywhere(settings, folder)
     vocab_size = _vocab_size(settings, source, layout)
-    state = build_training(settings, layout, vocab_size)
+    is_boosted = isinstance(settings.ckpt, MoetionConfig) and settings.ckpt.boost > 0
+    state = build_training(settings, layout, vocab_size, BoostedRouter if is_boosted else TopKRouter)
     on_phase = elastic.enter_phase if elastic else lambda _: None
     runner = StageRunner(state, _batches(source, settings.train, layout), on_phase)
     session = attach(

@@ -17,6 +17,7 @@ from typing import assert_never
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.adapters.megatron_boost import CapacityBoost
 from moe_ckpt.adapters.megatron_durable import MegatronDurableState
 from moe_ckpt.adapters.megatron_operators import RankOperators, shard_identity, stage_group
 from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
@@ -156,6 +157,7 @@ class _InMemory:
         self.stage = StageReplay(state, self.operators, loop.communicator, loop.forward_backward)
         self.is_partial = isinstance(config, MocConfig | MoetionConfig)
         self.account: TokenAccount | None = None
+        self.boost = self._open_boost()
         self.stores: SparseStores | None = None
         self.counts: RouterCounts | None = None
         self.meter: Meter | None = None
@@ -172,7 +174,7 @@ class _InMemory:
             self.account = self.account or TokenAccount(self.operators.table)
         if isinstance(self.config, MoevementConfig) or self.is_partial:  # else nobody asks for popularity
             self.counts = self.counts or RouterCounts(self.state, self.operators.table)
-        training = Training(stage=self.stage, operators=self.operators, counts=self.counts)
+        training = Training(stage=self.stage, operators=self.operators, counts=self.counts, boost=self.boost)
         self.meter = self.meter or Meter(sum(op.kind is OperatorKind.EXPERT for op in self.operators.table.operators))
         shelf = self._shelf(self.stores)
         tier = SparseTier(self.config, self.place, training, self.stores, shelf, self.meter, self.events, self.account)
@@ -183,7 +185,7 @@ class _InMemory:
             stores=self.stores,
             recovery=recovery,
             losses=injected,
-            notes=[*self.policy.notes(), *self._placement()],
+            notes=[*self.policy.notes(), *([self.boost.note] if self.boost else []), *self._placement()],
             recovers_locally=self.config.recovers_locally,
             rejoin=self._rejoin(training, self.stores, shelf, recovery),
         )
@@ -233,6 +235,11 @@ class _InMemory:
             logs_tied=self.stage.tied_gradient_bytes > 0,
             recovers_locally=self.config.recovers_locally,
         )
+
+    def _open_boost(self) -> CapacityBoost | None:
+        if not isinstance(self.config, MoetionConfig) or not self.config.boost:
+            return None
+        return CapacityBoost.find(self.state, num_micro_batches=self.loop.num_micro_batches, factor=self.config.boost)
 
     def _token_rate(self) -> TokenRate:
         loop, layout = self.loop, self.place.identity.layout

@@ -96,21 +96,23 @@ class PopularExperts:
             return ExpertChoice(
                 memory=everything, on_peers=everything, on_disk=everything if to_disk else stage.nothing
             )
-        on_peers = self._select("peers", self._config.remote_experts, measured.peer_bytes_per_s, measured)
-        memory = self._select("memory", self._config.experts, measured.host_bytes_per_s, measured)
-        memory = _united(memory, on_peers)
+        memory = self._select("memory", stage.everything, measured)
+        on_peers = self._select("peers", memory, measured) if self._num_copies else stage.nothing
         for place, selection in (("memory", memory), ("peers", on_peers)):
             self._at_risk[place][marked(selection, self._at_risk[place].shape)] = 0
         return ExpertChoice(memory=memory, on_peers=on_peers, on_disk=memory if to_disk else stage.nothing)
 
-    def _select(self, place: str, asked: int | str, bytes_per_s: float, measured: Measured) -> Selection:
-        """Return the experts for one destination: those whose tokens since they last went there are most."""
-        if place == "peers" and not self._num_copies:
-            return self._stage.nothing
-        at_risk = self._at_risk[place]
-        if asked != AUTO:
-            return most_popular(at_risk, allocate(at_risk, int(asked) * len(at_risk)).tolist())
-        return most_popular(at_risk, allocate(at_risk, self._affordable(bytes_per_s, measured, place)).tolist())
+    def _select(self, place: str, among: Selection, measured: Measured) -> Selection:
+        """Return the experts for a place: of `among`, those whose tokens since they last went there are most."""
+        is_memory = place == "memory"
+        asked = self._config.experts if is_memory else self._config.remote_experts
+        rate = measured.host_bytes_per_s if is_memory else measured.peer_bytes_per_s
+        num_total = self._affordable(rate, measured, place) if asked == AUTO else int(asked) * self._stage.num_layers
+        at_risk = np.where(marked(among, self._at_risk[place].shape), self._at_risk[place], 0)
+        most = [len(experts) for experts in among]
+        num_taken = np.minimum(allocate(at_risk, num_total), most)
+        candidates = np.where(marked(among, at_risk.shape), at_risk, -1)
+        return most_popular(candidates, num_taken.tolist())
 
     def _affordable(self, bytes_per_s: float, measured: Measured, place: str) -> int:
         """Return how many experts of the stage are copied by the next snapshot; all while that is not known.
@@ -139,8 +141,3 @@ def _affordable(stage: MoeStage, budget: int, setting: str) -> int:
         other_bytes=int(stage.core_bytes.sum()),
         setting=setting,
     )
-
-
-def _united(first: Selection, second: Selection) -> Selection:
-    """Return what is in either: what goes to peers goes from memory."""
-    return tuple(tuple(sorted({*of_first, *of_second})) for of_first, of_second in zip(first, second, strict=True))

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken, WindowPersisted
+from moe_ckpt.ledger import IntArray
 from moe_ckpt.popularity import accumulate, carried_over
 from moe_ckpt.runtime.meter import Meter
 from moe_ckpt.runtime.shelf import NOTHING, Shelf
@@ -114,6 +115,8 @@ class SparseTier:
         self._stage = training.stage
         self._operators = training.operators
         self._counts = training.counts
+        self._boost = training.boost
+        self._made_up: IntArray | None = None
         self._stores = stores
         self._shelf = shelf
         self._account = account
@@ -139,12 +142,17 @@ class SparseTier:
             self._begin_logs(iteration)
         if self._counts:
             self._counts.begin()
+        if self._boost:
+            self._boost.begin_iteration()
         self._meter.iteration_started(is_quiet=self._is_idle())
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are there, no parameter has changed yet."""
         self._meter.paused()
         self.stop_observing()
+        if self._boost and self._boost.deficit.any():
+            extra = self._boost.end_iteration()
+            self._made_up = np.zeros_like(extra) if gradients.overflow else extra  # else they trained nobody
         if self._logs:
             self._stores.steps.add(self._stage.record(iteration, gradients))
         try:
@@ -163,8 +171,22 @@ class SparseTier:
     def committed(self, iteration: int) -> None:
         """The state is that after `iteration` steps."""
         self._meter.iteration_finished()
+        self._make_up(iteration)
         if self._logs:
             self.note_start(iteration + 1)
+
+    def _make_up(self, iteration: int) -> None:
+        """Take what all ranks of the stage have made up in this iteration off what experts have lost."""
+        extra, self._made_up = self._made_up, None
+        if self._boost is None or self._account is None or extra is None:
+            return
+        total = torch.from_numpy(extra).to(self._place.device)
+        dist.all_reduce(total, group=self._place.stage_group)
+        self._boost.make_up(total.cpu().numpy())
+        self._account.deficit = self._boost.deficit.copy()
+        boosted = self._boost.boosted(iteration)
+        if boosted:
+            self._events.append(boosted)
 
     def note_start(self, iteration: int) -> None:
         """The state is what `iteration` starts from."""

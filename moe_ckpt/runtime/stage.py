@@ -9,9 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.events import CapacityBoosted
 from moe_ckpt.store.boundary import LoggedEnds
 from moe_ckpt.store.codec import PartKey, ShardIdentity
 from moe_ckpt.store.snapshot import Piece
@@ -124,13 +127,46 @@ class Counts(Protocol):
         ...
 
 
+class Boost(Protocol):
+    """Lets experts make up for lost tokens. Arrays are int64 [MoE layers of the stage, experts]."""
+
+    @property
+    def deficit(self) -> npt.NDArray[np.int64]:
+        """What is yet to be made up, over all ranks of the stage."""
+        ...
+
+    def recover(self, deficit: npt.NDArray[np.int64]) -> None:
+        """Make up for these tokens, in place of what was left."""
+        ...
+
+    def begin_iteration(self) -> None:
+        """What an abandoned attempt has counted is forgotten."""
+        ...
+
+    def end_iteration(self) -> npt.NDArray[np.int64]:
+        """Return what this rank has made up since."""
+        ...
+
+    def make_up(self, extra: npt.NDArray[np.int64]) -> None:
+        """Take what all ranks of the stage have made up off the deficit."""
+        ...
+
+    def boosted(self, iteration: int) -> CapacityBoosted | None:
+        """Return what the iteration that ended last has given experts."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Training:
-    """One rank's training, as snapshots in host memory see it; `counts` is None where nobody asks for popularity."""
+    """One rank's training, as snapshots in host memory see it.
+
+    `counts` is None where nobody asks for popularity, `boost` where lost tokens stay lost.
+    """
 
     stage: Stage
     operators: Operators
     counts: Counts | None
+    boost: Boost | None = None
 
 
 class FaultInjector(Protocol):

@@ -34,7 +34,10 @@ class LostShares:
 
 
 class TokenAccount:
-    """Of the experts of one stage, alike on all its ranks. Counts are int64 [MoE layers of the stage, experts]."""
+    """Of the experts of one stage, alike on all its ranks. Counts are int64 [MoE layers of the stage, experts].
+
+    `lost` is by layer, over all faults; `deficit` what of it has not been made up by more capacity.
+    """
 
     def __init__(self, table: OperatorTable) -> None:
         self.experts = [operator for operator in table.operators if operator.kind is OperatorKind.EXPERT]
@@ -47,6 +50,7 @@ class TokenAccount:
         """The run begins: nobody has been given anything."""
         self.ledger = TokenLedger.at_start(*self._shape)
         self.lost: IntArray = np.zeros(len(self.layers), np.int64)
+        self.deficit: IntArray = np.zeros(self._shape, np.int64)
 
     def count(self, tokens: npt.NDArray[np.float64]) -> None:
         """Experts, in the table's order, have been trained with `tokens` more of all ranks of the stage."""
@@ -65,11 +69,13 @@ class TokenAccount:
         counts = np.array([seen[str(expert)] for expert in self.experts], np.int64).reshape(self._shape)
         self.ledger, loss = ledger.restored(counts)
         self.lost = saved["lost"].numpy() + loss.lost.sum(axis=1)
+        self.deficit = saved["deficit"].numpy() + loss.lost
         return loss
 
     def as_tensors(self) -> dict[str, torch.Tensor]:
         """Return the account for a snapshot."""
-        return {"ledger": torch.from_numpy(self.ledger.as_array()), "lost": torch.from_numpy(self.lost.copy())}
+        arrays = {"ledger": self.ledger.as_array(), "lost": self.lost, "deficit": self.deficit}
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
 
 def lost_shares(lost_of_stages: Sequence[IntArray], iteration: int, rate: TokenRate) -> LostShares:

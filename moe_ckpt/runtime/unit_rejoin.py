@@ -129,6 +129,8 @@ class UnitRejoin:
         self._stores.clear()
         self._account.begin()
         self._meter.forget_counts()
+        if self._training.boost:
+            self._training.boost.recover(self._account.deficit)
 
     def look_at_disks(self) -> OnDisks:
         stocks = self._take_stock(_DISK)
@@ -247,6 +249,8 @@ class UnitRejoin:
         seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
         self._meter.forget_counts()
+        if self._training.boost:
+            self._training.boost.recover(self._account.deficit)
         lost = on_all_ranks(lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
         of_stages: dict[int, IntArray] = dict(lost)
         shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)

@@ -352,6 +352,7 @@ def _flip_a_weight_of_rank_three() -> None:
         step_committed(session, iteration)
         if (iteration, os.environ["RANK"]) == (5, "3"):
             assert session.sparse is not None
+            assert session.sparse.recovery is not None
             operators = cast("RankOperators", session.sparse.recovery._operators)
             operators.parameters[0].weights()[0] += 1.0
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from launcher.config import compose_settings
 from launcher.loop import StageRunner
-from moe_ckpt.events import ExpertsChosen, IterationCommitted, Rejoined, SnapshotTaken, TokensLost
+from launcher.model import count_parameters
+from moe_ckpt.events import CapacityBoosted, ExpertsChosen, IterationCommitted, Rejoined, SnapshotTaken, TokensLost
 from moe_ckpt.types import Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
 from tests.launcher.test_elastic import BIAS, FP16_SKIPPING, PP4, Death
-from tests.training import events_of
+from tests.training import events_of, fast
 
 EIGHT = ("model.num_experts=8",)
 MOC, MOETION = ("ckpt.k_snapshot=2", "ckpt.k_persist=1"), ("ckpt.experts=3", "ckpt.remote_experts=2")
@@ -34,7 +37,7 @@ Tokens = dict[int, dict[int, list[int]]]
 def note_tokens(folder: Path) -> None:
     """Let every trainer write down what its routers do, without any of what is tested here."""
     now = {"iteration": 0}
-    train_on, routing = StageRunner.train_on, TopKRouter.routing
+    train_on, routing = StageRunner.train_on, cast("Any", TopKRouter.routing)
 
     def noted_train_on(self: StageRunner, iteration: int) -> Any:
         now["iteration"] = iteration
@@ -47,7 +50,7 @@ def note_tokens(folder: Path) -> None:
         probabilities, routing_map = routing(self, *arguments, **options)
         if now["iteration"]:
             counts = routing_map.sum(dim=0, dtype=torch.int64).tolist()
-            row = [now["iteration"], self.layer_number - 1, os.getpid(), counts]
+            row = [now["iteration"], cast("Any", self).layer_number - 1, os.getpid(), counts]
             with (folder / f"tokens{os.environ['RANK']}").open("a") as file:
                 file.write(json.dumps(row) + "\n")
         return probabilities, routing_map
@@ -270,3 +273,61 @@ def test_experts_are_doubled_where_faults_cost_too_much(tmp_path: Path) -> None:
     chosen = {event.iteration: event for event in events_of(job.run, ExpertsChosen, 0)}
     sizes = [len(chosen[iteration].memory[0]) for iteration in (4, 8, 11)]
     assert sizes == [2, 4, 8], "what was known before a fault still counts"
+
+
+LIMITED = ("model.moe_capacity_factor=1.0", "train.sequence_length=64")
+
+
+def test_experts_make_up_for_lost_tokens_with_more_capacity(tmp_path: Path) -> None:
+    settings = ("train.iterations=30", *EIGHT, *LIMITED, "ckpt.experts=2", "ckpt.remote_experts=1")
+    with ElasticJob(4, tmp_path, *settings, ckpt="moetion") as job:
+        BACKWARD_6.order(job)
+        job.wait()
+    for rank in range(4):
+        (lost,) = events_of(job.run, TokensLost, rank)
+        boosted = events_of(job.run, CapacityBoosted, rank)
+        assert boosted[0].iteration == 6
+        left = [sum(map(sum, event.deficit)) for event in boosted]
+        assert left[0] < sum(lost.lost_by_layer)
+        assert all(later <= earlier for earlier, later in itertools.pairwise(left))
+        base = min(boosted[-1].capacity[0])
+        assert max(boosted[0].capacity[0]) > base
+    stages = [[event.deficit for event in events_of(job.run, CapacityBoosted, rank)] for rank in range(4)]
+    assert stages[0] == stages[1]
+    assert stages[2] == stages[3], "all ranks of a stage agree on what is left"
+
+
+def test_what_is_left_to_make_up_survives_the_next_fault(tmp_path: Path) -> None:
+    settings = ("train.iterations=12", *EIGHT, *LIMITED, "ckpt.experts=2", "ckpt.remote_experts=1")
+    with ElasticJob(4, tmp_path, *settings, ckpt="moetion") as job:
+        BACKWARD_6.order(job)
+        Death(rank=1, phase=Phase.BACKWARD, iteration=9).order(job)
+        job.wait()
+    boosted = {event.iteration: event for event in events_of(job.run, CapacityBoosted, 0)}
+    again = events_of(job.run, TokensLost, 0)[-1]
+    left = sum(map(sum, boosted[again.iteration].deficit))
+    assert left > 0
+    assert sum(map(sum, boosted[again.iteration + 1].deficit)) > sum(again.lost_by_layer), "some of the first fault"
+
+
+def test_a_capacity_that_nothing_was_lost_from_is_as_without_checkpoints(tmp_path: Path) -> None:
+    training = ("train.iterations=8", *EIGHT, *LIMITED)
+    with ElasticJob(4, tmp_path, *training, *MOETION, ckpt="moetion") as job:
+        result = job.wait()
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+
+
+@pytest.mark.parametrize(("policy", "k"), [("moc", 2), ("moetion", 3)])
+def test_bytes_are_those_of_the_papers_equations(policy: str, k: int, tmp_path: Path) -> None:
+    """MoC, equation (6), and MoEtion, equation (5), with 12 bytes a parameter: master weights and two moments."""
+    wide = (*EIGHT, "model.hidden_size=256", "model.moe_ffn_hidden_size=256")
+    settings = MOC if policy == "moc" else MOETION
+    with ElasticJob(4, tmp_path, "train.iterations=4", *wide, *settings, ckpt=policy) as job:
+        job.wait()
+    composed = compose_settings(fast(*wide))
+    total, active = count_parameters(composed.model, 256, composed.train.sequence_length)  # bytes
+    of_an_expert = (total - active) // (composed.model.num_layers * (8 - composed.model.moe_topk))
+    of_experts = composed.model.num_layers * 8 * of_an_expert
+    wanted = 12 * (total - of_experts + of_experts * k / 8)
+    taken = [events_of(job.run, SnapshotTaken, rank)[2].size_bytes for rank in range(4)]
+    assert sum(taken) == pytest.approx(wanted, rel=0.01)

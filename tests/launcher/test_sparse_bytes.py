@@ -13,6 +13,7 @@ from moe_ckpt.events import CheckpointFailed, HostMemoryUsed, SnapshotTaken, Win
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.store.memory import SnapshotMemory
+from moe_ckpt.store.unit_memory import UnitMemory
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.training import events_of, fast, train
 
@@ -29,7 +30,7 @@ def _bytes_by_slot_and_role(settings: Settings) -> list[dict[str, int]]:
     return _by_role(session.sparse.stores.memory)
 
 
-def _by_role(memory: SnapshotMemory) -> list[dict[str, int]]:
+def _by_role(memory: SnapshotMemory | UnitMemory) -> list[dict[str, int]]:
     slots = []
     for snapshot in memory.windows()[0].snapshots:
         sizes: dict[str, int] = defaultdict(int)
