@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from moe_ckpt.types import Measured, ParallelLayout, ReadyGradients, SnapshotPlan
+from moe_ckpt.types import FileRecord, Measured, ParallelLayout, ReadyGradients, SnapshotPlan
 
 
 class TrainingHooks(Protocol):
@@ -67,9 +67,11 @@ class DurableState(Protocol):
         """
         ...
 
-    def finish_save(self, *, wait: bool) -> bool:
-        """Return whether the started save is complete on all ranks; with `wait`, block until it is.
+    def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
+        """Return what this rank knows of the files of the started save, or None until it is complete on all ranks.
 
+        With `wait`, block until it is. Each rank knows the large files that it wrote, which are synced then; the few
+        that it does not name are small and for the caller to sync and describe.
         Raises CheckpointSaveError on all ranks if it failed on any.
         """
         ...

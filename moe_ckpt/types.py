@@ -47,6 +47,15 @@ class RunIdentity:
         return {"run_id": self.run_id, "model": self.model, "layout": asdict(self.layout)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """One file of a checkpoint: its path inside the directory, size and CRC-32."""
+
+    name: str
+    size_bytes: int
+    crc32: int
+
+
 class OperatorKind(Enum):
     """What an operator is; the order of the members is the order of a layer's operators, and of layers around them."""
 

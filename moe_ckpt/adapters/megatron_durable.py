@@ -6,7 +6,7 @@ anything as committed.
 Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in this process: Megatron's own
 writer forks processes, which costs seconds on a CPU, and waits for ever for one that is killed. PyTorch's tells all
 ranks of a failure on any. An asynchronous save copies the state to host memory; a thread that talks to nobody writes it
-while training goes on.
+and checks it while training goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,14 +34,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_ckpt.adapters.megatron_reshard import Reshard, reseed
 from moe_ckpt.adapters.megatron_state import TrainingState, load_sharded_state, sharded_state
-from moe_ckpt.adapters.megatron_write import PlannedWrite, reason_of
+from moe_ckpt.adapters.megatron_write import PlannedWrite, Written, reason_of
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
-from moe_ckpt.types import ParallelLayout
+from moe_ckpt.types import FileRecord, ParallelLayout
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
@@ -65,7 +64,7 @@ class _Save:
     """A save in flight: what all ranks have planned, and what this one has written, or will have."""
 
     planned: PlannedWrite
-    writing: Future[list[WriteResult]]
+    writing: Future[Written]
 
 
 class MegatronDurableState:
@@ -76,7 +75,7 @@ class MegatronDurableState:
         self._group = cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))
         self._asynchronous = asynchronous
         self._save: _Save | None = None
-        self._abandoned: Future[list[WriteResult]] | None = None
+        self._abandoned: Future[Written] | None = None
         self._run_seed = torch.initial_seed()  # as the loop has seeded this rank; later a load replaces generators
 
     def start_save(self, directory: Path, iteration: int) -> None:
@@ -90,17 +89,16 @@ class MegatronDurableState:
         planned = PlannedWrite(directory, _as_dcp(sharded), self._group)
         self._save = _Save(planned=planned, writing=(_in_background if self._asynchronous else _now)(planned.write))
 
-    def finish_save(self, *, wait: bool) -> bool:
+    def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
         save = self._save
         if save is None:
-            return True
+            return ()
         while not _true_on_all_ranks(save.writing.done()):
             if not wait:
-                return False
+                return None
             futures.wait([save.writing], timeout=_LOOK_AGAIN_S)  # then meet the others, or learn that some are lost
         self._save = None
-        save.planned.finish(save.writing.result)
-        return True
+        return save.planned.finish(save.writing.result)
 
     def abandon_save(self) -> None:
         if self._save:

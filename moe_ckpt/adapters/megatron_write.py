@@ -3,15 +3,16 @@
 Owns: who writes what, this rank's file, and the metadata over all of them. Must not: know what is saved, or when. Only
 the training thread talks to other ranks: what a background thread has begun may outlive a generation of process groups.
 
-    training thread      plan, with all ranks                       finish, with all ranks
-    this or another                           write -----------/
+    training thread      plan, with all ranks                            finish, with all ranks
+    this or another                           write, sync, checksum ----/
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.store.disk import seal_files
+from moe_ckpt.types import FileRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Written:
+    """What one rank has written: which item lies where, and its files, which are on the disk."""
+
+    results: list[WriteResult]
+    files: Sequence[FileRecord]
 
 
 class PlannedWrite:
@@ -36,7 +47,7 @@ class PlannedWrite:
     def __init__(self, directory: Path, content: dict[str, Any], group: dist.ProcessGroup) -> None:
         self._directory = directory
         self._ranks = _DistWrapper(group, use_dist=True, coordinator_rank=0)
-        self._storage = dcp.FileSystemWriter(directory)
+        self._storage = dcp.FileSystemWriter(directory, sync_files=False)  # sealing files syncs them
         self._planner = _Planner()
         self._metadata: Metadata | None = None
         with self._failing_as_save():
@@ -44,24 +55,27 @@ class PlannedWrite:
                 "plan", lambda: self._plan_mine(content), self._plan_everybodys
             )
 
-    def write(self) -> list[WriteResult]:
-        """Write this rank's file and sync it. For any thread: it waits for nobody else."""
+    def write(self) -> Written:
+        """Write this rank's file, sync it and read it back. For any thread: it waits for nobody else."""
         self._planner.require_wanted()
-        written = self._storage.write_data(self._planner.finish_plan(self._plan), self._planner)
-        written.wait()
-        return written.value()
+        writing = self._storage.write_data(self._planner.finish_plan(self._plan), self._planner)
+        writing.wait()
+        results = writing.value()
+        names = {str(result.storage_data.relative_path) for result in results}
+        return Written(results=results, files=seal_files(self._directory, names))
 
     def abandon(self) -> None:
         """Let `write` end with an error before its next tensor."""
         self._planner.abandon()
 
-    def finish(self, written: Callable[[], list[WriteResult]]) -> None:
+    def finish(self, written: Callable[[], Written]) -> Sequence[FileRecord]:
         """Write the metadata, once `write` has ended everywhere; `written` returns or raises what it did. Collective.
 
-        Raises CheckpointSaveError on all ranks if it failed on any.
+        Returns this rank's files. Raises CheckpointSaveError on all ranks if it failed on any.
         """
         with self._failing_as_save():
-            self._ranks.all_reduce("write", written, self._finish_everybodys)
+            self._ranks.all_reduce("write", lambda: written().results, self._finish_everybodys)
+        return written().files
 
     def _plan_mine(self, content: dict[str, Any]) -> SavePlan:
         is_coordinator = self._ranks.is_coordinator

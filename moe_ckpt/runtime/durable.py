@@ -4,7 +4,7 @@ Owns: one save from empty directory to commit marker, dropping old ones, and loa
 Every method is collective. Must not: decide when to save or which one to load (`runtime.ladder` does), or know the
 format inside a directory (`ports.DurableState` does).
 
-    save      prepare directory -> start writing ->(async: training goes on)-> checksum files -> marker -> drop old
+    save      prepare directory -> start writing, with checksums ->(async: training goes on)-> marker -> drop old
     resume    marker fits this run? -> checksums -> load
 """
 
@@ -33,7 +33,7 @@ from moe_ckpt.ports import DurableState
 from moe_ckpt.store import disk
 from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store.disk import CheckpointFolder, Manifest
-from moe_ckpt.types import CheckpointRef, ParallelLayout, RunIdentity
+from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, RunIdentity
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -90,10 +90,11 @@ class DurableTier:
         started_s = time.monotonic()
         with _reporting(self._events, flight.iteration):
             try:
-                if not self._state.finish_save(wait=wait):
+                files = self._state.finish_save(wait=wait)
+                if files is None:
                     return
                 self._in_flight = None
-                manifest = self._commit(flight)
+                manifest = self._commit(flight, files)
             except CheckpointSaveError:
                 self._in_flight = None
                 raise
@@ -138,14 +139,20 @@ class DurableTier:
         if self._state.is_writing():
             raise CheckpointSaveError(f"rank {dist.get_rank()} still writes a checkpoint that was abandoned")
 
-    def _commit(self, flight: _SaveInFlight) -> Manifest:
-        directory = flight.directory
-        names = from_rank_zero(lambda: disk.file_names(directory), CheckpointSaveError)
-        records = on_all_ranks(lambda: disk.describe_files(directory, _my_share(names)), CheckpointSaveError)
-        files = sorted((record for share in records for record in share), key=lambda record: record.name)
+    def _commit(self, flight: _SaveInFlight, mine: Sequence[FileRecord]) -> Manifest:
+        of_each = on_all_ranks(lambda: mine, CheckpointSaveError)
+        files = [file for files in of_each for file in files]
+        return from_rank_zero(lambda: self._commit_alone(flight, files), CheckpointSaveError)
+
+    def _commit_alone(self, flight: _SaveInFlight, sealed: Sequence[FileRecord]) -> Manifest:
+        """Commit a checkpoint of which all but small files are sealed: they are here as they were where written."""
+        present, named = set(disk.file_names(flight.directory)), {file.name for file in sealed}
+        if gone := sorted(named - present):
+            raise CheckpointSaveError(f"{flight.directory}: {', '.join(gone)}: written, and not there")
+        files = sorted((*sealed, *disk.seal_files(flight.directory, present - named)), key=lambda file: file.name)
         manifest = Manifest(iteration=flight.iteration, identity=self._identity, files=tuple(files))
-        from_rank_zero(lambda: disk.commit(directory, manifest), CheckpointSaveError)
-        from_rank_zero(lambda: self._drop_old(flight.iteration), CheckpointSaveError)
+        disk.commit(flight.directory, manifest)
+        self._drop_old(flight.iteration)
         return manifest
 
     def _drop_old(self, iteration: int) -> None:

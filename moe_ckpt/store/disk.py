@@ -22,22 +22,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.types import CheckpointRef, ParallelLayout, RunIdentity
+from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, RunIdentity
 
 MARKER = "COMMITTED.json"
 _NAME = re.compile(r"iter_(\d{7,})")
 _CHUNK_BYTES = 1 << 20
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileRecord:
-    """One file of a checkpoint: its path inside the directory, size and CRC-32."""
-
-    name: str
-    size_bytes: int
-    crc32: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,15 +103,16 @@ def file_names(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in files if path.name != MARKER)
 
 
-def describe_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
-    """Read the named files and return their sizes and checksums."""
-    return [_describe(directory, name) for name in names]
+def seal_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
+    """Sync the named files, which nobody changes any more, read them back and return their sizes and checksums.
+
+    Any thread of the process that wrote them may call this, and should: on a network only that machine can sync them.
+    """
+    return [_seal(directory, name) for name in names]
 
 
 def commit(directory: Path, manifest: Manifest) -> None:
-    """Make the checkpoint durable and visible: everything under it is synced before the marker appears."""
-    for name in file_names(directory):
-        _sync(directory / name)
+    """Make a checkpoint whose files are sealed visible: their names, too, are on the disk before the marker appears."""
     marker = directory / MARKER
     temporary = marker.with_suffix(".tmp")
     content = {
@@ -188,6 +180,11 @@ def _typed(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise TypeError(f"got {value!r}, wanted {kind.__name__}")
     return value
+
+
+def _seal(directory: Path, name: str) -> FileRecord:
+    _sync(directory / name)
+    return _describe(directory, name)
 
 
 def _describe(directory: Path, name: str) -> FileRecord:

@@ -154,7 +154,7 @@ def _save(folder: Path, overrides: tuple[str, ...], mark: Callable[[int, int], i
     folder.mkdir(exist_ok=True)
     durable = MegatronDurableState(state, asynchronous=False)
     durable.start_save(folder, 3)
-    assert durable.finish_save(wait=False)
+    assert durable.finish_save(wait=False) is not None
     return _stand(state, trainer, 3)
 
 

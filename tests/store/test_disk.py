@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import tempfile
 from collections.abc import Callable
@@ -17,17 +18,16 @@ from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.store.disk import (
     MARKER,
     CheckpointFolder,
-    FileRecord,
     Manifest,
     commit,
-    describe_files,
     file_names,
     is_committed,
     read_manifest,
     remove_checkpoint,
+    seal_files,
     verify_files,
 )
-from moe_ckpt.types import ParallelLayout, RunIdentity
+from moe_ckpt.types import FileRecord, ParallelLayout, RunIdentity
 
 IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1))
 CHUNK_BYTES = 1 << 20  # files are read in pieces of this size
@@ -50,7 +50,7 @@ def write(folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | No
 
 
 def manifest_of(directory: Path, iteration: int) -> Manifest:
-    files = describe_files(directory, file_names(directory))
+    files = seal_files(directory, file_names(directory))
     return Manifest(iteration=iteration, identity=IDENTITY, files=tuple(files))
 
 
@@ -69,7 +69,7 @@ def test_a_committed_manifest_is_read_back(tmp_path: Path) -> None:
 
 def test_the_checksum_is_crc32(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"123456789")
-    assert describe_files(tmp_path, ["f"]) == [FileRecord(name="f", size_bytes=9, crc32=0xCBF43926)]  # the check value
+    assert seal_files(tmp_path, ["f"]) == [FileRecord(name="f", size_bytes=9, crc32=0xCBF43926)]  # the check value
 
 
 def test_commit_leaves_the_files_and_the_marker_and_nothing_else(tmp_path: Path) -> None:
@@ -101,6 +101,28 @@ def test_a_commit_that_cannot_write_its_marker_leaves_the_checkpoint_torn(tmp_pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert iterations_of(folder) == ([], [5])
+
+
+def test_all_is_on_the_disk_before_the_marker_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noting_fsync(fd: int) -> None:
+        steps.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).relative_to(tmp_path)}")
+        fsync(fd)
+
+    def noting_rename(source: Path, target: Path) -> None:
+        steps.append(f"marker {target.relative_to(tmp_path)}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "rename", noting_rename)
+    directory = save(CheckpointFolder(tmp_path), 1).relative_to(tmp_path)
+    at = steps.index(f"marker {directory / MARKER}")
+    before = {f"sync {directory / name}" for name in ("a.distcp", "sub/b.distcp", "COMMITTED.tmp")}
+    assert set(steps[:at]) == before | {f"sync {directory}"}
+    assert steps[at - 1] == f"sync {directory}", "the names, after what they stand for"
+    assert steps[at + 1 :] == [f"sync {directory}", "sync ."]
 
 
 def test_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
