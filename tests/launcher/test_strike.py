@@ -1,0 +1,126 @@
+"""A node's loss against what does not hold still for it: a guard that replaces trainers, a keeper that writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.faults.strike import nobody_replaced, strike_node
+from launcher.live import read_written, write_live
+from launcher.proc import stands_still
+from moe_ckpt.runtime.processes import is_alive
+from tests.jobs import running_job
+from tests.ranks import _CONTEXT
+
+ROUNDS = 30
+NUM_RANKS = 20
+WAIT_S = 30.0
+
+
+@contextmanager
+def busy(work: Callable[..., None], *arguments: Any) -> Iterator[int]:
+    """Let another process work until the block ends; yields its pid."""
+    process = _CONTEXT.Process(target=work, args=arguments)
+    process.start()
+    try:
+        assert process.pid is not None
+        yield process.pid
+    finally:
+        process.kill()
+        process.join()
+
+
+def await_true(look: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not look():
+        assert time.monotonic() < deadline_s, "it does not come"
+        os.sched_yield()
+
+
+def bear(run: Path, memory: Path) -> None:
+    """Be the guard of trainers that live long, so that to look takes a while, and of new ones at every moment."""
+    for rank in range(1, NUM_RANKS):
+        write_live(run, global_rank=rank, node=0, guard_pid=os.getpid(), memory=memory, life=0)
+    for life in count(1):
+        write_live(run, global_rank=0, node=0, guard_pid=os.getpid(), memory=memory, life=life)
+
+
+def newest_life(run: Path) -> int:
+    return max((trainer.life for trainer in read_written(run)), default=-1)
+
+
+def test_nobody_is_born_between_the_look_and_the_strike(tmp_path: Path) -> None:
+    with busy(bear, tmp_path, tmp_path / "memory") as guard:
+        await_true(lambda: newest_life(tmp_path) > 0)
+        for _ in range(ROUNDS // 3):
+            with nobody_replaced(tmp_path, range(NUM_RANKS), wait_s=WAIT_S) as (trainer, *_):
+                assert stands_still(guard)
+                assert trainer.life == newest_life(tmp_path), "the last that there was"
+            await_true(lambda last=trainer.life: newest_life(tmp_path) > last)
+
+
+def test_guards_go_on_where_the_strike_fails(tmp_path: Path) -> None:
+    with busy(bear, tmp_path, tmp_path / "memory"):
+        await_true(lambda: newest_life(tmp_path) > 0)
+        with pytest.raises(OSError, match="no room"), nobody_replaced(tmp_path, [0], wait_s=WAIT_S):
+            raise OSError("no room for a note of it")
+        last = newest_life(tmp_path)
+        await_true(lambda: newest_life(tmp_path) > last)
+
+
+def test_guards_of_other_ranks_are_left_alone(tmp_path: Path) -> None:
+    with running_job(tmp_path, 2) as job:
+        job.parked_pids()
+        with nobody_replaced(job.run, [1], wait_s=WAIT_S) as trainers:
+            assert [trainer.global_rank for trainer in trainers] == [1]
+            assert [stands_still(job.guard_pid(rank)) for rank in (0, 1)] == [False, True]
+
+
+def test_a_trainer_that_died_by_itself_loses_its_memory_before_the_next_is_born(tmp_path: Path) -> None:
+    with running_job(tmp_path, 1) as job:
+        (pid,) = job.parked_pids()
+        with nobody_replaced(job.run, [0], wait_s=WAIT_S) as trainers:
+            os.kill(pid, signal.SIGKILL)
+            await_true(lambda: not is_alive(pid))
+            assert strike_node(job.run, trainers, wait_s=WAIT_S) == [], "it was dead already"
+            assert not (job.memory(0) / "own").exists()
+            assert job.deaths(0) == []
+        assert job.next_word(0).startswith("died")
+        assert job.next_word(0).startswith("parked")
+        assert [path.name for path in (job.memory(0) / "own").iterdir()] == ["life1"]
+
+
+def keep_writing(memory: Path) -> None:
+    """Be a keeper: new files in its folders, which it makes again where they are gone."""
+    for number in count():
+        for part in ("own", "held/rank0001"):
+            folder = memory / part
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{number:09d}").touch()
+            except (FileNotFoundError, FileExistsError):  # deleted just now, maybe while mkdir looked
+                continue
+
+
+def test_memory_is_lost_whatever_its_keeper_writes_meanwhile(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    write_live(tmp_path, global_rank=0, node=0, guard_pid=os.getppid(), memory=memory, life=0)
+    (trainer,) = read_written(tmp_path)
+    with busy(keep_writing, memory):
+        for _ in range(ROUNDS):
+            await_true(lambda: all((memory / part).is_dir() for part in ("own", "held/rank0001")))
+            marked = [memory / part / "marked" for part in ("own", "held/rank0001")]
+            for mark in marked:
+                mark.touch()
+            assert strike_node(tmp_path, [trainer], wait_s=WAIT_S) == []
+            assert [mark for mark in marked if mark.exists()] == []
+    assert {path.name for path in memory.iterdir()} <= {"own", "held"}, "nothing is left of it elsewhere"
