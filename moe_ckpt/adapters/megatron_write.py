@@ -61,11 +61,12 @@ class PlannedWrite:
         writing = self._storage.write_data(self._planner.finish_plan(self._plan), self._planner)
         writing.wait()
         results = writing.value()
+        self._planner.require_wanted()
         names = {str(result.storage_data.relative_path) for result in results}
         return Written(results=results, files=seal_files(self._directory, names))
 
     def abandon(self) -> None:
-        """Let `write` end with an error before its next tensor."""
+        """Let `write` end with an error before its next tensor, or before it checks its file."""
         self._planner.abandon()
 
     def finish(self, written: Callable[[], Written]) -> Sequence[FileRecord]:
