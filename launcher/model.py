@@ -6,7 +6,6 @@ Transformer Engine's layers are used where it is installed and there is a GPU, M
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import Any, cast
 
 import torch
@@ -222,64 +221,3 @@ def _build_scheduler(train: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
     )
-
-
-def padded_vocab_size(num_tokens: int, layout: ParallelLayout) -> int:
-    """Return the vocabulary rounded up to what tensor parallelism divides, and to 64 for the kernels' sake."""
-    multiple = math.lcm(64, layout.tp)
-    return -(-num_tokens // multiple) * multiple
-
-
-def count_parameters(model: ModelConfig, vocab_size: int, max_sequence_length: int = 0) -> tuple[int, int]:
-    """Return (total, active) parameters: active are those that a token meets, with the routed experts it goes to.
-
-    Worked example, `tiny` with 256 byte tokens: 4 layers of 8 experts with 3 * 64 * 128 weights each are 786,432.
-    """
-    expert = _mlp_parameters(model, model.moe_ffn_hidden_size)
-    moe_layer = model.num_experts * (model.hidden_size + int(model.linear_bias))  # the gate
-    if model.shared_expert_ffn_hidden_size:
-        moe_layer += _mlp_parameters(model, model.shared_expert_ffn_hidden_size)
-    num_moe_layers = model.num_layers - model.num_dense_layers if model.num_experts else 0
-    num_dense_layers = model.num_layers - num_moe_layers
-    dense = _mlp_parameters(model, model.dense_ffn_hidden_size or model.moe_ffn_hidden_size)
-    norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
-    rest = (
-        model.num_layers * (_attention_parameters(model) + 2 * norm)
-        + num_dense_layers * dense
-        + num_moe_layers * moe_layer
-        + norm
-        + vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-        + (max_sequence_length * model.hidden_size if model.position_embedding == "learned" else 0)
-    )
-    return rest + num_moe_layers * model.num_experts * expert, rest + num_moe_layers * model.moe_topk * expert
-
-
-def _mlp_parameters(model: ModelConfig, inner: int) -> int:
-    num_input_matrices = 2 if model.activation == "swiglu" else 1
-    biases = num_input_matrices * inner + model.hidden_size if model.linear_bias else 0
-    return (num_input_matrices + 1) * model.hidden_size * inner + biases
-
-
-def _attention_parameters(model: ModelConfig) -> int:
-    if model.attention == "mla":
-        return _latent_attention_parameters(model)
-    head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    query = model.num_attention_heads * head
-    key_value = 2 * (model.num_query_groups or model.num_attention_heads) * head
-    biases = query + key_value if model.qkv_bias or model.linear_bias else 0
-    biases += model.hidden_size if model.linear_bias else 0
-    return model.hidden_size * (query + key_value) + query * model.hidden_size + biases
-
-
-def _latent_attention_parameters(model: ModelConfig) -> int:
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    assert model.mla_kv_lora_rank is not None
-    assert model.mla_qk_head_dim is not None
-    assert model.mla_qk_pos_emb_head_dim is not None
-    assert model.mla_v_head_dim is not None
-    query = heads * (model.mla_qk_head_dim + model.mla_qk_pos_emb_head_dim)
-    rank = model.mla_q_lora_rank
-    queries = hidden * query if rank is None else hidden * rank + rank * query
-    keys_values = hidden * (model.mla_kv_lora_rank + model.mla_qk_pos_emb_head_dim)
-    keys_values += model.mla_kv_lora_rank * heads * (model.mla_qk_head_dim + model.mla_v_head_dim)
-    return queries + keys_values + heads * model.mla_v_head_dim * hidden

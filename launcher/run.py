@@ -24,7 +24,7 @@ from launcher.elastic_job import ElasticJob
 from launcher.launch import Launch, read_launch
 from launcher.live import remove_live, write_live
 from launcher.loop import StageRunner, Trainer
-from launcher.model import build_training, padded_vocab_size
+from launcher.model import build_training
 from launcher.parallel import (
     check_fit,
     choose_device,
@@ -34,6 +34,7 @@ from launcher.parallel import (
     join_job,
     leave_job,
 )
+from launcher.parameters import padded_vocab_size
 from launcher.run_folder import RunFolder, find_run_folder, open_run_folder
 from launcher.training import Log, Training
 from moe_ckpt.adapters.megatron_boost import BoostedRouter

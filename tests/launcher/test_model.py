@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.config import compose_settings
-from launcher.model import count_parameters
+from launcher.parameters import count_parameters
 from tests.adapters.stage import build_stage
 from tests.ranks import run_ranks
 from tests.training import fast

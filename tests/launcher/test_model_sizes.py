@@ -9,7 +9,7 @@ import pytest
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ModelConfig, compose_settings
-from launcher.model import count_parameters, padded_vocab_size
+from launcher.parameters import count_parameters, padded_vocab_size
 from moe_ckpt.types import ParallelLayout
 
 BYTE_VOCABULARY = 256
