@@ -7,11 +7,13 @@ ConfigError that names it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_type_hints
 
+import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
@@ -27,6 +29,8 @@ GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault", "r
 AUTO = "auto"
 
 T = TypeVar("T")
+Kinds = Mapping[str, type[Any] | Mapping[str, type[Any]]]
+"""The class of each section, or one for each choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,35 +251,72 @@ def compose_settings(arguments: Sequence[str]) -> Settings:
 
     Raises ConfigError naming the setting and, for a closed set of choices, the choices.
     """
-    overrides = [_choice_as_text(group_choice_without_plus(argument)) for argument in arguments]
+    return compose_as("config", arguments, GROUPS, to_settings, _KINDS)
+
+
+def compose_as(
+    name: str, arguments: Sequence[str], groups: Sequence[str], convert: Callable[[DictConfig], T], kinds: Kinds
+) -> T:
+    """Return what the configuration that is called `name` becomes with command-line overrides.
+
+    `kinds` are the classes of its sections, for what is said of a key that there is not. Raises ConfigError.
+    """
+    bare = (group_choice_without_plus(argument, groups) for argument in arguments)
+    overrides = [_choice_as_text(argument, groups) for argument in bare]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return to_settings(compose("config", overrides=overrides))
+            return convert(compose(name, overrides=overrides))
     except OverrideParseException as error:
         raise ConfigError(f"{error.override}: {error}") from None
     except HydraException as error:
-        raise ConfigError(_explain(str(error))) from None
+        raise ConfigError(_explain(str(error), kinds)) from None
 
 
-def group_choice_without_plus(argument: str) -> str:
+def group_choice_without_plus(argument: str, groups: Sequence[str] = GROUPS) -> str:
     """Make `+ckpt=X` mean `ckpt=X`: every group has a default here, which Hydra refuses to append to."""
     bare = argument.lstrip("+")
-    return bare if bare.partition("=")[0] in GROUPS else argument
+    return bare if bare.partition("=")[0] in groups else argument
 
 
-def _choice_as_text(argument: str) -> str:
+def show_with_hydra(name: str, arguments: Sequence[str], groups: Sequence[str]) -> int:
+    """Let Hydra answer `--help`, `--cfg job`, `--info` and the like; return the exit status."""
+    sys.argv[1:] = [group_choice_without_plus(argument, groups) for argument in arguments]
+    hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(lambda _: None)()
+    return 0
+
+
+def _choice_as_text(argument: str, groups: Sequence[str]) -> str:
     """Make `train=5` a choice that does not exist; Hydra takes no number or null for a choice's name."""
     group, _, choice = argument.partition("=")
-    return f"{group}='{choice}'" if group in GROUPS and re.fullmatch(r"[\w.+-]+", choice) else argument
+    return f"{group}='{choice}'" if group in groups and re.fullmatch(r"[\w.+-]+", choice) else argument
 
 
 def to_settings(config: DictConfig) -> Settings:
     """Convert a composed configuration; raises ConfigError naming the first key that is wrong."""
     composed_yaml = OmegaConf.to_yaml(config)
+    require_complete(config, sorted(_KINDS))
+    policy = choice_of(config, "ckpt.policy", CKPT_CONFIGS)
+    kind = choice_of(config, "fault.kind", FAULT_CONFIGS)
+    return Settings(
+        ckpt=section_of(config, "ckpt", CKPT_CONFIGS[policy]),
+        runtime=section_of(config, "runtime", RuntimeConfig),
+        model=section_of(config, "model", ModelConfig),
+        parallel=section_of(config, "parallel", ParallelConfig),
+        precision=section_of(config, "precision", PrecisionConfig),
+        data=section_of(config, "data", DataConfig),
+        train=section_of(config, "train", TrainConfig),
+        fault=section_of(config, "fault", FAULT_CONFIGS[kind]),
+        run=section_of(config, "run", RunConfig),
+        composed_yaml=composed_yaml,
+    )
+
+
+def require_complete(config: DictConfig, keys: Sequence[str]) -> None:
+    """Raise ConfigError unless a configuration has these keys, no others, and all that is in them; resolve it."""
     for key in config:
-        require(key in _SECTIONS, str(key), "a value", f"one of the keys {', '.join(_SECTIONS)}")
-    for name in _SECTIONS:
+        require(key in keys, str(key), "a value", f"one of the keys {', '.join(keys)}")
+    for name in keys:
         require(name in config, name, "nothing", "its keys; what they mean stands under conf/")
     try:
         for key in sorted(OmegaConf.missing_keys(config)):
@@ -283,29 +324,17 @@ def to_settings(config: DictConfig) -> Settings:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {error.msg or error}".split("\n")[0]) from None
-    policy = _choice(config, "ckpt.policy", CKPT_CONFIGS)
-    kind = _choice(config, "fault.kind", FAULT_CONFIGS)
-    return Settings(
-        ckpt=_section(config, "ckpt", CKPT_CONFIGS[policy]),
-        runtime=_section(config, "runtime", RuntimeConfig),
-        model=_section(config, "model", ModelConfig),
-        parallel=_section(config, "parallel", ParallelConfig),
-        precision=_section(config, "precision", PrecisionConfig),
-        data=_section(config, "data", DataConfig),
-        train=_section(config, "train", TrainConfig),
-        fault=_section(config, "fault", FAULT_CONFIGS[kind]),
-        run=_section(config, "run", RunConfig),
-        composed_yaml=composed_yaml,
-    )
 
 
-def _choice(config: DictConfig, key: str, choices: Mapping[str, Any]) -> str:
+def choice_of(config: DictConfig, key: str, choices: Mapping[str, Any]) -> str:
+    """Return what a key chooses. Raises ConfigError for what cannot be chosen."""
     choice = OmegaConf.select(config, key)
     require_choice(key, choice, list(choices))
     return choice
 
 
-def _section(config: DictConfig, name: str, kind: type[T]) -> T:
+def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
+    """Return a section as a value of its class. Raises ConfigError, naming the key that is wrong."""
     known = {field.name for field in fields(cast("Any", kind))}
     for key in config[name]:
         require(key in known, f"{name}.{key}", config[name][key], f"one of the keys {_names(kind)}")
@@ -322,18 +351,17 @@ def _key_of_list(section: DictConfig) -> str:
     return next((str(key) for key in section if OmegaConf.is_list(section[key])), "")
 
 
-def _explain(message: str) -> str:
+def _explain(message: str, kinds: Kinds) -> str:
     """Add what Hydra leaves out: the keys that there are, where one is not."""
     missing = re.search(r"Could not override '([\w.]+)'", message)
     if missing is None:
         return message.partition("\nConfig search path")[0].strip()
     group = missing[1].rpartition(".")[0]
-    if group in _CHOSEN:
-        keys = "; ".join(f"{_names(kind)} ({group}={choice})" for choice, kind in _CHOSEN[group].items())
-    elif group in _SECTIONS:
-        keys = _names(get_type_hints(Settings)[group])
+    chosen = kinds.get(group)
+    if isinstance(chosen, Mapping):
+        keys = "; ".join(f"{_names(kind)} ({group}={choice})" for choice, kind in chosen.items())
     else:
-        keys = ", ".join(_SECTIONS)
+        keys = _names(chosen) if chosen else ", ".join(sorted(kinds))
     return f"{missing[1]}: no such setting, wanted one of the keys {keys}"
 
 
@@ -341,5 +369,8 @@ def _names(kind: Any) -> str:
     return ", ".join(sorted(field.name for field in fields(kind)))
 
 
-_SECTIONS = sorted(field.name for field in fields(Settings) if field.name != "composed_yaml")
-_CHOSEN: dict[str, Mapping[str, Any]] = {"ckpt": CKPT_CONFIGS, "fault": FAULT_CONFIGS}  # a class for each choice
+_KINDS: Kinds = {
+    **{name: kind for name, kind in get_type_hints(Settings).items() if name != "composed_yaml"},
+    "ckpt": CKPT_CONFIGS,
+    "fault": FAULT_CONFIGS,
+}

@@ -18,9 +18,7 @@ from moe_ckpt.runtime.parent import end_with_agent
 if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
-import hydra
-
-from launcher.config import CONF_DIR, compose_settings, group_choice_without_plus
+from launcher.config import GROUPS, compose_settings, show_with_hydra
 from moe_ckpt.errors import MoeCkptError
 
 _FAILED = 1
@@ -29,7 +27,7 @@ _FAILED = 1
 def main(arguments: Sequence[str]) -> int:
     """Train, show help, or say in one message why not; return the exit status."""
     if any(argument.startswith("-") for argument in arguments):
-        return _show_with_hydra(arguments)
+        return show_with_hydra("config", arguments, GROUPS)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU is not to start CUDA: guards fork
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
@@ -44,13 +42,6 @@ def main(arguments: Sequence[str]) -> int:
 
         say_once(str(error))
         return _FAILED
-
-
-def _show_with_hydra(arguments: Sequence[str]) -> int:
-    """Let Hydra answer `--help`, `--cfg job`, `--info` and the like."""
-    sys.argv[1:] = [group_choice_without_plus(argument) for argument in arguments]
-    hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(lambda _: None)()
-    return 0
 
 
 if __name__ == "__main__":

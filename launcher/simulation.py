@@ -1,0 +1,261 @@
+"""From a composed configuration to what a simulation needs: a job on a cluster, a policy, faults. Knows no torch.
+
+Beside `launcher.config` the place that sees OmegaConf, for conf/simulate.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from launcher.config import (
+    AUTO,
+    Kinds,
+    ModelConfig,
+    ParallelConfig,
+    choice_of,
+    compose_as,
+    require_complete,
+    section_of,
+)
+from launcher.faults.config import FAULT_CONFIGS, FaultConfig
+from launcher.parameters import operator_parameters, padded_vocab_size
+from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least, require_choice
+from moe_ckpt.faults import SCOPES, Kill, poisson_kills
+from moe_ckpt.sim.costs import TimingConfig, estimate
+from moe_ckpt.sim.hardware import ClusterConfig
+from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job, ModelShape
+from moe_ckpt.sim.partial import PartialConfig
+from moe_ckpt.sim.saving import Setup, Switches
+from moe_ckpt.sim.skew import skewed_popularity
+from moe_ckpt.types import ParallelLayout
+
+GROUPS = ("ckpt", "partial", "model", "parallel", "cluster", "fault", "experiment")
+_BYTE_VOCABULARY = 256
+_GPU_MEMORY_SHARE = 0.7  # for weights, gradients and state; the rest is for activations
+_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPartialConfig:
+    """`partial=none`: see conf/partial/none.yaml."""
+
+    policy: str | None
+    experts: int
+    lost_tokens_limit: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Overrides by name: every case with every policy in every variant. See conf/experiment/."""
+
+    name: str
+    cases: dict[str, list[str]]
+    policies: dict[str, list[str]]
+    variants: dict[str, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneralConfig:
+    """What belongs to no group in conf/simulate.yaml."""
+
+    duration_s: float
+    mtbf_s: float | None
+    scope: str
+    seed: int
+    runs: int
+    popularity_skew: float
+    plan: bool
+    out: str | None
+    real: str | None
+    page: str | None
+
+    def __post_init__(self) -> None:
+        require(0 < self.duration_s < np.inf, "duration_s", self.duration_s, "more than 0 seconds")
+        mtbf_s = self.mtbf_s
+        require(mtbf_s is None or 0 < mtbf_s < np.inf, "mtbf_s", mtbf_s, "more than 0 seconds, or null")
+        require_choice("scope", self.scope, SCOPES)
+        require_at_least("seed", self.seed, 0)
+        require_at_least("runs", self.runs, 1)
+        require(0 <= self.popularity_skew < 1, "popularity_skew", self.popularity_skew, "at least 0 and less than 1")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Simulation:
+    """All that a simulation needs. `policy` is that of `ckpt`, or a partial one in its place."""
+
+    setup: Setup
+    policy: CkptConfig | PartialConfig
+    model: ModelConfig
+    fault: FaultConfig
+    general: GeneralConfig
+    composed_yaml: str
+
+    def kills(self, run: int) -> tuple[Kill, ...]:
+        """Return what is lost in run number `run`, by its seed. Raises ConfigError for ranks that the job lacks."""
+        general, world_size = self.general, self.setup.job.layout.world_size
+        if general.mtbf_s is None:
+            return self.fault.kills(world_size)
+        count = 2 * int(general.duration_s / general.mtbf_s) + 100  # more than a run can meet
+        return poisson_kills(
+            mtbf_s=general.mtbf_s, count=count, seed=general.seed + run, world_size=world_size, scope=general.scope
+        )
+
+
+def compose_request(arguments: Sequence[str]) -> tuple[GeneralConfig, ExperimentConfig]:
+    """Return what is asked for, without the job, which an experiment's cases may have to complete."""
+    return compose_as("simulate", arguments, GROUPS, _to_request, _KINDS)
+
+
+def compose_simulation(arguments: Sequence[str]) -> Simulation:
+    """Return the simulation that command-line overrides describe. Raises ConfigError, naming the setting."""
+    return compose_as("simulate", arguments, GROUPS, _to_simulation, _KINDS)
+
+
+def shape_of(model: ModelConfig, *, sequence_length: int, popularity: np.ndarray) -> ModelShape:
+    """Return the operators of a model; a vocabulary that follows from data is taken to be that of bytes."""
+    wanted = _BYTE_VOCABULARY if model.vocab_size == AUTO else int(model.vocab_size)
+    layout = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
+    counted = list(operator_parameters(model, padded_vocab_size(wanted, layout), sequence_length))
+    return ModelShape(
+        operators=tuple(operator for operator, _ in counted),
+        parameters=np.array([count for _, count in counted], np.int64),
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        topk=model.moe_topk,
+        popularity=popularity,
+    )
+
+
+def _to_request(config: DictConfig) -> tuple[GeneralConfig, ExperimentConfig]:
+    scalars = [field.name for field in fields(GeneralConfig)]
+    require_complete(config, sorted([*_KINDS, *scalars]))
+    general = OmegaConf.create({"general": {name: config[name] for name in scalars}})
+    return section_of(general, "general", GeneralConfig), section_of(config, "experiment", ExperimentConfig)
+
+
+def _to_simulation(config: DictConfig) -> Simulation:
+    composed_yaml = OmegaConf.to_yaml(config)
+    general, _ = _to_request(config)
+    cluster, model = section_of(config, "cluster", ClusterConfig), section_of(config, "model", ModelConfig)
+    batch, formats = section_of(config, "batch", BatchConfig), section_of(config, "formats", FormatsConfig)
+    popularity = skewed_popularity(model.num_experts, general.popularity_skew, seed=general.seed)
+    shape = shape_of(model, sequence_length=batch.sequence_length, popularity=popularity)
+    layout = fit_cluster(section_of(config, "parallel", ParallelConfig), cluster, shape, formats, batch)
+    job = Job(shape, layout, batch, formats)
+    setup = Setup(
+        job=job,
+        cluster=cluster,
+        costs=estimate(job, cluster, section_of(config, "timing", TimingConfig)),
+        mtbf_s=general.mtbf_s,
+        switches=section_of(config, "switches", Switches),
+    )
+    fault = section_of(config, "fault", FAULT_CONFIGS[choice_of(config, "fault.kind", FAULT_CONFIGS)])
+    _check_faults(fault, general)
+    return Simulation(
+        setup=setup,
+        policy=_policy(config),
+        model=model,
+        fault=fault,
+        general=general,
+        composed_yaml=composed_yaml,
+    )
+
+
+def _policy(config: DictConfig) -> CkptConfig | PartialConfig:
+    if config.partial.policy is not None:
+        chosen = section_of(config, "partial", NoPartialConfig)
+        assert chosen.policy is not None
+        return PartialConfig(policy=chosen.policy, experts=chosen.experts, lost_tokens_limit=chosen.lost_tokens_limit)
+    return section_of(config, "ckpt", CKPT_CONFIGS[choice_of(config, "ckpt.policy", CKPT_CONFIGS)])
+
+
+def _check_faults(fault: FaultConfig, general: GeneralConfig) -> None:
+    wanted = "none, at, poisson or trace: a simulation has no state to overwrite"
+    require(fault.kind != "state_loss", "fault.kind", fault.kind, wanted)
+    if general.mtbf_s is not None:
+        require(fault.kind == "none", "fault.kind", fault.kind, f"none where mtbf_s={general.mtbf_s:g} says what fails")
+
+
+def fit_cluster(
+    parallel: ParallelConfig, cluster: ClusterConfig, shape: ModelShape, formats: FormatsConfig, batch: BatchConfig
+) -> ParallelLayout:
+    """Return the degrees for a cluster; `auto`: ep within a node, the fewest stages that fit into the GPUs' memory.
+
+    Of these the fewest that divide the batch. Raises ConfigError, with the numbers, where it does not work out.
+    """
+    world_size, per_node = cluster.num_gpus, cluster.gpus_per_node
+    wanted = f"auto or cluster.gpus_per_node={per_node}"
+    require(parallel.ranks_per_node in (AUTO, per_node), "parallel.ranks_per_node", parallel.ranks_per_node, wanted)
+    tp = 1 if parallel.tp == AUTO else int(parallel.tp)
+    wanted = f"a divisor of {world_size} GPUs, cluster.nodes * cluster.gpus_per_node"
+    require(world_size % tp == 0, "parallel.tp", tp, wanted)
+    if parallel.pp != AUTO:
+        pp = int(parallel.pp)
+        require(world_size % (pp * tp) == 0, "parallel.pp * parallel.tp", pp * tp, wanted)
+        chosen = _layout(parallel, pp, world_size // (pp * tp), tp, cluster, shape)
+    else:
+        stages = [pp for pp in _divisors(world_size // tp) if pp <= shape.num_layers]
+        layouts = [_layout(parallel, pp, world_size // (pp * tp), tp, cluster, shape) for pp in stages]
+        chosen = _smallest_fitting(layouts, cluster, shape, formats, batch)
+    degrees = f"{chosen.dp} = {world_size} GPUs / (pp={chosen.pp} * tp={tp})"
+    require(parallel.dp in (AUTO, chosen.dp), "parallel.dp", parallel.dp, degrees)
+    return chosen
+
+
+def _smallest_fitting(
+    layouts: Sequence[ParallelLayout],
+    cluster: ClusterConfig,
+    shape: ModelShape,
+    formats: FormatsConfig,
+    batch: BatchConfig,
+) -> ParallelLayout:
+    have = _GPU_MEMORY_SHARE * cluster.gpu_memory_bytes
+    fitting = [layout for layout in layouts if _gpu_bytes(layout, shape, formats) <= have]
+    least = min(_gpu_bytes(layout, shape, formats) for layout in layouts) / _GPU_MEMORY_SHARE
+    wanted = f"at least {least:.3g}, or more of cluster.nodes={cluster.nodes}"
+    require(bool(fitting), "cluster.gpu_memory_bytes", cluster.gpu_memory_bytes, wanted)
+    divides = (layout for layout in fitting if batch.global_batch_size % (batch.micro_batch_size * layout.dp) == 0)
+    return next(divides, fitting[0])
+
+
+def _layout(
+    parallel: ParallelConfig, pp: int, dp: int, tp: int, cluster: ClusterConfig, shape: ModelShape
+) -> ParallelLayout:
+    if parallel.ep != AUTO:
+        return ParallelLayout(pp=pp, dp=dp, ep=int(parallel.ep), tp=tp)
+    most = max(1, cluster.gpus_per_node // tp)
+    degrees = [ep for ep in _divisors(dp) if ep <= most and shape.num_experts and shape.num_experts % ep == 0]
+    return ParallelLayout(pp=pp, dp=dp, ep=max(degrees, default=1), tp=tp)
+
+
+def _gpu_bytes(layout: ParallelLayout, shape: ModelShape, formats: FormatsConfig) -> float:
+    """Return what a GPU needs for weights, gradients and its part of the state, with even stages."""
+    is_expert = np.array([operator.expert is not None for operator in shape.operators])
+    experts, others = float(shape.parameters[is_expert].sum()), float(shape.parameters[~is_expert].sum())
+    held = (experts / layout.ep + others) / (layout.pp * layout.tp)
+    return (
+        held * (formats.compute_bytes + _GRADIENT_BYTES) + (experts + others) / layout.world_size * formats.full_bytes
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+_KINDS: Kinds = {
+    "ckpt": CKPT_CONFIGS,
+    "partial": NoPartialConfig,
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "cluster": ClusterConfig,
+    "fault": FAULT_CONFIGS,
+    "experiment": ExperimentConfig,
+    "batch": BatchConfig,
+    "formats": FormatsConfig,
+    "timing": TimingConfig,
+    "switches": Switches,
+}

@@ -1,0 +1,280 @@
+"""A run of a job under faults, from event to event: train until something is lost, recover, train on.
+
+Between two faults everything repeats itself and is counted at once; what a fault does is decided by the same plans as
+in a real run (`recovering`). Owns: the clock, who is being replaced, what is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from moe_ckpt.errors import NothingLeftError
+from moe_ckpt.faults import Kill
+from moe_ckpt.sim.faults import Fault, FaultQueue, time_in_iteration
+from moe_ckpt.sim.generation import Generation, Kept, Moment
+from moe_ckpt.sim.recovering import Estimate, Losses, estimate, plan_after, replay_s
+from moe_ckpt.sim.saving import Recovery, Saving, Setup
+from moe_ckpt.sim.timeline import Ledger, Outcome, Recovered, Trained
+
+_NOBODY: frozenset[int] = frozenset()
+
+
+def simulate(setup: Setup, saving: Saving, kills: Sequence[Kill], *, duration_s: float) -> Outcome:
+    """Return what becomes of a job that trains for so long: it ends with the first iteration after that.
+
+    `kills` each have a rank. The same arguments give the same outcome.
+    """
+    return _Run(setup, saving, kills, duration_s).run()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Attempt:
+    """A recovery, as long as faults keep coming before it is over."""
+
+    since_s: float
+    reached: int
+    kept: tuple[Kept, ...]
+    on_disk: Kept | None
+    faults: list[Fault] = field(default_factory=list)
+    losses: Losses = Losses(dead=_NOBODY, bare=_NOBODY, unreplicated=_NOBODY, rolling=_NOBODY)  # noqa: RUF009
+    detect_s: float = 0.0
+    rebuild_s: float = 0.0
+    fetch_s: float = 0.0
+    replay_s: float = 0.0
+
+    @property
+    def now_s(self) -> float:
+        return self.since_s + self.detect_s + self.rebuild_s + self.fetch_s + self.replay_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """How all ranks get to the state after `iteration`; without an estimate not from host memory."""
+
+    iteration: int
+    fetch_s: float
+    replay_s: float
+    source: str
+    estimate: Estimate | None = None
+
+
+class _Run:
+    def __init__(self, setup: Setup, saving: Saving, kills: Sequence[Kill], duration_s: float) -> None:
+        self._setup, self._saving, self._duration_s = setup, saving, duration_s
+        per_node = setup.cluster.gpus_per_node
+        self._faults = FaultQueue(kills, world_size=setup.job.layout.world_size, ranks_per_node=per_node)
+        self._spares = [0.0] * setup.cluster.spares  # since when each is free
+        self._ledger = Ledger()
+        self._timeline: list[Trained | Recovered] = []
+        self._on_disk: Kept | None = None
+        self._unreplicated = _NOBODY
+        self._lost_tokens_iters = 0.0
+        self._num_faults = 0
+
+    def run(self) -> Outcome:
+        generation = self._train_from(0, 0.0, ())
+        while True:
+            last = generation.first_commit_after(self._duration_s)
+            fault = self._next_fault(generation, generation.since_s + generation.elapsed_s(last))
+            if fault is None:
+                self._account(generation, Moment(iterations=last, into_s=0.0, ready=False))
+                return self._outcome(generation.start + last)
+            generation = self._live_through(generation, fault)
+            if generation.since_s >= self._duration_s:
+                return self._outcome(generation.start)
+
+    def _outcome(self, iterations: int) -> Outcome:
+        self._ledger.useful_s = iterations * self._setup.costs.iteration_s
+        return Outcome(
+            iterations=iterations,
+            ledger=self._ledger,
+            num_faults=self._num_faults,
+            lost_tokens=self._lost_tokens_iters / max(1, iterations),
+            timeline=tuple(self._timeline),
+        )
+
+    def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
+        rhythm = self._saving.later if since_s else self._saving.at_start
+        return Generation(self._setup.costs, self._saving, rhythm, start=start, since_s=since_s, carried=carried)
+
+    def _next_fault(self, generation: Generation, until_s: float) -> Fault | None:
+        """Return what is lost next, if that is before a time; it has come then."""
+        timed = self._faults.next_timed()
+        reached = [
+            (self._time_of(kill, generation), kill) for kill in self._faults.points() if kill.phase != "recovery"
+        ]
+        at_s, kill = min(reached, key=lambda pair: pair[0], default=(float("inf"), None))
+        if timed is not None and timed.at_s <= at_s:
+            if timed.at_s >= until_s:
+                return None
+            self._faults.drop_timed()
+            return replace(timed, at_s=max(timed.at_s, generation.since_s))
+        return None if kill is None or at_s >= until_s else self._faults.meet(kill, at_s)
+
+    def _time_of(self, kill: Kill, generation: Generation) -> float:
+        """Return when training is where a kill waits for it: at once where it has been there before."""
+        number = max(1, (kill.iteration or generation.start + 1) - generation.start)
+        into_s = time_in_iteration(kill.point_phase, self._setup.costs, generation.iteration_s(number))
+        return generation.since_s + generation.elapsed_s(number - 1) + into_s
+
+    def _account(self, generation: Generation, moment: Moment) -> None:
+        self._ledger.stall_s += generation.stalls_s(moment.iterations)
+        self._ledger.again_s += moment.into_s
+        if moment.iterations or moment.into_s:
+            self._timeline.append(Trained(generation=generation, iterations=moment.iterations, partial_s=moment.into_s))
+
+    def _live_through(self, generation: Generation, fault: Fault) -> Generation:
+        """Recover, whatever else is lost before that is done; return how training goes on."""
+        moment = generation.moment(fault.at_s)
+        reached = generation.start + moment.iterations
+        if generation.has_kept_any(moment):
+            self._unreplicated = _NOBODY
+        if moment.ready and self._saving.recovery is Recovery.LOCAL:  # everybody has said so: who lives takes the step
+            rest_s = generation.iteration_s(moment.iterations + 1) - moment.into_s
+            moment = Moment(iterations=moment.iterations + 1, into_s=0.0, ready=False)
+            fault, reached = replace(fault, at_s=fault.at_s + rest_s), reached + 1
+        self._account(generation, moment)
+        self._on_disk = generation.on_disk(moment) or self._on_disk
+        attempt = _Attempt(since_s=fault.at_s, reached=reached, kept=generation.kept(moment), on_disk=self._on_disk)
+        recovered, carried = self._recover(attempt, fault)
+        self._timeline.append(recovered)
+        self._ledger.recovery_s += recovered.seconds
+        self._ledger.again_s += recovered.lost_iters * self._setup.costs.iteration_s
+        self._lose_tokens()
+        return self._train_from(recovered.iteration, attempt.now_s, carried)
+
+    def _recover(self, attempt: _Attempt, fault: Fault) -> tuple[Recovered, tuple[Kept, ...]]:
+        """Try until nothing else is lost meanwhile; return what it took, and the windows that are left then."""
+        way: _Way | None = None
+        pending: Fault | None = fault
+        while pending is not None:
+            self._join(attempt, pending)
+            way, pending = self._try(attempt)
+        assert way is not None
+        recovered = Recovered(
+            since_s=attempt.since_s,
+            faults=tuple(attempt.faults),
+            iteration=way.iteration,
+            lost_iters=attempt.reached - way.iteration,
+            source=way.source,
+            plan=way.estimate.plan if way.estimate else None,
+            detect_s=attempt.detect_s,
+            rebuild_s=attempt.rebuild_s,
+            fetch_s=attempt.fetch_s,
+            replay_s=attempt.replay_s,
+            replayed_iters=way.estimate.replayed_iters if way.estimate else 0,
+        )
+        return recovered, tuple(kept for kept in attempt.kept if way.estimate and kept.end <= way.iteration)
+
+    def _join(self, attempt: _Attempt, fault: Fault) -> None:
+        """Find out what was lost, replace it, and let all ranks meet again."""
+        cluster, losses = self._setup.cluster, attempt.losses
+        self._num_faults += 1
+        attempt.faults.append(fault)
+        bare = frozenset(fault.ranks) if fault.lost_memory else _NOBODY
+        self._unreplicated |= bare
+        attempt.losses = replace(
+            losses,
+            dead=losses.dead | frozenset(fault.ranks),
+            bare=losses.bare | bare,
+            unreplicated=self._unreplicated,
+        )
+        detect_s = cluster.hang_s if fault.hangs else cluster.detect_s
+        meets_s = cluster.restart_s if self._saving.recovery is Recovery.RESTART else cluster.rebuild_s
+        num_nodes = len({rank // cluster.gpus_per_node for rank in fault.ranks}) if fault.lost_memory else 0
+        meets_s += self._replace(num_nodes, fault.at_s + detect_s)
+        longer_s = max(0.0, fault.at_s + detect_s + meets_s - attempt.now_s)
+        attempt.detect_s += min(detect_s, longer_s)
+        attempt.rebuild_s += longer_s - min(detect_s, longer_s)
+
+    def _replace(self, num_nodes: int, now_s: float) -> float:
+        """Return the seconds until other nodes are there: spare ones, or those that come back from repair first."""
+        if num_nodes == 0:
+            return 0.0
+        cluster = self._setup.cluster
+        free = sorted([*self._spares, *([now_s + cluster.repair_s] * num_nodes)])
+        taken, self._spares = free[:num_nodes], free[num_nodes:]
+        return max(0.0, taken[-1] - now_s) + cluster.spare_s
+
+    def _try(self, attempt: _Attempt) -> tuple[_Way | None, Fault | None]:
+        """Return how all got back; or what was lost before they did."""
+        begun_s = attempt.now_s
+        interrupting = self._due(begun_s)
+        if interrupting is not None:
+            return None, interrupting
+        way = self._choose(attempt)
+        interrupting = self._due(begun_s + way.fetch_s + way.replay_s, in_recovery=True)
+        spent_s = way.fetch_s + way.replay_s if interrupting is None else max(0.0, interrupting.at_s - begun_s)
+        attempt.fetch_s += min(spent_s, way.fetch_s)
+        attempt.replay_s += max(0.0, spent_s - way.fetch_s)
+        if interrupting is not None and way.estimate is not None:
+            attempt.losses = self._after(attempt.losses, way.estimate, spent_s)
+        return way, interrupting
+
+    def _due(self, until_s: float, *, in_recovery: bool = False) -> Fault | None:
+        """Return a fault that comes before a recovery is done."""
+        timed = self._faults.next_timed()
+        if timed is not None and timed.at_s < until_s:
+            self._faults.drop_timed()
+            return timed
+        for kill in self._faults.points():
+            if in_recovery and kill.phase == "recovery":
+                return self._faults.meet(kill, until_s)
+        return None
+
+    def _choose(self, attempt: _Attempt) -> _Way:
+        if self._saving.recovery is Recovery.RESTART:
+            return self._from_disk(attempt.on_disk)
+        try:
+            plan = plan_after(self._setup, self._saving, attempt.kept, attempt.losses, attempt.reached)
+        except NothingLeftError:
+            return self._from_disk(attempt.on_disk)
+        found = estimate(self._setup, self._saving, plan)
+        return _Way(
+            iteration=plan.target_iteration,
+            fetch_s=found.fetch_s,
+            replay_s=max(found.replay_s, default=0.0),
+            source="host memory",
+            estimate=found,
+        )
+
+    def _from_disk(self, kept: Kept | None) -> _Way:
+        """All ranks load what is newest there, or begin anew: with a new job, where processes do not start again."""
+        cluster = self._setup.cluster
+        if kept is None:
+            again_s = 0.0 if self._saving.recovery is Recovery.RESTART else cluster.restart_s
+            return _Way(iteration=0, fetch_s=0.0, replay_s=again_s, source="the beginning")
+        stages = range(self._setup.job.layout.pp)
+        return _Way(
+            iteration=kept.end,
+            fetch_s=self._setup.total_full_bytes / cluster.disk_bytes_per_s,
+            replay_s=replay_s(self._setup, self._saving, stages, kept, kept.end),
+            source="disk",
+        )
+
+    def _after(self, losses: Losses, plan: Estimate, spent_s: float) -> Losses:
+        """Return what is lost still, after a recovery went on for so long: who was done is not."""
+        back = [
+            rollback.segment.stages
+            for rollback, replayed_s in zip(plan.plan.rollbacks, plan.replay_s, strict=True)
+            if plan.fetch_s + replayed_s <= spent_s
+        ]
+        done = {stage for stages in back for stage in stages}
+        under_way = {stage for rollback in plan.plan.rollbacks for stage in rollback.segment.stages} - done
+        fetched = spent_s >= plan.fetch_s
+        return replace(
+            losses,
+            dead=frozenset(rank for rank in losses.dead if self._setup.job.stage_of_rank(rank) not in done),
+            bare=_NOBODY if fetched else losses.bare,
+            rolling=frozenset(under_way),
+        )
+
+    def _lose_tokens(self) -> None:
+        """Count what a fault loses of partial snapshots; they grow where that is too much."""
+        saving = self._saving
+        self._lost_tokens_iters += saving.lost_iters
+        planned = self._duration_s / self._setup.costs.iteration_s
+        while saving.larger is not None and self._lost_tokens_iters / planned > saving.lost_limit:
+            saving = saving.larger()
+        self._saving = saving

@@ -1,0 +1,141 @@
+"""How long the parts of an iteration, a replay and a copy take. Pure arithmetic over sizes and a cluster's constants.
+
+MoEvement, Appendix C: one layer's profile repeated, T_pipeline = (M + S - 1) max_s(t_s), T_iter = T_pipeline + T_sync +
+T_update. Where an iteration was measured, its seconds are given and all parts are scaled to it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_ckpt.config import require, require_at_least
+from moe_ckpt.sim.hardware import JOB, ClusterConfig
+from moe_ckpt.sim.job import Array, Job
+from moe_ckpt.types import OperatorKind
+
+GRADIENT_BYTES = 4  # reduced in FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingConfig:
+    """What is known of an iteration beside its parts. See conf/simulate.yaml."""
+
+    iteration_s: float | None
+    interleave: int
+
+    def __post_init__(self) -> None:
+        wanted = "more than 0 seconds, or null: by the cluster's constants"
+        given = self.iteration_s
+        require(given is None or 0 < given < math.inf, "timing.iteration_s", given, wanted)
+        require_at_least("timing.interleave", self.interleave, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Costs:
+    """Seconds of a job on a cluster. `micro_batch_s` is forward and backward of each stage, float64 [stages]."""
+
+    iteration_s: float
+    micro_batch_s: Array
+    num_micro_batches: int
+    interleave: int
+    sync_s: float
+    update_s: float
+    log_s: Array
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.micro_batch_s)
+
+    def pipeline_s(self, stages: range) -> float:
+        """Return forward and backward of all micro-batches through some neighbouring stages: 1F1B, interleaved."""
+        bubbles = (len(stages) - 1) / self.interleave
+        return (self.num_micro_batches + bubbles) * float(self.micro_batch_s[stages.start : stages.stop].max())
+
+    def replay_s(self, stages: range, active: float) -> float:
+        """Return the seconds in which some stages run an iteration again, the first and last of them from logs.
+
+        `active` is the share of the work that belongs to operators with their whole state: the others skip weight
+        gradients, a third of it (MoEvement, section 3.3).
+        """
+        is_local = len(stages) < self.num_stages
+        logs_s = float(max(self.log_s[stages.start], self.log_s[stages.stop - 1])) if is_local else 0.0
+        return self.pipeline_s(stages) * (2 + active) / 3 + self.sync_s + self.update_s + logs_s
+
+
+def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
+    """Return the seconds of a job on a cluster."""
+    stages = range(job.layout.pp)
+    micro_batch_s = np.array([_micro_batch_s(job, cluster, stage) for stage in stages])
+    sync_s = max(_sync_s(job, cluster, stage) for stage in stages)
+    update_s = max(_update_s(job, cluster, stage) for stage in stages)
+    bubbles = (job.layout.pp - 1) / timing.interleave
+    exposed_s = (1 - cluster.sync_overlap) * sync_s
+    derived_s = (job.num_micro_batches + bubbles) * float(micro_batch_s.max()) + exposed_s + update_s
+    scale = 1.0 if timing.iteration_s is None else timing.iteration_s / derived_s
+    log_s = np.array([job.boundary_log_bytes(stage) / cluster.peer_bytes_per_s for stage in stages])
+    return Costs(
+        iteration_s=timing.iteration_s or derived_s,
+        micro_batch_s=scale * micro_batch_s,
+        num_micro_batches=job.num_micro_batches,
+        interleave=timing.interleave,
+        sync_s=scale * exposed_s,
+        update_s=scale * update_s,
+        log_s=log_s,
+    )
+
+
+def copy_rate(cluster: ClusterConfig, replicas: int) -> float:
+    """Return the bytes a second that a rank copies into its host memory and into that of `replicas` peers.
+
+    Where all ranks share one link, this is the job's, and peers are taken to keep up (cluster.copies_share=job).
+    """
+    if cluster.copies_share == JOB or replicas == 0:
+        return cluster.copy_bytes_per_s
+    return min(cluster.copy_bytes_per_s, cluster.peer_bytes_per_s / replicas)
+
+
+def stall_s(*, copy_s: float, iteration_s: float, interference: float) -> float:
+    """Return what a snapshot adds to the iteration that it is copied in: it has to be done before the next update.
+
+    A share `interference` of the time in which both run, and all of what is left then: of 5 s of copying in an
+    iteration of 2 s, at 0.1, 3.2 s (MoC, equation 10, for interference 0).
+    """
+    return max(0.0, copy_s - iteration_s) + interference * min(copy_s, iteration_s)
+
+
+def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
+    where = job.positions(stage)
+    operators = job.shape.operators[where]
+    num_moe_layers = sum(operator.kind is OperatorKind.GATE for operator in operators)
+    num_layers = sum(operator.kind is OperatorKind.BLOCK for operator in operators)
+    layout, tensor_bytes = job.layout, job.micro_batch_tokens * job.shape.hidden_size * job.formats.compute_bytes
+    flops = 2 * 3 * float(job.work[where].sum()) * job.micro_batch_tokens / layout.tp
+    compute_s = flops / (cluster.flops_per_s * cluster.efficiency)
+    in_node = layout.ep * layout.tp <= cluster.gpus_per_node
+    routed_s = cluster.collective_s(job.shape.topk * tensor_bytes / layout.tp, layout.ep, within_node=in_node)
+    reduced_s = 2 * cluster.collective_s(tensor_bytes, layout.tp, within_node=True)
+    sends = (stage > 0) + (stage < layout.pp - 1)
+    sent_s = sends * (cluster.network_latency_s + tensor_bytes / layout.tp / cluster.peer_bytes_per_s)
+    return compute_s + 4 * num_moe_layers * routed_s + 4 * num_layers * reduced_s + sent_s
+
+
+def _sync_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
+    """Reduce gradients, gather weights: each over the ranks that have the same ones."""
+    where, layout = job.positions(stage), job.layout
+    counts, is_expert = job.shape.parameters[where], job.is_expert[where]
+    bytes_each = GRADIENT_BYTES + job.formats.compute_bytes
+    in_node = layout.dp * layout.tp <= cluster.gpus_per_node
+    shared = float(counts[~is_expert].sum()) / layout.tp * bytes_each
+    experts = float(counts[is_expert].sum()) / (layout.ep * layout.tp) * bytes_each
+    return cluster.collective_s(shared, layout.dp, within_node=in_node) + cluster.collective_s(
+        experts, layout.dp // layout.ep, within_node=in_node
+    )
+
+
+def _update_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
+    """Read and write a rank's whole state once."""
+    full = job.profiles[stage].table.full_bytes
+    return 2 * float(full.sum(axis=1).max()) / cluster.gpu_bytes_per_s

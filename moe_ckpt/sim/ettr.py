@@ -1,0 +1,68 @@
+"""The share of time that is of use: what a closed formula says, and what simulations of several runs say."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.sim.saving import Recovery, Saving, Setup
+from moe_ckpt.sim.timeline import Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Means over simulated runs of one policy in one setup.
+
+    `overhead` is what saving adds to the time of training, as a share; `recovery_s` is all that faults cost in a run;
+    `formula` is the closed form's ETTR, where there is one.
+    """
+
+    ettr: float
+    spread: float
+    formula: float | None
+    overhead: float
+    recovery_s: float
+    num_faults: float
+    lost_tokens: float
+
+
+def predict(setup: Setup, saving: Saving, outcomes: Sequence[Outcome]) -> Prediction:
+    """Return the means of some runs' outcomes."""
+    ettrs = [outcome.ledger.ettr for outcome in outcomes]
+    return Prediction(
+        ettr=statistics.fmean(ettrs),
+        spread=statistics.pstdev(ettrs),
+        formula=closed_form(setup, saving),
+        overhead=statistics.fmean(_overhead(outcome) for outcome in outcomes),
+        recovery_s=statistics.fmean(outcome.recovery_s for outcome in outcomes),
+        num_faults=statistics.fmean(outcome.num_faults for outcome in outcomes),
+        lost_tokens=statistics.fmean(outcome.lost_tokens for outcome in outcomes),
+    )
+
+
+def _overhead(outcome: Outcome) -> float:
+    ledger = outcome.ledger
+    trained_s = ledger.useful_s + ledger.again_s
+    return ledger.stall_s / trained_s if trained_s else 0.0
+
+
+def closed_form(setup: Setup, saving: Saving) -> float | None:
+    """Return the ETTR of MoEvement's formula, without terms for detection, reload or scope; None where it has none.
+
+    1 / (1 + overhead) / (1 + E[R] / MTBF), with E[R] half an interval, or one and a half windows (section 3.6).
+    """
+    iteration_s = setup.costs.iteration_s
+    redone = expected_iters(saving)
+    if redone is None or setup.mtbf_s is None:
+        return None
+    return 1 / (1 + saving.overhead_s / iteration_s) / (1 + redone * iteration_s / setup.mtbf_s)
+
+
+def expected_iters(saving: Saving) -> float | None:
+    """Return how many iterations a fault makes run again on average, by the formula; None without checkpoints."""
+    if saving.recovery is Recovery.LOCAL:
+        return 1.5 * saving.later.repeat[0].num_slots
+    if saving.recovery is Recovery.ROLLBACK:
+        return saving.later.period / len([take for take in saving.later.repeat if take.slot == 0]) / 2
+    return saving.durable.every_iters / 2 if saving.durable else None

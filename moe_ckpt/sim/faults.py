@@ -1,0 +1,74 @@
+"""The kills of a fault plan as a simulation meets them: by time, those of one moment together, or at points. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.faults import Kill, plan_strikes, victims
+from moe_ckpt.sim.costs import Costs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What is lost at one moment: trainers of `ranks`, with `lost_memory` all that their nodes had in host memory."""
+
+    at_s: float
+    ranks: tuple[int, ...]
+    lost_memory: bool
+    hangs: bool
+
+
+class FaultQueue:
+    """The faults that are still to come. Those at points come when training gets there."""
+
+    def __init__(self, kills: Sequence[Kill], *, world_size: int, ranks_per_node: int) -> None:
+        strikes = plan_strikes(kills, world_size, ranks_per_node)
+        self._timed = [
+            Fault(
+                at_s=strike.after_s,
+                ranks=strike.ranks,
+                lost_memory=strike.scope == "node",
+                hangs=strike.signal == "STOP",
+            )
+            for strike in reversed(strikes)
+        ]
+        self._at_points = [kill for kill in kills if kill.after_s is None]
+        self._world_size, self._ranks_per_node = world_size, ranks_per_node
+
+    def next_timed(self) -> Fault | None:
+        """Return the fault that has the earliest time."""
+        return self._timed[-1] if self._timed else None
+
+    def points(self) -> tuple[Kill, ...]:
+        """Return the kills at points that are still to come, in the order in which they were planned."""
+        return tuple(self._at_points)
+
+    def drop_timed(self) -> None:
+        """The earliest one has come."""
+        self._timed.pop()
+
+    def meet(self, kill: Kill, at_s: float) -> Fault:
+        """Make a kill at a point a fault, now that training is there."""
+        self._at_points.remove(kill)
+        return Fault(
+            at_s=at_s,
+            ranks=victims(kill, self._world_size, self._ranks_per_node),
+            lost_memory=kill.scope == "node",
+            hangs=kill.signal == "STOP",
+        )
+
+
+def time_in_iteration(phase: str, costs: Costs, seconds: float) -> float:
+    """Return how far into an iteration of so many seconds a phase begins."""
+    match phase:
+        case "forward":
+            return 0.0
+        case "backward":
+            return costs.pipeline_s(range(costs.num_stages)) / 3
+        case "reduce":
+            return seconds - costs.update_s - costs.sync_s
+        case "step":
+            return seconds - costs.update_s
+        case _:
+            return seconds

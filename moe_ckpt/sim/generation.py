@@ -1,0 +1,125 @@
+"""One stretch of training, from a state to the next fault: when iterations end, and which windows are kept by then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.rhythm import Rhythm, Span
+from moe_ckpt.sim.saving import Recovery, Saving
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """`iterations` of a generation are done, and `into_s` of the next; `ready`: its gradients are complete."""
+
+    iterations: int
+    into_s: float
+    ready: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """A complete window: the states after `start` to `end`."""
+
+    start: int
+    end: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.end - self.start + 1
+
+
+class Generation:
+    """Training from the state after `start` on, since a time. `carried`: windows from before, oldest first."""
+
+    def __init__(
+        self, costs: Costs, saving: Saving, rhythm: Rhythm, *, start: int, since_s: float, carried: tuple[Kept, ...]
+    ) -> None:
+        self.costs, self.saving, self.rhythm = costs, saving, rhythm
+        self.start, self.since_s, self.carried = start, since_s, carried
+
+    def stalls_s(self, iterations: int) -> float:
+        """Return what saving has added to so many iterations."""
+        snapshots_s, durable = self.rhythm.stalls_s(iterations), self.saving.durable
+        if durable is None:
+            return snapshots_s
+        every = durable.every_iters
+        return snapshots_s + ((self.start + iterations) // every - self.start // every) * durable.stall_s
+
+    def elapsed_s(self, iterations: int) -> float:
+        """Return the seconds of so many iterations."""
+        return iterations * self.costs.iteration_s + self.stalls_s(iterations)
+
+    def first_commit_after(self, at_s: float) -> int:
+        """Return the fewest iterations, at least one, that end at or after a time."""
+        low, high = 1, 1
+        while self.since_s + self.elapsed_s(high) < at_s:
+            low, high = high + 1, 2 * high
+        while low < high:
+            middle = (low + high) // 2
+            if self.since_s + self.elapsed_s(middle) < at_s:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def moment(self, at_s: float) -> Moment:
+        """Return how far training is at a time of this generation."""
+        done = self.first_commit_after(at_s)
+        if self.since_s + self.elapsed_s(done) > at_s:
+            done -= 1
+        into_s = max(0.0, at_s - self.since_s - self.elapsed_s(done))
+        ready = into_s >= self.iteration_s(done + 1) - self.costs.update_s
+        return Moment(iterations=done, into_s=into_s, ready=ready)
+
+    def iteration_s(self, number: int) -> float:
+        """Return the seconds of the generation's iteration `number`, from 1."""
+        return self.costs.iteration_s + self.stalls_s(number) - self.stalls_s(number - 1)
+
+    def kept(self, moment: Moment) -> tuple[Kept, ...]:
+        """Return the windows that all ranks, and their peers, have at a moment, oldest first."""
+        newest = [self._at(span) for span in islice(self._complete(moment), self.saving.keep_windows)]
+        return (*self.carried, *reversed(newest))[-self.saving.keep_windows :]
+
+    def has_kept_any(self, moment: Moment) -> bool:
+        """Whether a window of this generation is kept: its copies are where they should be again."""
+        return next(iter(self._complete(moment)), None) is not None
+
+    def on_disk(self, moment: Moment) -> Kept | None:
+        """Return what is newest on disk of this generation: a whole checkpoint, or a window."""
+        candidates = [self._durable(moment)]
+        if self.rhythm.reaches_disk:
+            candidates.append(next((self._at(span) for span in self._complete(moment) if span.to_disk), None))
+        return max((kept for kept in candidates if kept), key=lambda kept: kept.end, default=None)
+
+    def _at(self, span: Span) -> Kept:
+        return Kept(start=self.start + span.first, end=self.start + span.last)
+
+    def _durable(self, moment: Moment) -> Kept | None:
+        durable = self.saving.durable
+        if durable is None:
+            return None
+        now_s = self.elapsed_s(moment.iterations) + moment.into_s
+        newest = (self.start + moment.iterations) // durable.every_iters * durable.every_iters
+        while newest > self.start:  # a save starts with the stall that is part of the iteration before it
+            begun_s = self.elapsed_s(newest - self.start) - durable.stall_s
+            if begun_s + durable.done_s <= now_s:
+                return Kept(start=newest, end=newest)
+            newest -= durable.every_iters
+        return None
+
+    def _complete(self, moment: Moment) -> Iterator[Span]:
+        """Yield the windows that are kept, the newest first.
+
+        The last snapshot of one is copied while the next iteration runs, and all ranks agree on it with the gradients.
+        """
+        last = moment.iterations if moment.ready else moment.iterations - 1
+        is_awaited = not self.carried  # where there is nothing else, training waits for the first one
+        now_s = self.elapsed_s(moment.iterations) + moment.into_s
+        for span in self.rhythm.spans_back(max(last, 0) if is_awaited else last):
+            is_copied_beside = self.saving.recovery is Recovery.ROLLBACK and not (is_awaited and span.last == 0)
+            if not is_copied_beside or self.elapsed_s(span.last) + self.saving.kept_s <= now_s:
+                yield span

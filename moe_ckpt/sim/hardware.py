@@ -1,0 +1,91 @@
+"""What a cluster can do and what its failures cost: the constants of a simulation. Values and checks only.
+
+Everything that a simulation takes for granted about machines is one of these numbers, one set a cluster: see
+conf/cluster/. Collectives are affine in the bytes: alpha + beta m (MoEvement, Appendix C).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from moe_ckpt.config import require, require_at_least, require_choice
+
+RANK, JOB = "rank", "job"
+_MAY_BE_ZERO = (
+    "spares",
+    "interference",
+    "sync_overlap",
+    "node_latency_s",
+    "network_latency_s",
+    "detect_s",
+    "hang_s",
+    "rebuild_s",
+    "restart_s",
+    "spare_s",
+    "repair_s",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Key by key explained in conf/cluster/h200.yaml."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    gpu_memory_bytes: float
+    host_memory_bytes: float
+    flops_per_s: float
+    efficiency: float
+    gpu_bytes_per_s: float
+    node_latency_s: float
+    node_bytes_per_s: float
+    network_latency_s: float
+    network_bytes_per_s: float
+    sync_overlap: float
+    copies_share: str
+    copy_bytes_per_s: float
+    whole_copy_bytes_per_s: float
+    interference: float
+    disk_bytes_per_s: float
+    detect_s: float
+    hang_s: float
+    rebuild_s: float
+    restart_s: float
+    spares: int
+    spare_s: float
+    repair_s: float
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self) if field.name not in ("name", "copies_share")):
+            number = getattr(self, name)
+            require(math.isfinite(number), f"cluster.{name}", number, "a finite number")
+            if name in _MAY_BE_ZERO:
+                require_at_least(f"cluster.{name}", number, 0)
+            else:
+                require(number > 0, f"cluster.{name}", number, "more than 0")
+        for name in ("efficiency", "sync_overlap"):
+            require(getattr(self, name) <= 1, f"cluster.{name}", getattr(self, name), "at most 1")
+        require_choice("cluster.copies_share", self.copies_share, [RANK, JOB])
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def peer_bytes_per_s(self) -> float:
+        """What a rank's share of its node's network is."""
+        return self.network_bytes_per_s / self.gpus_per_node
+
+    def collective_s(self, num_bytes: float, group_size: int, *, within_node: bool) -> float:
+        """Return the seconds in which `group_size` ranks exchange `num_bytes` each, all but their own part of it.
+
+        All-to-all, all-gather, reduce-scatter: alpha(p) + beta(p) m, with p - 1 steps and (p - 1) / p of the bytes.
+        """
+        if group_size <= 1:
+            return 0.0
+        latency_s = self.node_latency_s if within_node else self.network_latency_s
+        bytes_per_s = self.node_bytes_per_s if within_node else self.peer_bytes_per_s
+        steps = math.ceil(math.log2(group_size))
+        return steps * latency_s + (group_size - 1) / group_size * num_bytes / bytes_per_s

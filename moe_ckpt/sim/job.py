@@ -1,0 +1,206 @@
+"""The job that is simulated: which operators there are, how they are spread over ranks, and what a rank saves of them.
+
+Owns: sizes. Must not: know seconds. Ranks of a stage with equal shares count once: an expert lies on one of `ep` ranks,
+its state on `dp / ep` of them, everything else on `dp`; so tables have `ep` rows, however many GPUs there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.config import require, require_at_least
+from moe_ckpt.policies.moevement import StageProfile
+from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ParallelLayout
+
+Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+STEP_LOG_BYTES = 8192
+"""Norms, scales and generator states of an iteration, beside the tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelShape:
+    """The operators of the whole model from front to back, with their parameters, int64 [operators].
+
+    `popularity` is the share of a layer's tokens that each of its experts gets, float64 [experts of a layer], sum 1.
+    """
+
+    operators: Sequence[OperatorId]
+    parameters: IntArray
+    num_layers: int
+    hidden_size: int
+    topk: int
+    popularity: Array
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.popularity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Sequences an iteration, and how they are cut. See conf/simulate.yaml."""
+
+    micro_batch_size: int
+    global_batch_size: int
+    sequence_length: int
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "global_batch_size", "sequence_length"):
+            require_at_least(f"batch.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatsConfig:
+    """Bytes a parameter: as forward uses it, and in the whole state (master weight and moments)."""
+
+    compute_bytes: float
+    full_bytes: float
+
+    def __post_init__(self) -> None:
+        for name in ("compute_bytes", "full_bytes"):
+            require(getattr(self, name) > 0, f"formats.{name}", getattr(self, name), "more than 0")
+
+
+class Job:
+    """A model on so many ranks. Raises ConfigError, naming the setting, for what does not divide."""
+
+    def __init__(self, shape: ModelShape, layout: ParallelLayout, batch: BatchConfig, formats: FormatsConfig) -> None:
+        self.shape, self.layout, self.batch, self.formats = shape, layout, batch, formats
+        _check(shape, layout, batch)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.batch.global_batch_size // (self.batch.micro_batch_size * self.layout.dp)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.batch.micro_batch_size * self.batch.sequence_length
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.layout.world_size // self.layout.pp
+
+    def stage_of_rank(self, global_rank: int) -> int:
+        """Megatron's order: the pipeline is the slowest axis."""
+        return global_rank // self.ranks_per_stage
+
+    @cached_property
+    def is_expert(self) -> npt.NDArray[np.bool_]:
+        return np.array([operator.kind is OperatorKind.EXPERT for operator in self.shape.operators])
+
+    @cached_property
+    def work(self) -> Array:
+        """Multiplications a token in forward, of each operator, float64 [operators]: an expert sees its share."""
+        work = self.shape.parameters.astype(np.float64)
+        attention = self.batch.sequence_length * self.shape.hidden_size  # causal: half of the sequence, twice
+        for position, operator in enumerate(self.shape.operators):
+            if operator.kind is OperatorKind.EXPERT:
+                assert operator.expert is not None
+                work[position] *= self.shape.topk * self.shape.popularity[operator.expert]
+            elif operator.kind is OperatorKind.BLOCK:
+                work[position] += attention
+            elif operator.kind is OperatorKind.EMBEDDING:
+                work[position] = 0.0
+        return work
+
+    @cached_property
+    def stage_of(self) -> IntArray:
+        """The stage of each operator, int64 [operators], ascending."""
+        shape, pp = self.shape, self.layout.pp
+        if pp <= shape.num_layers:
+            front, back, of_layers = 0, pp - 1, [layer * pp // shape.num_layers for layer in range(shape.num_layers)]
+        else:  # a stage a layer, and the ends have stages of their own, as far as there are any
+            front, of_layers = 0, [min(layer + 1, pp - 1) for layer in range(shape.num_layers)]
+            back = min(shape.num_layers + 1, pp - 1)
+        special = {OperatorKind.EMBEDDING: front, OperatorKind.FINAL_NORM: back, OperatorKind.OUTPUT: pp - 1}
+        return np.array(
+            [
+                special[operator.kind] if operator.layer is None else of_layers[operator.layer]
+                for operator in shape.operators
+            ],
+            np.int64,
+        )
+
+    def positions(self, stage: int) -> slice:
+        """Where the operators of a stage are among all."""
+        first, last = np.searchsorted(self.stage_of, [stage, stage + 1])
+        return slice(int(first), int(last))
+
+    @cached_property
+    def profiles(self) -> list[StageProfile]:
+        """What a policy wants to know of each stage."""
+        return [self._profile(stage) for stage in range(self.layout.pp)]
+
+    def _profile(self, stage: int) -> StageProfile:
+        where = self.positions(stage)
+        parameters = self._rank_parameters(where)
+        table = OperatorTable(
+            operators=self.shape.operators[where],
+            full_bytes=np.ceil(parameters * self.formats.full_bytes).astype(np.int64),
+            compute_bytes=np.ceil(parameters * self.formats.compute_bytes).astype(np.int64),
+        )
+        return StageProfile(
+            table=table,
+            boundary_log_bytes=self.boundary_log_bytes(stage),
+            step_log_bytes=STEP_LOG_BYTES + self._token_bytes(stage),
+        )
+
+    def whole_profile(self) -> StageProfile:
+        """Return the whole job as if it were one rank that copies everything: one link for all of it."""
+        parameters = self.shape.parameters[np.newaxis].astype(np.float64)
+        table = OperatorTable(
+            operators=self.shape.operators,
+            full_bytes=np.ceil(parameters * self.formats.full_bytes).astype(np.int64),
+            compute_bytes=np.ceil(parameters * self.formats.compute_bytes).astype(np.int64),
+        )
+        ranks, stages = self.ranks_per_stage, range(self.layout.pp)
+        return StageProfile(
+            table=table,
+            boundary_log_bytes=ranks * sum(map(self.boundary_log_bytes, stages)),
+            step_log_bytes=ranks * sum(STEP_LOG_BYTES + self._token_bytes(stage) for stage in stages),
+        )
+
+    def boundary_log_bytes(self, stage: int) -> int:
+        """Return the bytes that a rank sends to neighbouring stages in an iteration: activations and gradients."""
+        num_neighbours = (stage > 0) + (stage < self.layout.pp - 1)
+        tensor_bytes = self.micro_batch_tokens * self.shape.hidden_size * self.formats.compute_bytes / self.layout.tp
+        return int(num_neighbours * self.num_micro_batches * tensor_bytes)
+
+    def _token_bytes(self, stage: int) -> int:
+        on_edge = stage in (0, self.layout.pp - 1)
+        return 8 * self.num_micro_batches * self.micro_batch_tokens if on_edge else 0
+
+    def _rank_parameters(self, where: slice) -> Array:
+        """Return the parameters whose state each of the `ep` kinds of ranks saves, float64 [ep, operators]."""
+        layout, counts, is_expert = self.layout, self.shape.parameters[where], self.is_expert[where]
+        shared = counts / (layout.dp * layout.tp)
+        rows = np.tile(np.where(is_expert, 0.0, shared), (layout.ep, 1))
+        if not is_expert.any():
+            return rows
+        numbers = np.array([operator.expert or 0 for operator in self.shape.operators[where]])
+        homes = numbers * layout.ep // self.shape.num_experts
+        own = np.flatnonzero(is_expert)
+        rows[homes[own], own] = counts[own] / (layout.dp // layout.ep * layout.tp)
+        return rows
+
+
+def _check(shape: ModelShape, layout: ParallelLayout, batch: BatchConfig) -> None:
+    most = shape.num_layers + 3  # embedding, final norm and output may have stages of their own
+    wanted = f"at most {most}: {shape.num_layers} layers, embedding, final norm and output"
+    require(layout.pp <= most, "parallel.pp", layout.pp, wanted)
+    require(layout.dp % layout.ep == 0, "parallel.ep", layout.ep, f"a divisor of parallel.dp={layout.dp}")
+    if shape.num_experts:
+        wanted = f"a divisor of model.num_experts={shape.num_experts}"
+        require(shape.num_experts % layout.ep == 0, "parallel.ep", layout.ep, wanted)
+    else:
+        require(layout.ep == 1, "parallel.ep", layout.ep, "1 where model.num_experts=0")
+    step = batch.micro_batch_size * layout.dp
+    wanted = f"a multiple of batch.micro_batch_size={batch.micro_batch_size} * parallel.dp={layout.dp}"
+    require(batch.global_batch_size % step == 0, "batch.global_batch_size", batch.global_batch_size, wanted)

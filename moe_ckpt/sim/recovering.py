@@ -1,0 +1,163 @@
+"""What a fault costs: who has what left, the plan that the real run would make of it, and its seconds. Pure.
+
+Ranks of a stage that have the same are told of once: a plan depends on what ranks have, not on how many have it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.placement import copy_holders
+from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
+from moe_ckpt.recovery.target import Standing, plan_target
+from moe_ckpt.sim.generation import Kept
+from moe_ckpt.sim.hardware import JOB
+from moe_ckpt.sim.saving import Recovery, Saving, Setup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """What is gone: `dead` trainers, of which the `bare` ones have no host memory left, either.
+
+    The memories of `unreplicated` ranks hold no copies for others; `rolling` stages were on their way back already.
+    """
+
+    dead: frozenset[int]
+    bare: frozenset[int]
+    unreplicated: frozenset[int]
+    rolling: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A plan with its seconds: `fetch_s` until windows are where they are needed, then each rollback's replay."""
+
+    plan: RecoveryPlan
+    fetch_s: float
+    replay_s: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.fetch_s + max(self.replay_s, default=0.0)
+
+    @property
+    def replayed_iters(self) -> int:
+        target = self.plan.target_iteration
+        return max((target - rollback.window_start for rollback in self.plan.rollbacks), default=0)
+
+
+def plan_after(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> RecoveryPlan:
+    """Return the plan of the real run: `reached` is where those are who have lost nothing.
+
+    Raises NothingLeftError where nothing in memory leads anywhere.
+    """
+    num_stages = setup.job.layout.pp
+    standings = _standings(setup, losses, reached)
+    target = plan_target(standings) if saving.recovery is Recovery.LOCAL else None
+    inventories = _inventories(setup, saving, kept, losses, reached)
+    return plan_recovery(
+        target.lost_stages if target else range(num_stages),
+        inventories,
+        target_iteration=target.iteration if target else None,
+        boundary_log=saving.logs and num_stages > 1,
+    )
+
+
+def estimate(setup: Setup, saving: Saving, plan: RecoveryPlan) -> Estimate:
+    """Return what carrying out a plan takes."""
+    sources = Counter(fetch.source_rank for fetch in plan.fetches)
+    rate = setup.cluster.peer_bytes_per_s
+    fetch_s = max(sources.values(), default=0) * _window_bytes(setup, saving) / rate
+    return Estimate(
+        plan=plan,
+        fetch_s=fetch_s,
+        replay_s=tuple(_rollback_s(setup, saving, rollback, plan.target_iteration) for rollback in plan.rollbacks),
+    )
+
+
+def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: int) -> float:
+    """Return the seconds in which stages run the iterations from a window's start to the target again."""
+    active = saving.active if window.num_slots == len(saving.active) else (1.0,)
+    return sum(
+        setup.costs.replay_s(stages, active[min(number, len(active) - 1)]) for number in range(target - window.start)
+    )
+
+
+def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -> float:
+    stages = rollback.segment.stages
+    window = Kept(start=rollback.states[0], end=rollback.states[-1])
+    load_bytes = saving.whole_bytes
+    if setup.cluster.copies_share == JOB:
+        load_bytes *= len(stages) / setup.job.layout.pp
+    return load_bytes / saving.reload_bytes_per_s + replay_s(setup, saving, stages, window, target)
+
+
+def _window_bytes(setup: Setup, saving: Saving) -> float:
+    """Return what a rank keeps of a window."""
+    takes = saving.later.repeat
+    in_window = sum(take.size_bytes for take in takes[: takes[0].num_slots])
+    return in_window / setup.job.layout.world_size if setup.cluster.copies_share == JOB else in_window
+
+
+def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:
+    gone = {setup.job.stage_of_rank(rank) for rank in losses.dead} | losses.rolling
+    standings = [Standing(stage=stage, reached=None, prepared=False, whole=False) for stage in sorted(gone)]
+    num_dead = Counter(setup.job.stage_of_rank(rank) for rank in losses.dead)
+    survived = (stage for stage in range(setup.job.layout.pp) if stage not in losses.rolling)
+    return standings + [
+        Standing(stage=stage, reached=reached, prepared=False, whole=True)
+        for stage in survived
+        if num_dead[stage] < setup.job.ranks_per_stage
+    ]
+
+
+def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> list[Inventory]:
+    """Return those of dead ranks, of who holds copies for them, and of one other rank of each stage."""
+    windows = {window.start: _ref(window, saving, reached) for window in kept}
+    logged_from = min((window.start + 1 for window in kept), default=1)
+    held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
+    for owner in sorted(losses.bare):
+        for holder in _holders(setup, saving, owner):
+            if holder not in losses.unreplicated:
+                held.setdefault(holder, {})[owner] = tuple(windows.values())
+    told = losses.dead | held.keys() | _witnesses(setup, losses)
+    return [
+        Inventory(
+            global_rank=rank,
+            stage=setup.job.stage_of_rank(rank),
+            windows=() if rank in losses.bare else tuple(windows.values()),
+            held=held.get(rank, {}),
+            logged_from=logged_from,
+            logged_to=logged_from - 1 if rank in losses.dead else reached,
+        )
+        for rank in sorted(told)
+    ]
+
+
+def _witnesses(setup: Setup, losses: Losses) -> set[int]:
+    """Return a rank of each stage that stands for all that have lost nothing, where there is one."""
+    per_stage = setup.job.ranks_per_stage
+    ranks = (
+        next((rank for rank in range(stage * per_stage, (stage + 1) * per_stage) if rank not in losses.dead), None)
+        for stage in range(setup.job.layout.pp)
+    )
+    return {rank for rank in ranks if rank is not None}
+
+
+def _holders(setup: Setup, saving: Saving, owner: int) -> Collection[int]:
+    return copy_holders(
+        owner,
+        world_size=setup.job.layout.world_size,
+        ranks_per_node=setup.cluster.gpus_per_node,
+        replicas=saving.replicas,
+    )
+
+
+def _ref(window: Kept, saving: Saving, reached: int) -> WindowRef:
+    """With logs of steps a window leads on to where all are, else no further than itself."""
+    leads_on = saving.recovery is Recovery.LOCAL
+    steps_to = max(window.end, reached) if leads_on else window.end
+    return WindowRef(start=window.start, num_slots=window.num_slots, steps_to=steps_to, cut="")

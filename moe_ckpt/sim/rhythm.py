@@ -1,0 +1,140 @@
+"""What a policy saves when, from the start of a generation on: some snapshots at first, then the same again and again.
+
+A policy is asked, iteration by iteration, until it repeats itself; from there on any number of iterations is counted at
+once. Offsets are iterations since the generation started: the snapshot at offset 3 is of the state after 3 of them, and
+is copied while the fourth one runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from moe_ckpt.ports import Policy
+from moe_ckpt.types import IntervalChoice, Measured, SlotPlan, WindowChoice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Take:
+    """A snapshot: slot `slot` of a window of `num_slots` that starts at offset `offset` - `slot`.
+
+    `size_bytes` on the rank with the most; the iteration that it is copied in takes `stall_s` longer.
+    """
+
+    offset: int
+    slot: int
+    num_slots: int
+    size_bytes: int
+    stall_s: float
+    to_disk: bool
+    choice: WindowChoice | IntervalChoice | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A window by the offsets of its first and last snapshot."""
+
+    first: int
+    last: int
+    to_disk: bool
+
+
+class Rhythm:
+    """The snapshots of a generation: `lead`, then `repeat` every `period` iterations. Offsets ascend."""
+
+    def __init__(self, lead: tuple[Take, ...], repeat: tuple[Take, ...], period: int) -> None:
+        assert period >= 1 or not repeat, (period, repeat)
+        self.lead, self.repeat, self.period = lead, repeat, period
+        self._offsets = [[take.offset for take in takes] for takes in (lead, repeat)]
+        self._sums_s = [[0.0, *accumulate(take.stall_s for take in takes)] for takes in (lead, repeat)]
+        self._spans = [_spans(lead), _spans(repeat)]
+
+    def stalls_s(self, iterations: int) -> float:
+        """Return what snapshots add to the first so many iterations of the generation."""
+        total_s = self._sums_s[0][bisect.bisect_left(self._offsets[0], iterations)]
+        if not self.repeat or iterations <= self.repeat[0].offset:
+            return total_s
+        rounds, rest = divmod(iterations - self.repeat[0].offset, self.period)
+        count = bisect.bisect_left(self._offsets[1], self.repeat[0].offset + rest)
+        return total_s + rounds * self._sums_s[1][-1] + self._sums_s[1][count]
+
+    def takes(self, first: int, last: int) -> Iterator[Take]:
+        """Yield the snapshots at offsets `first` to `last`, both inclusive, in order."""
+        yield from (take for take in self.lead if first <= take.offset <= last)
+        if not self.repeat:
+            return
+        shift = max(0, (first - self.repeat[0].offset) // self.period) * self.period
+        while shift + self.repeat[0].offset <= last:
+            for take in self.repeat:
+                if first <= take.offset + shift <= last:
+                    yield replace(take, offset=take.offset + shift)
+            shift += self.period
+
+    def spans_back(self, last: int) -> Iterator[Span]:
+        """Yield the windows whose last snapshot is at an offset of at most `last`, the newest first."""
+        if self.repeat:
+            shift = max(0, (last - self.repeat[0].offset) // self.period) * self.period
+            while shift >= 0:
+                for span in reversed(self._spans[1]):
+                    if span.last + shift <= last:
+                        yield Span(first=span.first + shift, last=span.last + shift, to_disk=span.to_disk)
+                shift -= self.period
+        yield from (span for span in reversed(self._spans[0]) if span.last <= last)
+
+    @property
+    def reaches_disk(self) -> bool:
+        return any(take.to_disk for take in (*self.lead, *self.repeat))
+
+
+def listen(
+    policy: Policy,
+    measure: Callable[[], Measured],
+    describe: Callable[[SlotPlan], tuple[int, float]],
+    *,
+    disk_every: bool,
+    is_settled: bool,
+) -> Rhythm:
+    """Ask a fresh policy until it repeats itself. `describe` gives bytes and stall of what it wants.
+
+    It repeats itself from the first window on that it chose (`is_settled`: that is there from the start) to the next
+    one; with `disk_every`, from one that goes to disk to the next such one.
+    """
+    takes: list[Take] = []
+    begins: list[int] = []  # positions in takes
+    offset = 0
+    while len(begins) < 2:
+        plan = policy.plan(offset, measure)
+        if plan.sparse is not None:
+            choice = plan.window or plan.interval
+            is_begin = plan.sparse.slot == 0 and (is_settled or choice is not None or bool(begins))
+            if is_begin and (plan.to_disk or not disk_every):
+                begins.append(len(takes))
+            size_bytes, stall_s = describe(plan.sparse)
+            takes.append(
+                Take(
+                    offset=offset,
+                    slot=plan.sparse.slot,
+                    num_slots=plan.sparse.num_slots,
+                    size_bytes=size_bytes,
+                    stall_s=stall_s,
+                    to_disk=plan.to_disk,
+                    choice=choice,
+                )
+            )
+        offset += 1
+    first, second = begins
+    return Rhythm(tuple(takes[:first]), tuple(takes[first:second]), takes[second].offset - takes[first].offset)
+
+
+def _spans(takes: tuple[Take, ...]) -> list[Span]:
+    firsts = [take for take in takes if take.slot == 0]
+    return [
+        Span(first=take.offset, last=take.offset + take.num_slots - 1, to_disk=take.to_disk)
+        for take in firsts
+        if any(other.offset == take.offset + take.num_slots - 1 for other in takes)
+    ]
+
+
+NOTHING = Rhythm((), (), 0)

@@ -1,0 +1,333 @@
+"""What a policy costs: its snapshots, what they stop training for, what they take, and how one goes on after a fault.
+
+A policy is one entry in POLICIES. Those that train for real are asked themselves (moe_ckpt.policies); of the partial
+ones, sizes follow from their papers' equations. Must not: know faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt.config import CheckfreqConfig, DenseConfig, GeminiConfig, MoevementConfig, NoneConfig, require
+from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.policies.moevement import AUTO, SparseWindows, StageProfile
+from moe_ckpt.policies.whole import WholeSnapshots
+from moe_ckpt.schedule import fixed_order
+from moe_ckpt.sim.costs import Costs, copy_rate, stall_s
+from moe_ckpt.sim.hardware import JOB, ClusterConfig
+from moe_ckpt.sim.job import Array, Job
+from moe_ckpt.sim.partial import PartialConfig, mean_age_iters, partial_bytes
+from moe_ckpt.sim.rhythm import NOTHING, Rhythm, Take, listen
+from moe_ckpt.types import Measured, SlotPlan
+
+
+class Recovery(Enum):
+    """Who goes back after a fault, and how."""
+
+    RESTART = "all processes start again and load what is on disk"
+    ROLLBACK = "all ranks go back to the newest snapshot in host memory"
+    LOCAL = "the stages that were lost replay from logs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """What MoEvement does to replay less (its Figure 13)."""
+
+    skip_frozen: bool = True
+    order_by_popularity: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setup:
+    """A job on a cluster, and what it costs there."""
+
+    job: Job
+    cluster: ClusterConfig
+    costs: Costs
+    mtbf_s: float | None
+    switches: Switches = Switches()
+
+    @property
+    def total_full_bytes(self) -> float:
+        """The whole state of the job."""
+        return float(self.job.shape.parameters.sum()) * self.job.formats.full_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Durable:
+    """A whole checkpoint on disk every so many iterations: it stops training, and is there `done_s` after it began."""
+
+    every_iters: int
+    stall_s: float
+    done_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Saving:
+    """What a policy saves and what that costs.
+
+    `at_start`, `later`: what it does in the first generation, and in those that have measured. `kept_s` until a
+    window's last snapshot is kept by all. `active`: the share of the work whose operators are active once slot j of a
+    window is loaded. `lost_iters`: of an expert's tokens a fault loses; beyond `lost_limit`, `larger` snapshots follow.
+    """
+
+    name: str
+    recovery: Recovery
+    at_start: Rhythm
+    later: Rhythm
+    whole_bytes: float
+    reload_bytes_per_s: float
+    replicas: int = 0
+    logs: bool = False
+    keep_windows: int = 1
+    kept_s: float = 0.0
+    durable: Durable | None = None
+    active: tuple[float, ...] = (1.0,)
+    memory: MemoryForecast | None = None
+    memory_is_of_job: bool = False
+    lost_iters: float = 0.0
+    lost_limit: float = 1.0
+    larger: Callable[[], Saving] | None = None
+
+    @property
+    def overhead_s(self) -> float:
+        """Return what saving adds to an iteration on average, once the policy has settled."""
+        rhythm = self.later
+        snapshots_s = sum(take.stall_s for take in rhythm.repeat) / rhythm.period if rhythm.repeat else 0.0
+        return snapshots_s + (self.durable.stall_s / self.durable.every_iters if self.durable else 0.0)
+
+    def host_bytes(self, setup: Setup) -> float:
+        """Return the host memory that a node needs for it."""
+        if self.memory is None:
+            return 0.0
+        if self.memory_is_of_job:
+            return self.memory.total_bytes / setup.cluster.nodes
+        return self.memory.total_bytes * setup.cluster.gpus_per_node
+
+
+def plan_saving(config: Any, setup: Setup) -> Saving:
+    """Return what a policy's configuration costs in a setup. Raises ConfigError for what cannot be had."""
+    require(config.policy in POLICIES, "ckpt.policy", config.policy, "one of " + ", ".join(POLICIES))
+    saving = POLICIES[config.policy](config, setup)
+    need, have = saving.host_bytes(setup), setup.cluster.host_memory_bytes
+    wanted = f"at least {need:.4g} on each node, for snapshots and logs of ckpt.policy={config.policy}"
+    require(need <= have, "cluster.host_memory_bytes", have, wanted)
+    return saving
+
+
+def _none(config: NoneConfig, setup: Setup) -> Saving:
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.RESTART,
+        at_start=NOTHING,
+        later=NOTHING,
+        whole_bytes=setup.total_full_bytes,
+        reload_bytes_per_s=setup.cluster.disk_bytes_per_s,
+    )
+
+
+def _dense(config: DenseConfig, setup: Setup) -> Saving:
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.RESTART,
+        at_start=NOTHING,
+        later=NOTHING,
+        whole_bytes=setup.total_full_bytes,
+        reload_bytes_per_s=setup.cluster.disk_bytes_per_s,
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.every_iters),
+    )
+
+
+def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
+    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
+    replicas = _replicas(config.replicas, setup.cluster)
+    copy_s = link.most_bytes / link.bytes_per_s
+    stalled_s = link.stall_s(link.most_bytes)
+    narrowest = min(link.bytes_per_s, copy_rate(setup.cluster, replicas))
+    kept_s = link.most_bytes / narrowest
+    if config.disk_every_iters == 1:
+        kept_s = max(kept_s, setup.total_full_bytes / setup.cluster.disk_bytes_per_s)
+        narrowest = link.most_bytes / kept_s
+    measured = Measured(
+        iteration_s=setup.costs.iteration_s, copy_bytes_per_s=narrowest, popularity=np.zeros(0), stall_s=stalled_s
+    )
+    make = partial(WholeSnapshots, config, link.profiles, link.own, replicas)
+    at_start, later = _listen(
+        make, measured, lambda _: (link.most_bytes, stalled_s), config, config.every_iters != AUTO
+    )
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.ROLLBACK,
+        at_start=at_start,
+        later=later,
+        whole_bytes=link.most_bytes,
+        reload_bytes_per_s=link.bytes_per_s,
+        replicas=replicas,
+        kept_s=max(copy_s, kept_s),
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
+        memory=make().forecast(),
+        memory_is_of_job=link.is_shared,
+    )
+
+
+def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
+    replicas = _replicas(config.replicas, setup.cluster)
+    link = _Link(setup, copy_rate(setup.cluster, replicas))
+    measured = Measured(
+        iteration_s=setup.costs.iteration_s,
+        copy_bytes_per_s=link.bytes_per_s,
+        popularity=_popularity(setup, link.profiles[link.own]),
+    )
+    make = partial(SparseWindows, config, link.profiles, link.own, replicas)
+    table = link.profiles[link.own].table
+    full_bytes, compute_bytes = table.full_bytes, table.compute_bytes
+
+    def describe(plan: SlotPlan) -> tuple[int, float]:
+        full, compute = np.array(plan.full, np.int64), np.array(plan.compute, np.int64)
+        size_bytes = int((full_bytes[:, full].sum(axis=1) + compute_bytes[:, compute].sum(axis=1)).max())
+        return size_bytes, link.stall_s(size_bytes)
+
+    at_start, later = _listen(make, measured, describe, config, config.window != AUTO)
+    num_slots = later.repeat[0].num_slots
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.LOCAL,
+        at_start=at_start,
+        later=later,
+        whole_bytes=link.most_bytes,
+        reload_bytes_per_s=setup.cluster.copy_bytes_per_s,
+        replicas=replicas,
+        logs=config.boundary_log,
+        keep_windows=config.keep_windows,
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
+        active=_active_shares(make, measured, setup, link),
+        memory=make().forecast(num_slots),
+        memory_is_of_job=link.is_shared,
+    )
+
+
+def _partial(config: PartialConfig, setup: Setup) -> Saving:
+    """Snapshots of all but some experts, every iteration."""
+    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
+    num_experts = setup.job.shape.num_experts
+    wanted = f"between 1 and model.num_experts={num_experts}"
+    require(1 <= config.experts <= num_experts, "partial.experts", config.experts, wanted)
+    size_bytes = int(partial_bytes(setup.job, config.experts) / setup.total_full_bytes * link.most_bytes)
+    take = Take(offset=0, slot=0, num_slots=1, size_bytes=size_bytes, stall_s=link.stall_s(size_bytes), to_disk=False)
+    rhythm = Rhythm((), (take,), 1)
+    grown = config.grown(num_experts)
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.ROLLBACK,
+        at_start=rhythm,
+        later=rhythm,
+        whole_bytes=link.most_bytes,
+        reload_bytes_per_s=link.bytes_per_s,
+        replicas=_replicas(AUTO, setup.cluster),
+        kept_s=size_bytes / link.bytes_per_s,
+        lost_iters=mean_age_iters(config, setup.job),
+        lost_limit=config.limit_now(num_experts),
+        larger=None if grown is None else partial(_partial, grown, setup),
+    )
+
+
+POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
+    "none": _none,
+    "dense": _dense,
+    "checkfreq": _whole,
+    "gemini": _whole,
+    "moevement": _moevement,
+    "moc": _partial,
+    "moetion": _partial,
+}
+
+
+class _Link:
+    """What snapshots are copied through: each rank has its own, or all ranks of the job share one."""
+
+    def __init__(self, setup: Setup, bytes_per_s: float) -> None:
+        self._setup = setup
+        self.is_shared = setup.cluster.copies_share == JOB
+        self.bytes_per_s = bytes_per_s
+        self.profiles = [setup.job.whole_profile()] if self.is_shared else setup.job.profiles
+        sizes = [int(profile.table.full_bytes.sum(axis=1).max()) for profile in self.profiles]
+        self.own = int(np.argmax(sizes))
+        self.most_bytes = sizes[self.own]
+
+    def stall_s(self, size_bytes: float) -> float:
+        """Return what copying so many bytes adds to an iteration."""
+        return stall_s(
+            copy_s=size_bytes / self.bytes_per_s,
+            iteration_s=self._setup.costs.iteration_s,
+            interference=self._setup.cluster.interference,
+        )
+
+
+def _listen(
+    make: Callable[[], Any],
+    measured: Measured,
+    describe: Callable[[SlotPlan], tuple[int, float]],
+    config: Any,
+    is_settled: bool,
+) -> tuple[Rhythm, Rhythm]:
+    """Return what a fresh policy does before anything is measured, and after that."""
+    nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=measured.popularity)
+    answers = iter([nothing])
+    disk_every = config.disk_every_iters > 0
+    settled = is_settled and not isinstance(config, MoevementConfig)  # its base is no window of its choice
+    at_start = listen(make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=settled)
+    later = listen(make(), lambda: measured, describe, disk_every=disk_every, is_settled=settled)
+    return at_start, later
+
+
+def _durable(setup: Setup, *, asynchronous: bool, every_iters: int) -> Durable | None:
+    """Return what whole checkpoints on disk cost: one at a time, copied first where they are asynchronous."""
+    if every_iters == 0:
+        return None
+    cluster, write_s = setup.cluster, setup.total_full_bytes / setup.cluster.disk_bytes_per_s
+    if not asynchronous:
+        return Durable(every_iters=every_iters, stall_s=write_s, done_s=write_s)
+    link = _Link(setup, cluster.whole_copy_bytes_per_s)
+    copy_s = link.most_bytes / link.bytes_per_s
+    waits_s = max(0.0, write_s - every_iters * setup.costs.iteration_s)
+    return Durable(every_iters=every_iters, stall_s=copy_s + waits_s, done_s=copy_s + write_s)
+
+
+def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:
+    """Copies in other nodes' memory; `auto` is one, where there is another node."""
+    if wanted == AUTO:
+        return min(1, cluster.nodes - 1)
+    replicas = int(wanted)
+    require(replicas < cluster.nodes, "ckpt.replicas", replicas, f"less than cluster.nodes={cluster.nodes}")
+    return replicas
+
+
+def _popularity(setup: Setup, profile: StageProfile) -> Array:
+    """Return how popular each expert of a table is, as a policy measures it."""
+    experts = fixed_order(profile.table.operators).experts
+    if not setup.switches.order_by_popularity:
+        return np.ones(len(experts))
+    numbers = [profile.table.operators[position].expert or 0 for position in experts]
+    return setup.job.shape.popularity[numbers]
+
+
+def _active_shares(make: Callable[[], Any], measured: Measured, setup: Setup, link: _Link) -> tuple[float, ...]:
+    """Return the share of the work that is active once each slot of a window is loaded."""
+    where = slice(None) if link.is_shared else setup.job.positions(link.own)
+    work = setup.job.work[where]
+    policy, shares, active, offset = make(), [], 0.0, 0
+    while True:
+        plan = policy.plan(offset, lambda: measured).sparse
+        offset += 1
+        if offset == 1:
+            continue  # the base
+        active += float(work[list(plan.full)].sum())
+        shares.append(active / float(work.sum()) if setup.switches.skip_frozen else 1.0)
+        if plan.slot == plan.num_slots - 1:
+            return tuple(shares)

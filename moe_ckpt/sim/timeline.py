@@ -1,0 +1,78 @@
+"""What happened in a simulated run, and where its time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_ckpt.recovery.plan import RecoveryPlan
+from moe_ckpt.sim.faults import Fault
+from moe_ckpt.sim.generation import Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Trained:
+    """A generation trained: `iterations` after its start, then `partial_s` in vain."""
+
+    generation: Generation
+    iterations: int
+    partial_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recovered:
+    """Faults, the last of which was lived through, and the state after `iteration` from which training goes on.
+
+    `plan` is that of the last recovery, None where it began from disk (`source`). Seconds: of all attempts.
+    """
+
+    since_s: float
+    faults: tuple[Fault, ...]
+    iteration: int
+    lost_iters: int
+    source: str
+    plan: RecoveryPlan | None
+    detect_s: float
+    rebuild_s: float
+    fetch_s: float
+    replay_s: float
+    replayed_iters: int
+
+    @property
+    def seconds(self) -> float:
+        return self.detect_s + self.rebuild_s + self.fetch_s + self.replay_s
+
+
+@dataclass(kw_only=True, slots=True)
+class Ledger:
+    """Seconds of a run: what of its time was of use, and what took the rest. All parts are at least 0."""
+
+    useful_s: float = 0.0
+    stall_s: float = 0.0
+    again_s: float = 0.0
+    recovery_s: float = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        return self.useful_s + (self.stall_s + self.again_s + self.recovery_s)
+
+    @property
+    def ettr(self) -> float:
+        """The share of time that was of use: 1 exactly where nothing else took any."""
+        return self.useful_s / self.wall_s if self.wall_s else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outcome:
+    """A simulated run: how far it got, where its time went, what happened."""
+
+    iterations: int
+    ledger: Ledger
+    num_faults: int
+    lost_tokens: float
+    experts: int | None = None
+    timeline: tuple[Trained | Recovered, ...] = field(default=())
+
+    @property
+    def recovery_s(self) -> float:
+        """All that faults cost: recovering, and training again what was lost."""
+        return self.ledger.recovery_s + self.ledger.again_s
