@@ -22,13 +22,12 @@ from launcher.data import Batches, TokenSource, open_source
 from launcher.elastic import RankPlace, open_elastic, open_groups, open_transport
 from launcher.elastic_job import ElasticJob
 from launcher.launch import Launch, read_launch
+from launcher.layout import check_fit, fit_layout
 from launcher.live import remove_live, write_live
 from launcher.loop import StageRunner, Trainer
 from launcher.model import build_training
 from launcher.parallel import (
-    check_fit,
     choose_device,
-    fit_layout,
     form_groups,
     join_elastic_job,
     join_job,

@@ -13,9 +13,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from launcher.config import compose_settings
 from launcher.data import Batches, open_source
 from launcher.launch import read_launch
+from launcher.layout import fit_layout
 from launcher.loop import StageRunner, Trainer
 from launcher.model import build_training
-from launcher.parallel import choose_device, fit_layout, form_groups, join_job
+from launcher.parallel import choose_device, form_groups, join_job
 from launcher.parameters import padded_vocab_size
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
 from moe_ckpt.types import ReadyGradients

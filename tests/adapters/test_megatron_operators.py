@@ -14,9 +14,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 
 from launcher.config import compose_settings
 from launcher.launch import read_launch
+from launcher.layout import fit_layout
 from launcher.loop import Trainer
 from launcher.model import transformer_config
-from launcher.parallel import choose_device, fit_layout, form_groups, join_job
+from launcher.parallel import choose_device, form_groups, join_job
 from moe_ckpt.adapters.megatron_operators import (
     RankOperators,
     bare_model,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
 from launcher.launch import Launch, read_launch
-from launcher.parallel import check_fit, fit_layout
+from launcher.layout import check_fit, fit_layout
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 
