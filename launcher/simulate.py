@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from launcher.compared import compare
 from launcher.config import show_with_hydra
+from launcher.planning import Candidate, command_of, rank_policies
 from launcher.simulated import Result, Row, run_experiment, run_simulation
-from launcher.simulation import GROUPS, compose_request, compose_simulation
+from launcher.simulated_run import write_run
+from launcher.simulation import GROUPS, compose_machine, compose_request, compose_simulation
+from launcher.simulator_page import write_page
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.sim.saving import Recovery
 
@@ -34,11 +39,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _simulate(arguments: Sequence[str]) -> None:
-    _, experiment = compose_request(arguments)
+    general, experiment = compose_request(arguments)
+    if general.real is not None:
+        cluster, timing = compose_machine(arguments)
+        for line in compare(Path(general.real), cluster, timing.iteration_s):
+            print(line)
+        return
+    if general.page is not None:
+        rest = [argument for argument in arguments if not argument.startswith("page=")]
+        write_page(Path(general.page), rest)
+        return
     if experiment.cases:
         print_rows(run_experiment(arguments))
         return
+    if general.plan:
+        print_plan(rank_policies(arguments), arguments)
+        return
     result = run_simulation(compose_simulation(arguments))
+    if general.out is not None:
+        write_run(Path(general.out), result)
     for line in lines_of(result):
         print(line)
 
@@ -97,6 +116,24 @@ def print_rows(rows: Iterable[Row]) -> None:
         values = (f"{prediction.overhead:.1%}", f"{prediction.recovery_s:.0f}", f"{prediction.ettr:.3f}", formula)
         names = (row.case, row.policy, row.variant, interval_iters(result) or _NOTHING)
         print(form.format(*names, *values, f"{prediction.lost_tokens:.2%}"), flush=True)
+
+
+def print_plan(candidates: Sequence[Candidate], arguments: Sequence[str]) -> None:
+    """Print policies with their parameters, the best first, and the command of the best that can be trained with."""
+    form = "{:<58} {:>8} {:>9} {:>14} {:>12}"
+    print(form.format("policy", "ETTR", "overhead", "host GB a node", "lost tokens"))
+    for candidate in candidates:
+        name = " ".join(candidate.overrides)
+        if candidate.result is None:
+            print(f"{name:<58} {candidate.refusal}")
+            continue
+        prediction = candidate.result.prediction
+        host = candidate.result.saving.host_bytes(candidate.result.simulation.setup) / 1e9
+        values = (f"{prediction.ettr:.4f}", f"{prediction.overhead:.2%}", f"{host:.4g}")
+        print(form.format(name, *values, f"{prediction.lost_tokens:.2%}"))
+    best = next((each for each in candidates if each.result and each.is_trained), None)
+    if best is not None:
+        print(f"\nBest of those that lose no tokens:\n\n    {command_of(best, arguments)}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least,
 from moe_ckpt.faults import SCOPES, Kill, poisson_kills
 from moe_ckpt.sim.costs import TimingConfig, estimate
 from moe_ckpt.sim.hardware import ClusterConfig
-from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job, ModelShape
+from moe_ckpt.sim.job import Array, BatchConfig, FormatsConfig, Job, ModelShape
 from moe_ckpt.sim.partial import PartialConfig
 from moe_ckpt.sim.saving import Setup, Switches
 from moe_ckpt.sim.skew import skewed_popularity
@@ -110,12 +110,17 @@ def compose_request(arguments: Sequence[str]) -> tuple[GeneralConfig, Experiment
     return compose_as("simulate", arguments, GROUPS, _to_request, _KINDS)
 
 
+def compose_machine(arguments: Sequence[str]) -> tuple[ClusterConfig, TimingConfig]:
+    """Return what is said of the machines alone: a real run brings its job along."""
+    return compose_as("simulate", arguments, GROUPS, _to_machine, _KINDS)
+
+
 def compose_simulation(arguments: Sequence[str]) -> Simulation:
     """Return the simulation that command-line overrides describe. Raises ConfigError, naming the setting."""
     return compose_as("simulate", arguments, GROUPS, _to_simulation, _KINDS)
 
 
-def shape_of(model: ModelConfig, *, sequence_length: int, popularity: np.ndarray) -> ModelShape:
+def shape_of(model: ModelConfig, *, sequence_length: int, popularity: Array) -> ModelShape:
     """Return the operators of a model; a vocabulary that follows from data is taken to be that of bytes."""
     wanted = _BYTE_VOCABULARY if model.vocab_size == AUTO else int(model.vocab_size)
     layout = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
@@ -130,6 +135,11 @@ def shape_of(model: ModelConfig, *, sequence_length: int, popularity: np.ndarray
     )
 
 
+def popularity_of(model: ModelConfig, skewness: float = 0.0, *, seed: int = 0) -> Array:
+    """Return each expert's share of a layer's tokens: even, or as uneven as is asked for."""
+    return skewed_popularity(model.num_experts, skewness, seed=seed)
+
+
 def _to_request(config: DictConfig) -> tuple[GeneralConfig, ExperimentConfig]:
     scalars = [field.name for field in fields(GeneralConfig)]
     require_complete(config, sorted([*_KINDS, *scalars]))
@@ -137,12 +147,16 @@ def _to_request(config: DictConfig) -> tuple[GeneralConfig, ExperimentConfig]:
     return section_of(general, "general", GeneralConfig), section_of(config, "experiment", ExperimentConfig)
 
 
+def _to_machine(config: DictConfig) -> tuple[ClusterConfig, TimingConfig]:
+    return section_of(config, "cluster", ClusterConfig), section_of(config, "timing", TimingConfig)
+
+
 def _to_simulation(config: DictConfig) -> Simulation:
     composed_yaml = OmegaConf.to_yaml(config)
     general, _ = _to_request(config)
     cluster, model = section_of(config, "cluster", ClusterConfig), section_of(config, "model", ModelConfig)
     batch, formats = section_of(config, "batch", BatchConfig), section_of(config, "formats", FormatsConfig)
-    popularity = skewed_popularity(model.num_experts, general.popularity_skew, seed=general.seed)
+    popularity = popularity_of(model, general.popularity_skew, seed=general.seed)
     shape = shape_of(model, sequence_length=batch.sequence_length, popularity=popularity)
     layout = fit_cluster(section_of(config, "parallel", ParallelConfig), cluster, shape, formats, batch)
     job = Job(shape, layout, batch, formats)

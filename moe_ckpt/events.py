@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -373,13 +373,7 @@ class EventLog:
         os.close(self._fd)
 
     def _line(self, event: Event) -> bytes:
-        record = {
-            "t_s": round(time.time() - self._origin, 6),
-            "global_rank": self._global_rank,
-            "event": type(event).__name__,
-            **asdict(event),
-        }
-        return (json.dumps(record) + "\n").encode()
+        return _encode(LoggedEvent(t_s=time.time() - self._origin, global_rank=self._global_rank, event=event))
 
     def _write_whole(self, lines: bytes) -> bool:
         try:
@@ -392,6 +386,22 @@ class EventLog:
                 _log.warning("%s: %s; events are lost until it can be written again", self._path, error)
             return False
         return True
+
+
+def write_events(path: Path, events: Iterable[LoggedEvent]) -> None:
+    """Write one rank's events, in order, as a run would have: for what has been simulated."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(map(_encode, events)))
+
+
+def _encode(logged: LoggedEvent) -> bytes:
+    record = {
+        "t_s": round(logged.t_s, 6),
+        "global_rank": logged.global_rank,
+        "event": type(logged.event).__name__,
+        **asdict(logged.event),
+    }
+    return (json.dumps(record) + "\n").encode()
 
 
 def read_events(path: Path) -> Iterator[LoggedEvent]:

@@ -20,12 +20,14 @@ from moe_ckpt.sim.timeline import Ledger, Outcome, Recovered, Trained
 _NOBODY: frozenset[int] = frozenset()
 
 
-def simulate(setup: Setup, saving: Saving, kills: Sequence[Kill], *, duration_s: float) -> Outcome:
+def simulate(
+    setup: Setup, saving: Saving, kills: Sequence[Kill], *, duration_s: float, last_iteration: int | None = None
+) -> Outcome:
     """Return what becomes of a job that trains for so long: it ends with the first iteration after that.
 
-    `kills` each have a rank. The same arguments give the same outcome.
+    Or, if that is earlier, with `last_iteration`. `kills` each have a rank. The same arguments give the same outcome.
     """
-    return _Run(setup, saving, kills, duration_s).run()
+    return _Run(setup, saving, kills, duration_s, last_iteration).run()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,8 +62,11 @@ class _Way:
 
 
 class _Run:
-    def __init__(self, setup: Setup, saving: Saving, kills: Sequence[Kill], duration_s: float) -> None:
-        self._setup, self._saving, self._duration_s = setup, saving, duration_s
+    def __init__(
+        self, setup: Setup, saving: Saving, kills: Sequence[Kill], duration_s: float, last_iteration: int | None
+    ) -> None:
+        self._setup, self._saving = setup, saving
+        self._duration_s, self._last_iteration = duration_s, last_iteration
         per_node = setup.cluster.gpus_per_node
         self._faults = FaultQueue(kills, world_size=setup.job.layout.world_size, ranks_per_node=per_node)
         self._spares = [0.0] * setup.cluster.spares  # since when each is free
@@ -75,7 +80,7 @@ class _Run:
     def run(self) -> Outcome:
         generation = self._train_from(0, 0.0, ())
         while True:
-            last = generation.first_commit_after(self._duration_s)
+            last = self._last(generation)
             fault = self._next_fault(generation, generation.since_s + generation.elapsed_s(last))
             if fault is None:
                 self._account(generation, Moment(iterations=last, into_s=0.0, ready=False))
@@ -83,6 +88,13 @@ class _Run:
             generation = self._live_through(generation, fault)
             if generation.since_s >= self._duration_s:
                 return self._outcome(generation.start)
+
+    def _last(self, generation: Generation) -> int:
+        """Return how many iterations a generation has to do, at least one, until the run is over."""
+        in_time = generation.first_commit_after(self._duration_s)
+        if self._last_iteration is None:
+            return in_time
+        return max(1, min(in_time, self._last_iteration - generation.start))
 
     def _outcome(self, iterations: int) -> Outcome:
         self._ledger.useful_s = iterations * self._setup.costs.iteration_s

@@ -14,6 +14,7 @@ from moe_ckpt.config import require, require_at_least, require_choice
 RANK, JOB = "rank", "job"
 _MAY_BE_ZERO = (
     "spares",
+    "take_s",
     "interference",
     "sync_overlap",
     "node_latency_s",
@@ -47,6 +48,7 @@ class ClusterConfig:
     copies_share: str
     copy_bytes_per_s: float
     whole_copy_bytes_per_s: float
+    take_s: float
     interference: float
     disk_bytes_per_s: float
     detect_s: float

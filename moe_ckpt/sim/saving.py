@@ -90,7 +90,7 @@ class Saving:
     durable: Durable | None = None
     active: tuple[float, ...] = (1.0,)
     memory: MemoryForecast | None = None
-    memory_is_of_job: bool = False
+    sizes_are_of_job: bool = False
     lost_iters: float = 0.0
     lost_limit: float = 1.0
     larger: Callable[[], Saving] | None = None
@@ -106,7 +106,7 @@ class Saving:
         """Return the host memory that a node needs for it."""
         if self.memory is None:
             return 0.0
-        if self.memory_is_of_job:
+        if self.sizes_are_of_job:
             return self.memory.total_bytes / setup.cluster.nodes
         return self.memory.total_bytes * setup.cluster.gpus_per_node
 
@@ -172,7 +172,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         kept_s=max(copy_s, kept_s),
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
-        memory_is_of_job=link.is_shared,
+        sizes_are_of_job=link.is_shared,
     )
 
 
@@ -208,7 +208,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         active=_active_shares(make, measured, setup, link),
         memory=make().forecast(num_slots),
-        memory_is_of_job=link.is_shared,
+        sizes_are_of_job=link.is_shared,
     )
 
 
@@ -231,6 +231,7 @@ def _partial(config: PartialConfig, setup: Setup) -> Saving:
         reload_bytes_per_s=link.bytes_per_s,
         replicas=_replicas(AUTO, setup.cluster),
         kept_s=size_bytes / link.bytes_per_s,
+        sizes_are_of_job=link.is_shared,
         lost_iters=mean_age_iters(config, setup.job),
         lost_limit=config.limit_now(num_experts),
         larger=None if grown is None else partial(_partial, grown, setup),
@@ -261,8 +262,8 @@ class _Link:
         self.most_bytes = sizes[self.own]
 
     def stall_s(self, size_bytes: float) -> float:
-        """Return what copying so many bytes adds to an iteration."""
-        return stall_s(
+        """Return what a snapshot of so many bytes adds to an iteration."""
+        return self._setup.cluster.take_s + stall_s(
             copy_s=size_bytes / self.bytes_per_s,
             iteration_s=self._setup.costs.iteration_s,
             interference=self._setup.cluster.interference,

@@ -1,0 +1,56 @@
+"""A real run beside the simulation of the same job under the same faults: prediction, truth, deviation. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from launcher.real_run import Facts, RealRun, facts_of, read_run, setup_of
+from moe_ckpt.sim.cluster import simulate
+from moe_ckpt.sim.emit import rank_events
+from moe_ckpt.sim.hardware import ClusterConfig
+from moe_ckpt.sim.saving import plan_saving
+
+LONG_S = 1e9  # a run ends with its last iteration
+_NAMES = {
+    "iterations": "iterations",
+    "iteration_s": "iteration, s (given)",
+    "wall_s": "all iterations, s",
+    "stall_s": "stall, s an iteration",
+    "num_recoveries": "recoveries",
+    "recovery_s": "recovery, s",
+    "trained_again": "iterations trained again by all",
+    "interval": "window or interval, iterations",
+    "snapshot_bytes": "largest snapshot, bytes",
+    "host_bytes": "host memory, bytes",
+}
+
+
+def compare(folder: Path, cluster: ClusterConfig, iteration_s: float | None) -> list[str]:
+    """Return a table for people. Iterations are taken to be as long as those of the run, where nothing is given.
+
+    Raises ConfigError, naming the folder, for one that is not that of a run.
+    """
+    run = read_run(folder)
+    truth = facts_of(run.ranks)
+    predicted = predict_run(run, cluster, iteration_s or truth.iteration_s, truth.iterations)
+    form = "{:<34} {:>14} {:>14} {:>10}"
+    return [form.format("", "predicted", "true", "deviation"), *(form.format(*row) for row in _rows(predicted, truth))]
+
+
+def predict_run(run: RealRun, cluster: ClusterConfig, iteration_s: float, iterations: int) -> Facts:
+    """Return what a simulation says of the same job, faults and iterations, read like a real run's events."""
+    setup = setup_of(run, cluster, iteration_s)
+    saving = plan_saving(run.settings.ckpt, setup)
+    outcome = simulate(setup, saving, run.kills, duration_s=LONG_S, last_iteration=iterations)
+    return facts_of([rank_events(setup, saving, outcome, rank) for rank in range(run.world_size)])
+
+
+def _rows(predicted: Facts, truth: Facts) -> Iterator[tuple[str, str, str, str]]:
+    pairs = [
+        (_NAMES[field.name], getattr(predicted, field.name), getattr(truth, field.name)) for field in fields(Facts)
+    ]
+    for name, guess, fact in [("ETTR", predicted.ettr, truth.ettr), *pairs]:
+        deviation = f"{(guess - fact) / fact:+.1%}" if fact else "-"
+        yield name, f"{guess:.5g}", f"{fact:.5g}", deviation

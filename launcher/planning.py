@@ -1,0 +1,94 @@
+"""Which policy, with which parameters, is best for a job on a cluster: all of them simulated, by ETTR. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from launcher.simulated import Result, latest, run_simulation
+from launcher.simulation import Simulation, compose_simulation
+from moe_ckpt.config import require
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.interval import best_interval
+from moe_ckpt.sim.partial import POLICIES as PARTIAL
+from moe_ckpt.sim.saving import Setup
+
+WINDOWS = (1, 2, 4, 8, 16)
+SHARES = (16, 8, 4, 2)  # of the experts: one in so many
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A policy with its parameters; `refusal` says why it cannot be had, else there is a result."""
+
+    overrides: tuple[str, ...]
+    result: Result | None
+    refusal: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether launcher/train.py has this policy."""
+        return not any(override.startswith("partial=") for override in self.overrides)
+
+
+def rank_policies(arguments: Sequence[str]) -> list[Candidate]:
+    """Return all candidates, the best first, those that cannot be had last. Raises ConfigError without an MTBF."""
+    base = compose_simulation(arguments)
+    require(base.general.mtbf_s is not None, "mtbf_s", None, "a number of seconds where plan=true")
+    tried = [_try(arguments, overrides) for overrides in _candidates(base)]
+    return sorted(tried, key=lambda candidate: -candidate.result.prediction.ettr if candidate.result else 1.0)
+
+
+def command_of(candidate: Candidate, arguments: Sequence[str]) -> str:
+    """Return the command line that trains so."""
+    assert candidate.result is not None
+    simulation = candidate.result.simulation
+    layout, cluster, batch = simulation.setup.job.layout, simulation.setup.cluster, simulation.setup.job.batch
+    degrees = f"parallel.pp={layout.pp} parallel.dp={layout.dp} parallel.ep={layout.ep} parallel.tp={layout.tp}"
+    batches = " ".join(f"train.{name}={getattr(batch, name)}" for name in batch.__dataclass_fields__)
+    model = [f"model={simulation.model.name}"]
+    model += [argument for argument in arguments if argument.startswith("model.")]
+    return (
+        f"torchrun --nnodes={cluster.nodes} --nproc-per-node={cluster.gpus_per_node} launcher/train.py "
+        f"{' '.join(model)} {degrees} {batches} {' '.join(candidate.overrides)}"
+    )
+
+
+def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:
+    groups = [re.split(r"[.=]", argument.lstrip("+"))[0] for argument in arguments]
+    own = [argument for argument, group in zip(arguments, groups, strict=True) if group not in ("ckpt", "partial")]
+    try:
+        return Candidate(overrides=overrides, result=run_simulation(compose_simulation(latest([*own, *overrides]))))
+    except ConfigError as error:
+        return Candidate(overrides=overrides, result=None, refusal=str(error))
+
+
+def _candidates(base: Simulation) -> Iterator[tuple[str, ...]]:
+    """Yield the overrides of each policy and its parameters."""
+    setup, mtbf_s = base.setup, base.general.mtbf_s
+    assert mtbf_s is not None
+    yield ("ckpt=none",)
+    for asynchronous in ("false", "true"):
+        every = _dense_interval(setup, mtbf_s, asynchronous=asynchronous == "true")
+        yield "ckpt=dense", f"ckpt.every_iters={every}", f"ckpt.async_save={asynchronous}"
+    yield ("ckpt=checkfreq",)
+    copies = [replicas for replicas in (1, 2) if replicas < setup.cluster.nodes] or [0]
+    for replicas in copies:
+        yield "ckpt=gemini", f"ckpt.replicas={replicas}", f"ckpt.mtbf_s={mtbf_s:g}"
+        for window in ("auto", *WINDOWS):
+            yield "ckpt=moevement", f"ckpt.replicas={replicas}", f"ckpt.window={window}"
+    num_experts = setup.job.shape.num_experts
+    for policy in PARTIAL if num_experts else ():
+        for experts in sorted({max(1, num_experts // share) for share in SHARES}):
+            yield f"partial={policy}", f"partial.experts={experts}"
+
+
+def _dense_interval(setup: Setup, mtbf_s: float, *, asynchronous: bool) -> int:
+    """Return the best iterations between whole checkpoints on disk; another may start only when one is there."""
+    cluster, costs = setup.cluster, setup.costs
+    write_s = setup.total_full_bytes / cluster.disk_bytes_per_s
+    copied = setup.total_full_bytes / (1 if cluster.copies_share == "job" else setup.job.layout.world_size)
+    stall_s = copied / cluster.whole_copy_bytes_per_s if asynchronous else write_s
+    best = best_interval(iteration_s=costs.iteration_s, checkpoint_s=stall_s, mtbf_s=mtbf_s)
+    return max(best, int(write_s / costs.iteration_s) + 1) if asynchronous else best

@@ -1,0 +1,101 @@
+"""The constants of this machine from real runs: `python -m launcher.profile RUN... [--write FILE]`; `make profile`.
+
+Takes the medians of what the runs' events measured; what they did not measure stays as conf/cluster/local.yaml has it.
+A run with `ckpt=moevement` and a few kills measures the most (MoEvement, Appendix C: costs from real training runs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from launcher.config import CONF_DIR
+from launcher.real_run import RealRun, facts_of, read_run, setup_of
+from launcher.simulation import compose_machine
+from moe_ckpt.errors import MoeCkptError
+from moe_ckpt.events import CheckpointSaved, IterationCommitted, Rejoined, SnapshotTaken
+from moe_ckpt.sim.hardware import ClusterConfig
+
+T = TypeVar("T")
+_FAILED = 1
+_WHAT = "Print the constants of this machine as real runs measured them."
+_TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print or write the constants of the machine that some runs ran on; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m launcher.profile", description=_WHAT)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a real run on this machine")
+    parser.add_argument("--write", type=Path, help="file for the constants (default: standard output)")
+    options = parser.parse_args(arguments)
+    try:
+        runs = [read_run(folder) for folder in options.runs]
+        cluster, _ = compose_machine(["cluster=local"])
+        text = fill_in(_TEMPLATE.read_text(), measure(runs, cluster), options.runs)
+    except MoeCkptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _FAILED
+    if options.write:
+        options.write.write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
+    """Return the constants that these runs measured, by name."""
+    snapshots = [event for event in _events(runs, SnapshotTaken) if event.size_bytes]
+    rates = [event.size_bytes / max(event.copy_s, 1e-9) for event in snapshots]
+    whole = [event.size_bytes / max(event.copy_s, 1e-9) for event in snapshots if event.num_slots == 1]
+    stalls = [event.stall_s for event in _events(runs, IterationCommitted)] if snapshots else []
+    rejoined = list(_events(runs, Rejoined))
+    saved = [event.size_bytes / event.seconds for event in _events(runs, CheckpointSaved) if event.seconds > 0]
+    measured = {
+        "copy_bytes_per_s": rates,
+        "whole_copy_bytes_per_s": whole or rates,
+        "take_s": stalls,
+        "detect_s": [event.detect_s for event in rejoined],
+        "rebuild_s": [event.rebuild_s for event in rejoined],
+        "disk_bytes_per_s": saved,
+        "flops_per_s": [_flops_per_s(run, cluster) for run in runs],
+    }
+    found = {name: f"{statistics.median(values):.3g}" for name, values in measured.items() if values}
+    if stalls:
+        found["interference"] = "0.0"  # in take_s: what overlaps cannot be told from what does not
+    return {"name": "measured", "nodes": str(runs[0].world_size), **found}
+
+
+def fill_in(template: str, constants: dict[str, str], runs: Sequence[Path]) -> str:
+    """Return a cluster's YAML with these constants in it; the comments stay."""
+    names = ", ".join(run.name for run in runs)
+    head = f"# Measured by `python -m launcher.profile` from {names}; what it could not measure is local.yaml's.\n"
+    text = head + template[re.search(r"(?m)^name:", template).start() :]  # type: ignore[union-attr]
+    for name, value in constants.items():
+        text = re.sub(rf"(?m)^{name}: \S+ *#", lambda _, n=name, v=value: f"{n}: {v}".ljust(31) + " #", text)
+    return text
+
+
+def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
+    """Return the speed at which a simulated iteration takes as long as the run's."""
+    seconds = facts_of(run.ranks).iteration_s
+    own = replace(cluster, efficiency=1.0)
+    low, high = 1e6, 1e18
+    while high / low > 1.001:  # more is never slower
+        middle = (low * high) ** 0.5
+        estimated = setup_of(run, replace(own, flops_per_s=middle), None).costs.iteration_s
+        low, high = (middle, high) if estimated > seconds else (low, middle)
+    return high
+
+
+def _events(runs: Sequence[RealRun], kind: type[T]) -> Iterator[T]:
+    return (logged.event for run in runs for rank in run.ranks for logged in rank if isinstance(logged.event, kind))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,198 @@
+"""A simulated run as the events that a real one would have logged, rank by rank. Its clock begins at 0.
+
+What a simulation does not know is not a number (losses), or names it ("simulated").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from moe_ckpt.events import (
+    CheckpointSaved,
+    Event,
+    GenerationEnded,
+    HostMemoryUsed,
+    IntervalChosen,
+    IterationCommitted,
+    LoggedEvent,
+    Rejoined,
+    RunFinished,
+    SnapshotTaken,
+    StageRecovered,
+    StateResumed,
+    TrainerStarted,
+    WindowChosen,
+)
+from moe_ckpt.sim.generation import Generation
+from moe_ckpt.sim.rhythm import Take
+from moe_ckpt.sim.saving import Recovery, Saving, Setup
+from moe_ckpt.sim.timeline import Outcome, Recovered, Trained
+from moe_ckpt.types import WindowChoice
+
+SIMULATED = "simulated"
+Timed = tuple[float, Event]
+
+
+def rank_events(setup: Setup, saving: Saving, outcome: Outcome, global_rank: int) -> list[LoggedEvent]:
+    """Return what one rank would have logged, by time."""
+    rank = _Rank(setup, saving, global_rank)
+    timed = sorted(rank.story(outcome), key=lambda entry: entry[0])
+    return [LoggedEvent(t_s=t_s, global_rank=global_rank, event=event) for t_s, event in timed]
+
+
+class _Rank:
+    def __init__(self, setup: Setup, saving: Saving, global_rank: int) -> None:
+        self._setup, self._saving, self._rank = setup, saving, global_rank
+        self._stage = setup.job.stage_of_rank(global_rank)
+        self._life = 0
+        self._generation = 1
+
+    def story(self, outcome: Outcome) -> Iterator[Timed]:
+        """Yield what happened, stretch by stretch; not quite by time within one."""
+        yield 0.0, self._started()
+        for stretch in outcome.timeline:
+            yield from self._trained(stretch) if isinstance(stretch, Trained) else self._recovered(stretch)
+        yield outcome.ledger.wall_s, RunFinished(iteration=outcome.iterations, digest=SIMULATED)
+
+    def _started(self) -> TrainerStarted:
+        return TrainerStarted(pid=0, host=SIMULATED, life=self._life, device=SIMULATED)
+
+    def _trained(self, stretch: Trained) -> Iterator[Timed]:
+        generation = stretch.generation
+        for number in range(1, stretch.iterations + 1):
+            yield generation.since_s + generation.elapsed_s(number), self._committed(generation, number)
+        for take in generation.rhythm.takes(0, stretch.iterations):
+            yield from self._saved(generation, take, stretch.iterations)
+        durable = self._saving.durable
+        if durable is not None:
+            first = generation.start // durable.every_iters + 1
+            last = (generation.start + stretch.iterations) // durable.every_iters
+            for iteration in (count * durable.every_iters for count in range(first, last + 1)):
+                yield self._checkpoint(generation, iteration)
+
+    def _committed(self, generation: Generation, number: int) -> IterationCommitted:
+        job = self._setup.job
+        num_neighbours = (self._stage > 0) + (self._stage < job.layout.pp - 1)
+        one_way = job.boundary_log_bytes(self._stage) // max(1, num_neighbours)
+        seconds = generation.iteration_s(number)
+        return IterationCommitted(
+            iteration=generation.start + number,
+            loss=math.nan,
+            grad_norm=None,
+            loss_scale=1.0,
+            learning_rate=0.0,
+            skipped=False,
+            seconds=seconds,
+            stall_s=max(0.0, seconds - self._setup.costs.iteration_s),
+            sent_activation_bytes=one_way if self._stage < job.layout.pp - 1 else 0,
+            sent_gradient_bytes=one_way if self._stage > 0 else 0,
+        )
+
+    def _saved(self, generation: Generation, take: Take, iterations: int) -> Iterator[Timed]:
+        iteration = generation.start + take.offset
+        taken_s = generation.since_s + generation.elapsed_s(take.offset)
+        if take.choice is not None:
+            kind = WindowChosen if isinstance(take.choice, WindowChoice) else IntervalChosen
+            fields = {name: getattr(take.choice, name) for name in take.choice.__slots__}
+            yield taken_s, kind(iteration=iteration, **fields)
+        if take.offset >= iterations:
+            return  # it was being copied when the generation ended
+        size_bytes, copy_s = self._share(take.size_bytes), take.size_bytes / self._saving.reload_bytes_per_s
+        done_s = generation.since_s + generation.elapsed_s(take.offset + 1)
+        yield (
+            done_s,
+            SnapshotTaken(
+                iteration=iteration,
+                window_start=iteration - take.slot,
+                slot=take.slot,
+                num_slots=take.num_slots,
+                size_bytes=size_bytes,
+                dense_bytes=self._share(self._saving.whole_bytes),
+                copy_s=copy_s,
+            ),
+        )
+        if take.slot == take.num_slots - 1 and self._saving.memory is not None:
+            yield done_s, self._memory()
+
+    def _memory(self) -> HostMemoryUsed:
+        memory = self._saving.memory
+        assert memory is not None
+        return HostMemoryUsed(
+            full_bytes=self._share(memory.snapshots_bytes),
+            compute_bytes=0,
+            buffer_bytes=0,
+            boundary_log_bytes=self._share(memory.boundary_log_bytes),
+            step_log_bytes=self._share(memory.step_log_bytes),
+            allocated_bytes=self._share(memory.total_bytes - memory.copies_bytes),
+            double_buffered_dense_bytes=self._share(memory.double_buffered_dense_bytes),
+        )
+
+    def _share(self, num_bytes: float) -> int:
+        """Return this rank's part of bytes that are those of the job, where all ranks share one link."""
+        return int(num_bytes / self._setup.job.layout.world_size if self._saving.sizes_are_of_job else num_bytes)
+
+    def _checkpoint(self, generation: Generation, iteration: int) -> Timed:
+        durable = self._saving.durable
+        assert durable is not None
+        begun_s = generation.since_s + generation.elapsed_s(iteration - generation.start) - durable.stall_s
+        saved = CheckpointSaved(
+            iteration=iteration,
+            directory=SIMULATED,
+            size_bytes=int(self._setup.total_full_bytes),
+            seconds=durable.done_s,
+            stall_s=durable.stall_s,
+        )
+        return begun_s + durable.done_s, saved
+
+    def _recovered(self, stretch: Recovered) -> Iterator[Timed]:
+        deaths = [f"rank {rank} died" for fault in stretch.faults for rank in fault.ranks]
+        back_s, restarts = stretch.since_s + stretch.seconds, self._saving.recovery is Recovery.RESTART
+        is_dead = any(self._rank in fault.ranks for fault in stretch.faults)
+        if not (is_dead or restarts):
+            ended = GenerationEnded(
+                generation=self._generation, reason="; ".join(deaths), left_unix_s=stretch.since_s + stretch.detect_s
+            )
+            yield stretch.since_s + stretch.detect_s, ended
+        self._generation += 1
+        joined_s = stretch.since_s + stretch.detect_s + stretch.rebuild_s
+        if is_dead or restarts:
+            self._life += 1
+            yield joined_s, self._started()
+        if stretch.plan is None:
+            seconds = stretch.fetch_s + stretch.replay_s
+            resumed = StateResumed(iteration=stretch.iteration, source=stretch.source, seconds=seconds, passed_over=[])
+            yield back_s, resumed
+        if not restarts:
+            yield from self._replayed(stretch, back_s)
+            yield back_s, self._rejoined(stretch, deaths, joined_s)
+
+    def _replayed(self, stretch: Recovered, back_s: float) -> Iterator[Timed]:
+        for rollback in stretch.plan.rollbacks if stretch.plan else ():
+            if self._stage in rollback.segment.stages:
+                recovered = StageRecovered(
+                    iteration=stretch.iteration,
+                    window_start=rollback.window_start,
+                    first_stage=rollback.segment.first_stage,
+                    last_stage=rollback.segment.last_stage,
+                    replayed_iters=stretch.iteration - rollback.window_start,
+                    fetched_bytes=0,
+                    seconds=stretch.replay_s,
+                )
+                yield back_s, recovered
+
+    def _rejoined(self, stretch: Recovered, deaths: list[str], joined_s: float) -> Rejoined:
+        rollbacks = stretch.plan.rollbacks if stretch.plan else ()
+        starts = [rollback.window_start for rollback in rollbacks if self._stage in rollback.segment.stages]
+        return Rejoined(
+            generation=self._generation,
+            iteration=stretch.iteration,
+            joined_unix_s=joined_s,
+            deaths=deaths,
+            detect_s=stretch.detect_s,
+            rebuild_s=stretch.rebuild_s,
+            fetch_s=stretch.fetch_s,
+            replay_s=stretch.replay_s,
+            fetched_bytes=0,
+            executed_iters=stretch.iteration - starts[0] if starts else 0,
+        )
