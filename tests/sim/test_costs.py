@@ -1,0 +1,81 @@
+"""Seconds of iterations, replays and copies: worked numbers, and what has to hold of any."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.sim.costs import TimingConfig, copy_rate, estimate, stall_s
+from tests.sim.setups import cluster, job, setup
+
+
+def test_a_pipeline_takes_micro_batches_and_bubbles() -> None:
+    costs = estimate(job(), cluster(), TimingConfig(iteration_s=None, interleave=1))
+    slowest = costs.micro_batch_s.max()
+    assert costs.pipeline_s(range(4)) == pytest.approx((8 + 3) * slowest)
+    assert costs.pipeline_s(range(1, 3)) == pytest.approx((8 + 1) * costs.micro_batch_s[1:3].max())
+    assert costs.iteration_s == pytest.approx(costs.pipeline_s(range(4)) + costs.sync_s + costs.update_s)
+
+
+def test_computation_is_three_forwards_at_the_speed_of_the_gpu() -> None:
+    of = job(pp=1, dp=1, ep=1)
+    costs = estimate(of, cluster(nodes=1, gpus_per_node=1), TimingConfig(iteration_s=None, interleave=1))
+    flops = 3 * 2 * float(of.work.sum()) * 8
+    assert costs.micro_batch_s[0] == pytest.approx(flops / (1e9 * 0.5))
+
+
+def test_more_chunks_a_stage_make_smaller_bubbles() -> None:
+    one, two = (estimate(job(), cluster(), TimingConfig(iteration_s=None, interleave=chunks)) for chunks in (1, 2))
+    assert two.pipeline_s(range(4)) == pytest.approx((8 + 1.5) * one.micro_batch_s.max())
+
+
+def test_all_parts_are_scaled_to_a_measured_iteration() -> None:
+    slow_update = cluster(gpu_bytes_per_s=1e5, sync_overlap=0.5, network_bytes_per_s=1e7)
+    derived = estimate(job(), slow_update, TimingConfig(iteration_s=None, interleave=1))
+    given = estimate(job(), slow_update, TimingConfig(iteration_s=3 * derived.iteration_s, interleave=1))
+    assert given.iteration_s == 3 * derived.iteration_s
+    assert given.update_s == pytest.approx(3 * derived.update_s)
+    assert given.sync_s == pytest.approx(3 * derived.sync_s)
+    assert given.pipeline_s(range(4)) == pytest.approx(3 * derived.pipeline_s(range(4)))
+    assert derived.update_s > 0
+    assert derived.sync_s > 0
+
+
+def test_a_stage_alone_replays_without_bubbles_and_frozen_operators_save_a_third() -> None:
+    costs = setup().costs
+    whole, alone = costs.replay_s(range(4), 1.0), costs.replay_s(range(1, 2), 1.0)
+    assert whole == pytest.approx(10.0)
+    assert alone < whole
+    fixed = costs.sync_s + costs.update_s + costs.log_s[1]
+    assert costs.replay_s(range(1, 2), 0.0) - fixed == pytest.approx((alone - fixed) * 2 / 3)
+
+
+def test_a_stage_alone_waits_for_its_neighbours_logs() -> None:
+    slow = setup(machines=cluster(network_bytes_per_s=100.0)).costs
+    fast = setup().costs
+    assert slow.replay_s(range(1, 2), 1.0) > fast.replay_s(range(1, 2), 1.0) + 1
+    assert slow.replay_s(range(4), 1.0) == pytest.approx(fast.replay_s(range(4), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "interference", "expected"),
+    [(0.0, 0.1, 0.0), (1.0, 0.0, 0.0), (1.0, 0.1, 0.1), (5.0, 0.0, 3.0), (5.0, 0.1, 3.2)],
+)
+def test_what_does_not_fit_into_an_iteration_of_2_s_stalls(copy_s: float, interference: float, expected: float) -> None:
+    assert stall_s(copy_s=copy_s, iteration_s=2.0, interference=interference) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("share", "replicas", "rate"), [("rank", 0, 1e6), ("rank", 1, 1e4), ("rank", 2, 5e3), ("job", 2, 1e6)]
+)
+def test_copies_go_at_the_rate_of_the_narrowest_link(share: str, replicas: int, rate: float) -> None:
+    assert copy_rate(cluster(copies_share=share, network_bytes_per_s=2e4), replicas) == rate
+
+
+@pytest.mark.parametrize(
+    ("iteration_s", "interleave", "names"),
+    [(0.0, 1, "timing.iteration_s: got 0.0"), (None, 0, "timing.interleave: got 0")],
+)
+def test_impossible_timing_is_named(iteration_s: float | None, interleave: int, names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        TimingConfig(iteration_s=iteration_s, interleave=interleave)

@@ -1,0 +1,151 @@
+"""Plans of a simulation are those that the real run would make; telling of equal ranks once changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import NothingLeftError
+from moe_ckpt.placement import copy_holders
+from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
+from moe_ckpt.sim.generation import Kept
+from moe_ckpt.sim.recovering import Losses, estimate, plan_after
+from moe_ckpt.sim.saving import Saving, Setup, plan_saving
+from tests.sim.setups import ckpt, cluster, job, setup
+
+NOBODY: frozenset[int] = frozenset()
+KEPT = (Kept(start=6, end=8),)
+REACHED = 10
+SETUP = setup(of=job(pp=4, dp=4, ep=2), machines=cluster(nodes=8))  # 16 ranks, 2 a node, 2 nodes a stage
+
+
+def saving(*overrides: str) -> Saving:
+    return plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", *overrides), SETUP)
+
+
+LOCAL = saving("ckpt.replicas=1")
+NO_LOGS = saving("ckpt.replicas=1", "ckpt.boundary_log=false")
+GEMINI = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=5", "ckpt.replicas=1"), SETUP)
+
+
+def losses(*ranks: int, bare: bool = False, unreplicated: frozenset[int] = NOBODY) -> Losses:
+    dead = frozenset(ranks)
+    return Losses(
+        dead=dead, bare=dead if bare else NOBODY, unreplicated=unreplicated | (dead if bare else NOBODY), rolling=NOBODY
+    )
+
+
+def of_all_ranks(lost: Losses, window: Kept) -> list[Inventory]:
+    """Return what each of the 16 ranks would tell in a real run."""
+    ref = WindowRef(start=window.start, num_slots=window.num_slots, steps_to=REACHED, cut="")
+    held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
+    for owner in lost.bare:
+        for holder in copy_holders(owner, world_size=16, ranks_per_node=2, replicas=1):
+            if holder not in lost.unreplicated:
+                held.setdefault(holder, {})[owner] = (ref,)
+    return [
+        Inventory(
+            global_rank=rank,
+            stage=rank // 4,
+            windows=() if rank in lost.bare else (ref,),
+            held=held.get(rank, {}),
+            logged_from=window.start + 1,
+            logged_to=window.start if rank in lost.dead else REACHED,
+        )
+        for rank in range(16)
+    ]
+
+
+def planned(of: Setup, how: Saving, lost: Losses) -> RecoveryPlan | None:
+    try:
+        return plan_after(of, how, KEPT, lost, REACHED)
+    except NothingLeftError:
+        return None
+
+
+def planned_by_all(lost: Losses, *, boundary_log: bool) -> RecoveryPlan | None:
+    everybody_is_gone = len(lost.dead) == 16
+    try:
+        return plan_recovery(
+            {rank // 4 for rank in lost.dead},
+            of_all_ranks(lost, KEPT[0]),
+            target_iteration=None if everybody_is_gone else REACHED,
+            boundary_log=boundary_log,
+        )
+    except NothingLeftError:
+        return None
+
+
+@given(ranks=st.sets(st.integers(0, 15), min_size=1), logs=st.booleans())
+def test_lost_processes_are_planned_for_as_by_all_ranks(ranks: set[int], logs: bool) -> None:
+    lost = losses(*ranks)
+    assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(lost, boundary_log=logs)
+
+
+@given(
+    nodes=st.sets(st.integers(0, 7), min_size=1, max_size=5),
+    before=st.sets(st.integers(0, 7), max_size=2),
+    logs=st.booleans(),
+)
+def test_lost_nodes_are_planned_for_as_by_all_ranks(nodes: set[int], before: set[int], logs: bool) -> None:
+    ranks = [2 * node + place for node in nodes for place in (0, 1)]
+    unreplicated = frozenset(2 * node + place for node in before for place in (0, 1))
+    lost = losses(*ranks, bare=True, unreplicated=unreplicated)
+    assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(lost, boundary_log=logs)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "segments"),
+    [
+        ((5,), [(1, 1)]),
+        ((5, 9), [(1, 2)]),  # neighbours recover together
+        ((1, 13), [(0, 0), (3, 3)]),  # others each on their own
+        (tuple(range(16)), [(0, 3)]),
+    ],
+)
+def test_the_fewest_stages_roll_back(ranks: tuple[int, ...], segments: list[tuple[int, int]]) -> None:
+    plan = plan_after(SETUP, LOCAL, KEPT, losses(*ranks), REACHED)
+    found = [(rollback.segment.first_stage, rollback.segment.last_stage) for rollback in plan.rollbacks]
+    assert found == segments
+    assert plan.target_iteration == (8 if len(ranks) == 16 else REACHED)
+
+
+def test_a_stage_on_its_way_back_is_lost_with_what_is_lost_then() -> None:
+    lost = replace(losses(5), rolling=frozenset({2}))
+    plan = plan_after(SETUP, LOCAL, KEPT, lost, REACHED)
+    assert [rollback.segment.stages for rollback in plan.rollbacks] == [range(1, 3)]
+
+
+def test_everybody_goes_back_to_a_whole_snapshot() -> None:
+    plan = plan_after(SETUP, GEMINI, (Kept(start=5, end=5),), losses(0), REACHED)
+    assert (plan.target_iteration, plan.rollbacks[0].segment.stages) == (5, range(4))
+
+
+def test_a_replay_takes_its_iterations_and_its_frozen_operators_less() -> None:
+    plan = plan_after(SETUP, LOCAL, KEPT, losses(5), REACHED)
+    costs, active = SETUP.costs, LOCAL.active
+    loaded_s = LOCAL.whole_bytes / LOCAL.reload_bytes_per_s
+    shares = (active[0], active[1], 1.0, 1.0)  # iterations 7 to 10 after slots 0, 1, 2
+    expected = loaded_s + sum(costs.replay_s(range(1, 2), share) for share in shares)
+    found = estimate(SETUP, LOCAL, plan)
+    assert found.replay_s == pytest.approx((expected,))
+    assert (found.fetch_s, found.replayed_iters) == (0.0, 4)
+
+
+def test_lost_memory_is_fetched_from_who_holds_it() -> None:
+    slow = setup(of=SETUP.job, machines=cluster(nodes=8, network_bytes_per_s=2000.0))
+    how = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), slow)
+    plan = plan_after(slow, how, KEPT, losses(4, 5, bare=True), REACHED)
+    assert [(fetch.global_rank, fetch.source_rank) for fetch in plan.fetches] == [(4, 6), (5, 7)]
+    window_bytes = sum(take.size_bytes for take in how.later.repeat[:3])
+    assert estimate(slow, how, plan).fetch_s == pytest.approx(window_bytes / 1000.0)
+
+
+def test_without_a_copy_anywhere_nothing_is_left() -> None:
+    alone = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=0"), SETUP)
+    with pytest.raises(NothingLeftError):
+        plan_after(SETUP, alone, KEPT, losses(4, 5, bare=True), REACHED)

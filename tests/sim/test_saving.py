@@ -1,0 +1,156 @@
+"""What each policy costs in a setup: bytes, stalls, intervals, memory; one entry a policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moe_ckpt.config import CKPT_CONFIGS
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.schedule import paper_window
+from moe_ckpt.sim.partial import PartialConfig
+from moe_ckpt.sim.saving import POLICIES, Recovery, Switches, plan_saving
+from tests.sim.setups import ckpt, cluster, job, setup, shape
+
+SLOW = cluster(copy_bytes_per_s=1000.0, whole_copy_bytes_per_s=1000.0)
+
+
+def test_every_policy_that_can_be_trained_with_has_an_entry() -> None:
+    assert set(CKPT_CONFIGS) <= set(POLICIES)
+
+
+@pytest.mark.parametrize("policy", sorted(CKPT_CONFIGS))
+def test_every_policy_can_be_planned(policy: str) -> None:
+    assert plan_saving(ckpt(f"ckpt={policy}"), setup()).name == policy
+
+
+def test_none_saves_nothing() -> None:
+    saving = plan_saving(ckpt("ckpt=none"), setup())
+    assert (saving.recovery, saving.overhead_s, saving.durable) == (Recovery.RESTART, 0.0, None)
+
+
+def test_a_synchronous_checkpoint_stops_training_until_it_is_written() -> None:
+    of = setup(machines=cluster(disk_bytes_per_s=1e4))
+    saving = plan_saving(ckpt("ckpt=dense", "ckpt.every_iters=5"), of)
+    write_s = of.total_full_bytes / 1e4
+    assert saving.durable is not None
+    assert (saving.durable.every_iters, saving.durable.stall_s) == (5, write_s)
+    assert saving.overhead_s == write_s / 5
+
+
+def test_an_asynchronous_one_stops_it_for_the_copy_and_for_the_one_before() -> None:
+    of = setup(machines=cluster(disk_bytes_per_s=1e4, whole_copy_bytes_per_s=1e5))
+    copied = max(int(profile.table.full_bytes.sum(axis=1).max()) for profile in of.job.profiles)
+    write_s = of.total_full_bytes / 1e4
+    rare = plan_saving(ckpt("ckpt=dense", "ckpt.every_iters=50", "ckpt.async_save=true"), of).durable
+    often = plan_saving(ckpt("ckpt=dense", "ckpt.every_iters=5", "ckpt.async_save=true"), of).durable
+    assert rare is not None
+    assert often is not None
+    assert rare.stall_s == pytest.approx(copied / 1e5)
+    assert often.stall_s == pytest.approx(copied / 1e5 + write_s - 50.0)
+
+
+def test_a_whole_snapshot_stalls_for_what_does_not_fit_into_an_iteration() -> None:
+    of = setup(machines=cluster(whole_copy_bytes_per_s=4000.0))
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=20"), of)
+    (take,) = saving.later.repeat
+    assert take.size_bytes == max(int(profile.table.full_bytes.sum(axis=1).max()) for profile in of.job.profiles)
+    assert take.stall_s == pytest.approx(take.size_bytes / 4000.0 - 10.0)
+    assert saving.overhead_s == pytest.approx(take.stall_s / 20)
+
+
+def test_checkfreq_keeps_to_its_cap() -> None:
+    of = setup(machines=replace(SLOW, disk_bytes_per_s=1e9))
+    saving = plan_saving(ckpt("ckpt=checkfreq"), of)
+    assert 0 < saving.overhead_s <= 0.03 * 10.0
+    (take,) = saving.later.repeat
+    assert take.stall_s / (saving.later.period - 1) > 0.03 * 10.0
+
+
+def test_a_slow_disk_makes_checkfreq_wait_for_what_is_being_written() -> None:
+    of = setup(machines=cluster(disk_bytes_per_s=1000.0))
+    saving = plan_saving(ckpt("ckpt=checkfreq"), of)
+    assert saving.later.period * 10.0 >= of.total_full_bytes / 1000.0 > (saving.later.period - 1) * 10.0
+
+
+@pytest.mark.parametrize("share", ["rank", "job"])
+def test_a_window_is_the_shortest_that_causes_no_stall(share: str) -> None:
+    of = setup(machines=cluster(copies_share=share, copy_bytes_per_s=3000.0 if share == "rank" else 20_000.0))
+    saving = plan_saving(ckpt("ckpt=moevement"), of)
+    window = saving.later.repeat[0].num_slots
+    assert window > 1
+    assert saving.overhead_s == 0.0
+    shorter = plan_saving(ckpt("ckpt=moevement", f"ckpt.window={window - 1}"), of)
+    assert shorter.overhead_s > 0.0
+
+
+def test_the_papers_window_is_algorithm_1_over_the_whole_model() -> None:
+    of = setup(machines=cluster(copies_share="job", copy_bytes_per_s=20_000.0))
+    saving = plan_saving(ckpt("ckpt=moevement", "ckpt.paper_exact=true"), of)
+    parameters, num_operators = int(of.job.shape.parameters.sum()), len(of.job.shape.operators)
+    expected, _ = paper_window(
+        num_operators=num_operators,
+        compute_bytes=2 * parameters / num_operators,
+        master_bytes=12 * parameters / num_operators,
+        optimizer_bytes=0.0,
+        iteration_s=10.0,
+        copy_bytes_per_s=20_000.0,
+    )
+    assert saving.later.repeat[0].num_slots == expected > 1
+
+
+def test_more_of_the_work_is_active_slot_by_slot_and_popular_experts_come_last() -> None:
+    of = job(pp=1, dp=2, ep=2, shape=shape(popularity=(0.01, 0.01, 0.08, 0.9)))
+
+    def active(switches: Switches) -> tuple[float, ...]:
+        return plan_saving(ckpt("ckpt=moevement", "ckpt.window=4"), setup(of=of, switches=switches)).active
+
+    ordered, unordered = active(Switches()), active(Switches(order_by_popularity=False))
+    assert list(ordered) == sorted(ordered)
+    assert ordered[-1] == pytest.approx(1.0)
+    assert ordered[0] < unordered[0]
+    assert active(Switches(skip_frozen=False)) == (1.0,) * 4
+
+
+def test_memory_is_that_of_the_policys_own_forecast() -> None:
+    of = setup()
+    saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), of)
+    policy = SparseWindows(ckpt("ckpt=moevement", "ckpt.window=3"), of.job.profiles, 0, 1)  # type: ignore[arg-type]
+    assert saving.memory == policy.forecast(3)
+    assert saving.host_bytes(of) == 2 * policy.forecast(3).total_bytes
+
+
+def test_a_partial_snapshot_is_all_but_some_experts() -> None:
+    of = setup(machines=SLOW)
+
+    def size_bytes(count: int) -> float:
+        config = PartialConfig(policy="moc", experts=count, lost_tokens_limit=None)
+        whole = plan_saving(PartialConfig(policy="moc", experts=4, lost_tokens_limit=None), of).whole_bytes
+        return plan_saving(config, of).later.repeat[0].size_bytes / whole * of.total_full_bytes
+
+    expert_bytes = 12 * 8 * 4 * 1000
+    for count in (1, 2, 4):  # MoC, equation 6
+        expected = of.total_full_bytes - expert_bytes * (1 - count / 4)
+        assert size_bytes(count) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "says"),
+    [
+        (("ckpt=gemini", "ckpt.replicas=4"), {}, "ckpt.replicas: got 4, wanted less than cluster.nodes=4"),
+        (("ckpt=gemini",), {"host_memory_bytes": 1000.0}, "cluster.host_memory_bytes: got 1000.0, wanted at least"),
+        (("ckpt=moevement", "ckpt.window=999"), {}, "ckpt.window: got 999, wanted at most"),
+    ],
+)
+def test_what_cannot_be_had_is_named(overrides: tuple[str, ...], changes: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_saving(ckpt(*overrides), setup(machines=cluster(**changes)))
+    assert str(caught.value).startswith(says)
+
+
+def test_more_experts_than_there_are_cannot_be_saved() -> None:
+    config = PartialConfig(policy="moc", experts=5, lost_tokens_limit=None)
+    with pytest.raises(ConfigError, match="partial.experts: got 5, wanted between 1 and model.num_experts=4"):
+        plan_saving(config, setup())
