@@ -1,14 +1,15 @@
 # make demo   train on 4 local ranks, kill two of them, show that nothing was lost           (under 5 minutes)
 # make test   ruff, pyright, import-linter, pytest                                           (about half an hour)
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
-# make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are
+# make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are, how long the simulator takes
+# make profile  this machine's constants for the simulator, as cluster=measured (a minute of training on 4 local ranks)
 # All make .venv on the first call and install nothing on the next.
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
-.PHONY: demo test check chaos bench venv dev clean
+.PHONY: demo test check chaos bench profile venv dev clean
 
 demo: venv
 	@.venv/bin/python scripts/demo.py
@@ -18,6 +19,14 @@ bench: venv
 	@.venv/bin/python benchmarks/recovery.py
 	@.venv/bin/python benchmarks/policies.py
 	@.venv/bin/torchrun --nproc-per-node=2 benchmarks/copies.py
+	@.venv/bin/python benchmarks/simulator.py
+
+profile: venv
+	@rm -rf outputs/profile
+	@.venv/bin/torchrun --nproc-per-node=4 launcher/train.py +ckpt=moevement model=small run.dir=outputs/profile \
+		train.iterations=30 train.eval_every_iters=0 train.eval_batches=1 \
+		fault=at 'fault.at=[{iteration: 14, rank: 2, phase: backward}, {iteration: 22, rank: 1}]'
+	@.venv/bin/python -m launcher.profile outputs/profile --write conf/cluster/measured.yaml
 
 test: check
 	@.venv/bin/pytest

@@ -90,9 +90,7 @@ def synthetic(num_layers: int, num_experts: int) -> ModelShape:
     operators = [OperatorId(kind=OperatorKind.EMBEDDING)]
     for layer in range(num_layers):
         operators += [OperatorId(kind=kind, layer=layer) for kind in (OperatorKind.BLOCK, OperatorKind.GATE)]
-        operators += [
-            OperatorId(kind=OperatorKind.EXPERT, layer=layer, expert=expert) for expert in range(num_experts)
-        ]
+        operators += [OperatorId(kind=OperatorKind.EXPERT, layer=layer, expert=expert) for expert in range(num_experts)]
     operators += [OperatorId(kind=OperatorKind.FINAL_NORM), OperatorId(kind=OperatorKind.OUTPUT)]
     return ModelShape(
         operators=tuple(operators),

@@ -18,7 +18,7 @@ from launcher.planning import Candidate, command_of, rank_policies
 from launcher.simulated import Result, Row, run_experiment, run_simulation
 from launcher.simulated_run import write_run
 from launcher.simulation import GROUPS, compose_machine, compose_request, compose_simulation
-from launcher.simulator_page import write_page
+from launcher.simulator_page import read_cells, write_page
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.sim.saving import Recovery
 
@@ -47,7 +47,7 @@ def _simulate(arguments: Sequence[str]) -> None:
         return
     if general.page is not None:
         rest = [argument for argument in arguments if not argument.startswith("page=")]
-        write_page(Path(general.page), rest)
+        write_page(Path(general.page), rest, read_cells())
         return
     if experiment.cases:
         print_rows(run_experiment(arguments))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
 
@@ -44,12 +44,19 @@ def run_simulation(simulation: Simulation) -> Result:
     return Result(simulation=simulation, saving=saving, prediction=predict(setup, saving, outcomes), first=outcomes[0])
 
 
-def run_experiment(arguments: Sequence[str]) -> Iterator[Row]:
-    """Yield the results of an experiment's cases with its policies in its variants; `arguments` have the last word."""
+def run_experiment(
+    arguments: Sequence[str], *, cases: Collection[str] = (), policies: Collection[str] = ()
+) -> Iterator[Row]:
+    """Yield the results of an experiment's cases with its policies in its variants; `arguments` have the last word.
+
+    Of all cases and policies, where they are not named.
+    """
     _, experiment = compose_request(arguments)
     rest = [argument for argument in arguments if argument.lstrip("+").partition("=")[0] != "experiment"]
     for case, of_case in experiment.cases.items():
         for policy, of_policy in experiment.policies.items():
+            if case not in (cases or [case]) or policy not in (policies or [policy]):
+                continue
             for variant, of_variant in experiment.variants.items():
                 overrides = latest([*of_case, *of_policy, *of_variant, *rest])
                 result = run_simulation(compose_simulation(overrides))

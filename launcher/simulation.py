@@ -117,6 +117,10 @@ def compose_machine(arguments: Sequence[str]) -> tuple[ClusterConfig, TimingConf
 
 def compose_simulation(arguments: Sequence[str]) -> Simulation:
     """Return the simulation that command-line overrides describe. Raises ConfigError, naming the setting."""
+    chosen = [argument.lstrip("+").partition("=")[2] for argument in arguments if "partial=" in argument]
+    names_ckpt = any(argument.lstrip("+").startswith(("ckpt=", "ckpt.")) for argument in arguments)
+    is_twofold = bool(chosen) and chosen[-1] != "none" and names_ckpt
+    require(not is_twofold, "partial.policy", chosen[-1] if chosen else None, "null where ckpt is chosen")
     return compose_as("simulate", arguments, GROUPS, _to_simulation, _KINDS)
 
 

@@ -110,16 +110,18 @@ def compare_cells(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Compared]:
     return [Compared(cell=cell, predicted=_predicted(cell, {**anywhere, **results})) for cell in cells]
 
 
-def write_page(path: Path, arguments: Sequence[str], say: Callable[[str], None] = print) -> None:
-    """Simulate all experiments that there are cells of, and write the page. `arguments` go to each simulation."""
-    cells = read_cells()
+def write_page(path: Path, arguments: Sequence[str], cells: Sequence[Cell], say: Callable[[str], None] = print) -> None:
+    """Simulate all rows that there are cells of, and write the page. `arguments` go to each simulation."""
     compared: list[Compared] = []
     runs = ""
     for experiment in dict.fromkeys(cell.experiment for cell in cells):
         say(f"simulating {experiment}")
-        rows = list(run_experiment([f"experiment={experiment}", *arguments]))
+        of_it = [cell for cell in cells if cell.experiment == experiment]
+        others = {cell.metric.partition(":")[2] for cell in of_it} - {""}
+        names = {"cases": {cell.case for cell in of_it}, "policies": {cell.policy for cell in of_it} | others}
+        rows = list(run_experiment([f"experiment={experiment}", *arguments], **names))
         runs = str(rows[0].result.simulation.general.runs)
-        compared += compare_cells([cell for cell in cells if cell.experiment == experiment], rows)
+        compared += compare_cells(of_it, rows)
     text = _TEXT.format(
         arguments=" ".join(arguments),
         runs=runs,
@@ -147,6 +149,8 @@ def _summary(compared: Sequence[Compared]) -> Iterator[str]:
     for policy in ("MoEvement", "Gemini", "CheckFreq", "MoC"):
         deviations = [one.deviation for one in compared if _counts(one.cell, policy)]
         near = sum(abs(deviation) <= NEAR for deviation in deviations)
+        if not deviations:
+            continue
         largest = max(deviations, key=abs)
         yield f"| {policy} | {len(deviations)} | {near} | {statistics.fmean(deviations):+.3f} | {largest:+.3f} |"
 

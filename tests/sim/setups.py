@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ def setup(
     return Setup(job=of, cluster=machines, costs=costs, mtbf_s=mtbf_s, switches=switches)
 
 
+@cache
 def ckpt(*overrides: str) -> CkptConfig:
     """Return a policy's settings from command-line overrides, the first of which chooses it."""
     return compose_settings(overrides).ckpt

@@ -152,5 +152,5 @@ def test_what_cannot_be_had_is_named(overrides: tuple[str, ...], changes: dict[s
 
 def test_more_experts_than_there_are_cannot_be_saved() -> None:
     config = PartialConfig(policy="moc", experts=5, lost_tokens_limit=None)
-    with pytest.raises(ConfigError, match="partial.experts: got 5, wanted between 1 and model.num_experts=4"):
+    with pytest.raises(ConfigError, match=r"partial\.experts: got 5, wanted between 1 and model\.num_experts=4"):
         plan_saving(config, setup())

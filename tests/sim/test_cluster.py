@@ -1,0 +1,273 @@
+"""Runs under faults: told by hand where they are short, and what has to hold of all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ckpt.faults import Kill, poisson_kills
+from moe_ckpt.sim.cluster import simulate
+from moe_ckpt.sim.partial import PartialConfig
+from moe_ckpt.sim.saving import Saving, Setup, plan_saving
+from moe_ckpt.sim.timeline import Outcome, Recovered
+from tests.sim.setups import ckpt, cluster, job, setup
+
+SETUP = setup()  # 8 ranks, 2 a node, a stage a node; an iteration takes 10 s
+NONE = plan_saving(ckpt("ckpt=none"), SETUP)
+GEMINI = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.replicas=1"), SETUP)
+LOCAL = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), SETUP)
+ALL = [
+    ("ckpt=none",),
+    ("ckpt=dense", "ckpt.every_iters=7"),
+    ("ckpt=dense", "ckpt.every_iters=7", "ckpt.async_save=true"),
+    ("ckpt=checkfreq",),
+    ("ckpt=gemini", "ckpt.every_iters=4", "ckpt.disk_every_iters=20"),
+    ("ckpt=moevement",),
+    ("ckpt=moevement", "ckpt.window=3", "ckpt.durable_every_iters=10"),
+    ("ckpt=moevement", "ckpt.window=3", "ckpt.boundary_log=false"),
+]
+
+
+def at(after_s: float, rank: int = 0, scope: str = "process", signal: str = "KILL") -> Kill:
+    return Kill(rank=rank, after_s=after_s, scope=scope, signal=signal)
+
+
+def run(saving: Saving, kills: Sequence[Kill] = (), *, of: Setup = SETUP, duration_s: float = 400.0) -> Outcome:
+    return simulate(of, saving, kills, duration_s=duration_s)
+
+
+def recoveries(outcome: Outcome) -> list[Recovered]:
+    return [stretch for stretch in outcome.timeline if isinstance(stretch, Recovered)]
+
+
+@given(duration_s=st.floats(1.0, 1e6), iteration_s=st.floats(1e-3, 1e3))
+def test_without_faults_and_checkpoints_all_time_is_of_use(duration_s: float, iteration_s: float) -> None:
+    of = setup(iteration_s=iteration_s)
+    outcome = run(plan_saving(ckpt("ckpt=none"), of), of=of, duration_s=duration_s)
+    assert outcome.ledger.ettr == 1.0
+    assert outcome.ledger.wall_s == outcome.iterations * iteration_s >= duration_s
+    assert (outcome.iterations - 1) * iteration_s < duration_s
+
+
+def test_a_run_ends_with_its_last_iteration() -> None:
+    outcome = simulate(SETUP, NONE, [], duration_s=1e9, last_iteration=7)
+    assert (outcome.iterations, outcome.ledger.wall_s) == (7, 70.0)
+
+
+def test_without_checkpoints_everything_is_trained_again() -> None:
+    outcome = run(NONE, [at(95.0)])
+    ledger = outcome.ledger
+    assert (ledger.again_s, ledger.recovery_s, ledger.stall_s) == (95.0, 1.0 + 50.0, 0.0)
+    assert outcome.iterations == 26  # (400 - 146) / 10, rounded up
+    assert ledger.wall_s == pytest.approx(146.0 + 260.0)
+
+
+def test_a_restart_goes_on_from_what_was_written_by_then() -> None:
+    of = setup(machines=cluster(disk_bytes_per_s=setup().total_full_bytes / 4.0))
+    dense = plan_saving(ckpt("ckpt=dense", "ckpt.every_iters=3"), of)
+    before, after = (run(dense, [at(at_s)], of=of) for at_s in (33.5, 34.5))  # written from 30 to 34
+    assert [recovered.iteration for outcome in (before, after) for recovered in recoveries(outcome)] == [0, 3]
+    (recovered,) = recoveries(after)
+    assert (recovered.rebuild_s, recovered.fetch_s, recovered.source) == (50.0, 4.0, "disk")
+
+
+def test_all_go_back_to_the_newest_whole_snapshot() -> None:
+    (recovered,) = recoveries(run(GEMINI, [at(95.0, rank=3)]))
+    assert (recovered.iteration, recovered.lost_iters, recovered.source) == (8, 1, "host memory")
+    assert (recovered.detect_s, recovered.rebuild_s) == (1.0, 2.0)
+    assert recovered.replay_s == pytest.approx(GEMINI.whole_bytes / GEMINI.reload_bytes_per_s)
+
+
+def test_a_snapshot_that_is_not_copied_yet_is_none() -> None:
+    (recovered,) = recoveries(run(GEMINI, [at(85.0)]))  # that of 8 is being copied
+    assert (recovered.iteration, recovered.lost_iters) == (4, 4)
+
+
+def test_a_lost_stage_replays_alone_and_nobody_goes_back() -> None:
+    outcome = run(LOCAL, [at(95.0, rank=4)])
+    (recovered,) = recoveries(outcome)
+    assert (recovered.iteration, recovered.lost_iters) == (9, 0)
+    assert recovered.plan is not None
+    (rollback,) = recovered.plan.rollbacks
+    assert (rollback.segment.stages, rollback.window_start, rollback.num_slots) == (range(2, 3), 4, 3)
+    assert recovered.replayed_iters == 5
+    assert outcome.ledger.again_s == pytest.approx(5.0)  # the iteration that was cut off
+
+
+def test_whoever_lives_takes_the_step_that_all_were_ready_for() -> None:
+    slow_update = setup(machines=cluster(gpu_bytes_per_s=1e4))
+    saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3"), slow_update)
+    update_s = slow_update.costs.update_s
+    assert update_s > 0.1
+    early, late = (
+        recoveries(run(saving, [at(at_s)], of=slow_update))[0] for at_s in (99.9 - update_s, 100.1 - update_s)
+    )
+    assert (early.iteration, late.iteration) == (9, 10)
+    assert late.since_s == pytest.approx(100.0)
+
+
+def test_the_first_windows_come_after_profiling() -> None:
+    automatic = plan_saving(ckpt("ckpt=moevement", "ckpt.replicas=1"), SETUP)
+    (recovered,) = recoveries(run(automatic, [at(45.0)]))
+    assert recovered.plan is not None
+    assert recovered.plan.rollbacks[0].window_start == 0  # the base is all that there is
+    assert recovered.replayed_iters == 4
+
+
+def test_after_a_recovery_windows_begin_with_a_new_base() -> None:
+    first = recoveries(run(LOCAL, [at(95.0, rank=4)]))[0]
+    soon_s = first.since_s + first.seconds + 25.0  # two iterations later
+    second = recoveries(run(LOCAL, [at(95.0, rank=4), at(soon_s, rank=0)]))[1]
+    assert (first.iteration, second.iteration) == (9, 11)
+    assert second.plan is not None
+    (rollback,) = second.plan.rollbacks
+    assert (rollback.window_start, rollback.num_slots) == (9, 1)
+
+
+def test_ranks_lost_at_once_are_one_fault_and_neighbours_recover_together() -> None:
+    (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=2), at(95.0, rank=4), at(95.0, rank=0)]))
+    assert len(recovered.faults) == 1
+    assert recovered.plan is not None
+    assert [rollback.segment.stages for rollback in recovered.plan.rollbacks] == [range(3)]
+
+
+def test_a_further_loss_makes_all_plan_again() -> None:
+    alone = recoveries(run(LOCAL, [at(95.0, rank=4)]))[0]
+    again_s = alone.since_s + alone.detect_s + alone.rebuild_s + 1.0  # the stage replays
+    outcome = run(LOCAL, [at(95.0, rank=4), at(again_s, rank=2)])
+    (recovered,) = recoveries(outcome)
+    assert outcome.num_faults == len(recovered.faults) == 2
+    assert recovered.plan is not None
+    assert [rollback.segment.stages for rollback in recovered.plan.rollbacks] == [range(1, 3)]
+    assert (recovered.detect_s, recovered.rebuild_s) == (2.0, 4.0)
+    assert recovered.seconds > alone.seconds
+
+
+def test_a_loss_before_all_have_met_again_is_part_of_the_same_recovery() -> None:
+    outcome = run(LOCAL, [at(95.0, rank=4), at(97.0, rank=2)])
+    (recovered,) = recoveries(outcome)
+    assert recovered.detect_s + recovered.rebuild_s == pytest.approx(2.0 + 3.0)  # from 95 to 97, then from 97 on
+    assert recovered.plan is not None
+    assert [rollback.segment.stages for rollback in recovered.plan.rollbacks] == [range(1, 3)]
+
+
+def test_a_hung_process_is_found_late() -> None:
+    (recovered,) = recoveries(run(LOCAL, [at(95.0, signal="STOP")]))
+    assert recovered.detect_s == 9.0
+
+
+def test_a_lost_node_takes_its_memory_and_copies_come_from_another() -> None:
+    (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=4, scope="node")]))
+    assert recovered.plan is not None
+    assert [(fetch.global_rank, fetch.source_rank) for fetch in recovered.plan.fetches] == [(4, 6), (5, 7)]
+    assert recovered.iteration == 9
+
+
+def test_nodes_that_keep_each_others_copies_take_everything_with_them() -> None:
+    outcome = run(LOCAL, [at(95.0, rank=4, scope="node"), at(95.0, rank=6, scope="node")])
+    (recovered,) = recoveries(outcome)
+    assert (recovered.iteration, recovered.source) == (0, "the beginning")
+    assert outcome.ledger.again_s == pytest.approx(95.0)
+    others = run(LOCAL, [at(95.0, rank=2, scope="node"), at(95.0, rank=4, scope="node")])
+    assert recoveries(others)[0].iteration == 9
+
+
+def test_copies_are_back_once_the_next_base_is_kept() -> None:
+    kills = [at(95.0, rank=4, scope="node")]
+    back_s = recoveries(run(LOCAL, kills))[0].since_s + recoveries(run(LOCAL, kills))[0].seconds
+    soon, later = (run(LOCAL, [*kills, at(back_s + wait_s, rank=6, scope="node")]) for wait_s in (1.0, 25.0))
+    assert [recovered.source for recovered in recoveries(soon)] == ["host memory", "the beginning"]
+    assert [recovered.source for recovered in recoveries(later)] == ["host memory", "host memory"]
+
+
+def test_where_memory_is_lost_a_disk_is_next() -> None:
+    of = setup(machines=cluster(disk_bytes_per_s=1e9))
+    saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=0", "ckpt.durable_every_iters=4"), of)
+    (recovered,) = recoveries(run(saving, [at(95.0, scope="node")], of=of))
+    assert (recovered.iteration, recovered.source, recovered.lost_iters) == (8, "disk", 1)
+
+
+def test_without_a_spare_node_all_wait_for_a_repair() -> None:
+    few = setup(machines=cluster(spares=1, repair_s=100.0, spare_s=5.0))
+    saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), few)
+    kills = [at(95.0, rank=4, scope="node"), at(155.0, rank=2, scope="node")]
+    first, second = recoveries(run(saving, kills, of=few))
+    assert first.rebuild_s == pytest.approx(2.0 + 5.0)
+    assert second.since_s == 155.0
+    assert second.rebuild_s == pytest.approx(2.0 + 5.0 + (95.0 + 1.0 + 100.0 - 156.0))
+
+
+def test_kills_at_points_come_when_training_gets_there() -> None:
+    kills = [Kill(rank=4, iteration=7, phase="backward"), Kill(rank=0, iteration=20)]
+    first, second = recoveries(run(LOCAL, kills))
+    assert 60.0 < first.since_s < 70.0
+    assert (first.iteration, second.iteration) == (6, 19)
+
+
+def test_a_kill_in_recovery_comes_in_the_next_one() -> None:
+    (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=4), Kill(rank=0, phase="recovery")]))
+    assert [fault.ranks for fault in recovered.faults] == [(4,), (0,)]
+
+
+def test_partial_snapshots_lose_tokens_and_grow_when_they_lose_too_many() -> None:
+    kept = plan_saving(PartialConfig(policy="moc", experts=1, lost_tokens_limit=None), SETUP)
+    grown = plan_saving(PartialConfig(policy="moc", experts=1, lost_tokens_limit=0.02), SETUP)
+    kills = [at(100.0 * number) for number in range(1, 20)]
+    losing, saved = (run(saving, kills, duration_s=2000.0) for saving in (kept, grown))
+    assert losing.lost_tokens == pytest.approx(19 * 1.5 / losing.iterations)
+    assert 0 < saved.lost_tokens < losing.lost_tokens
+    assert run(LOCAL, kills).lost_tokens == 0.0
+
+
+def poisson(mtbf_s: float, seed: int, scope: str = "process", count: int = 100) -> tuple[Kill, ...]:
+    return poisson_kills(mtbf_s=mtbf_s, count=count, seed=seed, world_size=8, scope=scope)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    overrides=st.sampled_from(ALL),
+    mtbf_s=st.floats(20.0, 5000.0),
+    scope=st.sampled_from(["process", "node"]),
+    seed=st.integers(0, 1000),
+)
+def test_time_adds_up_and_the_same_seed_is_the_same_run(
+    overrides: tuple[str, ...], mtbf_s: float, scope: str, seed: int
+) -> None:
+    saving, kills = plan_saving(ckpt(*overrides), SETUP), poisson(mtbf_s, seed, scope)
+    outcome, again = (run(saving, kills, duration_s=3000.0) for _ in range(2))
+    ledger = outcome.ledger
+    assert 0.0 <= ledger.ettr <= 1.0
+    assert min(ledger.useful_s, ledger.stall_s, ledger.again_s, ledger.recovery_s) >= 0.0
+    assert ledger.wall_s >= 3000.0
+    assert (again.ledger, again.iterations, again.num_faults) == (ledger, outcome.iterations, outcome.num_faults)
+    for recovered in recoveries(outcome):
+        assert all(fault.at_s <= recovered.since_s + recovered.seconds + 1e-9 for fault in recovered.faults)
+    stretches = [stretch for stretch in outcome.timeline if isinstance(stretch, Recovered)]
+    assert outcome.num_faults == sum(len(stretch.faults) for stretch in stretches)
+
+
+@settings(max_examples=12, deadline=None)
+@given(overrides=st.sampled_from(ALL), mtbf_s=st.floats(150.0, 600.0))
+def test_the_more_often_something_fails_the_less_time_is_of_use(overrides: tuple[str, ...], mtbf_s: float) -> None:
+    saving = plan_saving(ckpt(*overrides), SETUP)
+
+    def mean_ettr(factor: float) -> float:
+        runs = (run(saving, poisson(factor * mtbf_s, seed), duration_s=4000.0) for seed in range(8))
+        return statistics.fmean(outcome.ledger.ettr for outcome in runs)
+
+    often, sometimes, seldom = mean_ettr(1.0), mean_ettr(8.0), mean_ettr(64.0)
+    assert often < sometimes <= seldom
+
+
+@given(pp=st.sampled_from([1, 2, 4]), window=st.integers(1, 4), at_s=st.floats(0.0, 300.0), rank=st.integers(0, 7))
+@settings(deadline=None)
+def test_a_local_recovery_never_loses_a_committed_iteration(pp: int, window: int, at_s: float, rank: int) -> None:
+    of = setup(of=job(pp=pp, dp=8 // pp, ep=2))
+    saving = plan_saving(ckpt("ckpt=moevement", f"ckpt.window={window}", "ckpt.replicas=1"), of)
+    (recovered,) = recoveries(run(saving, [at(at_s, rank=rank)], of=of))
+    assert recovered.lost_iters == 0
+    assert recovered.replayed_iters <= 2 * window + 1

@@ -1,0 +1,75 @@
+"""A stretch of training: when iterations end, and what is kept by then."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.sim.generation import Generation, Kept, Moment
+from moe_ckpt.sim.saving import Saving, plan_saving
+from tests.sim.setups import ckpt, cluster, setup
+
+SETUP = setup(machines=cluster(copy_bytes_per_s=2000.0, disk_bytes_per_s=1e4))
+LOCAL = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.durable_every_iters=4"), SETUP)
+TWO = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.keep_windows=2"), SETUP)
+
+
+def generation(saving: Saving, *, start: int = 0, carried: tuple[Kept, ...] = ()) -> Generation:
+    return Generation(SETUP.costs, saving, saving.later, start=start, since_s=100.0, carried=carried)
+
+
+def after(iterations: int, into_s: float = 5.0) -> Moment:
+    return Moment(iterations=iterations, into_s=into_s, ready=False)
+
+
+@given(start=st.integers(0, 50), iterations=st.integers(0, 200))
+def test_time_is_iterations_stalls_and_saves(start: int, iterations: int) -> None:
+    of = generation(LOCAL, start=start)
+    stalls_s = sum(take.stall_s for take in LOCAL.later.takes(0, iterations - 1))
+    num_saved = sum(iteration % 4 == 0 for iteration in range(start + 1, start + iterations + 1))
+    assert LOCAL.durable is not None
+    expected = 10.0 * iterations + stalls_s + num_saved * LOCAL.durable.stall_s
+    assert of.elapsed_s(iterations) == pytest.approx(expected)
+    assert LOCAL.overhead_s > 0
+
+
+@given(at_s=st.floats(100.0, 5000.0))
+def test_a_moment_is_after_what_was_done_and_before_the_next(at_s: float) -> None:
+    of = generation(LOCAL)
+    moment = of.moment(at_s)
+    assert 100.0 + of.elapsed_s(moment.iterations) + moment.into_s == pytest.approx(at_s)
+    assert 0 <= moment.into_s <= of.iteration_s(moment.iterations + 1)
+    first = of.first_commit_after(at_s)
+    assert 100.0 + of.elapsed_s(first) >= at_s
+    assert first == 1 or 100.0 + of.elapsed_s(first - 1) < at_s
+
+
+@pytest.mark.parametrize(
+    ("iterations", "kept"),
+    [(0, (0, 0)), (1, (0, 0)), (3, (0, 0)), (4, (1, 3)), (6, (1, 3)), (7, (4, 6))],
+)
+def test_a_window_is_kept_when_the_iteration_after_it_is_done(iterations: int, kept: tuple[int, int]) -> None:
+    (window,) = generation(LOCAL).kept(after(iterations))
+    assert (window.start, window.end) == kept
+
+
+def test_a_window_is_kept_as_soon_as_the_gradients_after_it_are_there() -> None:
+    (window,) = generation(LOCAL).kept(Moment(iterations=3, into_s=9.9, ready=True))
+    assert (window.start, window.end) == (1, 3)
+
+
+def test_several_windows_are_kept_and_those_from_before_until_then() -> None:
+    before = (Kept(start=10, end=12), Kept(start=13, end=15))
+    of = generation(TWO, start=16, carried=before)
+    spans = [[(window.start, window.end) for window in of.kept(after(done))] for done in (0, 1, 4, 8)]
+    assert spans == [[(10, 12), (13, 15)], [(13, 15), (16, 16)], [(16, 16), (17, 19)], [(17, 19), (20, 22)]]
+
+
+def test_what_is_on_disk_was_written_by_then() -> None:
+    of, durable = generation(LOCAL), LOCAL.durable
+    assert durable is not None
+    begun_s = of.elapsed_s(4) - durable.stall_s
+    iterations = of.first_commit_after(100.0 + begun_s + durable.done_s)
+    assert of.on_disk(after(iterations)) == Kept(start=iterations // 4 * 4, end=iterations // 4 * 4) or iterations > 7
+    assert of.on_disk(after(3)) is None
