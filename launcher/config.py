@@ -292,6 +292,13 @@ def _choice_as_text(argument: str, groups: Sequence[str]) -> str:
     return f"{group}='{choice}'" if group in groups and re.fullmatch(r"[\w.+-]+", choice) else argument
 
 
+def read_settings(path: Path) -> Settings:
+    """Return the settings that a run left in its folder as config.yaml. Raises ConfigError for those of another version."""
+    config = OmegaConf.load(path)
+    require(isinstance(config, DictConfig), str(path), type(config).__name__, "a composed configuration")
+    return to_settings(cast("DictConfig", config))
+
+
 def to_settings(config: DictConfig) -> Settings:
     """Convert a composed configuration; raises ConfigError naming the first key that is wrong."""
     composed_yaml = OmegaConf.to_yaml(config)

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-
-from launcher.config import AUTO, Settings, to_settings
+from launcher.config import AUTO, Settings, read_settings
 from launcher.faults.log import read_faults
 from launcher.layout import fit_layout
 from launcher.simulation import popularity_of, shape_of
@@ -75,12 +73,13 @@ class RealRun:
 def read_run(folder: Path) -> RealRun:
     """Read a run's folder. Raises ConfigError, naming it, for one that is not that of a run."""
     try:
-        config = OmegaConf.load(folder / "config.yaml")
+        settings = read_settings(folder / "config.yaml")
         world_size = int(json.loads((folder / "run.json").read_text())["world_size"])
         ranks = [list(read_events(path)) for path in sorted((folder / "events").glob("rank*.jsonl"))]
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"real: {str(folder)!r} is not the folder of a run ({error!r})") from error
-    assert isinstance(config, DictConfig)
     require(len(ranks) == world_size, "real", f"events of {len(ranks)} ranks", f"those of all {world_size}")
     kills = tuple(
         Kill(
@@ -89,7 +88,7 @@ def read_run(folder: Path) -> RealRun:
         for fault in read_faults(folder)
         if (phase := fault.phase if fault.phase in KILL_PHASES else "forward")
     )
-    return RealRun(settings=to_settings(config), world_size=world_size, kills=kills, ranks=ranks)
+    return RealRun(settings=settings, world_size=world_size, kills=kills, ranks=ranks)
 
 
 def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) -> Setup:

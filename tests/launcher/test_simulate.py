@@ -171,10 +171,11 @@ def test_a_real_run_is_simulated_from_its_folder(real_run: Path, capsys: pytest.
 
 def test_facts_are_read_from_events(real_run: Path) -> None:
     facts = facts_of(read_run(real_run).ranks)
-    assert facts.iterations == 394
+    assert facts.iterations == json.loads((real_run / "result.json").read_text())["iteration"]
     assert facts.iteration_s == pytest.approx(5.0)
     assert facts.num_recoveries == 1
     assert facts.trained_again == 0
+    assert facts.wall_s == pytest.approx(json.loads((real_run / "result.json").read_text())["wall_s"], abs=1e-3)
     assert 0.9 < facts.ettr < 1.0
 
 

@@ -48,7 +48,7 @@ def test_the_comment_beside_a_default_names_all_choices(group: str) -> None:
     lines = (CONF_DIR / "simulate.yaml").read_text().splitlines()
     comment = next(line for line in lines if line.startswith(f"  - {group}:"))
     if group in KINDS:
-        choices = {path.stem for path in (CONF_DIR / group).glob("*.yaml")}
+        choices = {path.stem for path in (CONF_DIR / group).glob("*.yaml")} - {"measured"}  # by `make profile`
         assert choices == set(comment.rpartition(": ")[2].split(", "))
 
 
