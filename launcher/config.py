@@ -293,7 +293,7 @@ def _choice_as_text(argument: str, groups: Sequence[str]) -> str:
 
 
 def read_settings(path: Path) -> Settings:
-    """Return the settings that a run left in its folder as config.yaml. Raises ConfigError for those of another version."""
+    """Return the settings that a run left as config.yaml. Raises ConfigError for those of another version."""
     config = OmegaConf.load(path)
     require(isinstance(config, DictConfig), str(path), type(config).__name__, "a composed configuration")
     return to_settings(cast("DictConfig", config))

@@ -50,18 +50,18 @@ means over {runs} runs of 12 hours with Poisson faults, each of which takes a no
   formula, which its ETTR cells follow. Both cannot be; what is simulated lies between, and half of it is the time to
   find a fault and to meet again.
 - **CheckFreq and Gemini** lie above what is published, by 0.04 on average. Published recovery totals are half an
-  interval a fault for Gemini on A100, and more than a whole one for CheckFreq in places (397 s a fault where an interval
-  takes 522 s, with an ETTR of 0.30); published ETTRs are below what overheads and recovery totals of the same row make,
-  at 10 minutes by up to 0.1. Simulated are half an interval trained again, and a reload of the whole state. Gemini's
-  published stalls grow with their frequency (6 to 12 s a checkpoint for the same state); simulated is one copy rate, and
-  the best interval by the policy's own arithmetic, which is near the best over a wide range. MoE-LLaVa's published
-  intervals would fit a state 3 times as large as that of its 2.9 billion parameters.
+  interval a fault for DeepSeek-MoE under Gemini, but several times that for the smaller models (MoE-LLaVa under
+  CheckFreq: 211 s a fault, where a whole interval takes 97 s); published ETTRs are below what overhead and recovery of
+  the same row make, at 10 minutes by up to 0.1. Simulated are half an interval trained again, and a reload of the whole
+  state. Gemini's published stalls grow with their frequency (6 to 12 s a checkpoint for the same state); simulated is
+  one copy rate, and the best interval by the policy's own arithmetic, near which ETTR is flat. MoE-LLaVa's published
+  intervals would fit a state several times as large as that of its 2.9 billion parameters.
 - **MoC**: published overheads rise to that of saving all experts within 12 faults. Simulated, K doubles when the lost
   tokens, of all tokens of the 12 hours, pass an equal part of 3.75 % (how the limit is divided, the paper does not
   say): that takes more faults than there are.
-- **Table 6**: 24 bytes a parameter for two whole states, published are 26. A window of W slots keeps 12 + (W - 1) bytes
-  a parameter here. Logs hold all that crosses stages since the oldest window's start, in 16 bits: 20 to 70 times what is
-  published, which is less than a single iteration's.
+- **Table 6**: 24 bytes a parameter for two whole states, published are 26. A window of W slots keeps 12 + (W - 1)
+  bytes a parameter here. Logs hold all that crosses stages since the oldest window's start, in 16 bits: 20 to 70 times
+  what is published, which is less than a single iteration's.
 - **Figure 11**: machines, batch and precision are not stated. Here each rank has a link of its own, and windows are 1.
 - **Figure 13**: the MTBF is not stated. No variant comes near 0.4 here, at 10 minutes, because replays are short; the
   order of the variants is the published one.
