@@ -1,0 +1,90 @@
+"""Report on runs: `python -m launcher.report RUN [RUN...] -o report.html`. Reads their folders, changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from launcher.live import LATEST
+from launcher.report.as_json import to_json
+from launcher.report.facts import Facts, gather
+from launcher.report.markdown import to_markdown
+from launcher.report.page import to_html
+from launcher.report.read import read_runs
+from launcher.report.timeline import to_trace
+from moe_ckpt.errors import ConfigError
+
+_FAILED = 1
+_FORMATS: Mapping[str, Callable[[Sequence[Facts]], str]] = {
+    "html": to_html,
+    "md": to_markdown,
+    "json": to_json,
+    "trace": to_trace,
+}
+_EXAMPLES = """examples:
+  python -m launcher.report                              the newest run, to report.html in its folder
+  python -m launcher.report A B C -o report.html         three runs side by side
+  python -m launcher.report A --format md                tables on the terminal
+  python -m launcher.report A --format trace -o t.json   a timeline for https://ui.perfetto.dev"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write a report as the arguments say; return the exit status."""
+    options = _parser().parse_args(arguments)
+    chosen = options.format or _format_of(options.output)
+    try:
+        report = _FORMATS[chosen]([gather(run) for run in read_runs(options.run)])
+        _write(report, _place(options.output, chosen, options.run[0]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def _format_of(output: Path | None) -> str:
+    suffix = output.suffix.removeprefix(".") if output else "html"
+    return suffix if suffix in _FORMATS else "html"
+
+
+def _place(output: Path | None, chosen: str, run: Path) -> Path | None:
+    """Return where the report goes; None: to the terminal."""
+    if output is None and chosen in ("html", "trace"):
+        return run / ("report.html" if chosen == "html" else "trace.json")
+    return output
+
+
+def _write(report: str, place: Path | None) -> None:
+    if place is None:
+        print(report, end="")
+        return
+    try:
+        place.write_text(report)
+    except OSError as error:
+        raise ConfigError(f"-o: got {str(place)!r}, wanted a file that can be written ({error})") from error
+    print(f"wrote {place}, {len(report.encode()) / 1e6:.1f} MB")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m launcher.report",
+        description="Report on runs: what was trained, what failed, where the time went.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", nargs="*", type=Path, default=[LATEST], help="folders of runs (default: outputs/latest, the newest)")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to (default: RUN/report.html; md and json: the terminal)",
+    )
+    add("--format", choices=_FORMATS, help="default: by the output's suffix, else html; trace: Chrome's, for Perfetto")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""Events of one kind as a table of numbers: a run has millions of them, and a Python object each would be too many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Microseconds = NDArray[np.int64]
+_US_PER_S = 1e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Columns:
+    """`rows` has a row for each event in the order of the file, a column for each name; NaN where one lacks."""
+
+    names: tuple[str, ...]
+    rows: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> NDArray[np.float64]:
+        return self.rows[:, self.names.index(name)]
+
+    def us(self, name: str) -> Microseconds:
+        """Return a column of seconds in whole microseconds; 0 where it is lacking."""
+        return to_us(self[name])
+
+    @property
+    def at_us(self) -> Microseconds:
+        """When each event was written: never before the one above it, whatever the machine's clock did."""
+        return np.maximum.accumulate(self.us("t_s")) if len(self) else np.empty(0, np.int64)
+
+    @property
+    def iteration(self) -> NDArray[np.int64]:
+        return self["iteration"].astype(np.int64)
+
+
+def empty(names: tuple[str, ...]) -> Columns:
+    return Columns(names=names, rows=np.empty((0, len(names))))
+
+
+def join(names: tuple[str, ...], parts: Iterable[NDArray[np.float64]]) -> Columns:
+    """Return the parts one below the other, without rows that lack a time or an iteration they should have."""
+    found = [part for part in parts if len(part)]
+    if not found:
+        return empty(names)
+    rows = np.concatenate(found)
+    keys = [names.index(name) for name in ("t_s", "iteration") if name in names]
+    return Columns(names=names, rows=rows[np.isfinite(rows[:, keys]).all(axis=1)])
+
+
+def to_us(seconds: NDArray[np.float64]) -> Microseconds:
+    return np.rint(np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0) * _US_PER_S).astype(np.int64)

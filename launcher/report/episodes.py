@@ -1,0 +1,180 @@
+"""Recoveries of a run: what they were for, when each rank did what in them, and what they cost. Pure.
+
+An episode is the time in which any rank is in a part of a recovery: one fault, or several that overlap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher.report.account import Tiling
+from launcher.report.parts import RECOVERY, Part
+from launcher.report.rank_log import Noted
+from launcher.report.read import RunLog
+from moe_ckpt.events import (
+    GenerationEnded,
+    LossNotFinite,
+    Rejoined,
+    StageRecovered,
+    StateLost,
+    StateResumed,
+    TrainerStarted,
+)
+
+_START, _END, _PART, _ITERATION, _RANK = range(5)
+Stretches = NDArray[np.int64]  # rows of (start, end, part, iteration, rank), in microseconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStretch:
+    """What a rank did in an episode; `note` says which iterations it replayed."""
+
+    rank: int
+    part: Part
+    start_us: int
+    end_us: int
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """A recovery. `mean_us`: what it took, by part, mean over all ranks; training goes on after `iteration`."""
+
+    number: int
+    start_us: int
+    end_us: int
+    iteration: int | None
+    causes: tuple[str, ...]
+    mean_us: Mapping[Part, float]
+    fetched_bytes: int
+    replayed_iters: int
+    replaying_ranks: tuple[int, ...]
+    stretches: tuple[RankStretch, ...]
+
+    @property
+    def cost_us(self) -> float:
+        """What it cost a rank on average: the recovery, and what was lost to the fault."""
+        return sum(self.mean_us.values())
+
+
+def stretches_of(tilings: Mapping[int, Tiling], parts: Sequence[Part]) -> Stretches:
+    """Return the stretches of these parts, of all ranks, in order of their start."""
+    rows = [np.empty((0, 5), np.int64)]
+    for rank, tiling in tilings.items():
+        keep = np.isin(tiling.parts, parts)
+        columns = (tiling.starts_us, tiling.ends_us, tiling.parts, tiling.iterations)
+        rows.append(np.stack([*(column[keep] for column in columns), np.full(keep.sum(), rank)], axis=1))
+    found = np.concatenate(rows)
+    return found[np.argsort(found[:, _START], kind="stable")]
+
+
+def find_episodes(run: RunLog, stretches: Stretches) -> tuple[Episode, ...]:
+    """Return the recoveries in order; `stretches` are those of recoveries and of lost work."""
+    recovering = stretches[np.isin(stretches[:, _PART], RECOVERY)]
+    lost = stretches[stretches[:, _PART] == Part.LOST]
+    unassigned = np.ones(len(lost), bool)
+    episodes: list[Episode] = []
+    for rows in _merged(recovering):
+        noted = _noted_within(run, int(rows[:, _START].min()), int(rows[:, _END].max()))
+        iteration = _goes_on_after(noted)
+        undone = (lost[:, _ITERATION] < 0) | (lost[:, _ITERATION] > (-1 if iteration is None else iteration))
+        mine = unassigned & undone & (lost[:, _START] < rows[:, _END].max())
+        unassigned &= ~mine
+        episodes.append(_episode(len(episodes) + 1, run, rows, lost[mine], noted))
+    return tuple(episodes)
+
+
+def _merged(rows: Stretches) -> list[Stretches]:
+    """Return the rows in groups that overlap or touch."""
+    if not len(rows):
+        return []
+    reached_us = np.maximum.accumulate(rows[:, _END])
+    return np.split(rows, np.flatnonzero(rows[1:, _START] > reached_us[:-1]) + 1)
+
+
+def _noted_within(run: RunLog, start_us: int, end_us: int) -> list[tuple[int, Noted]]:
+    return [(log.rank, noted) for log in run.ranks for noted in log.events if start_us <= noted.at_us <= end_us]
+
+
+def _goes_on_after(noted: Sequence[tuple[int, Noted]]) -> int | None:
+    """Return the iteration that the last to rejoin or to load goes on after; where that is not told, None."""
+    back = [
+        (n.at_us, n.event.iteration) for _, n in noted if isinstance(n.event, Rejoined | StateResumed | StageRecovered)
+    ]
+    return max(back)[1] if back else None
+
+
+def _episode(number: int, run: RunLog, rows: Stretches, lost: Stretches, noted: Sequence[tuple[int, Noted]]) -> Episode:
+    num_ranks = max(len(run.ranks), 1)
+    spent = np.concatenate([rows, lost])
+    lengths_us = spent[:, _END] - spent[:, _START]
+    mean_us = {part: float(lengths_us[spent[:, _PART] == part].sum()) / num_ranks for part in (Part.LOST, *RECOVERY)}
+    rejoined = [n.event for _, n in noted if isinstance(n.event, Rejoined)]
+    recovered = [n.event for _, n in noted if isinstance(n.event, StageRecovered)]
+    replaying = sorted({int(row[_RANK]) for row in rows if row[_PART] == Part.REPLAY})
+    start_us, end_us = int(rows[:, _START].min()), int(rows[:, _END].max())
+    return Episode(
+        number=number,
+        start_us=start_us,
+        end_us=end_us,
+        iteration=_goes_on_after(noted),
+        causes=_causes(run, noted, start_us, end_us),
+        mean_us=mean_us,
+        fetched_bytes=max((round(event.fetched_bytes) for event in rejoined), default=0),
+        replayed_iters=round(max([0, *(e.replayed_iters for e in recovered), *(e.executed_iters for e in rejoined)])),
+        replaying_ranks=tuple(replaying),
+        stretches=tuple(_rank_stretch(row, noted) for row in rows),
+    )
+
+
+def _rank_stretch(row: NDArray[np.int64], noted: Sequence[tuple[int, Noted]]) -> RankStretch:
+    part, rank, end_us = Part(int(row[_PART])), int(row[_RANK]), int(row[_END])
+    at_end = (n.event for of, n in noted if of == rank and n.at_us == end_us)
+    replays = [event for event in at_end if isinstance(event, StageRecovered)] if part is Part.REPLAY else []
+    return RankStretch(
+        rank=rank,
+        part=part,
+        start_us=int(row[_START]),
+        end_us=end_us,
+        note=_iterations_of(replays[0]) if replays else "",
+    )
+
+
+def _iterations_of(recovered: StageRecovered) -> str:
+    last, count = round(recovered.iteration), round(recovered.replayed_iters)
+    if count == 0:
+        return f"the snapshots at {last}, no iteration"
+    return f"iteration {last}" if count == 1 else f"iterations {last - count + 1} to {last}"
+
+
+def _causes(run: RunLog, noted: Sequence[tuple[int, Noted]], start_us: int, end_us: int) -> tuple[str, ...]:
+    """Return what is said to have failed, by the most reliable witness there is."""
+    events = [(rank, n.event) for rank, n in noted]
+    deaths = [death for _, event in events if isinstance(event, Rejoined) for death in event.deaths]
+    ends = [event.reason for _, event in events if isinstance(event, GenerationEnded)]
+    states = [
+        f"rank {rank} lost its state in {e.phase} of iteration {e.iteration:.0f}"
+        for rank, e in events
+        if isinstance(e, StateLost)
+    ]
+    losses = [f"the loss of iteration {e.iteration:.0f} is {e.loss}" for _, e in events if isinstance(e, LossNotFinite)]
+    inflicted = [
+        f"rank {fault.rank} was sent SIG{fault.signal}"
+        for at_s, fault in run.faults
+        if not fault.ordered and start_us <= round(at_s * 1e6) <= end_us
+    ]
+    anew = [f"the process of rank {rank} was started again" for rank, e in events if isinstance(e, TrainerStarted)]
+    if len(anew) > 1 and len(anew) == len(run.ranks):
+        anew = ["all processes were started again"]
+    said = next((each for each in (deaths, states, losses, ends, inflicted, anew) if each), ["no event tells why"])
+    return tuple(dict.fromkeys(map(_plain_text, said)))
+
+
+def _plain_text(said: str) -> str:
+    """Return one line without what is of no use to readers, such as where in a library an error came up."""
+    return re.sub(r"\s+", " ", said)[:300]

@@ -1,0 +1,47 @@
+"""What time is spent on, and the words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+
+class Part(IntEnum):
+    """What a stretch of a rank's time was spent on."""
+
+    COMPUTE = 0
+    STALL = 1
+    LOST = 2
+    DETECTION = 3
+    REBUILD = 4
+    FETCH = 5
+    WAITING = 6
+    REPLAY = 7
+    EVALUATION = 8
+    STARTUP = 9
+    OTHER = 10
+    UNKNOWN = 11
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+EXPLAINED: Mapping[Part, str] = {
+    Part.COMPUTE: "iterations that count: forward, backward, gradients, step; each is counted once",
+    Part.STALL: "what checkpointing took from iterations, on the training thread",
+    Part.LOST: "iterations that a fault cut off, or whose outcome was given up and had to be computed again",
+    Part.DETECTION: "from the last sign of life of what failed to the finding that it is dead",
+    Part.REBUILD: "from that finding until all ranks are together again; where torchrun restarts all ranks, everything "
+    "from the last event before the fault until the model is built again, as nothing tells when the fault was",
+    Part.FETCH: "getting lost state back, out of other ranks' memory or from disk",
+    Part.WAITING: "in a recovery without replaying: for others who replay, and for all to agree",
+    Part.REPLAY: "running iterations again to rebuild lost state",
+    Part.EVALUATION: "held-out batches between iterations",
+    Part.STARTUP: "before the first iteration: processes, model, data, the first evaluation",
+    Part.OTHER: "between iterations: logging, scalars, and what no event explains",
+    Part.UNKNOWN: "after a rank's last event: an iteration that has not ended yet, or a rank that is gone",
+}
+RECOVERY = (Part.DETECTION, Part.REBUILD, Part.FETCH, Part.WAITING, Part.REPLAY)
+OF_FAULTS = (Part.LOST, *RECOVERY)
+NOT_IN_ETTR = (Part.STARTUP, Part.EVALUATION, Part.UNKNOWN)

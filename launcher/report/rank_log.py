@@ -1,0 +1,237 @@
+"""One rank's event file: columns for the kinds that come with iterations, typed events for all others.
+
+Must not raise on content: what cannot be read is counted, by what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from launcher.report.columns import Columns, join
+from moe_ckpt.events import Event, EventsLost, RunFinished
+
+_COMMITTED = ("t_s", "iteration", "seconds", "stall_s", "loss", "sent_activation_bytes", "sent_gradient_bytes")
+_MEMORY = (
+    "t_s",
+    "full_bytes",
+    "compute_bytes",
+    "buffer_bytes",
+    "boundary_log_bytes",
+    "step_log_bytes",
+    "allocated_bytes",
+    "double_buffered_dense_bytes",
+)
+_TABLES = {
+    "IterationCommitted": _COMMITTED,
+    "SnapshotTaken": ("t_s", "iteration", "size_bytes", "copy_s"),
+    "HostMemoryUsed": _MEMORY,
+    "WindowChosen": ("t_s", "iteration", "num_slots"),
+    "IntervalChosen": ("t_s", "iteration", "every_iters"),
+}
+_BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertPopularity:
+    """Tokens that each expert got, by layer, since the last such event."""
+
+    iteration: int
+    layers: list[int]
+    tokens: list[list[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensLost:
+    """Tokens whose updates are lost, by MoE layer, and the papers' measures of it."""
+
+    iteration: int
+    lost_by_layer: list[float]
+    plt: float = float("nan")
+    mlt: float = float("nan")
+
+
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Event), ExpertPopularity, TokensLost)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noted:
+    """An event and when it was written, in microseconds since the run's origin."""
+
+    at_us: int
+    event: Event | ExpertPopularity | TokensLost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankLog:
+    """What one rank wrote. `unknown`: what is of another version, counted; `problems`: what else is wrong."""
+
+    rank: int
+    tables: Mapping[str, Columns]
+    events: tuple[Noted, ...]
+    unknown: Mapping[str, int]
+    problems: tuple[str, ...]
+
+    @property
+    def commits(self) -> Columns:
+        return self.tables["IterationCommitted"]
+
+    @property
+    def snapshots(self) -> Columns:
+        return self.tables["SnapshotTaken"]
+
+    @property
+    def memory(self) -> Columns:
+        return self.tables["HostMemoryUsed"]
+
+    @property
+    def num_events(self) -> int:
+        return len(self.events) + sum(map(len, self.tables.values()))
+
+    @property
+    def has_finished(self) -> bool:
+        return any(isinstance(noted.event, RunFinished) for noted in self.events)
+
+    @property
+    def end_us(self) -> int:
+        """When this rank wrote its last event."""
+        ends = [int(table.at_us[-1]) for table in self.tables.values() if len(table)]
+        return max([0, *ends, *(noted.at_us for noted in self.events)])
+
+
+def read_rank(rank: int, path: Path) -> RankLog:
+    """Return what a file holds. A call of its own for each process: a rank is read in one go."""
+    reader = _Reader(rank)
+    gc.disable()  # millions of small objects that are in no cycle
+    try:
+        with path.open("rb") as file:
+            while lines := file.readlines(_BLOCK_BYTES):
+                reader.add(lines)
+    except OSError as error:
+        reader.problems.append(f"rank {rank}: could not be read ({error})")
+    finally:
+        gc.enable()
+    return reader.finish()
+
+
+class _Reader:
+    def __init__(self, rank: int) -> None:
+        self.problems: list[str] = []
+        self._rank = rank
+        self._parts: dict[str, list[NDArray[np.float64]]] = {kind: [] for kind in _TABLES}
+        self._events: list[Noted] = []
+        self._unknown = Counter[str]()
+        self._num_damaged = 0
+
+    def add(self, lines: list[bytes]) -> None:
+        if not lines[-1].endswith(b"\n"):
+            lines.pop()
+            self.problems.append(f"rank {self._rank}: the last line is half-written, left out")
+        for kind in _TABLES:
+            mark = b'"event": "%s"' % kind.encode()
+            mine = [line for line in lines if mark in line]
+            if mine:
+                lines = [line for line in lines if mark not in line]
+                self._add_rows(kind, mine)
+        for line in lines:
+            self._add_event(line)
+
+    def finish(self) -> RankLog:
+        if self._num_damaged:
+            self.problems.append(f"rank {self._rank}: damaged, left out: {self._num_damaged} lines")
+        lost = sum(noted.event.count for noted in self._events if isinstance(noted.event, EventsLost))
+        if lost:
+            self.problems.append(f"rank {self._rank}: {lost} events could not be written when they happened")
+        return RankLog(
+            rank=self._rank,
+            tables={kind: join(_TABLES[kind], parts) for kind, parts in self._parts.items()},
+            events=tuple(sorted(self._events, key=lambda noted: noted.at_us)),
+            unknown=dict(self._unknown),
+            problems=tuple(self.problems),
+        )
+
+    def _add_rows(self, kind: str, lines: Sequence[bytes]) -> None:
+        """Take the numbers of these lines; one by one where any of them is not as it should be."""
+        names = _TABLES[kind]
+        try:
+            rows = _numbers(map(itemgetter(*names), map(orjson.loads, lines)), len(lines), len(names))
+        except (ValueError, KeyError, TypeError):
+            for line in lines:
+                self._add_event(line)
+        else:
+            self._parts[kind].append(rows)
+
+    def _add_event(self, line: bytes) -> None:
+        record = self._record(line)
+        if record is None:
+            return
+        name = record["event"]
+        if name in _TABLES:
+            self._add_row(name, record)
+        elif name in _KINDS:
+            self._add_typed(name, record)
+        else:
+            self._unknown[f"event {name}"] += 1
+
+    def _record(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            record = json.loads(line)  # knows NaN, which losses may be
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("event"), str):
+            if np.isfinite(_number(record.get("t_s"))):
+                return record
+        self._num_damaged += 1
+        return None
+
+    def _add_row(self, name: str, record: Mapping[str, Any]) -> None:
+        names = _TABLES[name]
+        self._unknown.update(f"{name} without {column}" for column in names if column not in record)
+        row = tuple(_number(record.get(column)) for column in names)
+        self._parts[name].append(_numbers([row], 1, len(names)))
+
+    def _add_typed(self, name: str, record: dict[str, Any]) -> None:
+        kind = _KINDS[name]
+        known = {field.name: field for field in fields(kind)}
+        given = record.keys() - {"t_s", "global_rank", "event"}
+        self._unknown.update(f"{name} with {field}" for field in given - known.keys())
+        lacking = [field.name for field in known.values() if field.name not in given and field.default is MISSING]
+        odd = [field for field in given & known.keys() if not _fits(record[field], str(known[field].type))]
+        self._unknown.update(f"{name} without {field}" for field in lacking)
+        self._unknown.update(f"{name} with another kind of {field}" for field in odd)
+        if not lacking and not odd:
+            event = kind(**{field: record[field] for field in given & known.keys()})
+            self._events.append(Noted(at_us=round(record["t_s"] * 1e6), event=event))
+
+
+def _numbers(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -> NDArray[np.float64]:
+    values = np.fromiter(itertools.chain.from_iterable(rows), np.float64, num_rows * num_columns)
+    return values.reshape(num_rows, num_columns)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _fits(value: object, annotation: str) -> bool:
+    """Return whether a value is of the annotated type, as far as readers rely on it."""
+    if annotation in ("int", "float"):
+        return isinstance(value, int | float)
+    if annotation == "list[str]":
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if annotation == "list[list[float]]":
+        return isinstance(value, list) and all(_fits(each, "list[float]") for each in value)
+    if annotation in ("list[int]", "list[float]"):
+        return isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    return annotation != "str" or isinstance(value, str)

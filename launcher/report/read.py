@@ -1,0 +1,155 @@
+"""A run folder as values: columns for what comes with every iteration, typed events for the rest, and what is wrong.
+
+Owns: reading, at hundreds of megabytes a second, what may be half-written, damaged, incomplete or of another version.
+Must not: touch the run, or judge what it reads. Nothing in a folder makes it raise but that there is no folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from launcher.faults.log import InjectedFault
+from launcher.live import is_running, read_written
+from launcher.report.rank_log import RankLog, read_rank
+from moe_ckpt.errors import ConfigError
+
+_RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
+_POLICY = re.compile(r"^ckpt:\n(?:[ ]+.*\n)*?[ ]+policy: *(\w+)", re.MULTILINE)
+_PARALLEL_FROM_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunLog:
+    """One run. `state`: finished, running, or ended (without a result); `problems`: what the files lack, for people."""
+
+    name: str
+    path: Path
+    policy: str
+    state: str
+    world_size: int
+    ranks: tuple[RankLog, ...]
+    faults: tuple[tuple[float, InjectedFault], ...]
+    result: dict[str, Any]
+    problems: tuple[str, ...]
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunLog]:
+    """Return the runs, each under a name of its own; raises ConfigError where a path is no folder."""
+    names = _names([path.resolve() for path in paths])
+    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def read_run(path: Path, name: str | None = None) -> RunLog:
+    """Return what a run folder holds; raises ConfigError where there is no such folder."""
+    if not path.is_dir():
+        raise ConfigError(f"run: got {str(path)!r}, wanted the folder of a run")
+    described, result = _json_of(path / "run.json"), _json_of(path / "result.json")
+    ranks = _read_ranks(path)
+    size = described.get("world_size")
+    world_size = size if isinstance(size, int) else max((log.rank + 1 for log in ranks), default=0)
+    return RunLog(
+        name=name or path.resolve().name,
+        path=path,
+        policy=_policy_of(path, described),
+        state=_state_of(path, ranks, result),
+        world_size=world_size,
+        ranks=ranks,
+        faults=_faults_of(path, described),
+        result=result,
+        problems=(*_problems(path, described, ranks, world_size), *(p for log in ranks for p in log.problems)),
+    )
+
+
+def _read_ranks(path: Path) -> tuple[RankLog, ...]:
+    files = sorted(
+        (int(match[1]), file) for file in (path / "events").glob("*") if (match := _RANK_FILE.match(file.name))
+    )
+    workers = min(len(files), os.cpu_count() or 1)
+    if workers < 2 or sum(file.stat().st_size for _, file in files) < _PARALLEL_FROM_BYTES:
+        return tuple(read_rank(rank, file) for rank, file in files)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return tuple(pool.map(read_rank, *zip(*files, strict=True)))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the paths that tell them apart."""
+    for length in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path.name} ({number})" for number, path in enumerate(paths, start=1)]
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """Return what a file holds; nothing where there is none, or another thing than it should be."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _policy_of(path: Path, described: dict[str, Any]) -> str:
+    try:
+        composed = (path / "config.yaml").read_text()
+    except (OSError, ValueError):
+        composed = ""
+    found = _POLICY.search(composed)
+    return found[1] if found else str(described.get("policy", "unknown"))
+
+
+def _state_of(path: Path, ranks: Sequence[RankLog], result: dict[str, Any]) -> str:
+    if result or (ranks and all(log.has_finished for log in ranks)):
+        return "finished"
+    try:
+        return "running" if is_running(read_written(path)) else "ended"
+    except (OSError, ValueError, TypeError):  # files of another version
+        return "ended"
+
+
+def _faults_of(path: Path, described: dict[str, Any]) -> tuple[tuple[float, InjectedFault], ...]:
+    """Return what was inflicted on purpose, each with its time since the run's origin."""
+    origin = described.get("clock_origin_unix_s")
+    try:
+        lines = (path / "faults.jsonl").read_text().splitlines()
+    except (OSError, ValueError):
+        return ()
+    found: list[tuple[float, InjectedFault]] = []
+    for line in lines:
+        try:
+            fault = InjectedFault(**json.loads(line))
+            found.append((fault.unix_s - float(origin or fault.unix_s), fault))
+        except (ValueError, TypeError):
+            continue
+    return tuple(found)
+
+
+def _problems(path: Path, described: dict[str, Any], ranks: Sequence[RankLog], world_size: int) -> list[str]:
+    said = [] if described else ["no readable run.json: how many ranks it had is taken from its event files"]
+    if not ranks:
+        return [*said, f"no events in {path / 'events'}: nothing is known of what happened"]
+    missing = sorted(set(range(world_size)) - {log.rank for log in ranks})
+    if missing:
+        said.append(f"no events of {_ranks(missing)}, of {world_size} ranks: sums and means are of the others")
+    silent = [log.rank for log in ranks if not log.num_events]
+    if silent:
+        said.append(f"no readable event of {_ranks(silent)}")
+    unknown = Counter[str]()
+    for log in ranks:
+        unknown.update(log.unknown)
+    said += [f"left out, of another version: {count} x {what}" for what, count in sorted(unknown.items())]
+    return said
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:12])) + (f" and {len(ranks) - 12} more" if len(ranks) > 12 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,247 @@
+"""The numbers of a run that are worth comparing, each with its unit and what it means, and a sentence that sums up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from launcher.report.facts import Facts
+from launcher.report.parts import OF_FAULTS, RECOVERY, Part
+
+_MIB = 1 << 20
+STATES = {
+    "finished": "finished",
+    "running": "still going; this is what there was when it was read",
+    "ended": "ended without a result, or runs on another machine",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """A number of each run; `of` returns None where the run has no data for it."""
+
+    key: str
+    label: str
+    unit: str
+    means: str
+    of: Callable[[Facts], float | None]
+
+
+def quantities() -> tuple[Quantity, ...]:
+    """Return what runs are compared by, in order of interest."""
+    return tuple(
+        Quantity(key=key, label=label, unit=unit, means=means, of=of) for key, label, unit, means, of in _TABLE
+    )
+
+
+def headline(facts: Facts) -> str:
+    """Return in two or three sentences what became of the run, and where its time went."""
+    ettr = facts.ettr
+    if ettr is None:
+        return f"{facts.run.name}: {STATES[facts.run.state]}. No iteration was committed."
+    last = int(facts.series.iteration[-1]) if len(facts.series.iteration) else 0
+    said = [f"{100 * ettr:.1f} % of the time was training: {last:,} iterations in {duration(facts.end_us / 1e6)}."]
+    lost_s = facts.mean_us(*OF_FAULTS) / 1e6
+    if facts.episodes:
+        faults = "1 recovery" if len(facts.episodes) == 1 else f"{len(facts.episodes):,} recoveries"
+        said.append(f"{faults} cost {duration(lost_s)}, with what had to be computed again.")
+    else:
+        said.append("Nothing failed.")
+    said.append(f"Checkpointing took {duration(facts.mean_us(Part.STALL) / 1e6)} from iterations.")
+    if facts.run.state != "finished":
+        said.append(f"The run is {STATES[facts.run.state]}." if facts.run.state == "running" else "It has no result.")
+    return " ".join(said)
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time for people: 0.42 s, 12.3 s, 4 min 10 s, 3 h 5 min."""
+    if seconds < 100:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def shown(value: float | None) -> str:
+    """Return a number with about four digits that count; a dash where there is none."""
+    if value is None or not np.isfinite(value):
+        return "-"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float | None:
+    known = np.asarray(values, float)
+    known = known[np.isfinite(known)]
+    return float(known.mean()) if len(known) else None
+
+
+def _last(values: np.ndarray) -> float | None:
+    return float(values[-1]) if len(values) else None
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _mib(value: float | None) -> float | None:
+    return None if value is None else value / _MIB
+
+
+def _stall_share(facts: Facts) -> float | None:
+    both = facts.mean_us(Part.STALL, Part.COMPUTE)
+    return 100 * facts.mean_us(Part.STALL) / both if both else None
+
+
+def _peak_bytes(facts: Facts) -> float | None:
+    peaks = [
+        np.nanmax(table["allocated_bytes"])
+        for table in facts.memory.values()
+        if np.isfinite(table["allocated_bytes"]).any()
+    ]
+    return float(sum(peaks)) if peaks else None
+
+
+def _chosen(kind: str, column: str) -> Callable[[Facts], float | None]:
+    def last(facts: Facts) -> float | None:
+        tables = [log.tables[kind][column] for log in facts.run.ranks if len(log.tables[kind])]
+        return _last(tables[0]) if tables else None
+
+    return last
+
+
+def _tokens_lost(facts: Facts) -> float | None:
+    return float(sum(map(sum, (event.lost_by_layer for event in facts.lost)))) if facts.lost else None
+
+
+_TABLE: tuple[tuple[str, str, str, str, Callable[[Facts], float | None]], ...] = (
+    (
+        "ettr",
+        "ETTR",
+        "%",
+        "effective training time ratio: compute / (wall time - startup - evaluation - unknown), mean over ranks",
+        lambda facts: _percent(facts.ettr),
+    ),
+    ("wall_s", "wall time", "s", "from the start of the run to its last event", lambda facts: facts.end_us / 1e6),
+    (
+        "iterations",
+        "iterations",
+        "",
+        "the last iteration that was committed",
+        lambda facts: _last(facts.series.iteration),
+    ),
+    (
+        "recoveries",
+        "recoveries",
+        "",
+        "how often ranks had to recover; faults that overlap count once",
+        lambda facts: float(len(facts.episodes)),
+    ),
+    (
+        "faults_cost_s",
+        "cost of faults",
+        "s",
+        "detection, rebuild, fetch, waiting, replay, and work that was lost; mean over ranks",
+        lambda facts: facts.mean_us(*OF_FAULTS) / 1e6,
+    ),
+    (
+        "recovery_s",
+        "per recovery",
+        "s",
+        "from the last sign of life until the last rank goes on; mean over recoveries",
+        lambda facts: _mean([(each.end_us - each.start_us) / 1e6 for each in facts.episodes]),
+    ),
+    (
+        "recovering_s",
+        "in recoveries",
+        "s",
+        "detection, rebuild, fetch, waiting and replay; mean over ranks",
+        lambda facts: facts.mean_us(*RECOVERY) / 1e6,
+    ),
+    (
+        "lost_s",
+        "work lost",
+        "s",
+        "iterations cut off or given up; mean over ranks",
+        lambda facts: facts.mean_us(Part.LOST) / 1e6,
+    ),
+    ("stall_percent", "stall", "%", "stall / (stall + compute), mean over ranks", _stall_share),
+    (
+        "stall_ms",
+        "stall per iteration",
+        "ms",
+        "what checkpointing took from an iteration; mean over ranks and iterations",
+        lambda facts: None if (mean := _mean(facts.series.stall_mean_s)) is None else 1e3 * mean,
+    ),
+    (
+        "iteration_s",
+        "iteration",
+        "s",
+        "length of an iteration with its stall; mean over ranks and iterations",
+        lambda facts: _mean(facts.series.seconds),
+    ),
+    (
+        "snapshot_mib",
+        "snapshots",
+        "MiB/iteration",
+        "copied to host memory, all ranks together; mean over iterations that took one",
+        lambda facts: _mib(_mean(facts.series.snapshot_bytes)),
+    ),
+    (
+        "boundary_mib",
+        "between stages",
+        "MiB/iteration",
+        "activations and gradients sent to other pipeline stages, all ranks together; what a boundary log holds",
+        lambda facts: _mib(_mean(facts.series.sent_bytes)),
+    ),
+    (
+        "memory_mib",
+        "host memory",
+        "MiB",
+        "the most that each rank has allocated for snapshots and logs, all ranks together",
+        lambda facts: _mib(_peak_bytes(facts)),
+    ),
+    (
+        "window_iters",
+        "window",
+        "iterations",
+        "iterations in which every operator is taken once, as last chosen",
+        _chosen("WindowChosen", "num_slots"),
+    ),
+    (
+        "interval_iters",
+        "interval",
+        "iterations",
+        "from one whole snapshot to the next, as last chosen",
+        _chosen("IntervalChosen", "every_iters"),
+    ),
+    ("checkpoints", "checkpoints", "", "whole checkpoints that were committed", lambda facts: float(len(facts.saved))),
+    ("checkpoints_failed", "failed", "", "checkpoints that could not be saved", lambda facts: float(len(facts.failed))),
+    ("loss", "loss", "nats/token", "training loss of the last iteration", lambda facts: _last(facts.series.loss)),
+    (
+        "eval_loss",
+        "evaluation loss",
+        "nats/token",
+        "cross-entropy on held-out batches, the last time",
+        lambda facts: facts.evaluated[-1].loss if facts.evaluated else None,
+    ),
+    ("tokens_lost", "tokens lost", "", "tokens whose updates were lost, over all MoE layers", _tokens_lost),
+    (
+        "plt_percent",
+        "PLT",
+        "%",
+        "proportion of lost tokens (MoC-System), mean over MoE layers, the last that was told",
+        lambda facts: _percent(facts.lost[-1].plt) if facts.lost else None,
+    ),
+    (
+        "mlt_percent",
+        "MLT",
+        "%",
+        "momentary lost tokens (MoEtion), summed over MoE layers, the last that was told",
+        lambda facts: _percent(facts.lost[-1].mlt) if facts.lost else None,
+    ),
+)

@@ -1,0 +1,140 @@
+"""Tables as values, for every format. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.report.episodes import Episode
+from launcher.report.facts import Facts
+from launcher.report.parts import EXPLAINED, OF_FAULTS, Part
+from launcher.report.summary import quantities, shown
+
+_MIB = 1 << 20
+_MOST_ROWS = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """What stands in a column; `means` is shown on hover."""
+
+    label: str
+    unit: str = ""
+    means: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of numbers and words; None: there is no data. `note`: what was left out, or why there is nothing."""
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str | float | None, ...], ...]
+    note: str = ""
+
+
+def text_of(cell: str | float | None) -> str:
+    return cell if isinstance(cell, str) else shown(cell)
+
+
+def compared(runs: Sequence[Facts]) -> Table:
+    """Return the runs side by side, in the quantities that any of them has."""
+    values = {each: [each.of(facts) for facts in runs] for each in quantities()}
+    there = [each for each, of_runs in values.items() if any(value is not None for value in of_runs)]
+    return Table(
+        key="runs",
+        title="Runs",
+        columns=(
+            Column(label="run"),
+            Column(label="policy", means="ckpt=, the checkpoint policy"),
+            Column(label="state", means="finished, still running, or ended without a result"),
+            Column(label="ranks", means="how many the run has"),
+            *(Column(label=each.label, unit=each.unit, means=each.means) for each in there),
+        ),
+        rows=tuple(
+            (
+                facts.run.name,
+                facts.run.policy,
+                facts.run.state,
+                float(facts.run.world_size),
+                *(values[each][number] for each in there),
+            )
+            for number, facts in enumerate(runs)
+        ),
+    )
+
+
+def time_of_runs(runs: Sequence[Facts]) -> Table:
+    """Return where the time of each run went, on average over its ranks."""
+    parts = [part for part in Part if any(facts.mean_us(part) for facts in runs)]
+    return Table(
+        key="parts",
+        title="Where the time went, mean over ranks",
+        columns=(Column(label="run"), *_seconds(parts), _WALL),
+        rows=tuple(
+            (facts.run.name, *(facts.mean_us(part) / 1e6 for part in parts), facts.end_us / 1e6) for facts in runs
+        ),
+    )
+
+
+_WALL = Column(label="wall time", unit="s", means="the sum of all parts")
+
+
+def _seconds(parts: Sequence[Part]) -> list[Column]:
+    return [Column(label=part.label, unit="s", means=EXPLAINED[part]) for part in parts]
+
+
+def time_of_ranks(facts: Facts) -> Table:
+    """Return where each rank's time went."""
+    parts = [part for part in Part if facts.mean_us(part)]
+    totals = sorted(facts.totals_us.items())
+    return Table(
+        key="time-of-ranks",
+        title="Time of each rank",
+        columns=(Column(label="rank"), *_seconds(parts), _WALL),
+        rows=tuple(
+            (float(rank), *(of[part] / 1e6 for part in parts), sum(of.values()) / 1e6)
+            for rank, of in totals[:_MOST_ROWS]
+        ),
+        note=_cut(len(totals), "ranks"),
+    )
+
+
+def recoveries(facts: Facts) -> Table:
+    """Return the recoveries, by what they took."""
+    return Table(
+        key="recoveries",
+        title="Recoveries",
+        columns=(
+            Column(label="no."),
+            Column(label="at", unit="s", means="since the start of the run"),
+            Column(label="took", unit="s", means="from the last sign of life until the last rank went on"),
+            *(Column(label=part.label, unit="s", means=f"{EXPLAINED[part]}; mean over ranks") for part in OF_FAULTS),
+            Column(label="goes on after", means="the iteration whose state all ranks had then"),
+            Column(label="replayed", unit="iterations", means="run again to rebuild state, on the ranks that did"),
+            Column(label="by ranks", means="which ranks loaded or replayed"),
+            Column(label="fetched", unit="MiB", means="got out of other ranks' memory"),
+            Column(label="what failed"),
+        ),
+        rows=tuple(_row(each) for each in facts.episodes[:_MOST_ROWS]),
+        note=_cut(len(facts.episodes), "recoveries") if facts.episodes else "no rank had to recover",
+    )
+
+
+def _row(episode: Episode) -> tuple[str | float | None, ...]:
+    return (
+        float(episode.number),
+        episode.start_us / 1e6,
+        (episode.end_us - episode.start_us) / 1e6,
+        *(episode.mean_us[part] / 1e6 for part in OF_FAULTS),
+        None if episode.iteration is None else float(episode.iteration),
+        float(episode.replayed_iters),
+        ", ".join(map(str, episode.replaying_ranks)) or "none",
+        episode.fetched_bytes / _MIB,
+        "; ".join(episode.causes),
+    )
+
+
+def _cut(there: int, what: str) -> str:
+    return f"the first {_MOST_ROWS} of {there:,} {what}" if there > _MOST_ROWS else ""

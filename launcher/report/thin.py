@@ -1,0 +1,26 @@
+"""Fewer points that look the same: what a plot shows of a million iterations. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_POINTS = 2000
+
+
+def thin(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int64]:
+    """Return which points to keep, in order: all, or the first, the last, and the extremes of each equal stretch.
+
+    At most `most` where there are more. NaN are no points.
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) <= most:
+        return known
+    stretches = np.array_split(known[1:-1], (most - 2) // 2)
+    extremes = [stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)]
+    return np.unique([known[0], known[-1], *extremes])
+
+
+def said(shown: int, there: int, of: str) -> str:
+    """Return what a page says of a thinned plot; nothing where all is shown."""
+    return "" if shown >= there else f"{shown:,} of {there:,} {of}: the least and the most of each stretch are kept"

@@ -1,0 +1,135 @@
+"""A stretch of one rank's time that holds events, cut by what they tell: recoveries, restarts, evaluations.
+
+Pure. An event is written when what it tells of is over, so each of them closes stretches that began before it:
+
+    `last commit     `death       `found      `all together             `Rejoined
+    |     lost       | detection  |  rebuild  | fetch | waiting, replay | other | iteration
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from launcher.report.parts import Part
+from launcher.report.rank_log import Noted
+from moe_ckpt.events import (
+    Evaluated,
+    GenerationEnded,
+    ModelBuilt,
+    Rejoined,
+    RunFinished,
+    StageRecovered,
+    StateResumed,
+    TrainerStarted,
+)
+
+TELLING = (
+    Evaluated,
+    GenerationEnded,
+    ModelBuilt,
+    Rejoined,
+    RunFinished,
+    StageRecovered,
+    StateResumed,
+    TrainerStarted,
+)
+_UNMEASURED = -1
+
+
+class Walk:
+    """Stretches, each from where the one before ended; one that would end before it begins is left out."""
+
+    def __init__(self, start_us: int) -> None:
+        self.now_us = start_us
+        self.stretches: list[tuple[int, Part, int]] = []
+
+    def to(self, end_us: int, part: Part, iteration: int = _UNMEASURED) -> None:
+        if end_us > self.now_us:
+            self.now_us = end_us
+            self.stretches.append((end_us, part, iteration))
+
+
+def walk_gap(walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: int | None = None) -> Part:
+    """Cut the time between two iterations; return what the rest of it, after the last event, belongs to.
+
+    `finished`: the iteration that was cut off and that the recovery then committed, so that it was not lost.
+    """
+    rest = Part.STARTUP if is_first else None
+    found = list(found)
+    while found:
+        rejoined = next((i for i, noted in enumerate(found) if isinstance(noted.event, Rejoined)), None)
+        if rejoined is None:
+            rest = _plain(walk, found, rest)
+            break
+        _recovery(walk, found[: rejoined + 1], rest, finished)
+        rest, found = Part.OTHER, found[rejoined + 1 :]
+    return rest or Part.OTHER
+
+
+def walk_iteration(
+    walk: Walk, found: Sequence[Noted], iteration: int, end_us: int, stall_us: int, *, given_up: bool
+) -> None:
+    """Cut an iteration in which state was rebuilt without the loss of a process; hooks counted that as a stall."""
+    for noted in found:
+        event = noted.event
+        if isinstance(event, StageRecovered):
+            again = event.iteration < iteration
+            walk.to(noted.at_us - us(event.seconds), Part.LOST if again or given_up else Part.COMPUTE, iteration)
+            before_us = walk.now_us
+            walk.to(noted.at_us, Part.REPLAY)
+            stall_us -= walk.now_us - before_us
+    walk.to(end_us - max(stall_us, 0), Part.LOST if given_up else Part.COMPUTE, iteration)
+    walk.to(end_us, Part.LOST if given_up else Part.STALL, iteration)
+
+
+def us(seconds: float) -> int:
+    """Return whole microseconds; none for what is no duration."""
+    return round(seconds * 1e6) if math.isfinite(seconds) and seconds > 0 else 0
+
+
+def _plain(walk: Walk, found: Sequence[Noted], rest: Part | None) -> Part | None:
+    """Cut what is no recovery of a guarded job: a start, a restart by torchrun, a load from disk, an evaluation."""
+    for noted in found:
+        at_us, event = noted.at_us, noted.event
+        if isinstance(event, TrainerStarted):
+            rest = rest if rest is Part.STARTUP and event.life == 0 else Part.REBUILD
+            walk.to(at_us, rest)
+        elif isinstance(event, ModelBuilt):
+            walk.to(at_us, rest or Part.OTHER)
+        elif isinstance(event, GenerationEnded):
+            walk.to(at_us, rest or Part.LOST)
+            rest = Part.REBUILD
+        elif isinstance(event, StateResumed | StageRecovered):
+            walk.to(at_us - us(event.seconds), rest or Part.LOST)
+            walk.to(at_us, Part.FETCH if isinstance(event, StateResumed) else Part.REPLAY)
+            rest = Part.STARTUP if rest is Part.STARTUP else Part.OTHER
+        elif isinstance(event, Evaluated):
+            walk.to(at_us, Part.STARTUP if rest is Part.STARTUP else Part.EVALUATION)
+        else:
+            walk.to(at_us, Part.OTHER)
+    return rest
+
+
+def _recovery(walk: Walk, found: Sequence[Noted], rest: Part | None, finished: int | None) -> None:
+    """Cut what ends with `Rejoined`, the last of `found`, by its durations; the latest are the surest."""
+    at_us, rejoined = found[-1].at_us, found[-1].event
+    assert isinstance(rejoined, Rejoined)
+    replay_us = at_us - us(rejoined.replay_s)
+    fetch_us = replay_us - us(rejoined.fetch_s)
+    rebuild_us = fetch_us - us(rejoined.rebuild_s)
+    detect_us = rebuild_us - us(rejoined.detect_s)
+    earlier = [noted for noted in found[:-1] if noted.at_us <= detect_us]
+    rest = _plain(walk, earlier, rest) if earlier else rest
+    if rest is None and finished is not None and finished == rejoined.iteration:
+        walk.to(detect_us, Part.COMPUTE, finished)
+    walk.to(detect_us, rest or Part.LOST)
+    walk.to(rebuild_us, Part.DETECTION)
+    walk.to(fetch_us, Part.REBUILD)
+    walk.to(replay_us, Part.FETCH)
+    done = [noted for noted in found[:-1] if isinstance(noted.event, StateResumed | StageRecovered)]
+    for noted in done:
+        assert isinstance(noted.event, StateResumed | StageRecovered)
+        walk.to(noted.at_us - us(noted.event.seconds), Part.WAITING)
+        walk.to(noted.at_us, Part.FETCH if isinstance(noted.event, StateResumed) else Part.REPLAY)
+    walk.to(at_us, Part.REPLAY if rejoined.executed_iters and not done else Part.WAITING)
