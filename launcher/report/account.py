@@ -7,7 +7,7 @@ not guessed: it is a part of its own. Iterations without events inside are cut a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +55,8 @@ def account(log: RankLog, end_us: int) -> Tiling:
     walks = [_walk(log, commits, gap, end_us, found) for gap, found in marks.items()]
     walked = [stretch for walk in walks for stretch in walk.stretches]
     rows = np.concatenate([_plain(commits, marks), np.array(walked, dtype=np.int64).reshape(-1, 3)])
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    rows = rows[np.diff(rows[:, 0], prepend=0) > 0]
+    rows = rows[np.argsort(rows[:, 0])]
+    assert (np.diff(rows[:, 0], prepend=0) > 0).all(), log.rank
     return Tiling(ends_us=rows[:, 0], parts=rows[:, 1], iterations=rows[:, 2])
 
 
@@ -86,12 +86,14 @@ def _commits(log: RankLog, at_us: Microseconds, marks: Mapping[int, Sequence[Not
 
 
 def _marks_by_gap(log: RankLog, at_us: Microseconds, end_us: int) -> dict[int, list[Noted]]:
-    """Return the events that tell what time went on, by the commit that they come before, in order."""
+    """Return the events that tell what time went on, by the commit that they come before, in order of the file."""
+    bounds_us = np.concatenate([[0], at_us, [end_us]])
     marks: dict[int, list[Noted]] = {}
     for noted in log.events:
         if isinstance(noted.event, TELLING):
-            within = Noted(at_us=min(max(noted.at_us, 0), end_us), event=noted.event)
-            marks.setdefault(int(np.searchsorted(at_us, within.at_us)), []).append(within)
+            least_us, most_us = bounds_us[noted.after_commits : noted.after_commits + 2]
+            within = replace(noted, at_us=int(min(max(noted.at_us, least_us), most_us)))
+            marks.setdefault(noted.after_commits, []).append(within)
     return marks
 
 
@@ -106,16 +108,21 @@ def _given_up(iterations: NDArray[np.int64], marks: Mapping[int, Sequence[Noted]
 
 
 def _plain(commits: _Commits, without: Mapping[int, object]) -> NDArray[np.int64]:
-    """Return (end, part, iteration) for all commits but some: what lies before, the iteration, its stall."""
+    """Return (end, part, iteration) for all commits but some: what lies before, the iteration, its stall.
+
+    None is empty: several would end at once, and which came first could not be told.
+    """
     keep = np.setdiff1d(np.arange(len(commits.at_us)), np.array(sorted(without)))
     at_us, given_up, iterations = commits.at_us[keep], commits.given_up[keep], commits.iterations[keep]
     gap = np.where(keep == 0, Part.STARTUP, Part.OTHER)
+    bounds_us = (commits.previous_us[keep], commits.begin_us[keep], at_us - commits.stall_us[keep], at_us)
     stretches = (
-        (commits.begin_us[keep], gap, np.full(len(keep), _NONE)),
-        (at_us - commits.stall_us[keep], np.where(given_up, Part.LOST, Part.COMPUTE), iterations),
-        (at_us, np.where(given_up, Part.LOST, Part.STALL), iterations),
+        (*bounds_us[0:2], gap, np.full(len(keep), _NONE)),
+        (*bounds_us[1:3], np.where(given_up, Part.LOST, Part.COMPUTE), iterations),
+        (*bounds_us[2:4], np.where(given_up, Part.LOST, Part.STALL), iterations),
     )
-    return np.stack([np.concatenate(column) for column in zip(*stretches, strict=True)], axis=1)
+    rows = np.stack([np.concatenate(column) for column in zip(*stretches, strict=True)], axis=1)
+    return rows[rows[:, 1] > rows[:, 0], 1:]
 
 
 def _walk(log: RankLog, commits: _Commits, gap: int, end_us: int, found: Sequence[Noted]) -> Walk:
@@ -132,6 +139,6 @@ def _walk(log: RankLog, commits: _Commits, gap: int, end_us: int, found: Sequenc
     unmeasured = not log.commits["seconds"][gap] > 0  # committed by a recovery
     rest = walk_gap(walk, before, is_first=gap == 0, finished=iteration if unmeasured else None)
     walk.to(begin_us, rest)
-    inside, given_up = found[len(before) :], bool(commits.given_up[gap])
+    inside, given_up = [noted for noted in found if noted.at_us > begin_us], bool(commits.given_up[gap])
     walk_iteration(walk, inside, iteration, int(commits.at_us[gap]), stall_us, given_up=given_up)
     return walk

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Microseconds = NDArray[np.int64]
+KEYS = ("t_s", "iteration")  # without them a row says nothing
 _US_PER_S = 1e6
 
 
@@ -39,18 +40,9 @@ class Columns:
         return self["iteration"].astype(np.int64)
 
 
-def empty(names: tuple[str, ...]) -> Columns:
-    return Columns(names=names, rows=np.empty((0, len(names))))
-
-
 def join(names: tuple[str, ...], parts: Iterable[NDArray[np.float64]]) -> Columns:
-    """Return the parts one below the other, without rows that lack a time or an iteration they should have."""
-    found = [part for part in parts if len(part)]
-    if not found:
-        return empty(names)
-    rows = np.concatenate(found)
-    keys = [names.index(name) for name in ("t_s", "iteration") if name in names]
-    return Columns(names=names, rows=rows[np.isfinite(rows[:, keys]).all(axis=1)])
+    """Return the parts one below the other; none lacks any of `KEYS`."""
+    return Columns(names=names, rows=np.concatenate([np.empty((0, len(names))), *parts]))
 
 
 def to_us(seconds: NDArray[np.float64]) -> Microseconds:

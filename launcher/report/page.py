@@ -38,7 +38,7 @@ def to_html(runs: Sequence[Facts]) -> str:
             f"<title>Report: {escape(name)}</title>",
             f"<style>{_asset('page.css')}</style></head><body><main>",
             f"<h1>{escape(name)}</h1>",
-            '<p class="faint">Hover over or tap dotted words and (i) to see what they mean; a click on a heading sorts.</p>',
+            '<p class="faint">Hover over or tap dotted words and (i) for what they mean; headings sort on click.</p>',
             *(_summary(facts) for facts in runs),
             _table(compared(runs)) if len(runs) > 1 else "",
             "<h2>All runs</h2>" if len(runs) > 1 else "<h2>The run</h2>",
@@ -114,7 +114,7 @@ def _run_section(number: int, facts: Facts, plots: Sequence[Plot]) -> str:
 def _plots(plots: Sequence[Plot]) -> str:
     """Return the plots, and a line each for those that there is no data for."""
     lines = [f"<li>{escape(plot.title)}: {escape(plot.missing)}</li>" for plot in plots if not plot.choices]
-    missing = f'<div class="card wide faint">Not shown:<ul>{"".join(lines)}</ul></div>' if lines else ""
+    missing = f'<div class="card faint">Not shown:<ul>{"".join(lines)}</ul></div>' if lines else ""
     return f'<div class="columns">{"".join(_plot(plot) for plot in plots if plot.choices)}{missing}</div>'
 
 

@@ -84,8 +84,8 @@ def recoveries(facts: Facts) -> Plot:
     return Plot(
         key="recoveries",
         title="Recoveries",
-        means="What each rank did, from the first sign of a fault until the last rank went on: who waited, who replayed "
-        "which iterations. A rank without a bar went on with its iteration.",
+        means="What each rank did, from the first sign of a fault until the last rank went on: who waited, who "
+        "replayed which iterations. A rank without a bar went on with its iteration.",
         choices=tuple((_label(each), _gantt(each)) for each in chosen),
         missing="no rank had to recover",
         note="; ".join(filter(None, notes)),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -19,7 +21,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from launcher.report.columns import Columns, join
+from launcher.report.columns import KEYS, Columns, join
 from moe_ckpt.events import Event, EventsLost, RunFinished
 
 _COMMITTED = ("t_s", "iteration", "seconds", "stall_s", "loss", "sent_activation_bytes", "sent_gradient_bytes")
@@ -67,9 +69,10 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Event
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noted:
-    """An event and when it was written, in microseconds since the run's origin."""
+    """An event, when it was written, in microseconds since the run's origin, and after how many commits."""
 
     at_us: int
+    after_commits: int
     event: Event | ExpertPopularity | TokensLost
 
 
@@ -133,19 +136,24 @@ class _Reader:
         self._events: list[Noted] = []
         self._unknown = Counter[str]()
         self._num_damaged = 0
+        self._num_commits = 0
 
     def add(self, lines: list[bytes]) -> None:
         if not lines[-1].endswith(b"\n"):
             lines.pop()
             self.problems.append(f"rank {self._rank}: the last line is half-written, left out")
+        rest = list(enumerate(lines))
+        commits: list[int] = []
         for kind in _TABLES:
-            mark = b'"event": "%s"' % kind.encode()
-            mine = [line for line in lines if mark in line]
+            mark = b'"%s"' % kind.encode()
+            mine = [each for each in rest if mark in each[1]]
             if mine:
-                lines = [line for line in lines if mark not in line]
-                self._add_rows(kind, mine)
-        for line in lines:
-            self._add_event(line)
+                rest = [each for each in rest if mark not in each[1]]
+                taken = self._add_rows(kind, *zip(*mine, strict=True))
+                commits = taken if kind == "IterationCommitted" else commits
+        for number, line in rest:
+            self._add_event(line, self._num_commits + bisect(commits, number))
+        self._num_commits += len(commits)
 
     def finish(self) -> RankLog:
         if self._num_damaged:
@@ -156,31 +164,39 @@ class _Reader:
         return RankLog(
             rank=self._rank,
             tables={kind: join(_TABLES[kind], parts) for kind, parts in self._parts.items()},
-            events=tuple(sorted(self._events, key=lambda noted: noted.at_us)),
+            events=tuple(self._events),
             unknown=dict(self._unknown),
             problems=tuple(self.problems),
         )
 
-    def _add_rows(self, kind: str, lines: Sequence[bytes]) -> None:
-        """Take the numbers of these lines; one by one where any of them is not as it should be."""
+    def _add_rows(self, kind: str, numbers: Sequence[int], lines: Sequence[bytes]) -> Sequence[int]:
+        """Take the numbers in these lines, one by one where any is not as it should be; return which lines had them."""
         names = _TABLES[kind]
         try:
             rows = _numbers(map(itemgetter(*names), map(orjson.loads, lines)), len(lines), len(names))
         except (ValueError, KeyError, TypeError):
-            for line in lines:
-                self._add_event(line)
-        else:
-            self._parts[kind].append(rows)
+            found = {number: row for number, line in zip(numbers, lines, strict=True) if (row := self._row(kind, line))}
+            numbers, rows = list(found), _numbers(found.values(), len(found), len(names))
+        self._parts[kind].append(rows)
+        return numbers
 
-    def _add_event(self, line: bytes) -> None:
+    def _row(self, kind: str, line: bytes) -> tuple[float, ...] | None:
+        """Return the numbers in a line; None where it does not say when, or for which iteration."""
+        record = self._record(line)
+        if record is None:
+            return None
+        names = _TABLES[kind]
+        self._unknown.update(f"{kind} without {column}" for column in names if column not in record)
+        row = tuple(_number(record.get(column)) for column in names)
+        return row if all(math.isfinite(row[names.index(key)]) for key in KEYS if key in names) else None
+
+    def _add_event(self, line: bytes, after_commits: int) -> None:
         record = self._record(line)
         if record is None:
             return
         name = record["event"]
-        if name in _TABLES:
-            self._add_row(name, record)
-        elif name in _KINDS:
-            self._add_typed(name, record)
+        if name in _KINDS:
+            self._add_typed(name, record, after_commits)
         else:
             self._unknown[f"event {name}"] += 1
 
@@ -189,19 +205,12 @@ class _Reader:
             record = json.loads(line)  # knows NaN, which losses may be
         except ValueError:
             record = None
-        if isinstance(record, dict) and isinstance(record.get("event"), str):
-            if np.isfinite(_number(record.get("t_s"))):
-                return record
+        if isinstance(record, dict) and isinstance(record.get("event"), str) and math.isfinite(_number(record.get("t_s"))):
+            return record
         self._num_damaged += 1
         return None
 
-    def _add_row(self, name: str, record: Mapping[str, Any]) -> None:
-        names = _TABLES[name]
-        self._unknown.update(f"{name} without {column}" for column in names if column not in record)
-        row = tuple(_number(record.get(column)) for column in names)
-        self._parts[name].append(_numbers([row], 1, len(names)))
-
-    def _add_typed(self, name: str, record: dict[str, Any]) -> None:
+    def _add_typed(self, name: str, record: dict[str, Any], after_commits: int) -> None:
         kind = _KINDS[name]
         known = {field.name: field for field in fields(kind)}
         given = record.keys() - {"t_s", "global_rank", "event"}
@@ -212,7 +221,8 @@ class _Reader:
         self._unknown.update(f"{name} with another kind of {field}" for field in odd)
         if not lacking and not odd:
             event = kind(**{field: record[field] for field in given & known.keys()})
-            self._events.append(Noted(at_us=round(record["t_s"] * 1e6), event=event))
+            noted = Noted(at_us=round(record["t_s"] * 1e6), after_commits=after_commits, event=event)
+            self._events.append(noted)
 
 
 def _numbers(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -> NDArray[np.float64]:

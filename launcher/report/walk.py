@@ -93,8 +93,9 @@ def _plain(walk: Walk, found: Sequence[Noted], rest: Part | None) -> Part | None
     for noted in found:
         at_us, event = noted.at_us, noted.event
         if isinstance(event, TrainerStarted):
-            rest = rest if rest is Part.STARTUP and event.life == 0 else Part.REBUILD
-            walk.to(at_us, rest)
+            is_first = rest is Part.STARTUP and event.life == 0
+            walk.to(at_us, rest if rest in (Part.STARTUP, Part.LOST) else Part.REBUILD)
+            rest = Part.STARTUP if is_first else Part.REBUILD
         elif isinstance(event, ModelBuilt):
             walk.to(at_us, rest or Part.OTHER)
         elif isinstance(event, GenerationEnded):
@@ -119,8 +120,8 @@ def _recovery(walk: Walk, found: Sequence[Noted], rest: Part | None, finished: i
     fetch_us = replay_us - us(rejoined.fetch_s)
     rebuild_us = fetch_us - us(rejoined.rebuild_s)
     detect_us = rebuild_us - us(rejoined.detect_s)
-    earlier = [noted for noted in found[:-1] if noted.at_us <= detect_us]
-    rest = _plain(walk, earlier, rest) if earlier else rest
+    earlier = [noted for noted in found[:-1] if noted.at_us < detect_us]
+    rest = _plain(walk, earlier, rest or Part.LOST) if earlier else rest
     if rest is None and finished is not None and finished == rejoined.iteration:
         walk.to(detect_us, Part.COMPUTE, finished)
     walk.to(detect_us, rest or Part.LOST)

@@ -1,0 +1,186 @@
+"""Run folders as a job would leave them, written event by event, for tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.report.rank_log import ExpertPopularity, RankLog, TokensLost, read_rank
+from moe_ckpt.events import (
+    Evaluated,
+    Event,
+    GenerationEnded,
+    HostMemoryUsed,
+    IterationCommitted,
+    ModelBuilt,
+    Rejoined,
+    RunFinished,
+    SnapshotTaken,
+    StageRecovered,
+    TrainerStarted,
+    WindowChosen,
+)
+
+Timed = tuple[float, Event | ExpertPopularity | TokensLost]
+DEATH = "rank 1 (pid 11) died of SIGKILL in backward of iteration 6, found 100 ms after its last sign of life"
+ITERATION_S = 0.5
+STALL_S = 0.05
+FIRST_S = 2.0
+
+
+def line_of(t_s: float, rank: int, event: object) -> str:
+    """Return an event's line as the log writes it."""
+    record = {"t_s": round(t_s, 6), "global_rank": rank, "event": type(event).__name__, **asdict(event)}  # type: ignore[call-overload]
+    return json.dumps(record) + "\n"
+
+
+def write_events(run: Path, rank: int, events: Iterable[Timed], *, tail: str = "") -> Path:
+    path = run / "events" / f"rank{rank:04d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(line_of(t_s, rank, event) for t_s, event in events) + tail)
+    return path
+
+
+def log_of(folder: Path, events: Iterable[Timed], rank: int = 0) -> RankLog:
+    """Return what is read of one rank's events."""
+    return read_rank(rank, write_events(folder, rank, events))
+
+
+def committed(
+    iteration: int, *, seconds: float = ITERATION_S, stall_s: float = STALL_S, loss: float | None = None
+) -> IterationCommitted:
+    return IterationCommitted(
+        iteration=iteration,
+        loss=5.0 / (1 + 0.1 * iteration) if loss is None else loss,
+        grad_norm=1.0,
+        loss_scale=1.0,
+        learning_rate=1e-3,
+        skipped=False,
+        seconds=seconds,
+        stall_s=stall_s,
+        sent_activation_bytes=1 << 16,
+        sent_gradient_bytes=0,
+    )
+
+
+def rejoined(iteration: int, **fields: Any) -> Rejoined:
+    """Return a recovery of 0.1 s detection, 0.2 s rebuild, 0.05 s fetch and 0.3 s of the rest."""
+    given = {
+        "generation": 2,
+        "iteration": iteration,
+        "joined_unix_s": 0.0,
+        "deaths": [DEATH],
+        "detect_s": 0.1,
+        "rebuild_s": 0.2,
+        "fetch_s": 0.05,
+        "replay_s": 0.3,
+        "fetched_bytes": 1 << 20,
+        "executed_iters": 0,
+    }
+    return Rejoined(**(given | fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """A run of `ranks` ranks in which rank 1 dies in iteration 6, and its stage, the first half, replays."""
+
+    ranks: int = 4
+    iterations: int = 12
+    fault_after: int | None = 5
+    speed: float = 1.0
+    with_experts: bool = True
+
+    def events(self, rank: int) -> list[Timed]:
+        """Return one rank's events, in order."""
+        now_s, found = FIRST_S, self._start(rank)
+        for iteration in range(1, self.iterations + 1):
+            now_s += ITERATION_S * self.speed
+            found += self._iteration(now_s, iteration)
+            if iteration == self.fault_after:
+                found += self._fault(rank, now_s, iteration)
+                now_s += 1.0
+        return [*found, (now_s + 0.2, Evaluated(iteration=self.iterations, loss=2.5))]
+
+    def _start(self, rank: int) -> list[Timed]:
+        return [
+            (0.25, TrainerStarted(pid=10 + rank, host="here", life=0, device="cpu")),
+            (1.0, ModelBuilt(seconds=0.7)),
+            (FIRST_S, Evaluated(iteration=0, loss=5.0)),
+        ]
+
+    def _iteration(self, now_s: float, iteration: int) -> list[Timed]:
+        memory = HostMemoryUsed(
+            full_bytes=(3 << 20) + iteration,
+            compute_bytes=1 << 20,
+            buffer_bytes=1 << 19,
+            boundary_log_bytes=iteration << 16,
+            step_log_bytes=1 << 10,
+            allocated_bytes=6 << 20,
+            double_buffered_dense_bytes=8 << 20,
+        )
+        snapshot = SnapshotTaken(
+            iteration=iteration,
+            window_start=iteration,
+            slot=0,
+            num_slots=1,
+            size_bytes=2 << 20,
+            dense_bytes=4 << 20,
+            copy_s=0.02,
+        )
+        window = WindowChosen(
+            iteration=iteration, num_slots=2, fitting=2, iteration_s=0.5, copy_bytes_per_s=1e9, reordered=False
+        )
+        done: list[Timed] = [(now_s, committed(iteration, seconds=ITERATION_S * self.speed))]
+        before: list[Timed] = [(now_s - 0.3, snapshot), (now_s - 0.2, memory), (now_s - 0.1, window)]
+        return [*before, *done, *(self._experts(now_s, iteration) if self.with_experts else [])]
+
+    def _experts(self, now_s: float, iteration: int) -> list[Timed]:
+        tokens = [[float(10 + (expert * iteration) % 7) for expert in range(8)] for _ in range(2)]
+        told = ExpertPopularity(iteration=iteration, layers=[1, 2], tokens=tokens)
+        lost = TokensLost(iteration=iteration, lost_by_layer=[4.0 * iteration, 2.0], plt=0.01, mlt=0.02)
+        return [(now_s, told), *([(now_s, lost)] if iteration == self.fault_after else [])]
+
+    def _fault(self, rank: int, now_s: float, iteration: int) -> list[Timed]:
+        replays = rank < self.ranks // 2
+        done = StageRecovered(
+            iteration=iteration,
+            window_start=iteration - 2,
+            first_stage=0,
+            last_stage=0,
+            replayed_iters=2,
+            fetched_bytes=1 << 18,
+            seconds=0.2,
+        )
+        left = GenerationEnded(generation=1, reason=DEATH, left_unix_s=now_s + 0.4)
+        new = TrainerStarted(pid=99, host="here", life=1, device="cpu")
+        return [
+            (now_s + 0.45, new if rank == 1 else left),
+            *([(now_s + 0.95, done)] if replays else []),
+            (now_s + 1.0, rejoined(iteration, executed_iters=2 if replays else 0)),
+        ]
+
+
+def write_run(
+    run: Path,
+    story: Story | None = None,
+    *,
+    policy: str = "moevement",
+    ranks: Sequence[int] | None = None,
+    ends_well: bool = True,
+) -> Path:
+    """Write a whole run folder; only some ranks' files, if `ranks` says so."""
+    told = story or Story()
+    for rank in range(told.ranks) if ranks is None else ranks:
+        events = told.events(rank)
+        if ends_well:
+            events.append((events[-1][0] + 0.1, RunFinished(iteration=told.iterations, digest="d" * 64)))
+        write_events(run, rank, events)
+    described = {"run_id": "1", "clock_origin_unix_s": 1000.0, "world_size": told.ranks}
+    (run / "run.json").write_text(json.dumps(described))
+    (run / "config.yaml").write_text(f"run:\n  name: x\nckpt:\n  replicas: 1\n  policy: {policy}\n")
+    if ends_well:
+        (run / "result.json").write_text(json.dumps({"iteration": told.iterations, "eval_loss": 2.5, "digest": "d" * 64}))
+    return run
