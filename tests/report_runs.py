@@ -182,5 +182,7 @@ def write_run(
     (run / "run.json").write_text(json.dumps(described))
     (run / "config.yaml").write_text(f"run:\n  name: x\nckpt:\n  replicas: 1\n  policy: {policy}\n")
     if ends_well:
-        (run / "result.json").write_text(json.dumps({"iteration": told.iterations, "eval_loss": 2.5, "digest": "d" * 64}))
+        (run / "result.json").write_text(
+            json.dumps({"iteration": told.iterations, "eval_loss": 2.5, "digest": "d" * 64})
+        )
     return run

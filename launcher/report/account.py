@@ -25,7 +25,7 @@ _NONE = -1
 class Tiling:
     """A rank's time. Stretch i goes from the end of the one before it (the first from 0) to `ends_us[i]`.
 
-    `iterations[i]` is the iteration that it was spent in, -1 outside of all.
+    `iterations[i]` is the iteration that it was spent in, or that a recovery fell into; -1 outside of all.
     """
 
     ends_us: Microseconds
@@ -55,7 +55,7 @@ def account(log: RankLog, end_us: int) -> Tiling:
     walks = [_walk(log, commits, gap, end_us, found) for gap, found in marks.items()]
     walked = [stretch for walk in walks for stretch in walk.stretches]
     rows = np.concatenate([_plain(commits, marks), np.array(walked, dtype=np.int64).reshape(-1, 3)])
-    rows = rows[np.argsort(rows[:, 0])]
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
     assert (np.diff(rows[:, 0], prepend=0) > 0).all(), log.rank
     return Tiling(ends_us=rows[:, 0], parts=rows[:, 1], iterations=rows[:, 2])
 
@@ -112,7 +112,9 @@ def _plain(commits: _Commits, without: Mapping[int, object]) -> NDArray[np.int64
 
     None is empty: several would end at once, and which came first could not be told.
     """
-    keep = np.setdiff1d(np.arange(len(commits.at_us)), np.array(sorted(without)))
+    is_plain = np.ones(len(commits.at_us) + 1, bool)
+    is_plain[list(without)] = False
+    keep = np.flatnonzero(is_plain)
     at_us, given_up, iterations = commits.at_us[keep], commits.given_up[keep], commits.iterations[keep]
     gap = np.where(keep == 0, Part.STARTUP, Part.OTHER)
     bounds_us = (commits.previous_us[keep], commits.begin_us[keep], at_us - commits.stall_us[keep], at_us)
@@ -127,7 +129,7 @@ def _plain(commits: _Commits, without: Mapping[int, object]) -> NDArray[np.int64
 
 def _walk(log: RankLog, commits: _Commits, gap: int, end_us: int, found: Sequence[Noted]) -> Walk:
     """Return a gap that holds events and the iteration after it, or the rest of the run after the last."""
-    walk = Walk(int(commits.previous_us[gap]))
+    walk = Walk(int(commits.previous_us[gap]), next_iteration=int(commits.iterations[gap - 1]) + 1 if gap else 0)
     if gap == len(commits.at_us):
         walk_gap(walk, found, is_first=gap == 0)
         walk.to(end_us, Part.OTHER if log.has_finished else Part.UNKNOWN)

@@ -6,13 +6,13 @@ An episode is the time in which any rank is in a part of a recovery: one fault, 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from launcher.report.account import Tiling
+from launcher.report.digest import Stretches
 from launcher.report.parts import RECOVERY, Part
 from launcher.report.rank_log import Noted
 from launcher.report.read import RunLog
@@ -26,8 +26,8 @@ from moe_ckpt.events import (
     TrainerStarted,
 )
 
+_TELLING = (GenerationEnded, LossNotFinite, Rejoined, StageRecovered, StateLost, StateResumed, TrainerStarted)
 _START, _END, _PART, _ITERATION, _RANK = range(5)
-Stretches = NDArray[np.int64]  # rows of (start, end, part, iteration, rank), in microseconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +43,14 @@ class RankStretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """A recovery. `mean_us`: what it took, by part, mean over all ranks; training goes on after `iteration`."""
+    """A recovery. `mean_us`: what it took, by part, mean over all ranks;
+
+    It fell into iteration `struck`; training goes on after `iteration`."""
 
     number: int
     start_us: int
     end_us: int
+    struck: int
     iteration: int | None
     causes: tuple[str, ...]
     mean_us: Mapping[Part, float]
@@ -62,28 +65,21 @@ class Episode:
         return sum(self.mean_us.values())
 
 
-def stretches_of(tilings: Mapping[int, Tiling], parts: Sequence[Part]) -> Stretches:
-    """Return the stretches of these parts, of all ranks, in order of their start."""
-    rows = [np.empty((0, 5), np.int64)]
-    for rank, tiling in tilings.items():
-        keep = np.isin(tiling.parts, parts)
-        columns = (tiling.starts_us, tiling.ends_us, tiling.parts, tiling.iterations)
-        rows.append(np.stack([*(column[keep] for column in columns), np.full(keep.sum(), rank)], axis=1))
-    found = np.concatenate(rows)
-    return found[np.argsort(found[:, _START], kind="stable")]
-
-
-def find_episodes(run: RunLog, stretches: Stretches) -> tuple[Episode, ...]:
-    """Return the recoveries in order; `stretches` are those of recoveries and of lost work."""
-    recovering = stretches[np.isin(stretches[:, _PART], RECOVERY)]
+def find_episodes(run: RunLog) -> tuple[Episode, ...]:
+    """Return the recoveries of a run, in order."""
+    stretches = np.concatenate([np.empty((0, 5), np.int64), *(rank.stretches for rank in run.ranks)])
+    stretches = stretches[np.argsort(stretches[:, _START], kind="stable")]
     lost = stretches[stretches[:, _PART] == Part.LOST]
     unassigned = np.ones(len(lost), bool)
+    telling = _telling(run)
+    times_us = [noted.at_us for _, noted in telling]
     episodes: list[Episode] = []
-    for rows in _merged(recovering):
-        noted = _noted_within(run, int(rows[:, _START].min()), int(rows[:, _END].max()))
+    for rows in _merged(stretches[stretches[:, _PART] != Part.LOST]):
+        first, last = int(rows[:, _START].min()), int(rows[:, _END].max())
+        noted = telling[bisect_left(times_us, first) : bisect_right(times_us, last)]
         iteration = _goes_on_after(noted)
         undone = (lost[:, _ITERATION] < 0) | (lost[:, _ITERATION] > (-1 if iteration is None else iteration))
-        mine = unassigned & undone & (lost[:, _START] < rows[:, _END].max())
+        mine = unassigned & undone & (lost[:, _START] < last)
         unassigned &= ~mine
         episodes.append(_episode(len(episodes) + 1, run, rows, lost[mine], noted))
     return tuple(episodes)
@@ -97,8 +93,10 @@ def _merged(rows: Stretches) -> list[Stretches]:
     return np.split(rows, np.flatnonzero(rows[1:, _START] > reached_us[:-1]) + 1)
 
 
-def _noted_within(run: RunLog, start_us: int, end_us: int) -> list[tuple[int, Noted]]:
-    return [(log.rank, noted) for log in run.ranks for noted in log.events if start_us <= noted.at_us <= end_us]
+def _telling(run: RunLog) -> list[tuple[int, Noted]]:
+    """Return the events, with their ranks, that may tell of a recovery, in order of time."""
+    found = [(log.rank, noted) for log in run.ranks for noted in log.events if isinstance(noted.event, _TELLING)]
+    return sorted(found, key=lambda each: each[1].at_us)
 
 
 def _goes_on_after(noted: Sequence[tuple[int, Noted]]) -> int | None:
@@ -117,31 +115,32 @@ def _episode(number: int, run: RunLog, rows: Stretches, lost: Stretches, noted: 
     rejoined = [n.event for _, n in noted if isinstance(n.event, Rejoined)]
     recovered = [n.event for _, n in noted if isinstance(n.event, StageRecovered)]
     replaying = sorted({int(row[_RANK]) for row in rows if row[_PART] == Part.REPLAY})
+    replays = {(rank, n.at_us): n.event for rank, n in noted if isinstance(n.event, StageRecovered)}
     start_us, end_us = int(rows[:, _START].min()), int(rows[:, _END].max())
     return Episode(
         number=number,
         start_us=start_us,
         end_us=end_us,
+        struck=int(rows[:, _ITERATION].min()),
         iteration=_goes_on_after(noted),
         causes=_causes(run, noted, start_us, end_us),
         mean_us=mean_us,
         fetched_bytes=max((round(event.fetched_bytes) for event in rejoined), default=0),
         replayed_iters=round(max([0, *(e.replayed_iters for e in recovered), *(e.executed_iters for e in rejoined)])),
         replaying_ranks=tuple(replaying),
-        stretches=tuple(_rank_stretch(row, noted) for row in rows),
+        stretches=tuple(_rank_stretch(row, replays) for row in rows.tolist()),
     )
 
 
-def _rank_stretch(row: NDArray[np.int64], noted: Sequence[tuple[int, Noted]]) -> RankStretch:
-    part, rank, end_us = Part(int(row[_PART])), int(row[_RANK]), int(row[_END])
-    at_end = (n.event for of, n in noted if of == rank and n.at_us == end_us)
-    replays = [event for event in at_end if isinstance(event, StageRecovered)] if part is Part.REPLAY else []
+def _rank_stretch(row: Sequence[int], replays: Mapping[tuple[int, int], StageRecovered]) -> RankStretch:
+    part = Part(row[_PART])
+    replay = replays.get((row[_RANK], row[_END])) if part is Part.REPLAY else None
     return RankStretch(
-        rank=rank,
+        rank=row[_RANK],
         part=part,
-        start_us=int(row[_START]),
-        end_us=end_us,
-        note=_iterations_of(replays[0]) if replays else "",
+        start_us=row[_START],
+        end_us=row[_END],
+        note=_iterations_of(replay) if replay else "",
     )
 
 

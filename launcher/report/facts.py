@@ -9,16 +9,14 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher.report.account import Tiling, account
-from launcher.report.columns import Columns
-from launcher.report.episodes import Episode, find_episodes, stretches_of
-from launcher.report.parts import NOT_IN_ETTR, OF_FAULTS, Part
-from launcher.report.rank_log import ExpertPopularity, RankLog, TokensLost
+from launcher.report.digest import Numbers, RankDigest
+from launcher.report.episodes import Episode, find_episodes
+from launcher.report.parts import NOT_IN_ETTR, Part
+from launcher.report.rank_log import ExpertPopularity, TokensLost
 from launcher.report.read import RunLog
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, Evaluated
 
 _GRID = 400
-Numbers = NDArray[np.float64]
 T = TypeVar("T", Evaluated, TokensLost, CheckpointSaved, CheckpointFailed)
 
 
@@ -37,17 +35,18 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OverTime:
-    """Against seconds since the run's origin: the iteration just committed, and the ETTR so far."""
+    """Against seconds since the run's origin: which iteration was just committed, and the ETTR so far."""
 
     committed_s: Numbers
     iteration: NDArray[np.int64]
+    num_commits: int
     grid_s: Numbers
     ettr: Numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Facts:
-    """A run. `totals_us` has each rank's parts, which sum to `end_us`; `memory` each rank's use of host memory."""
+    """A run. `totals_us` has each rank's parts, which sum to `end_us`."""
 
     run: RunLog
     end_us: int
@@ -56,7 +55,6 @@ class Facts:
     series: Series
     over_time: OverTime
     evaluated: tuple[Evaluated, ...]
-    memory: Mapping[int, Columns]
     popularity: tuple[ExpertPopularity, ...]
     lost: tuple[TokensLost, ...]
     saved: tuple[CheckpointSaved, ...]
@@ -69,35 +67,21 @@ class Facts:
     @property
     def ettr(self) -> float | None:
         """The share of the time that made progress; None where there was no time that could have."""
-        return ettr_of(self.mean_us(Part.COMPUTE), self.mean_us(*(part for part in Part if part not in NOT_IN_ETTR)))
-
-
-def ettr_of(compute_us: float, counted_us: float) -> float | None:
-    return compute_us / counted_us if counted_us > 0 else None
+        counted_us = self.mean_us(*(part for part in Part if part not in NOT_IN_ETTR))
+        return self.mean_us(Part.COMPUTE) / counted_us if counted_us > 0 else None
 
 
 def gather(run: RunLog) -> Facts:
     """Return what there is to say of a run."""
-    end_us = max((log.end_us for log in run.ranks), default=0)
-    grid_us = np.linspace(0, end_us, _GRID)
-    totals_us: dict[int, dict[Part, int]] = {}
-    kept: list[NDArray[np.int64]] = []
-    progress = np.zeros((2, _GRID))
-    for log in run.ranks:
-        tiling = account(log, end_us)
-        totals_us[log.rank] = tiling.totals_us()
-        kept.append(stretches_of({log.rank: tiling}, OF_FAULTS))
-        progress += _progress(tiling, grid_us)
-    stretches = np.concatenate([stretches_of({}, ()), *kept])
+    end_us = max((rank.end_us for rank in run.ranks), default=0)
     return Facts(
         run=run,
         end_us=end_us,
-        totals_us=totals_us,
-        episodes=find_episodes(run, stretches[np.argsort(stretches[:, 0], kind="stable")]),
+        totals_us={rank.rank: _until(rank, end_us) for rank in run.ranks},
+        episodes=find_episodes(run),
         series=_series(run.ranks),
-        over_time=_over_time(run.ranks, grid_us, progress),
+        over_time=_over_time(run.ranks, end_us),
         evaluated=_once(run, Evaluated),
-        memory={log.rank: log.memory for log in run.ranks if len(log.memory)},
         popularity=_popularity(run),
         lost=_once(run, TokensLost),
         saved=_once(run, CheckpointSaved),
@@ -105,47 +89,44 @@ def gather(run: RunLog) -> Facts:
     )
 
 
-def _progress(tiling: Tiling, grid_us: Numbers) -> Numbers:
-    """Return how much of a rank's time until each grid point was computing, and how much counts at all."""
-    lengths_us = tiling.lengths_us
-    computing = tiling.parts == Part.COMPUTE
-    counting = ~np.isin(tiling.parts, NOT_IN_ETTR)
-    ends_us = np.append(0, tiling.ends_us)
-    sums = [np.append(0, np.cumsum(np.where(which, lengths_us, 0))) for which in (computing, counting)]
-    return np.stack([np.interp(grid_us, ends_us, each) for each in sums])
+def _until(rank: RankDigest, end_us: int) -> dict[Part, int]:
+    """Return a rank's parts until the end of the run, some of which may come after the rank's last event."""
+    after = Part.OTHER if rank.has_finished else Part.UNKNOWN
+    return {**rank.totals_us, after: rank.totals_us[after] + end_us - rank.end_us}
 
 
-def _over_time(ranks: Sequence[RankLog], grid_us: Numbers, progress: Numbers) -> OverTime:
-    first = ranks[0].commits if ranks else None
-    counted = np.where(progress[1] > 0, progress[1], np.nan)
+def _over_time(ranks: Sequence[RankDigest], end_us: int) -> OverTime:
+    grid_us = np.linspace(0, end_us, _GRID)
+    gained = np.zeros((2, _GRID))
+    for rank in ranks:
+        time_us, *sums = rank.gained
+        gained += np.stack([np.interp(grid_us, time_us, each) for each in sums])
+    at_us, iteration = ranks[0].committed if ranks else np.empty((2, 0), np.int64)
     return OverTime(
-        committed_s=first.at_us / 1e6 if first else np.empty(0),
-        iteration=first.iteration if first else np.empty(0, np.int64),
+        committed_s=at_us / 1e6,
+        iteration=iteration,
+        num_commits=ranks[0].num_commits if ranks else 0,
         grid_s=grid_us / 1e6,
-        ettr=progress[0] / counted,
+        ettr=gained[0] / np.where(gained[1] > 0, gained[1], np.nan),
     )
 
 
-def _series(ranks: Sequence[RankLog]) -> Series:
-    axes = [np.unique(log.commits.iteration) for log in ranks]
-    iteration = np.unique(np.concatenate(axes)) if axes else np.empty(0, np.int64)
+def _series(ranks: Sequence[RankDigest]) -> Series:
+    iteration = np.empty(0, np.int64)
+    for rank in ranks:
+        own = rank.iterations.iteration
+        iteration = iteration if np.array_equal(own, iteration) else np.union1d(iteration, own)
     size = len(iteration)
-    loss, stall_max_s = np.full(size, np.nan), np.full(size, -np.inf)
+    loss, snapshot_bytes, stall_max_s = np.full(size, np.nan), np.full(size, np.nan), np.zeros(size)
     seconds, stall_s, sent_bytes, count = (np.zeros(size) for _ in range(4))
-    snapshot_bytes = np.full(size, np.nan)
-    for log in ranks:
-        last = np.full(size, -1)
-        last[np.searchsorted(iteration, log.commits.iteration)] = np.arange(len(log.commits))
-        there, rows = np.flatnonzero(last >= 0), last[last >= 0]
-        stall = np.nan_to_num(log.commits["stall_s"][rows])
-        loss[there] = np.where(np.isnan(loss[there]), log.commits["loss"][rows], loss[there])
-        seconds[there] += np.nan_to_num(log.commits["seconds"][rows])
-        stall_s[there] += stall
-        stall_max_s[there] = np.maximum(stall_max_s[there], stall)
-        for name in ("sent_activation_bytes", "sent_gradient_bytes"):
-            sent_bytes[there] += np.nan_to_num(log.commits[name][rows])
-        count[there] += 1
-        _add_snapshots(snapshot_bytes, iteration, log.snapshots)
+    for rank in ranks:
+        own = rank.iterations
+        there = np.searchsorted(iteration, own.iteration)
+        loss[there] = np.where(np.isnan(loss[there]), own.loss, loss[there])
+        stall_max_s[there] = np.maximum(stall_max_s[there], own.stall_s)
+        for total, values in ((seconds, own.seconds), (stall_s, own.stall_s), (sent_bytes, own.sent_bytes), (count, 1)):
+            total[there] += values
+        _add_snapshots(snapshot_bytes, iteration, rank.snapshots)
     return Series(
         iteration=iteration,
         loss=loss,
@@ -157,33 +138,34 @@ def _series(ranks: Sequence[RankLog]) -> Series:
     )
 
 
-def _add_snapshots(total_bytes: Numbers, iteration: NDArray[np.int64], snapshots: Columns) -> None:
-    where = np.searchsorted(iteration, snapshots.iteration)
-    known = where < len(iteration)
-    known[known] = iteration[where[known]] == snapshots.iteration[known]
-    weights = np.nan_to_num(snapshots["size_bytes"][known])
-    found = np.bincount(where[known], minlength=len(iteration)) > 0
-    total_bytes[found] = np.nan_to_num(total_bytes[found])
-    total_bytes += np.bincount(where[known], weights=weights, minlength=len(iteration))
+def _add_snapshots(total_bytes: Numbers, iteration: NDArray[np.int64], snapshots: Numbers) -> None:
+    """Add a rank's snapshots to the iterations that were committed; each iteration comes once."""
+    taken, size_bytes = snapshots
+    there = np.searchsorted(iteration, taken)
+    known = there < len(iteration)
+    known[known] = iteration[there[known]] == taken[known]
+    there = there[known]
+    total_bytes[there] = np.nan_to_num(total_bytes[there]) + size_bytes[known]
 
 
 def _once(run: RunLog, kind: type[T]) -> tuple[T, ...]:
     """Return the events of a kind that all ranks write alike: one for each iteration, the newest, of any rank."""
-    found = [(noted.at_us, noted.event) for log in run.ranks for noted in log.events if isinstance(noted.event, kind)]
+    found = [(noted.at_us, noted.event) for rank in run.ranks for noted in rank.events if isinstance(noted.event, kind)]
     newest = {event.iteration: event for _, event in sorted(found, key=lambda each: each[0])}
     return tuple(event for _, event in sorted(newest.items()))
 
 
 def _popularity(run: RunLog) -> tuple[ExpertPopularity, ...]:
     """Return the tokens by iteration, of all layers that any rank tells of, summed over ranks."""
-    sums: dict[int, dict[int, list[float]]] = {}
-    for log in run.ranks:
-        for event in (noted.event for noted in log.events if isinstance(noted.event, ExpertPopularity)):
+    sums: dict[int, dict[int, Numbers]] = {}
+    for rank in run.ranks:
+        for event in (noted.event for noted in rank.events if isinstance(noted.event, ExpertPopularity)):
             layers = sums.setdefault(event.iteration, {})
             for layer, tokens in zip(event.layers, event.tokens, strict=False):
-                before = layers.get(layer, [0.0] * len(tokens))
-                layers[layer] = [a + b for a, b in zip(before, tokens, strict=False)]
+                own = np.array(tokens, float)
+                before = layers.get(layer)
+                layers[layer] = own if before is None or len(before) != len(own) else before + own
     return tuple(
-        ExpertPopularity(iteration=iteration, layers=sorted(layers), tokens=[layers[each] for each in sorted(layers)])
-        for iteration, layers in sorted(sums.items())
+        ExpertPopularity(iteration=each, layers=sorted(of), tokens=[of[layer].tolist() for layer in sorted(of)])
+        for each, of in sorted(sums.items())
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -128,31 +128,31 @@ def _gantt(episode: Episode) -> dict:
 
 def memory(facts: Facts) -> Plot:
     """Return host memory by part over time, summed over ranks."""
-    grid_us = np.linspace(0, facts.end_us, _GRID)
-    begin = min((table.at_us[0] for table in facts.memory.values()), default=0)
-    grid_us = grid_us[grid_us >= begin]
-    traces = [_area(facts.memory, grid_us, column, label) for column, label in _MEMORY_PARTS.items()]
+    tables = [rank.memory for rank in facts.run.ranks if len(rank.memory)]
+    begin_us = min((table.at_us[0] for table in tables), default=0)
+    grid_us = np.linspace(begin_us, facts.end_us, _GRID)
+    traces = [_area(tables, grid_us, column, label) for column, label in _MEMORY_PARTS.items()]
     traces = [trace for trace in traces if any(trace["y"])]
-    traces.append(_area(facts.memory, grid_us, "allocated_bytes", "allocated", stack=False, dash="solid"))
-    dense = _area(facts.memory, grid_us, "double_buffered_dense_bytes", "two dense copies", stack=False, dash="dot")
+    traces.append(_area(tables, grid_us, "allocated_bytes", "allocated", stack=False, dash="solid"))
+    dense = _area(tables, grid_us, "double_buffered_dense_bytes", "two dense copies", stack=False, dash="dot")
     return Plot(
         key="memory",
         title="Host memory",
         means="What ranks keep for snapshots and logs, by part, all ranks together; allocated: with buffers to reuse; "
         "dotted: what two dense snapshots would take.",
         choices=(("", figure([*traces, dense], x="time since the start, s", y="MiB", yaxis={"rangemode": "tozero"})),)
-        if facts.memory
+        if tables
         else (),
         missing="this run's policy keeps nothing in host memory, or did not come to it (event HostMemoryUsed)",
-        note=_left_out(len(grid_us), max((len(table) for table in facts.memory.values()), default=0), "moments"),
+        note=_left_out(_GRID, max(map(len, tables), default=0), "moments are shown"),
     )
 
 
 def _area(
-    tables: Mapping[int, Columns], grid_us: np.ndarray, column: str, label: str, *, stack: bool = True, dash: str = ""
+    tables: Sequence[Columns], grid_us: np.ndarray, column: str, label: str, *, stack: bool = True, dash: str = ""
 ) -> Trace:
     total = np.zeros(len(grid_us))
-    for table in tables.values():
+    for table in tables:
         known = np.append(0.0, np.nan_to_num(table[column]))
         total += known[np.searchsorted(table.at_us, grid_us, side="right")]
     color = f"--{column.removesuffix('_bytes').replace('_', '-')}"
@@ -178,7 +178,8 @@ def popularity(facts: Facts) -> Plot:
         if events
         else []
     )
-    cells = [[_share(event, layer, expert) for event in kept] for layer, expert in rows]
+    shares = [_shares(event) for event in kept]
+    cells = [[of_event.get(row, np.nan) for of_event in shares] for row in rows]
     heat = {
         "type": "heatmap",
         "x": [event.iteration for event in kept],
@@ -205,9 +206,14 @@ def _layers(event: ExpertPopularity) -> list[tuple[int, list[float]]]:
     return list(zip(event.layers, event.tokens, strict=False))
 
 
-def _share(event: ExpertPopularity, layer: int, expert: int) -> float:
-    tokens = dict(_layers(event)).get(layer, [])
-    return 100 * tokens[expert] / sum(tokens) if expert < len(tokens) and sum(tokens) else float("nan")
+def _shares(event: ExpertPopularity) -> dict[tuple[int, int], float]:
+    """Return the percentage of its layer's tokens that each (layer, expert) got."""
+    return {
+        (layer, expert): 100 * mine / total
+        for layer, tokens in _layers(event)
+        if (total := sum(tokens))
+        for expert, mine in enumerate(tokens)
+    }
 
 
 def order(facts: Facts) -> Plot:
@@ -215,6 +221,7 @@ def order(facts: Facts) -> Plot:
     traces: list[Trace] = []
     if facts.popularity:
         last = facts.popularity[-1]
+        shares = _shares(last)
         for number, (layer, tokens) in enumerate(_layers(last)):
             by_share = sorted(range(len(tokens)), key=lambda expert: -tokens[expert])
             traces.append(
@@ -223,7 +230,7 @@ def order(facts: Facts) -> Plot:
                     "mode": "lines+markers",
                     "name": f"layer {layer}",
                     "x": list(range(1, len(tokens) + 1)),
-                    "y": numbers(_share(last, layer, expert) for expert in by_share),
+                    "y": numbers(shares.get((layer, expert), np.nan) for expert in by_share),
                     "text": [f"expert {expert}" for expert in by_share],
                     "line": {"color": f"--run{number % 7}", "width": 1.2},
                     "hovertemplate": f"layer {layer}, %{{text}}<br>place %{{x}}: %{{y:.3g}} %<extra></extra>",

@@ -72,7 +72,7 @@ def loss(runs: Sequence[Facts]) -> Plot:
         line, note = _line(facts, number, series.loss, "loss %{y:.4f}", name="")
         notes.add(note)
         traces += [line, *_evaluations(facts, number), *_fault_marks(facts, number)]
-        shapes += [_fault_line(facts, each) for each in facts.episodes] if len(runs) == 1 else []
+        shapes += [_fault_line(each) for each in facts.episodes] if len(runs) == 1 else []
     return Plot(
         key="loss",
         title="Loss",
@@ -125,7 +125,7 @@ def _fault_marks(facts: Facts, number: int) -> list[Trace]:
     series = facts.series
     if not facts.episodes or not len(series.iteration):
         return []
-    at = [_struck_iteration(facts, each) for each in facts.episodes]
+    at = [each.struck for each in facts.episodes]
     where = np.clip(np.searchsorted(series.iteration, at), 0, len(series.iteration) - 1)
     return [
         {
@@ -146,12 +146,6 @@ def _fault_marks(facts: Facts, number: int) -> list[Trace]:
     ]
 
 
-def _struck_iteration(facts: Facts, episode: Episode) -> int:
-    """Return the iteration that was being computed when the recovery began."""
-    before = facts.over_time.iteration[facts.over_time.committed_s * 1e6 <= episode.start_us]
-    return int(before[-1]) + 1 if len(before) else 0
-
-
 def _fault_text(episode: Episode) -> str:
     causes = "<br>".join(_wrapped(cause) for cause in episode.causes[:4])
     took = duration((episode.end_us - episode.start_us) / 1e6)
@@ -168,8 +162,8 @@ def _wrapped(text: str, width: int = 60) -> str:
     return "<br>".join([*lines, line])
 
 
-def _fault_line(facts: Facts, episode: Episode) -> Trace:
-    at = _struck_iteration(facts, episode)
+def _fault_line(episode: Episode) -> Trace:
+    at = episode.struck
     return {
         "type": "line",
         "x0": at,
@@ -185,17 +179,15 @@ def progress(runs: Sequence[Facts]) -> Plot:
     """Return iterations against time: slopes are speed, steps down are work that was given up."""
     traces, notes = [], set()
     for number, facts in enumerate(runs):
-        time, there = facts.over_time, facts.over_time.iteration.astype(float)
-        falls = np.flatnonzero(np.diff(there) <= 0)
-        keep = np.unique(np.concatenate([_even(len(there)), falls[:MOST_POINTS], falls[:MOST_POINTS] + 1]))
-        notes.add(said(len(keep), len(there), "iterations"))
+        time = facts.over_time
+        notes.add(_some(len(time.iteration), time.num_commits))
         traces.append(
             {
                 "type": "scatter",
                 "mode": "lines",
                 "name": facts.run.name,
-                "x": numbers(time.committed_s[keep]),
-                "y": time.iteration[keep].tolist(),
+                "x": numbers(time.committed_s),
+                "y": time.iteration.tolist(),
                 "line": {"color": run_color(number), "width": 1.8},
                 "hovertemplate": f"iteration %{{y}} at %{{x:.2f}} s<extra>{facts.run.name}</extra>",
             }
@@ -206,12 +198,8 @@ def progress(runs: Sequence[Facts]) -> Plot:
         means="The iteration that was just committed, against wall time. Flat: nothing got on. Down: ranks went back.",
         choices=(("", figure(traces, x="time since the start, s", y="iteration")),) if _has_commits(runs) else (),
         missing="no iteration was committed",
-        note=_joined({note.replace(": the least and the most of each stretch are kept", "") for note in notes}),
+        note=_joined(notes),
     )
-
-
-def _even(count: int) -> np.ndarray:
-    return np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).astype(int)) if count else np.empty(0, int)
 
 
 def ettr(runs: Sequence[Facts]) -> Plot:
@@ -348,3 +336,7 @@ def _has_commits(runs: Sequence[Facts]) -> bool:
 
 def _joined(notes: set[str]) -> str:
     return "; ".join(sorted(notes - {""}))
+
+
+def _some(shown: int, there: int) -> str:
+    return "" if shown >= there else f"{shown:,} of {there:,} commits are shown, with all that ranks went back from"

@@ -6,14 +6,14 @@ Must not raise on content: what cannot be read is counted, by what is wrong with
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import math
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from operator import itemgetter
+from itertools import chain, compress
+from operator import itemgetter, not_
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,6 +42,7 @@ _TABLES = {
     "WindowChosen": ("t_s", "iteration", "num_slots"),
     "IntervalChosen": ("t_s", "iteration", "every_iters"),
 }
+_MEMBERS: Mapping[str, set[type]] = {"list[str]": {str}, "list[int]": {int}, "list[float]": {int, float}}
 _BLOCK_BYTES = 32 << 20
 
 
@@ -142,16 +143,17 @@ class _Reader:
         if not lines[-1].endswith(b"\n"):
             lines.pop()
             self.problems.append(f"rank {self._rank}: the last line is half-written, left out")
-        rest = list(enumerate(lines))
-        commits: list[int] = []
+        numbers: Sequence[int] = range(len(lines))
+        commits: Sequence[int] = ()
         for kind in _TABLES:
             mark = b'"%s"' % kind.encode()
-            mine = [each for each in rest if mark in each[1]]
-            if mine:
-                rest = [each for each in rest if mark not in each[1]]
-                taken = self._add_rows(kind, *zip(*mine, strict=True))
+            mine = [mark in line for line in lines]
+            if any(mine):
+                taken = self._add_rows(kind, list(compress(numbers, mine)), list(compress(lines, mine)))
                 commits = taken if kind == "IterationCommitted" else commits
-        for number, line in rest:
+                others = list(map(not_, mine))
+                numbers, lines = list(compress(numbers, others)), list(compress(lines, others))
+        for number, line in zip(numbers, lines, strict=True):
             self._add_event(line, self._num_commits + bisect(commits, number))
         self._num_commits += len(commits)
 
@@ -201,11 +203,12 @@ class _Reader:
             self._unknown[f"event {name}"] += 1
 
     def _record(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            record = json.loads(line)  # knows NaN, which losses may be
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("event"), str) and math.isfinite(_number(record.get("t_s"))):
+        record = _parsed(line)
+        if (
+            isinstance(record, dict)
+            and isinstance(record.get("event"), str)
+            and math.isfinite(_number(record.get("t_s")))
+        ):
             return record
         self._num_damaged += 1
         return None
@@ -225,8 +228,18 @@ class _Reader:
             self._events.append(noted)
 
 
+def _parsed(line: bytes) -> Any:
+    """Return what a line holds, None where it is no JSON; with NaN and infinity, which a loss may be."""
+    for parse in (orjson.loads, json.loads):
+        try:
+            return parse(line)
+        except ValueError:
+            continue
+    return None
+
+
 def _numbers(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -> NDArray[np.float64]:
-    values = np.fromiter(itertools.chain.from_iterable(rows), np.float64, num_rows * num_columns)
+    values = np.fromiter(chain.from_iterable(rows), np.float64, num_rows * num_columns)
     return values.reshape(num_rows, num_columns)
 
 
@@ -238,10 +251,8 @@ def _fits(value: object, annotation: str) -> bool:
     """Return whether a value is of the annotated type, as far as readers rely on it."""
     if annotation in ("int", "float"):
         return isinstance(value, int | float)
-    if annotation == "list[str]":
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
     if annotation == "list[list[float]]":
         return isinstance(value, list) and all(_fits(each, "list[float]") for each in value)
-    if annotation in ("list[int]", "list[float]"):
-        return isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    if annotation.startswith("list["):
+        return isinstance(value, list) and {*map(type, value)} <= _MEMBERS[annotation]
     return annotation != "str" or isinstance(value, str)

@@ -10,21 +10,22 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.faults.log import InjectedFault
 from launcher.live import is_running, read_written
-from launcher.report.rank_log import RankLog, read_rank
+from launcher.report.digest import RankDigest, digest_file
 from moe_ckpt.errors import ConfigError
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _POLICY = re.compile(r"^ckpt:\n(?:[ ]+.*\n)*?[ ]+policy: *(\w+)", re.MULTILINE)
 _PARALLEL_FROM_BYTES = 64 << 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,7 +37,7 @@ class RunLog:
     policy: str
     state: str
     world_size: int
-    ranks: tuple[RankLog, ...]
+    ranks: tuple[RankDigest, ...]
     faults: tuple[tuple[float, InjectedFault], ...]
     result: dict[str, Any]
     problems: tuple[str, ...]
@@ -53,7 +54,7 @@ def read_run(path: Path, name: str | None = None) -> RunLog:
     if not path.is_dir():
         raise ConfigError(f"run: got {str(path)!r}, wanted the folder of a run")
     described, result = _json_of(path / "run.json"), _json_of(path / "result.json")
-    ranks = _read_ranks(path)
+    ranks = tuple(map_ranks(path, digest_file))
     size = described.get("world_size")
     world_size = size if isinstance(size, int) else max((log.rank + 1 for log in ranks), default=0)
     return RunLog(
@@ -69,15 +70,15 @@ def read_run(path: Path, name: str | None = None) -> RunLog:
     )
 
 
-def _read_ranks(path: Path) -> tuple[RankLog, ...]:
-    files = sorted(
-        (int(match[1]), file) for file in (path / "events").glob("*") if (match := _RANK_FILE.match(file.name))
-    )
+def map_ranks(path: Path, work: Callable[[int, Path], T]) -> list[T]:
+    """Return what `work` makes of each rank's event file, by rank; in several processes where that takes long."""
+    named = ((match, file) for file in (path / "events").glob("*") if (match := _RANK_FILE.fullmatch(file.name)))
+    files = sorted((int(match[1]), file) for match, file in named)
     workers = min(len(files), os.cpu_count() or 1)
     if workers < 2 or sum(file.stat().st_size for _, file in files) < _PARALLEL_FROM_BYTES:
-        return tuple(read_rank(rank, file) for rank, file in files)
+        return [work(rank, file) for rank, file in files]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return tuple(pool.map(read_rank, *zip(*files, strict=True)))
+        return list(pool.map(work, *zip(*files, strict=True)))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -107,7 +108,7 @@ def _policy_of(path: Path, described: dict[str, Any]) -> str:
     return found[1] if found else str(described.get("policy", "unknown"))
 
 
-def _state_of(path: Path, ranks: Sequence[RankLog], result: dict[str, Any]) -> str:
+def _state_of(path: Path, ranks: Sequence[RankDigest], result: dict[str, Any]) -> str:
     if result or (ranks and all(log.has_finished for log in ranks)):
         return "finished"
     try:
@@ -133,7 +134,7 @@ def _faults_of(path: Path, described: dict[str, Any]) -> tuple[tuple[float, Inje
     return tuple(found)
 
 
-def _problems(path: Path, described: dict[str, Any], ranks: Sequence[RankLog], world_size: int) -> list[str]:
+def _problems(path: Path, described: dict[str, Any], ranks: Sequence[RankDigest], world_size: int) -> list[str]:
     said = [] if described else ["no readable run.json: how many ranks it had is taken from its event files"]
     if not ranks:
         return [*said, f"no events in {path / 'events'}: nothing is known of what happened"]

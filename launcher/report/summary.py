@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,20 +98,12 @@ def _stall_share(facts: Facts) -> float | None:
 
 
 def _peak_bytes(facts: Facts) -> float | None:
-    peaks = [
-        np.nanmax(table["allocated_bytes"])
-        for table in facts.memory.values()
-        if np.isfinite(table["allocated_bytes"]).any()
-    ]
-    return float(sum(peaks)) if peaks else None
+    peaks = [rank.peak_bytes for rank in facts.run.ranks if rank.peak_bytes is not None]
+    return sum(peaks) if peaks else None
 
 
-def _chosen(kind: str, column: str) -> Callable[[Facts], float | None]:
-    def last(facts: Facts) -> float | None:
-        tables = [log.tables[kind][column] for log in facts.run.ranks if len(log.tables[kind])]
-        return _last(tables[0]) if tables else None
-
-    return last
+def _first(values: Iterable[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _tokens_lost(facts: Facts) -> float | None:
@@ -210,14 +202,14 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[[Facts], float | None]], ...] =
         "window",
         "iterations",
         "iterations in which every operator is taken once, as last chosen",
-        _chosen("WindowChosen", "num_slots"),
+        lambda facts: _first(rank.window_iters for rank in facts.run.ranks),
     ),
     (
         "interval_iters",
         "interval",
         "iterations",
         "from one whole snapshot to the next, as last chosen",
-        _chosen("IntervalChosen", "every_iters"),
+        lambda facts: _first(rank.interval_iters for rank in facts.run.ranks),
     ),
     ("checkpoints", "checkpoints", "", "whole checkpoints that were committed", lambda facts: float(len(facts.saved))),
     ("checkpoints_failed", "failed", "", "checkpoints that could not be saved", lambda facts: float(len(facts.failed))),

@@ -1,145 +1,167 @@
 """A timeline for Perfetto (Chrome's trace format): a process for each rank, a lane for each kind of work.
 
-Iterations are shown one by one near recoveries, and in blocks elsewhere in a long run, so that the file can be opened.
+Of a long run, iterations near recoveries are shown one by one and the others in blocks, so that the file can be opened.
 What has no times of its own in the events is shown where it was told: counters for bytes, a mark for a fault.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from launcher.report.account import Tiling, account
 from launcher.report.columns import Columns
 from launcher.report.facts import Facts
-from launcher.report.parts import OF_FAULTS, Part
-from launcher.report.rank_log import RankLog
+from launcher.report.parts import RECOVERY, Part
+from launcher.report.rank_log import RankLog, read_rank
+from launcher.report.read import map_ranks
+from launcher.report.thin import evenly
+from launcher.report.walk import us
 from moe_ckpt.events import CheckpointSaved, StageRecovered, WindowPersisted
 
+_COMPUTE, _COPY, _REPLICATION, _LOG, _RECOVERY = range(5)
 _LANES = ("compute", "copy", "replication", "log", "recovery")
-_MOST_PER_RUN = 200_000
-_NEAR = 200  # stretches before and after a recovery that are shown one by one
+_MOST_SLICES = 150_000  # of all ranks, about 15 MB
 _RANKS_PER_RUN = 100_000  # process ids of the next run begin there
 Slice = dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where a run's ranks go: the number of its first process, its name, when it ended, slices for each rank."""
+
+    first_pid: int
+    name: str
+    end_us: int
+    most: int
+
+
 def to_trace(runs: Sequence[Facts]) -> str:
-    """Return the trace of all runs; their ranks are processes."""
-    events = [event for number, facts in enumerate(runs) for event in _run(facts, number)]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"), allow_nan=False) + "\n"
+    """Return the trace of all runs. Reads their events again: facts do not keep all that a timeline shows."""
+    parts: list[bytes] = []
+    for number, facts in enumerate(runs):
+        most = max(_MOST_SLICES // max(len(facts.run.ranks), 1), 100)
+        first = number * _RANKS_PER_RUN
+        place = _Place(first_pid=first, name=facts.run.name, end_us=facts.end_us, most=most)
+        parts += map_ranks(facts.run.path, partial(_rank_file, place))
+        parts.append(_packed(_faults(facts, place)))
+    return '{"displayTimeUnit":"ms","traceEvents":[' + b",".join(filter(None, parts)).decode() + "]}\n"
 
 
-def _run(facts: Facts, number: int) -> Iterator[Slice]:
-    most = _MOST_PER_RUN // max(len(facts.run.ranks), 1)
-    for log in facts.run.ranks:
-        pid = number * _RANKS_PER_RUN + log.rank
-        yield from _names(facts, log.rank, pid)
-        for slice_ in _rank(facts, log, most):
-            yield slice_ | {"pid": pid}
+def _packed(slices: Iterator[Slice]) -> bytes:
+    """Return slices as JSON, without the brackets of their list."""
+    return orjson.dumps(list(slices), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
-def _names(facts: Facts, rank: int, pid: int) -> Iterator[Slice]:
-    name = f"{facts.run.name} rank {rank}"
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+def _rank_file(place: _Place, rank: int, path: Path) -> bytes:
+    pid = place.first_pid + rank
+    slices = _slices(read_rank(rank, path), place)
+    return _packed(
+        slice_ | {"pid": pid} for chunk in (_names(f"{place.name} rank {rank}", pid), slices) for slice_ in chunk
+    )
+
+
+def _names(name: str, pid: int) -> Iterator[Slice]:
+    yield {"ph": "M", "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": pid}}
     for tid, lane in enumerate(_LANES):
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+        yield {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": lane}}
+        yield {"ph": "M", "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _rank(facts: Facts, log: RankLog, most: int) -> Iterator[Slice]:
-    tiling = account(log, facts.end_us)
-    is_near = _near(tiling)
-    yield from _compute(tiling, is_near if len(tiling.parts) > most else np.ones(len(tiling.parts), bool), most)
-    yield from _recovery(tiling)
-    yield from _copies(log.snapshots, most)
-    yield from _logs(log.commits, most)
-    for noted in log.events:
-        event = noted.event
-        if isinstance(event, WindowPersisted):
-            yield _slice("replication", f"window {event.window_start} to disk", noted.at_us, event.seconds)
-        elif isinstance(event, CheckpointSaved):
-            args = {"MiB": event.size_bytes / (1 << 20)}
-            yield _slice("replication", f"checkpoint {event.iteration}", noted.at_us, event.seconds, args)
-        elif isinstance(event, StageRecovered):
-            what = f"{event.replayed_iters} iterations up to {event.iteration}"
-            yield {
-                "ph": "i",
-                "s": "t",
-                "tid": _LANES.index("recovery"),
-                "ts": noted.at_us,
-                "name": f"recovered: {what}",
-            }
+def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
+    """Yield a mark for each recovery, on each rank that was in it."""
     for episode in facts.episodes:
-        if any(each.rank == log.rank for each in episode.stretches):
-            mark = {"ph": "i", "s": "p", "tid": _LANES.index("recovery"), "ts": episode.start_us}
-            yield mark | {"name": "; ".join(episode.causes)}
+        name = "; ".join(episode.causes)
+        for rank in sorted({each.rank for each in episode.stretches}):
+            mark = {"ph": "i", "s": "p", "tid": _RECOVERY, "ts": episode.start_us, "name": name}
+            yield mark | {"pid": place.first_pid + rank}
 
 
-def _slice(lane: str, name: str, end_us: int, seconds: float, args: dict[str, Any] | None = None) -> Slice:
-    length_us = round(1e6 * seconds) if np.isfinite(seconds) and seconds > 0 else 0
-    length_us = min(length_us, end_us)
-    found: Slice = {"ph": "X", "tid": _LANES.index(lane), "ts": end_us - length_us, "dur": length_us, "name": name}
-    return found | {"args": args} if args else found
+def _slices(log: RankLog, place: _Place) -> Iterator[Slice]:
+    tiling = account(log, place.end_us)
+    yield from _compute(tiling, place.most // 2)
+    yield from _recoveries(tiling)
+    yield from _copies(log.snapshots, place.most // 4)
+    yield from _counters(log.commits, place.most // 4)
+    for noted in log.events:
+        at_us, event = noted.at_us, noted.event
+        if isinstance(event, WindowPersisted):
+            yield _ended(_REPLICATION, f"window {event.window_start} to disk", at_us, event.seconds)
+        elif isinstance(event, CheckpointSaved):
+            saved = _ended(_REPLICATION, f"checkpoint {event.iteration}", at_us, event.seconds)
+            yield saved | {"args": {"bytes": event.size_bytes}}
+        elif isinstance(event, StageRecovered):
+            name = f"{event.replayed_iters} iterations were replayed up to {event.iteration}"
+            yield {"ph": "i", "s": "t", "tid": _RECOVERY, "ts": at_us, "name": name}
 
 
-def _near(tiling: Tiling) -> np.ndarray:
-    """Return which stretches lie near a recovery or lost work."""
-    special = np.isin(tiling.parts, OF_FAULTS).astype(float)
-    return np.convolve(special, np.ones(2 * _NEAR + 1), "same") > 0.5
+def _slice(lane: int, name: str, start_us: int, end_us: int) -> Slice:
+    return {"ph": "X", "tid": lane, "ts": start_us, "dur": end_us - start_us, "name": name}
 
 
-def _compute(tiling: Tiling, singly: np.ndarray, most: int) -> Iterator[Slice]:
-    """Yield stretches of training one by one where `singly` says so, the others in blocks."""
-    mine = np.flatnonzero(~np.isin(tiling.parts, OF_FAULTS) | (tiling.parts == Part.LOST))
-    block = max(1, -(-len(mine) // most))
-    starts_us, ends_us = tiling.starts_us, tiling.ends_us
-    begin = 0
-    while begin < len(mine):
-        end = begin + 1
-        while not singly[mine[begin]] and end < len(mine) and end - begin < 3 * block and not singly[mine[end]]:
-            end += 1
-        stretch = mine[begin:end]
-        start_us = int(starts_us[stretch[0]])
-        name = _name(tiling, stretch)
-        yield {"ph": "X", "tid": 0, "ts": start_us, "dur": int(ends_us[stretch[-1]]) - start_us, "name": name}
-        begin = end
+def _ended(lane: int, name: str, end_us: int, seconds: float) -> Slice:
+    """Return a slice that an event tells of when it is over."""
+    return _slice(lane, name, max(end_us - us(seconds), 0), end_us)
 
 
-def _name(tiling: Tiling, stretch: np.ndarray) -> str:
-    iterations = tiling.iterations[stretch][tiling.iterations[stretch] >= 0]
-    if len(stretch) > 1:
-        return f"iterations {iterations.min()} to {iterations.max()}" if len(iterations) else "between iterations"
-    label = Part(int(tiling.parts[stretch[0]])).label
+def _compute(tiling: Tiling, most: int) -> Iterator[Slice]:
+    """Yield all that is no recovery: each stretch by itself, or where there are more than `most`, some in blocks."""
+    mine = np.flatnonzero(~np.isin(tiling.parts, RECOVERY))
+    starts_us, bounds = tiling.starts_us, _blocks(tiling.parts, mine, most)
+    for begin, end in pairwise(bounds):
+        stretches = mine[begin:end]
+        start_us, end_us = int(starts_us[stretches[0]]), int(tiling.ends_us[stretches[-1]])
+        yield _slice(_COMPUTE, _name(tiling, stretches), start_us, end_us)
+
+
+def _blocks(parts: NDArray[np.int64], mine: NDArray[np.int64], most: int) -> list[int]:
+    """Return the bounds of blocks: of one stretch near lost work, of equal length elsewhere; none holds a recovery."""
+    if len(mine) <= most:
+        return list(range(len(mine) + 1))
+    lost, recovered = np.flatnonzero(parts[mine] == Part.LOST), np.flatnonzero(np.diff(mine) > 1) + 1
+    reach = most // (4 * (len(lost) + len(recovered) + 1))
+    near = np.concatenate([lost, recovered])[:, None] + np.arange(-reach, reach + 1)
+    bounds = (evenly(len(mine) + 1, most // 2), recovered, np.clip(near, 0, len(mine)).ravel())
+    return np.unique(np.concatenate(bounds)).tolist()
+
+
+def _name(tiling: Tiling, stretches: NDArray[np.int64]) -> str:
+    iterations = tiling.iterations[stretches]
+    iterations = iterations[iterations >= 0]
+    if len(stretches) > 1 and len(iterations):
+        return f"iterations {iterations.min()} to {iterations.max()}"
+    label = Part(int(tiling.parts[stretches[0]])).label
     return f"{label}, iteration {iterations[0]}" if len(iterations) else label
 
 
-def _recovery(tiling: Tiling) -> Iterator[Slice]:
-    for i in np.flatnonzero(np.isin(tiling.parts, OF_FAULTS) & (tiling.parts != Part.LOST)):
-        start_us, part = int(tiling.starts_us[i]), Part(int(tiling.parts[i]))
-        length_us = int(tiling.ends_us[i]) - start_us
-        yield {"ph": "X", "tid": _LANES.index("recovery"), "ts": start_us, "dur": length_us, "name": part.label}
+def _recoveries(tiling: Tiling) -> Iterator[Slice]:
+    starts_us = tiling.starts_us
+    for i in np.flatnonzero(np.isin(tiling.parts, RECOVERY)):
+        yield _slice(_RECOVERY, Part(int(tiling.parts[i])).label, int(starts_us[i]), int(tiling.ends_us[i]))
 
 
 def _copies(snapshots: Columns, most: int) -> Iterator[Slice]:
-    at_us, copy_s = snapshots.at_us, snapshots["copy_s"]
-    for i in _even(len(snapshots), most):
-        args = {"MiB": float(np.nan_to_num(snapshots["size_bytes"][i])) / (1 << 20)}
-        yield _slice("copy", f"snapshot {snapshots.iteration[i]}", int(at_us[i]), float(copy_s[i]), args)
+    at_us, iteration, copy_s = snapshots.at_us, snapshots.iteration, snapshots["copy_s"]
+    sizes = np.nan_to_num(snapshots["size_bytes"])
+    for i in evenly(len(snapshots), most):
+        copied = _ended(_COPY, f"snapshot {iteration[i]}", int(at_us[i]), float(copy_s[i]))
+        yield copied | {"args": {"bytes": float(sizes[i])}}
 
 
-def _logs(commits: Columns, most: int) -> Iterator[Slice]:
-    """Yield counters: when within an iteration bytes are logged, nothing tells."""
+def _counters(commits: Columns, most: int) -> Iterator[Slice]:
+    """Yield what boundary logs got in an iteration, when it was over: when within it, nothing tells."""
     at_us = commits.at_us
-    names = {"activations": "sent_activation_bytes", "gradients": "sent_gradient_bytes"}
-    sizes = {name: np.nan_to_num(commits[column]) for name, column in names.items()}
-    for i in _even(len(commits), most):
-        args = {f"{name}, bytes": float(size[i]) for name, size in sizes.items()}
-        yield {"ph": "C", "tid": _LANES.index("log"), "ts": int(at_us[i]), "name": "boundary log", "args": args}
-
-
-def _even(count: int, most: int) -> Sequence[int]:
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist() if count else []
+    columns = {"activations, bytes": "sent_activation_bytes", "gradients, bytes": "sent_gradient_bytes"}
+    sizes = {name: np.nan_to_num(commits[column]) for name, column in columns.items()}
+    for i in evenly(len(commits), most):
+        args = {name: float(size[i]) for name, size in sizes.items()}
+        yield {"ph": "C", "tid": _LOG, "ts": int(at_us[i]), "name": "boundary log", "args": args}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from launcher.report.parts import Part
+from launcher.report.parts import RECOVERY, Part
 from launcher.report.rank_log import Noted
 from moe_ckpt.events import (
     Evaluated,
@@ -38,16 +38,20 @@ _UNMEASURED = -1
 
 
 class Walk:
-    """Stretches, each from where the one before ended; one that would end before it begins is left out."""
+    """Stretches, each from where the one before ended; one that would end before it begins is left out.
 
-    def __init__(self, start_us: int) -> None:
+    Recoveries fall into the iteration that comes next.
+    """
+
+    def __init__(self, start_us: int, next_iteration: int) -> None:
         self.now_us = start_us
+        self._next = next_iteration
         self.stretches: list[tuple[int, Part, int]] = []
 
     def to(self, end_us: int, part: Part, iteration: int = _UNMEASURED) -> None:
         if end_us > self.now_us:
             self.now_us = end_us
-            self.stretches.append((end_us, part, iteration))
+            self.stretches.append((end_us, part, self._next if part in RECOVERY else iteration))
 
 
 def walk_gap(walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: int | None = None) -> Part:
@@ -94,7 +98,7 @@ def _plain(walk: Walk, found: Sequence[Noted], rest: Part | None) -> Part | None
         at_us, event = noted.at_us, noted.event
         if isinstance(event, TrainerStarted):
             is_first = rest is Part.STARTUP and event.life == 0
-            walk.to(at_us, rest if rest in (Part.STARTUP, Part.LOST) else Part.REBUILD)
+            walk.to(at_us, rest if rest is Part.STARTUP or rest is Part.LOST else Part.REBUILD)
             rest = Part.STARTUP if is_first else Part.REBUILD
         elif isinstance(event, ModelBuilt):
             walk.to(at_us, rest or Part.OTHER)

@@ -201,7 +201,7 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
 }
 
 
-@pytest.mark.parametrize("events, end_s, wanted", TABLE.values(), ids=TABLE.keys())
+@pytest.mark.parametrize(("events", "end_s", "wanted"), TABLE.values(), ids=TABLE.keys())
 def test_parts(tmp_path: Path, events: list[Timed], end_s: float, wanted: dict[str, float]) -> None:
     assert ms(tmp_path, events, end_s) == wanted
 

@@ -88,14 +88,14 @@ DAMAGE: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("tail, problems", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize(("tail", "problems"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_damage_is_said_and_the_rest_is_read(tmp_path: Path, tail: str, problems: list[str]) -> None:
     run = write_run(tmp_path / "run", Story(ranks=1))
     path = run / "events" / "rank0000.jsonl"
     path.write_bytes(path.read_bytes() + tail.encode(errors="surrogateescape"))
     read = read_run(run)
     assert list(read.problems) == problems
-    assert read.ranks[0].commits.iteration.tolist()[:12] == list(range(1, 13))
+    assert read.ranks[0].iterations.iteration.tolist()[:12] == list(range(1, 13))
 
 
 def test_order_is_that_of_the_file_where_lines_are_damaged(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def _remove(run: Path, *paths: Path) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("break_it, state, problem", FOLDERS.values(), ids=FOLDERS.keys())
+@pytest.mark.parametrize(("break_it", "state", "problem"), FOLDERS.values(), ids=FOLDERS.keys())
 def test_folders_that_lack_something(
     tmp_path: Path, break_it: Callable[[Path], object], state: str, problem: str
 ) -> None:

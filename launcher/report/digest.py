@@ -1,0 +1,144 @@
+"""One rank's log, reduced to what reports need of it, in the process that has read it. Pure.
+
+A large run has gigabytes of events: each rank is digested where it is read, and only this goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher.report.account import Tiling, account
+from launcher.report.columns import Columns
+from launcher.report.parts import NOT_IN_ETTR, OF_FAULTS, Part
+from launcher.report.rank_log import Noted, RankLog, read_rank
+from launcher.report.thin import MOST_POINTS, evenly
+
+Numbers = NDArray[np.float64]
+Stretches = NDArray[np.int64]  # rows of (start, end, part, iteration, rank), in microseconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PerIteration:
+    """For each iteration, in order: the rank's numbers of the last time that it committed it."""
+
+    iteration: NDArray[np.int64]
+    loss: Numbers
+    seconds: NDArray[np.float32]
+    stall_s: NDArray[np.float32]
+    sent_bytes: NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankDigest:
+    """What a rank did until its last event, at `end_us`.
+
+    `stretches`: its recoveries and its lost work. `gained`: columns (time, computed until then, counted until then).
+    `committed`: columns (time, iteration) in the order of time, thinned. `snapshots`: columns (iteration, bytes).
+    """
+
+    rank: int
+    num_events: int
+    has_finished: bool
+    end_us: int
+    totals_us: Mapping[Part, int]
+    stretches: Stretches
+    gained: Numbers
+    iterations: PerIteration
+    committed: NDArray[np.int64]
+    num_commits: int
+    snapshots: Numbers
+    memory: Columns
+    peak_bytes: float | None
+    window_iters: float | None
+    interval_iters: float | None
+    events: tuple[Noted, ...]
+    unknown: Mapping[str, int]
+    problems: tuple[str, ...]
+
+
+def digest_file(rank: int, path: Path) -> RankDigest:
+    """Read and digest one rank's events."""
+    return digest(read_rank(rank, path))
+
+
+def digest(log: RankLog) -> RankDigest:
+    """Return what reports need of a log."""
+    tiling = account(log, log.end_us)
+    peaks = log.memory["allocated_bytes"][np.isfinite(log.memory["allocated_bytes"])]
+    return RankDigest(
+        rank=log.rank,
+        num_events=log.num_events,
+        has_finished=log.has_finished,
+        end_us=log.end_us,
+        totals_us=tiling.totals_us(),
+        stretches=_of_faults(tiling, log.rank),
+        gained=_gained(tiling),
+        iterations=_last_times(log.commits),
+        committed=_way(log.commits),
+        num_commits=len(log.commits),
+        snapshots=_by_iteration(log.snapshots),
+        memory=Columns(names=log.memory.names, rows=log.memory.rows[evenly(len(log.memory), MOST_POINTS)]),
+        peak_bytes=float(peaks.max()) if len(peaks) else None,
+        window_iters=_last(log.tables["WindowChosen"], "num_slots"),
+        interval_iters=_last(log.tables["IntervalChosen"], "every_iters"),
+        events=log.events,
+        unknown=log.unknown,
+        problems=log.problems,
+    )
+
+
+def _of_faults(tiling: Tiling, rank: int) -> Stretches:
+    keep = np.isin(tiling.parts, OF_FAULTS)
+    columns = (tiling.starts_us, tiling.ends_us, tiling.parts, tiling.iterations)
+    return np.stack([*(column[keep] for column in columns), np.full(keep.sum(), rank)], axis=1)
+
+
+def _gained(tiling: Tiling) -> Numbers:
+    """Return, at some moments, how much of the time until then was computing, and how much counts at all."""
+    computing = tiling.parts == Part.COMPUTE
+    counting = ~np.isin(tiling.parts, NOT_IN_ETTR)
+    ends_us = np.append(0, tiling.ends_us)
+    sums = [np.append(0, np.cumsum(np.where(which, tiling.lengths_us, 0))) for which in (computing, counting)]
+    keep = evenly(len(ends_us), MOST_POINTS)
+    return np.stack([ends_us[keep], *(each[keep] for each in sums)]).astype(float)
+
+
+def _last_times(commits: Columns) -> PerIteration:
+    order = np.argsort(commits.iteration, kind="stable")
+    iteration = commits.iteration[order]
+    is_last = np.append(np.diff(iteration) > 0, True)[: len(order)]
+    rows = order[is_last]
+    sent = np.nan_to_num(commits["sent_activation_bytes"][rows]) + np.nan_to_num(commits["sent_gradient_bytes"][rows])
+    return PerIteration(
+        iteration=iteration[is_last],
+        loss=commits["loss"][rows],
+        seconds=np.nan_to_num(commits["seconds"][rows]).astype(np.float32),
+        stall_s=np.nan_to_num(commits["stall_s"][rows]).astype(np.float32),
+        sent_bytes=sent.astype(np.float32),
+    )
+
+
+def _way(commits: Columns) -> NDArray[np.int64]:
+    """Return the times and iterations of some commits, with all from which the rank went back."""
+    iteration = commits.iteration
+    back = np.flatnonzero(np.diff(iteration) <= 0)[:MOST_POINTS]
+    keep = np.unique(np.concatenate([evenly(len(iteration), MOST_POINTS), back, back + 1]))
+    return np.stack([commits.at_us[keep], iteration[keep]])
+
+
+def _by_iteration(snapshots: Columns) -> Numbers:
+    """Return the bytes of all snapshots of each iteration."""
+    order = np.argsort(snapshots.iteration, kind="stable")
+    iteration = snapshots.iteration[order]
+    first = np.flatnonzero(np.diff(iteration, prepend=iteration[:1] - 1))
+    sizes = np.nan_to_num(snapshots["size_bytes"][order])
+    return np.stack([iteration[first].astype(float), np.add.reduceat(sizes, first) if len(first) else sizes])
+
+
+def _last(table: Columns, column: str) -> float | None:
+    return float(table[column][-1]) if len(table) else None
