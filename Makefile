@@ -1,7 +1,8 @@
 # make demo   train on 4 local ranks, kill two of them, show that nothing was lost           (under 5 minutes)
 # make test   ruff, pyright, import-linter, pytest                                           (about half an hour)
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
-# make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are, how long the simulator takes
+# make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are,
+#             how long the simulator takes, and a report of a large run (4 GB of events in a temporary folder)
 # make profile  this machine's constants for the simulator, as cluster=measured (a minute of training on 4 local ranks)
 # All make .venv on the first call and install nothing on the next.
 
@@ -19,6 +20,7 @@ bench: venv
 	@.venv/bin/python benchmarks/recovery.py
 	@.venv/bin/python benchmarks/policies.py
 	@.venv/bin/torchrun --nproc-per-node=2 benchmarks/copies.py
+	@.venv/bin/python benchmarks/report.py
 	@.venv/bin/python benchmarks/simulator.py
 
 profile: venv
@@ -52,7 +54,8 @@ dev: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed
 	@$(PIP) install -e .[dev]
+	@.venv/bin/python scripts/install_browser.py
 	@touch $@
 
 clean:
-	rm -rf .venv outputs
+	rm -rf .venv outputs artefacts

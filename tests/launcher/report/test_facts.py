@@ -1,0 +1,193 @@
+"""What is said of a run: totals, recoveries, series over ranks and times, and the sentence that sums up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher.report.facts import Facts, gather
+from launcher.report.parts import Part
+from launcher.report.read import read_run
+from launcher.report.summary import duration, headline, quantities, shown
+from launcher.report.thin import evenly, said, thin
+from moe_ckpt.events import StateResumed, TrainerStarted
+from tests.report_runs import DEATH, FIRST_S, Story, committed, rejoined, write_events, write_run
+
+
+def facts_of(run: Path) -> Facts:
+    return gather(read_run(run))
+
+
+def quantity(facts: Facts, key: str) -> float | None:
+    return next(each.of(facts) for each in quantities() if each.key == key)
+
+
+def test_a_recovery_is_found_with_its_cause_and_cost(tmp_path: Path) -> None:
+    (episode,) = facts_of(write_run(tmp_path)).episodes
+    assert (episode.start_us, episode.end_us) == (4_850_000, 5_500_000)
+    assert (episode.causes, episode.struck, episode.iteration) == ((DEATH,), 6, 5)
+    assert (episode.replaying_ranks, episode.replayed_iters, episode.fetched_bytes) == ((0, 1), 2, 1 << 20)
+    assert {part: us for part, us in episode.mean_us.items() if us} == {
+        Part.LOST: 350_000,
+        Part.DETECTION: 100_000,
+        Part.REBUILD: 200_000,
+        Part.FETCH: 50_000,
+        Part.WAITING: 200_000,
+        Part.REPLAY: 100_000,
+    }
+    notes = {(each.rank, each.note) for each in episode.stretches if each.part is Part.REPLAY}
+    assert notes == {(0, "iterations 4 to 5"), (1, "iterations 4 to 5")}
+
+
+def test_totals_of_ranks_that_end_at_different_times_sum_to_the_same(tmp_path: Path) -> None:
+    write_events(tmp_path, 0, [(1.0, committed(1))])
+    write_events(tmp_path, 1, [(1.0, committed(1)), (1.5, committed(2))])
+    facts = facts_of(tmp_path)
+    assert [sum(of.values()) for of in facts.totals_us.values()] == [1_500_000, 1_500_000]
+    assert facts.totals_us[0][Part.UNKNOWN] == 500_000
+
+
+def test_work_that_is_given_up_is_charged_to_the_recovery_that_gave_it_up(tmp_path: Path) -> None:
+    events = [(0.5, committed(1)), (1.0, committed(2)), (1.65, rejoined(2)), (2.15, committed(3)), (2.8, rejoined(1))]
+    write_events(tmp_path, 0, [*events, (3.3, committed(2))])
+    first, second = facts_of(tmp_path).episodes
+    assert (first.mean_us[Part.LOST], second.mean_us[Part.LOST]) == (0, 1_000_000)
+
+
+def test_recoveries_of_ranks_that_overlap_are_one(tmp_path: Path) -> None:
+    write_events(tmp_path, 0, [(0.5, committed(1)), (2.0, rejoined(1)), (2.5, committed(2)), (9.0, rejoined(2))])
+    write_events(tmp_path, 1, [(0.5, committed(1)), (2.3, rejoined(1)), (2.8, committed(2)), (9.0, rejoined(2))])
+    assert [(each.start_us, each.end_us) for each in facts_of(tmp_path).episodes] == [
+        (1_350_000, 2_300_000),
+        (8_350_000, 9_000_000),
+    ]
+
+
+def test_a_restart_by_torchrun_is_a_recovery(tmp_path: Path) -> None:
+    resumed = StateResumed(iteration=0, source="disk", seconds=0.5, passed_over=[])
+    for rank in range(2):
+        anew = TrainerStarted(pid=2, host="here", life=1, device="cpu")
+        write_events(tmp_path, rank, [(0.5, committed(1)), (3.0, anew), (4.0, resumed), (4.5, committed(1))])
+    (tmp_path / "run.json").write_text(json.dumps({"world_size": 2, "clock_origin_unix_s": 100.0}))
+    (episode,) = facts_of(tmp_path).episodes
+    assert episode.causes == ("all processes were started again",)
+    assert (episode.start_us, episode.end_us, episode.mean_us[Part.LOST]) == (500_000, 4_000_000, 500_000)
+
+    fault = {"rank": 1, "pid": 2, "signal": "KILL", "scope": "process", "generation": 1, "iteration": 1, "phase": "x"}
+    (tmp_path / "faults.jsonl").write_text(json.dumps({**fault, "unix_s": 101.0, "ordered": False}))
+    (episode,) = facts_of(tmp_path).episodes
+    assert episode.causes == ("rank 1 was sent SIGKILL",)
+
+
+def test_series_take_the_last_time_of_each_iteration(tmp_path: Path) -> None:
+    write_events(tmp_path, 0, [(0.5, committed(1, stall_s=0.1)), (1.0, committed(1, stall_s=0.2)), (1.5, committed(2))])
+    write_events(tmp_path, 1, [(0.5, committed(1, stall_s=0.4))])
+    series = facts_of(tmp_path).series
+    assert series.iteration.tolist() == [1, 2]
+    assert series.stall_mean_s.tolist() == pytest.approx([0.3, 0.05])
+    assert series.stall_max_s.tolist() == pytest.approx([0.4, 0.05])
+    assert series.sent_bytes.tolist() == [2 << 16, 1 << 16]
+
+
+def test_snapshots_are_summed_over_ranks_where_the_iteration_was_committed(tmp_path: Path) -> None:
+    facts = facts_of(write_run(tmp_path, Story(ranks=3, iterations=2, fault_after=None)))
+    assert facts.series.snapshot_bytes.tolist() == [3 * (2 << 20)] * 2
+
+
+def test_quantities(tmp_path: Path) -> None:
+    facts = facts_of(write_run(tmp_path, Story(iterations=10)))
+    wall_s, compute_s = FIRST_S + 10 * 0.5 + 1.0 + 0.3, 10 * 0.45
+    counted_s = wall_s - FIRST_S - 0.2
+    wanted = {
+        "ettr": 100 * compute_s / counted_s,
+        "wall_s": wall_s,
+        "iterations": 10,
+        "recoveries": 1,
+        "faults_cost_s": 1.0,
+        "recovery_s": 0.65,
+        "lost_s": 0.35,
+        "stall_percent": 10.0,
+        "stall_ms": 50.0,
+        "iteration_s": 0.5,
+        "snapshot_mib": 8.0,
+        "boundary_mib": 0.25,
+        "memory_mib": 24.0,
+        "window_iters": 2.0,
+        "eval_loss": 2.5,
+        "tokens_lost": 22.0,
+        "plt_percent": 1.0,
+        "mlt_percent": 2.0,
+    }
+    assert {key: quantity(facts, key) for key in wanted} == pytest.approx(wanted, rel=1e-6)
+    assert quantity(facts, "interval_iters") is None
+
+
+def test_the_curve_of_ettr_ends_at_the_ettr(tmp_path: Path) -> None:
+    facts = facts_of(write_run(tmp_path))
+    assert facts.ettr == pytest.approx(facts.over_time.ettr[-1])
+    assert np.isnan(facts.over_time.ettr[0])
+
+
+def test_popularity_of_stages_comes_together(tmp_path: Path) -> None:
+    facts = facts_of(write_run(tmp_path, Story(iterations=1, ranks=2, fault_after=None)))
+    (record,) = facts.popularity
+    assert record.layers == [1, 2]
+    assert record.tokens[0] == [2.0 * (10 + expert % 7) for expert in range(8)]
+
+
+HEADLINES = {
+    "a run with a fault": (
+        Story(iterations=10),
+        True,
+        "73.8 % of the time was training: 10 iterations in 8.30 s. 1 recovery cost 1.00 s, with what had to be "
+        "computed again. Checkpointing took 0.50 s from iterations.",
+    ),
+    "a run without a fault, which ended badly": (
+        Story(iterations=2, fault_after=None),
+        False,
+        "90.0 % of the time was training: 2 iterations in 3.20 s. Nothing failed. Checkpointing took 0.10 s from "
+        "iterations. It has no result.",
+    ),
+    "a run that came to nothing": (
+        Story(iterations=0, fault_after=None),
+        False,
+        "run: ended without a result, or runs on another machine. No iteration was committed.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("story", "ends_well", "wanted"), HEADLINES.values(), ids=HEADLINES.keys())
+def test_headline(tmp_path: Path, story: Story, ends_well: bool, wanted: str) -> None:
+    assert headline(facts_of(write_run(tmp_path / "run", story, ends_well=ends_well))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(0.456, "0.46 s"), (12.34, "12.3 s"), (250, "4 min 10 s"), (11_100, "3 h 5 min")]
+)
+def test_durations_for_people(seconds: float, wanted: str) -> None:
+    assert duration(seconds) == wanted
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(None, "-"), (float("nan"), "-"), (1234.5, "1,234"), (0.123456, "0.1235"), (40.0, "40")]
+)
+def test_numbers_for_people(value: float | None, wanted: str) -> None:
+    assert shown(value) == wanted
+
+
+def test_thinning_keeps_the_extremes_and_says_so() -> None:
+    values = np.zeros(10_000)
+    values[[17, 5555]] = [9.0, -9.0]
+    values[3] = np.nan
+    keep = thin(values, 100)
+    assert {0, 17, 5555, 9999} <= set(keep.tolist())
+    assert 3 not in keep
+    assert len(keep) <= 100
+    assert thin(values[:50], 100).tolist() == [0, 1, 2, *range(4, 50)]
+    assert said(len(keep), 9_999, "points").startswith(f"{len(keep)} of 9,999 points")
+    assert said(5, 5, "points") == ""
+    assert evenly(5, 3).tolist() == [0, 2, 4]
+    assert evenly(0, 3).tolist() == []
