@@ -155,7 +155,10 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         kept_s = max(kept_s, setup.total_full_bytes / setup.cluster.disk_bytes_per_s)
         narrowest = link.most_bytes / kept_s
     measured = Measured(
-        iteration_s=setup.costs.iteration_s, copy_bytes_per_s=narrowest, popularity=np.zeros(0), stall_s=stalled_s
+        iteration_s=setup.costs.iteration_s,
+        copy_bytes_per_s=narrowest,
+        popularity=np.zeros(0),
+        snapshot_cost_s=stalled_s,
     )
     make = partial(WholeSnapshots, config, link.profiles, link.own, replicas)
     at_start, later = _listen(

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import compose_settings
 from launcher.loop import StageRunner
-from launcher.model import count_parameters
+from launcher.parameters import count_parameters
 from moe_ckpt.events import CapacityBoosted, ExpertsChosen, IterationCommitted, Rejoined, SnapshotTaken, TokensLost
 from moe_ckpt.types import Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted

@@ -35,7 +35,7 @@ def make(overrides: Sequence[str]) -> SparseWindows | WholeSnapshots:
 
 def answers(*, measured_before: bool) -> list[Measured]:
     popularity = np.ones(32)
-    known = Measured(iteration_s=2.0, copy_bytes_per_s=1e5, popularity=popularity, stall_s=0.7)
+    known = Measured(iteration_s=2.0, copy_bytes_per_s=1e5, popularity=popularity, snapshot_cost_s=0.7)
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
     return [known if measured_before else nothing, known]
 
@@ -70,7 +70,7 @@ def test_a_rhythm_is_what_the_policy_says_iteration_by_iteration(
     asked = [
         (iteration, plan.sparse.slot, plan.sparse.num_slots, *describe(plan.sparse), plan.to_disk)
         for iteration, plan in enumerate(plans)
-        if plan.sparse
+        if isinstance(plan.sparse, SlotPlan)
     ]
     told = [
         (take.offset, take.slot, take.num_slots, take.size_bytes, take.stall_s, take.to_disk)
