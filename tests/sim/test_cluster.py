@@ -147,6 +147,14 @@ def test_a_further_loss_makes_all_plan_again() -> None:
     assert recovered.seconds > alone.seconds
 
 
+def test_stages_that_were_on_their_way_back_have_no_state() -> None:
+    no_logs = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.boundary_log=false"), SETUP)
+    alone = recoveries(run(no_logs, [at(95.0)]))[0]
+    replaying_s = alone.since_s + alone.detect_s + alone.rebuild_s + 1.0
+    (recovered,) = recoveries(run(no_logs, [at(95.0), at(replaying_s)]))
+    assert (alone.iteration, recovered.iteration) == (9, 6)  # nobody is at 9 any more: the window leads to 6
+
+
 def test_a_loss_before_all_have_met_again_is_part_of_the_same_recovery() -> None:
     outcome = run(LOCAL, [at(95.0, rank=4), at(97.0, rank=2)])
     (recovered,) = recoveries(outcome)

@@ -89,6 +89,11 @@ def test_snapshots_are_logged_slot_by_slot_with_what_chose_them(outcome: Outcome
     assert all(event.window_start == event.iteration - event.slot for event in taken)
     chosen = [logged.event for logged in events if isinstance(logged.event, WindowChosen)]
     assert {event.num_slots for event in chosen} == {3}
+    committed_s = {
+        logged.event.iteration: logged.t_s for logged in events if isinstance(logged.event, IterationCommitted)
+    }
+    begun = [(logged.t_s, logged.event.iteration) for logged in events if isinstance(logged.event, WindowChosen)]
+    assert [t_s for t_s, _ in begun[:4]] == [committed_s[iteration] for _, iteration in begun[:4]]
 
 
 def test_a_restart_is_told_as_one() -> None:

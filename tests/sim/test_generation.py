@@ -59,6 +59,16 @@ def test_a_window_is_kept_as_soon_as_the_gradients_after_it_are_there() -> None:
     assert (window.start, window.end) == (1, 3)
 
 
+def test_a_whole_snapshot_is_kept_once_peers_have_it() -> None:
+    slow = setup(machines=cluster(network_bytes_per_s=16000.0))
+    gemini = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=3", "ckpt.replicas=1"), slow)
+    assert 10.0 < gemini.kept_s < 20.0
+    of = Generation(slow.costs, gemini, gemini.later, start=0, since_s=0.0, carried=())
+    late_s = gemini.kept_s - 10.0
+    (early,), (late,) = (of.kept(after(4, late_s + more_s)) for more_s in (-0.1, 0.1))
+    assert (early.start, late.start) == (0, 3)
+
+
 def test_several_windows_are_kept_and_those_from_before_until_then() -> None:
     before = (Kept(start=10, end=12), Kept(start=13, end=15))
     of = generation(TWO, start=16, carried=before)
