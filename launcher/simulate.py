@@ -74,7 +74,7 @@ def lines_of(result: Result) -> list[str]:
         f"iteration      {costs.iteration_s:.4g} s",
         f"policy         {saving.name}: {cadence(result)}",
         f"overhead       {prediction.overhead * costs.iteration_s:.4g} s an iteration ({prediction.overhead:.2%})",
-        f"host memory    {saving.host_bytes(setup) / 1e9:.4g} GB a node",
+        f"host memory    {host_memory(result)} GB a node",
         f"faults         {prediction.num_faults:.4g}, {prediction.recovery_s:.6g} s for them in all",
         f"ETTR           {prediction.ettr:.4f} (+- {prediction.spread:.4f} between runs; closed formula {formula})",
         f"lost tokens    {prediction.lost_tokens:.2%}",
@@ -95,6 +95,12 @@ def cadence(result: Result) -> str:
     else:
         snapshots = f"snapshots every {interval} iterations" if interval > 1 else "snapshots every iteration"
     return f"{snapshots}, {durable}" if durable else snapshots
+
+
+def host_memory(result: Result) -> str:
+    """Return the GB that a node needs; nothing where a policy keeps none, or its paper does not say how much."""
+    saving = result.saving
+    return _NOTHING if saving.memory is None else f"{saving.host_bytes(result.simulation.setup) / 1e9:.4g}"
 
 
 def interval_iters(result: Result) -> int:
@@ -128,8 +134,7 @@ def print_plan(candidates: Sequence[Candidate], arguments: Sequence[str]) -> Non
             print(f"{name:<58} {candidate.refusal}")
             continue
         prediction = candidate.result.prediction
-        host = candidate.result.saving.host_bytes(candidate.result.simulation.setup) / 1e9
-        values = (f"{prediction.ettr:.4f}", f"{prediction.overhead:.2%}", f"{host:.4g}")
+        values = (f"{prediction.ettr:.4f}", f"{prediction.overhead:.2%}", host_memory(candidate.result))
         print(form.format(name, *values, f"{prediction.lost_tokens:.2%}"))
     best = next((each for each in candidates if each.result and each.is_trained), None)
     if best is not None:

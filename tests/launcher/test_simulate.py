@@ -35,6 +35,16 @@ def test_a_result_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ETTR " in said
 
 
+@pytest.mark.parametrize(("policy", "memory"), [("partial=moc", "-"), ("ckpt=dense", "-"), ("ckpt=gemini", "0.0")])
+def test_memory_is_not_called_zero_where_it_is_not_known(
+    policy: str, memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, policy, "partial.experts=2", "timing.iteration_s=2"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host memory")]
+    assert line.split()[2].startswith(memory)
+    assert line.split()[2] != "0"
+
+
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster.nodes=0"]) == 1
     assert capsys.readouterr().err == "error: cluster.nodes: got 0, wanted more than 0\n"
