@@ -14,9 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from moe_ckpt.config import CheckfreqConfig, DenseConfig, GeminiConfig, MoevementConfig, NoneConfig, require
+from moe_ckpt.config import (
+    CheckfreqConfig,
+    DenseConfig,
+    GeminiConfig,
+    MocConfig,
+    MoetionConfig,
+    MoevementConfig,
+    NoneConfig,
+    require,
+)
 from moe_ckpt.footprint import MemoryForecast
-from moe_ckpt.policies.moevement import AUTO, SparseWindows, StageProfile
+from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.policies.profile import AUTO, StageProfile
 from moe_ckpt.policies.whole import WholeSnapshots
 from moe_ckpt.schedule import fixed_order
 from moe_ckpt.sim.costs import Costs, copy_rate, stall_s
@@ -215,6 +225,31 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     )
 
 
+def _moc(config: MocConfig | PartialConfig, setup: Setup) -> Saving:
+    if isinstance(config, PartialConfig):
+        return _partial(config, setup)
+    limit = config.plt_limit if config.dynamic_k else None
+    experts = _experts(config.k_snapshot, setup)
+    return _partial(PartialConfig(policy="moc", experts=experts, lost_tokens_limit=limit), setup)
+
+
+def _moetion(config: MoetionConfig | PartialConfig, setup: Setup) -> Saving:
+    if isinstance(config, PartialConfig):
+        return _partial(config, setup)
+    experts = _experts(config.experts, setup)
+    return _partial(PartialConfig(policy="moetion", experts=experts, lost_tokens_limit=None), setup)
+
+
+def _experts(asked: int | str, setup: Setup) -> int:
+    """Return how many experts of a layer a snapshot takes; for auto as many as an iteration hides, at least one."""
+    if asked != AUTO:
+        return int(asked)
+    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
+    budget_bytes = setup.costs.iteration_s * link.bytes_per_s * setup.total_full_bytes / link.most_bytes
+    choices = range(1, setup.job.shape.num_experts + 1)
+    return max((experts for experts in choices if partial_bytes(setup.job, experts) <= budget_bytes), default=1)
+
+
 def _partial(config: PartialConfig, setup: Setup) -> Saving:
     """Snapshots of all but some experts, every iteration."""
     link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
@@ -247,8 +282,8 @@ POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
     "checkfreq": _whole,
     "gemini": _whole,
     "moevement": _moevement,
-    "moc": _partial,
-    "moetion": _partial,
+    "moc": _moc,
+    "moetion": _moetion,
 }
 
 

@@ -240,7 +240,7 @@ def test_an_unknown_choice_of_a_group_is_named_with_the_choices(group: str) -> N
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("ckpt.policy=sparse", "ckpt.policy: got 'sparse', wanted one of none, dense, moevement, gemini, checkfreq"),
+        ("ckpt.policy=sparse", "ckpt.policy: got 'sparse', wanted one of none, dense, moevement, gemini, checkfreq, moc, moetion"),
         ("train.optimizer=sgd", "train.optimizer: got 'sgd', wanted one of adam"),
         ("parallel.dp=0", "parallel.dp: got 0, wanted auto or a number of at least 1"),
         ("run.name=a/b", "run.name: got 'a/b', wanted letters, digits, '_', '-' and '.'"),
@@ -385,7 +385,7 @@ def test_the_learning_rate_decays_over_the_run_unless_told(defaults: Settings) -
         ("memory_budget_bytes", "0", "got 0, wanted at least 1"),
         ("memory_budget_bytes", "much", "Value 'much'"),
         ("strict", "maybe", "Value 'maybe'"),
-        ("policy", "x", "got 'x', wanted one of none, dense, moevement, gemini, checkfreq"),
+        ("policy", "x", "got 'x', wanted one of none, dense, moevement, gemini, checkfreq, moc, moetion"),
     ],
 )
 def test_a_setting_of_sparse_snapshots_that_cannot_be_is_named(setting: str, got: str, says: str) -> None:
