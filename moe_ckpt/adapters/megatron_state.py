@@ -115,10 +115,14 @@ def step_count(optimizer: MegatronOptimizer) -> float:
 
 
 def write_step_count(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, steps: float) -> None:
-    """Set the number of updates made of a parameter; fused Adams count for all of them together."""
+    """Set the number of updates made of a parameter; fused Adams count for all of them together.
+
+    It gets a tensor of its own: a load that was cut off has left the same one to all (`_load_optimizer`).
+    """
     inner = _torch_optimizer(optimizer)
     if isinstance(inner, _TORCH_ADAMS):
-        optimizer_slots(optimizer, parameter)[1]["step"].fill_(steps)
+        master, slots = optimizer_slots(optimizer, parameter)
+        cast("Any", inner).state[master]["step"] = torch.full_like(slots["step"], steps)
     for group in inner.param_groups if inner and not isinstance(inner, _TORCH_ADAMS) else []:
         group["step"] = int(steps)
 

@@ -26,7 +26,7 @@ from moe_ckpt.adapters.megatron_operators import (
     shard_identity,
     stage_group,
 )
-from moe_ckpt.adapters.megatron_state import TrainingState, named_state
+from moe_ckpt.adapters.megatron_state import TrainingState, named_state, sharded_state
 from moe_ckpt.adapters.megatron_step import clear_gradients
 from moe_ckpt.adapters.megatron_wipe import StateWiper
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
@@ -305,6 +305,22 @@ def test_full_pieces_bring_everything_back_on_every_rank(overrides: tuple[str, .
     for wiped, differing, names in run_ranks(4, _differing_after_full_round_trip, overrides):
         assert {name for name in names if not name.endswith("local_tokens_per_expert")} <= wiped
         assert differing == set()
+
+
+def _step_counts_after_a_load_that_was_cut_off() -> set[float]:
+    """Return those of all parameters two iterations and one more after a checkpoint's load came as far as its files."""
+    state, trainer, operators = _trained(EP2_DP2)
+    everything = _everything(operators)
+    kept = _kept([*operators.pieces(everything, ()), *operators.buffer_pieces(everything)])
+    adam_steps = operators.adam_steps()
+    sharded_state(state, is_loading=True)
+    operators.load(kept, _names(operators), (), adam_steps)
+    trainer.run_iteration(3)
+    return {float(tensor) for name, tensor in named_state(state) if name.endswith(".step")}
+
+
+def test_step_counts_are_right_after_a_checkpoint_s_load_was_cut_off() -> None:
+    assert run_ranks(4, _step_counts_after_a_load_that_was_cut_off) == [{3.0}] * 4
 
 
 def _differing_after_compute_round_trip(overrides: tuple[str, ...]) -> tuple[set[str], set[str], bool]:

@@ -57,15 +57,16 @@ class OnDiskOfItsOwn(OneFileEach):
         super().start_save(directory if dist.get_rank() == 0 else own, iteration)
 
 
-def _tier(folder: Path, state: OneFileEach) -> DurableTier:
+def open_tier(folder: Path, state: OneFileEach, keep: int = 1) -> DurableTier:
+    """Join the others and return what saves and loads through `state`; inside `run_ranks`."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=rank_store(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     events = EventLog(folder / "events" / f"{rank}.jsonl", global_rank=rank, clock_origin_unix_s=0.0)
-    return DurableTier(state, CheckpointFolder(folder), IDENTITY, events, keep=1)
+    return DurableTier(state, CheckpointFolder(folder), IDENTITY, events, keep=keep)
 
 
 def _save(folder: Path) -> None:
-    _tier(folder, OneFileEach()).save(1)
+    open_tier(folder, OneFileEach()).save(1)
 
 
 def test_the_marker_lists_every_rank_s_files_and_those_that_nobody_tells_of(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_marker_lists_every_rank_s_files_and_those_that_nobody_tells_of(tmp_
 
 
 def _reason_after_a_file_changed(folder: Path) -> str:
-    tier = _tier(folder, OneFileEach(spoiling="rank1"))
+    tier = open_tier(folder, OneFileEach(spoiling="rank1"))
     tier.save(1)
     with pytest.raises(CheckpointLoadError) as failure:
         tier.resume(CheckpointRef(iteration=1, directory=str(CheckpointFolder(folder).directory(1))))
@@ -90,7 +91,7 @@ def test_a_file_that_changes_before_the_commit_is_not_blessed_by_it(tmp_path: Pa
 
 def _reason_of_a_failed_commit(folder: Path) -> str:
     with pytest.raises(CheckpointSaveError) as failure:
-        _tier(folder, OnDiskOfItsOwn()).save(1)
+        open_tier(folder, OnDiskOfItsOwn()).save(1)
     return str(failure.value)
 
 
