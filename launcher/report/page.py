@@ -44,7 +44,7 @@ def to_html(runs: Sequence[Facts]) -> str:
             "<h2>All runs</h2>" if len(runs) > 1 else "<h2>The run</h2>",
             _plots(together),
             _table(time_of_runs(runs)),
-            *sections,
+            f'<div class="runs">{"".join(sections)}</div>',
             "" if len(runs) > 1 else _table(compared(runs)),
             '</main><div id="tip" role="tooltip" hidden></div>',
             f'<script type="application/json" id="plots">{_data(all_plots)}</script>',

@@ -43,7 +43,7 @@ _TABLES = {
     "IntervalChosen": ("t_s", "iteration", "every_iters"),
 }
 _MEMBERS: Mapping[str, set[type]] = {"list[str]": {str}, "list[int]": {int}, "list[float]": {int, float}}
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 2 << 20  # stays in caches while it is taken apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

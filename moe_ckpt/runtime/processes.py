@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _STATE = 0  # fields of /proc/PID/stat that follow the name
+_PARENT = 1
 _START_TICKS = 19
 
 
@@ -22,6 +23,14 @@ def is_alive(pid: int, *, started: int | None = None) -> bool:
     if not fields or fields[_STATE] in "ZX":
         return False
     return started is None or int(fields[_START_TICKS]) == started
+
+
+def parent_of(pid: int) -> int:
+    """Return the pid of a process's parent. Raises ProcessLookupError."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    if not fields:
+        raise ProcessLookupError(f"no process has pid {pid}")
+    return int(fields[_PARENT])
 
 
 def thread_states(pid: int) -> str:

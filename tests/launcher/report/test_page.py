@@ -159,19 +159,23 @@ def _again(path: Path) -> str:
 BAD = {
     "no events": (lambda run: [path.unlink() for path in run.glob("events/*")], "no events in"),
     "a half-written line": (
-        lambda run: (run / "events" / "rank0001.jsonl").open("a").write('{"t_s": 1'),
+        lambda run: _append(run, '{"t_s": 1'),
         "rank 1: the last line is half-written",
     ),
     "a missing rank": (lambda run: (run / "events" / "rank0001.jsonl").unlink(), "no events of rank 1, of 4 ranks"),
     "another version": (
-        lambda run: (run / "events" / "rank0001.jsonl").open("a").write('{"t_s": 1, "event": "Sung"}\n'),
+        lambda run: _append(run, '{"t_s": 1, "event": "Sung"}\n'),
         "of another version: 1 x event Sung",
     ),
     "a name that is markup": (lambda run: (run / "run.json").write_text('{"</script><b>": 1}'), "</script>"),
 }
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def _append(run: Path, text: str) -> None:
+    path = run / "events" / "rank0001.jsonl"
+    path.write_text(path.read_text() + text)
+
+
 @pytest.mark.parametrize(("break_it", "said"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_said_on_the_page(browser: Browser, tmp_path: Path, break_it: object, said: str) -> None:
     run = write_run(tmp_path / "a </script><b> & run")

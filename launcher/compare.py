@@ -1,0 +1,190 @@
+"""Runs policies one after the other, under the same faults, and reports on them side by side.
+
+    python -m launcher.compare [POLICY[:SETTING=VALUE,...] ...] [SETTING=VALUE ...] [--ranks 4] [-o DIR]
+
+Policies with guards carry the faults out themselves; on the others they are inflicted from outside, and torchrun starts
+all ranks again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from launcher.config import CONF_DIR, Settings, compose_settings
+from launcher.faults.outside import strike_from_outside
+from launcher.report.__main__ import main as report
+from launcher.report.facts import gather
+from launcher.report.markdown import to_markdown
+from launcher.report.read import read_runs
+from launcher.report.summary import headline
+from moe_ckpt.config import require
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.faults import Kill
+
+_FAILED = 1
+_TRAIN = Path(__file__).with_name("train.py")
+_ALL = ("none", "dense", "checkfreq", "gemini", "moevement")
+_STOP_S = 20.0
+_FROM_OUTSIDE = ("KILL", "SEGV", "TERM")
+_EXAMPLES = """examples:
+  python -m launcher.compare dense gemini moevement train.iterations=60 fault=poisson fault.mtbf_s=20 fault.count=3
+  python -m launcher.compare gemini:ckpt.every_iters=5 gemini fault=at 'fault.at=[{iteration: 12}]'"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A policy with its settings. `kills`: what is inflicted on it from outside, without guards of its own."""
+
+    name: str
+    overrides: tuple[str, ...]
+    kills: tuple[Kill, ...]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run, report, and return the exit status: that of the report; a run that fails is part of it."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        variants = plan_variants(options.what, options.ranks)
+        folder = _folder(options.output)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _FAILED
+    runs = [_run(variant, folder, options.ranks, options.limit_s) for variant in variants]
+    found = [run for run in runs if run.is_dir()]
+    if not found:
+        print("error: no run has begun; their logs are beside where they would be", file=sys.stderr)
+        return _FAILED
+    print(to_markdown([gather(run) for run in read_runs(found)]))
+    return report([*map(str, found), "-o", str(folder / "report.html")])
+
+
+def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
+    """Return what is to be run: words with a `=` before any `:` are settings of all, the others policies.
+
+    Raises ConfigError, for a setting that is wrong too, before anything runs.
+    """
+    common = [word for word in words if "=" in word.partition(":")[0]]
+    policies = [word for word in words if word not in common] or list(_ALL)
+    choices = sorted(path.stem for path in (CONF_DIR / "ckpt").glob("*.yaml"))
+    variants: list[Variant] = []
+    for number, word in enumerate(policies, start=1):
+        policy, _, own = word.partition(":")
+        require(policy in choices, "POLICY", policy, f"one of {', '.join(choices)}, or SETTING=VALUE")
+        overrides = [f"ckpt={policy}", *common, *filter(None, own.split(","))]
+        variants.append(_variant(f"{number}-{policy}", overrides, world_size))
+    return variants
+
+
+def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
+    settings = compose_settings(overrides)
+    _require_kills(settings)
+    if _wants_guard(settings):
+        return Variant(name=name, overrides=tuple(overrides), kills=())
+    kills = settings.fault.kills(world_size)
+    for kill in kills:
+        wanted = f"one of {', '.join(_FROM_OUTSIDE)} under ckpt={settings.ckpt.policy}: nobody there finds a hang"
+        require(kill.signal in _FROM_OUTSIDE, "fault: signal", kill.signal, wanted)
+    without = [each for each in overrides if not each.startswith(("fault=", "fault.", "+fault="))]
+    return Variant(name=name, overrides=(*without, "fault=none"), kills=kills)
+
+
+def _require_kills(settings: Settings) -> None:
+    wanted = "at, poisson, trace or none: kills, which every policy can be put to"
+    require(not settings.fault.losses, "fault.kind", settings.fault.kind, wanted)
+
+
+def _wants_guard(settings: Settings) -> bool:
+    from launcher.elastic import wants_guard  # noqa: PLC0415 - seconds of imports: not for a mistyped word
+
+    return wants_guard(settings)
+
+
+def _folder(wanted: Path | None) -> Path:
+    """Return a folder for all runs; raises ConfigError where it cannot be made, or there are runs in it."""
+    folder = wanted or Path("outputs") / f"{datetime.now():%Y-%m-%d}" / f"{datetime.now():%H-%M-%S}-compare"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"-o: got {str(folder)!r}, wanted a folder that can be written ({error})") from error
+    there = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    require(not there, "-o", f"{folder} with {', '.join(there)}", "a folder without runs")
+    return folder.resolve()
+
+
+def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path:
+    """Run one variant to its end, good or bad, and return its run folder."""
+    run, log = folder / variant.name, folder / f"{variant.name}.log"
+    print(f"{variant.name}: {' '.join(variant.overrides)}; log: {log}", flush=True)
+    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={num_ranks}"]
+    command += [f"--max-restarts={len(variant.kills)}", str(_TRAIN), *variant.overrides, f"run.dir={run}"]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _attend(process, variant, run, num_ranks, limit_s)
+        finally:
+            _stop(process)
+    if run.is_dir():
+        print(f"  {headline(gather(read_runs([run])[0]))}", flush=True)
+    if process.returncode != 0:
+        print(f"  ended with status {process.returncode}; {log} says why", flush=True)
+    return run
+
+
+def _attend(process: subprocess.Popen[bytes], variant: Variant, run: Path, num_ranks: int, limit_s: float) -> None:
+    """Wait until the job has ended, for `limit_s` at most; strike from outside what does not strike itself."""
+    until_s = time.monotonic() + limit_s
+    left = strike_from_outside(
+        variant.kills,
+        run,
+        world_size=num_ranks,
+        parent_pid=process.pid,
+        goes_on=lambda: process.poll() is None and time.monotonic() < until_s,
+    )
+    for strike in left:
+        print(f"  the run ended before: {strike}", flush=True)
+    try:
+        process.wait(max(until_s - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        print(f"  stopped: not done within {limit_s:g} s", flush=True)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a job that goes on; torchrun ends what it has started."""
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m launcher.compare",
+        description="Run policies one after the other, under the same faults, and report on them side by side.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("what", nargs="*", metavar="POLICY|SETTING=VALUE", help=f"default: {' '.join(_ALL)}, without faults")
+    add("--ranks", type=int, default=4, help="processes on this machine (default: 4)")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where runs and report.html go (default: outputs/DATE/TIME-compare)",
+    )
+    add("--limit-s", type=float, default=3600.0, help="seconds after which a run is stopped (default: 3600)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""Carries a plan of kills out on a job without guards (ckpt=none, dense), by what its event files tell. Linux.
+
+Such trainers have no page that shows what they do. A kill at a point comes as soon as its rank has committed the
+iteration before, whatever the phase; one of them ends them all, and torchrun starts them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.faults.log import InjectedFault, append_faults
+from launcher.faults.strike import signal_number
+from moe_ckpt.faults import Kill, Strike, plan_strikes, victims
+from moe_ckpt.runtime.processes import is_alive, parent_of
+
+_LOOK_EVERY_S = 0.02
+
+
+def strike_from_outside(
+    kills: Sequence[Kill],
+    run: Path,
+    *,
+    world_size: int,
+    parent_pid: int,
+    goes_on: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Strike]:
+    """Inflict the kills, each with a rank, on children of `parent_pid`; return what could not be done when it ended.
+
+    Each rank is a node of its own. Times count by `clock` from when the first trainer is seen; `goes_on` says how long.
+    """
+    pending = [_at_point(kill, world_size) for kill in kills if kill.after_s is None]
+    pending += [_Due(strike=strike, after_iteration=None) for strike in plan_strikes(kills, world_size, 1)]
+    ranks = [_Rank(path=run / "events" / f"rank{rank:04d}.jsonl") for rank in range(world_size)]
+    begun_s: float | None = None
+    while goes_on() and pending:
+        for rank in ranks:
+            rank.look()
+        if begun_s is None and any(rank.pid for rank in ranks):
+            begun_s = clock()
+        elapsed_s = clock() - begun_s if begun_s is not None else -1.0
+        pending = [due for due in pending if not _strike_if_due(due, ranks, run, parent_pid, elapsed_s)]
+        time.sleep(_LOOK_EVERY_S)
+    return [due.strike for due in pending]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Due:
+    """A strike at a time, or once its first rank has committed an iteration."""
+
+    strike: Strike
+    after_iteration: int | None
+
+    def has_come(self, ranks: Sequence[_Rank], elapsed_s: float) -> bool:
+        if self.after_iteration is None:
+            return elapsed_s >= self.strike.after_s
+        return ranks[self.strike.ranks[0]].iteration >= self.after_iteration
+
+
+def _at_point(kill: Kill, world_size: int) -> _Due:
+    strike = Strike(after_s=0.0, ranks=victims(kill, world_size, 1), signal=kill.signal, scope=kill.scope)
+    return _Due(strike=strike, after_iteration=max((kill.iteration or 1) - 1, 1))
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    """The newest trainer of a rank, and the iteration that it has committed last; `struck`: the pids that are done."""
+
+    path: Path
+    pid: int = 0
+    iteration: int = 0
+    struck: set[int] = field(default_factory=set)
+    _offset: int = 0
+
+    def look(self) -> None:
+        """Read what was added to the rank's file."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self._note(line)
+
+    def _note(self, line: bytes) -> None:
+        if b'"TrainerStarted"' in line:
+            self.pid, self.iteration = json.loads(line)["pid"], 0
+        elif b'"IterationCommitted"' in line:
+            self.iteration = json.loads(line)["iteration"]
+
+
+def _strike_if_due(due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int, elapsed_s: float) -> bool:
+    """Send the signals if they are due and all victims live; return whether that was done."""
+    hit = [(number, ranks[number]) for number in due.strike.ranks]
+    if not due.has_come(ranks, elapsed_s) or not all(_can_be_struck(rank, parent_pid) for _, rank in hit):
+        return False
+    append_faults(run, [_fault(number, rank, due.strike) for number, rank in hit])
+    for _, rank in hit:
+        rank.struck.add(rank.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal_number(due.strike.signal))
+    return True
+
+
+def _can_be_struck(rank: _Rank, parent_pid: int) -> bool:
+    return rank.pid not in {0, *rank.struck} and is_alive(rank.pid) and parent_of(rank.pid) == parent_pid
+
+
+def _fault(number: int, rank: _Rank, strike: Strike) -> InjectedFault:
+    return InjectedFault(
+        unix_s=time.time(),
+        rank=number,
+        pid=rank.pid,
+        signal=strike.signal,
+        scope=strike.scope,
+        generation=0,
+        iteration=rank.iteration + 1,
+        phase="unknown",
+        ordered=False,
+    )

@@ -1,0 +1,91 @@
+"""Comparing: what is run with which faults, and one comparison from the command to the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.compare import main, plan_variants
+from moe_ckpt.errors import ConfigError
+from tests.report_runs import write_run
+from tests.training import fast
+
+AT = ("fault=at", "fault.at=[{iteration: 3, rank: 1, phase: backward}]")
+
+
+def test_guarded_policies_strike_themselves_and_the_others_are_struck_from_outside() -> None:
+    dense, moevement = plan_variants(["dense", "moevement", *AT, "model.num_layers=2"], 4)
+    assert moevement.overrides == ("ckpt=moevement", *AT, "model.num_layers=2")
+    assert moevement.kills == ()
+    assert dense.overrides == ("ckpt=dense", "model.num_layers=2", "fault=none")
+    assert [(kill.rank, kill.iteration) for kill in dense.kills] == [(1, 3)]
+
+
+def test_the_same_seed_is_the_same_plan() -> None:
+    words = ["fault=poisson", "fault.mtbf_s=5", "fault.count=3", "fault.seed=7"]
+    first, second = plan_variants(["none", "dense", *words], 4)
+    assert first.kills == second.kills
+    assert len(first.kills) == 3
+
+
+def test_policies_have_settings_of_their_own_and_come_in_the_order_given() -> None:
+    variants = plan_variants(["gemini:ckpt.every_iters=5,ckpt.replicas=2", "gemini", "train.iterations=20"], 4)
+    assert [variant.name for variant in variants] == ["1-gemini", "2-gemini"]
+    assert variants[0].overrides == ("ckpt=gemini", "train.iterations=20", "ckpt.every_iters=5", "ckpt.replicas=2")
+
+
+def test_without_policies_all_are_run() -> None:
+    assert [variant.name for variant in plan_variants([], 4)] == [
+        "1-none",
+        "2-dense",
+        "3-checkfreq",
+        "4-gemini",
+        "5-moevement",
+    ]
+
+
+WRONG = {
+    "a policy": (["genimi"], "POLICY: got 'genimi', wanted one of checkfreq, dense, gemini"),
+    "a setting": (["dense", "train.iteration=5"], "train.iteration"),
+    "lost state": (
+        ["moevement", "fault=state_loss", "fault.at=[{iteration: 3, stage: 0, phase: step}]"],
+        "fault.kind: got 'state_loss', wanted at, poisson, trace or none",
+    ),
+    "a hang that nobody finds": (
+        ["none", "fault=at", "fault.at=[{iteration: 3, rank: 1, signal: STOP}]"],
+        "fault: signal: got 'STOP', wanted one of KILL, SEGV, TERM under ckpt=none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_said_before_anything_runs(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan_variants(words, 4)
+    assert said in str(error.value)
+    assert main([*words, "-o", str(tmp_path / "new")]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_runs_that_are_there_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "1-none")
+    assert main(["none", "-o", str(tmp_path)]) == 1
+    assert "wanted a folder without runs" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(400)  # three starts of torchrun
+def test_two_policies_under_the_same_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [setting for setting in fast("train.iterations=6") if setting != "run.progress=none"]
+    assert main(["none", "gemini", *settings, *AT, "--ranks", "2", "-o", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "| run | 1-none | 2-gemini |" in said
+    assert "| state | finished | finished |" in said
+    assert "| recoveries | 1 | 1 |" in said
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("1-none", "2-gemini")]
+    assert results[0]["digest"] == results[1]["digest"]
