@@ -66,6 +66,13 @@ def test_recoveries_of_ranks_that_overlap_are_one(tmp_path: Path) -> None:
     ]
 
 
+def test_a_recovery_within_the_time_of_another_belongs_to_it(tmp_path: Path) -> None:
+    write_events(tmp_path, 0, [(0.5, committed(1)), (5.0, rejoined(1, replay_s=3.5))])
+    short = [(2.3, rejoined(1)), (2.8, committed(2)), (3.8, rejoined(2))]
+    write_events(tmp_path, 1, [(0.5, committed(1)), *short])
+    assert [(each.start_us, each.end_us) for each in facts_of(tmp_path).episodes] == [(1_150_000, 5_000_000)]
+
+
 def test_a_restart_by_torchrun_is_a_recovery(tmp_path: Path) -> None:
     resumed = StateResumed(iteration=0, source="disk", seconds=0.5, passed_over=[])
     for rank in range(2):
