@@ -240,7 +240,10 @@ def test_an_unknown_choice_of_a_group_is_named_with_the_choices(group: str) -> N
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("ckpt.policy=sparse", "ckpt.policy: got 'sparse', wanted one of none, dense, moevement, gemini, checkfreq, moc, moetion"),
+        (
+            "ckpt.policy=sparse",
+            "ckpt.policy: got 'sparse', wanted one of none, dense, moevement, gemini, checkfreq, moc, moetion",
+        ),
         ("train.optimizer=sgd", "train.optimizer: got 'sgd', wanted one of adam"),
         ("parallel.dp=0", "parallel.dp: got 0, wanted auto or a number of at least 1"),
         ("run.name=a/b", "run.name: got 'a/b', wanted letters, digits, '_', '-' and '.'"),
