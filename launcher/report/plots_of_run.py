@@ -251,47 +251,49 @@ def order(facts: Facts) -> Plot:
 
 
 def tokens_lost(facts: Facts) -> tuple[Plot, Plot]:
-    """Return the measures of lost tokens over iterations, and where they were lost."""
-    x = [event.iteration for event in facts.lost]
-    lines = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": name,
-            "x": x,
-            "y": numbers(100 * getattr(event, name.lower()) for event in facts.lost),
-            "line": {"color": color, "shape": "hv"},
-            "hovertemplate": f"{name} %{{y:.4g}} % at iteration %{{x}}<extra></extra>",
-        }
-        for name, color in (("PLT", "--run0"), ("MLT", "--run1"))
-    ]
-    sums = np.zeros(max((len(event.lost_by_layer) for event in facts.lost), default=0))
-    for event in facts.lost:
-        sums[: len(event.lost_by_layer)] += event.lost_by_layer
-    bars = {
-        "type": "bar",
-        "x": list(range(len(sums))),
-        "y": numbers(sums),
-        "marker": {"color": "--lost"},
-        "hovertemplate": "MoE layer %{x}: %{y:,} tokens<extra></extra>",
-    }
+    """Return the measures of lost tokens over iterations, and in which layers they were lost."""
     missing = "no tokens were lost, or this run does not tell (event TokensLost)"
+    measures = [_measure(facts, name, color) for name, color in (("PLT", "--run0"), ("MLT", "--run1"))]
+    over_time = figure(measures, x="iteration", y="lost tokens, %", yaxis={"rangemode": "tozero"})
     return (
         Plot(
             key="plt",
             title="Lost tokens",
             means="PLT (MoC-System): proportion of tokens whose updates are lost, mean over MoE layers. MLT (MoEtion): "
             "momentary lost tokens, summed over MoE layers.",
-            choices=(("", figure(lines, x="iteration", y="lost tokens, %", yaxis={"rangemode": "tozero"})),)
-            if x
-            else (),
+            choices=(("", over_time),) if facts.lost else (),
             missing=missing,
         ),
         Plot(
             key="lost-by-layer",
             title="Lost tokens by layer",
             means="Tokens whose updates were lost in the whole run, by MoE layer.",
-            choices=(("", figure([bars], x="MoE layer", y="tokens")),) if x else (),
+            choices=(("", figure([_lost_by_layer(facts)], x="MoE layer", y="tokens")),) if facts.lost else (),
             missing=missing,
         ),
     )
+
+
+def _measure(facts: Facts, name: str, color: str) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": [event.iteration for event in facts.lost],
+        "y": numbers(100 * getattr(event, name.lower()) for event in facts.lost),
+        "line": {"color": color, "shape": "hv"},
+        "hovertemplate": f"{name} %{{y:.4g}} % at iteration %{{x}}<extra></extra>",
+    }
+
+
+def _lost_by_layer(facts: Facts) -> Trace:
+    sums = np.zeros(max((len(event.lost_by_layer) for event in facts.lost), default=0))
+    for event in facts.lost:
+        sums[: len(event.lost_by_layer)] += event.lost_by_layer
+    return {
+        "type": "bar",
+        "x": list(range(len(sums))),
+        "y": numbers(sums),
+        "marker": {"color": "--lost"},
+        "hovertemplate": "MoE layer %{x}: %{y:,} tokens<extra></extra>",
+    }
