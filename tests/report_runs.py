@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.report.rank_log import ExpertPopularity, RankLog, TokensLost, read_rank
+from launcher.report.rank_log import ExpertPopularity, RankLog, read_rank
 from moe_ckpt.events import (
     Evaluated,
     Event,
@@ -20,11 +20,12 @@ from moe_ckpt.events import (
     RunFinished,
     SnapshotTaken,
     StageRecovered,
+    TokensLost,
     TrainerStarted,
     WindowChosen,
 )
 
-Timed = tuple[float, Event | ExpertPopularity | TokensLost]
+Timed = tuple[float, Event | ExpertPopularity]
 DEATH = "rank 1 (pid 11) died of SIGKILL in backward of iteration 6, found 100 ms after its last sign of life"
 ITERATION_S = 0.5
 STALL_S = 0.05
@@ -140,7 +141,14 @@ class Story:
     def _experts(self, now_s: float, iteration: int) -> list[Timed]:
         tokens = [[float(10 + (expert * iteration) % 7) for expert in range(8)] for _ in range(2)]
         told = ExpertPopularity(iteration=iteration, layers=[1, 2], tokens=tokens)
-        lost = TokensLost(iteration=iteration, lost_by_layer=[4.0 * iteration, 2.0], plt=0.01, mlt=0.02)
+        lost = TokensLost(
+            iteration=iteration,
+            layers=[1, 2],
+            lost_by_layer=[4 * iteration, 2],
+            lost_by_expert=[[4 * iteration], [2]],
+            plt=0.01,
+            mlt=0.02,
+        )
         return [(now_s, told), *([(now_s, lost)] if iteration == self.fault_after else [])]
 
     def _fault(self, rank: int, now_s: float, iteration: int) -> list[Timed]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from launcher.report.digest import Numbers, RankDigest
 from launcher.report.episodes import Episode, find_episodes
 from launcher.report.parts import NOT_IN_ETTR, Part
-from launcher.report.rank_log import ExpertPopularity, TokensLost
+from launcher.report.rank_log import ExpertPopularity
 from launcher.report.read import RunLog
-from moe_ckpt.events import CheckpointFailed, CheckpointSaved, Evaluated
+from moe_ckpt.events import CheckpointFailed, CheckpointSaved, Evaluated, TokensLost
 
 _GRID = 400
-T = TypeVar("T", Evaluated, TokensLost, CheckpointSaved, CheckpointFailed)
+T = TypeVar("T", Evaluated, CheckpointSaved, CheckpointFailed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ def gather(run: RunLog) -> Facts:
         over_time=_over_time(run.ranks, end_us),
         evaluated=_once(run, Evaluated),
         popularity=_popularity(run),
-        lost=_once(run, TokensLost),
+        lost=_lost(run),
         saved=_once(run, CheckpointSaved),
         failed=_once(run, CheckpointFailed),
     )
@@ -153,6 +153,32 @@ def _once(run: RunLog, kind: type[T]) -> tuple[T, ...]:
     found = [(noted.at_us, noted.event) for rank in run.ranks for noted in rank.events if isinstance(noted.event, kind)]
     newest = {event.iteration: event for _, event in sorted(found, key=lambda each: each[0])}
     return tuple(event for _, event in sorted(newest.items()))
+
+
+def _lost(run: RunLog) -> tuple[TokensLost, ...]:
+    """Return what each recovery has lost, in the order in which they came, in the layers of all stages.
+
+    Ranks of a stage tell the same; one that was replaced since may tell of the last recoveries only.
+    """
+    of_ranks = [[noted.event for noted in rank.events if isinstance(noted.event, TokensLost)] for rank in run.ranks]
+    merged = []
+    for back in range(max(map(len, of_ranks), default=0), 0, -1):
+        events = [of_rank[-back] for of_rank in of_ranks if len(of_rank) >= back]
+        by_layer = {
+            layer: (lost, experts)
+            for event in events
+            for layer, lost, experts in zip(event.layers, event.lost_by_layer, event.lost_by_expert, strict=False)
+        }
+        layers = sorted(by_layer)
+        merged.append(
+            replace(
+                events[0],
+                layers=layers,
+                lost_by_layer=[by_layer[layer][0] for layer in layers],
+                lost_by_expert=[by_layer[layer][1] for layer in layers],
+            )
+        )
+    return tuple(merged)
 
 
 def _popularity(run: RunLog) -> tuple[ExpertPopularity, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -287,13 +288,14 @@ def _measure(facts: Facts, name: str, color: str) -> Trace:
 
 
 def _lost_by_layer(facts: Facts) -> Trace:
-    sums = np.zeros(max((len(event.lost_by_layer) for event in facts.lost), default=0))
+    sums: Counter[int] = Counter()
     for event in facts.lost:
-        sums[: len(event.lost_by_layer)] += event.lost_by_layer
+        sums.update(dict(zip(event.layers, event.lost_by_layer, strict=True)))
+    layers = sorted(sums)
     return {
         "type": "bar",
-        "x": list(range(len(sums))),
-        "y": numbers(sums),
+        "x": layers,
+        "y": [sums[layer] for layer in layers],
         "marker": {"color": "--lost"},
         "hovertemplate": "MoE layer %{x}: %{y:,} tokens<extra></extra>",
     }

@@ -55,17 +55,7 @@ class ExpertPopularity:
     tokens: list[list[float]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokensLost:
-    """Tokens whose updates are lost, by MoE layer, and the papers' measures of it."""
-
-    iteration: int
-    lost_by_layer: list[float]
-    plt: float = float("nan")
-    mlt: float = float("nan")
-
-
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Event), ExpertPopularity, TokensLost)}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Event), ExpertPopularity)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +64,7 @@ class Noted:
 
     at_us: int
     after_commits: int
-    event: Event | ExpertPopularity | TokensLost
+    event: Event | ExpertPopularity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -251,8 +241,9 @@ def _fits(value: object, annotation: str) -> bool:
     """Return whether a value is of the annotated type, as far as readers rely on it."""
     if annotation in ("int", "float"):
         return isinstance(value, int | float)
-    if annotation == "list[list[float]]":
-        return isinstance(value, list) and all(_fits(each, "list[float]") for each in value)
+    if annotation.startswith("list[list["):
+        inner = annotation.removeprefix("list[").removesuffix("]")
+        return isinstance(value, list) and all(_fits(each, inner) for each in value)
     if annotation.startswith("list["):
         return isinstance(value, list) and {*map(type, value)} <= _MEMBERS[annotation]
     return annotation != "str" or isinstance(value, str)

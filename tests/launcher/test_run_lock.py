@@ -46,7 +46,7 @@ def test_a_job_has_a_folder_in_all_its_lives_until_it_leaves_it(tmp_path: Path, 
         assert (tmp_path / "lock").read_text() == ""
 
 
-@pytest.mark.parametrize("content", ["", json.dumps(asdict(GONE)), '{"host"'])
+@pytest.mark.parametrize("content", ["", json.dumps(asdict(GONE)), '{"host"'], ids=["empty", "gone", "torn"])
 def test_the_lock_of_who_is_gone_is_taken_over(tmp_path: Path, job: pytest.MonkeyPatch, content: str) -> None:
     (tmp_path / "lock").write_text(content)
     take_lock(tmp_path)
