@@ -140,7 +140,7 @@ class Ladder:
         if source.place != LOCAL_DISK:
             self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
             if rejoin is not None:
-                rejoin.copies.drop_all()
+                rejoin.forget()
             return
         assert rejoin is not None
         iteration = rejoin.load_from_disk()

@@ -123,6 +123,9 @@ class Rejoin:
         self._stores.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
 
+    def forget(self) -> None:
+        self.copies.drop_all()
+
     def _restore(self, journal: Journal, disk: LocalDisk) -> None:
         journal.replace(disk.restore)
         adopt_kept(self._stores)

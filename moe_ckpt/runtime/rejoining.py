@@ -55,3 +55,7 @@ class Rejoining(Protocol):
         Until copying is resumed peers hear nothing. Raises CheckpointLoadError on all ranks if that cannot be.
         """
         ...
+
+    def forget(self) -> None:
+        """All go on from a state that nothing here leads to: keep nothing in memory, as `copies.drop_all` does."""
+        ...

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -101,13 +101,9 @@ class UnitRejoin:
         state.lose()
         started_s = time.monotonic()
         stocks = self._take_stock(_MEMORY)
-        plan = plan_units([stock.inventory for stock in stocks])
-        if plan is None:
+        if plan_units(_with_held(stocks)) is None:
             stocks = self._take_stock(_MEMORY, _DISK, held=True)
-            plan = plan_units(_with_held(stocks))
-        if plan is None:
-            raise NothingLeftError(_nothing_common(_with_held(stocks)))
-        with self._units(plan, stocks) as units:
+        with self._units(stocks) as (plan, units):
             fetch_s, fetched_bytes = time.monotonic() - started_s, self._fetched_bytes(plan, units)
             shares = self._load(plan, units)
         self._begin_line(stocks)
@@ -143,13 +139,15 @@ class UnitRejoin:
     def load_from_disk(self) -> int:
         self.copies.drop_all()
         stocks = self._take_stock(_DISK)
-        plan = plan_units([stock.inventory for stock in stocks])
-        if plan is None:
-            raise CheckpointLoadError(_nothing_common([stock.inventory for stock in stocks]))
-        with self._units(plan, stocks) as units:
+        with self._units(stocks) as (plan, units):
             self._load(plan, units)
         self._begin_line(stocks)
         return plan.version.iteration
+
+    def forget(self) -> None:
+        stocks = self._take_stock(_MEMORY, _DISK, held=True)
+        self.copies.drop_all()
+        self._begin_line(stocks)
 
     def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
         """Return what every rank has in these places, undamaged; `held`: and for others in its memory. Collective."""
@@ -199,39 +197,54 @@ class UnitRejoin:
                 _log.warning("%s", error)
 
     @contextlib.contextmanager
-    def _units(self, plan: UnitRecovery, stocks: Sequence[_Stock]) -> Iterator[Mapping[str, Snapshot]]:
-        """Give this rank's units of the plan, by name; what came from peers goes again. Collective.
+    def _units(self, stocks: Sequence[_Stock]) -> Iterator[tuple[UnitRecovery, Mapping[str, Snapshot]]]:
+        """Give the plan and this rank's units of it, by name; what came from peers goes again. Collective.
 
-        Raises CheckpointLoadError on all ranks if one cannot be had.
+        Where a peer does not give what it had, all plan again without it. Raises NothingLeftError on all ranks if there
+        is no plan.
         """
         folder = BlobFolder(self._elastic.memory / "fetched")
-        got: list[dict[str, Snapshot]] = []
+        inventories = _with_held(stocks)
         try:
-            on_all_ranks(lambda: got.append(self._get(plan, stocks, folder)), CheckpointLoadError)
-            yield got[0]
+            while True:
+                plan = plan_units(inventories)
+                if plan is None:
+                    raise NothingLeftError(_nothing_common(inventories))
+                found = on_all_ranks(lambda plan=plan: self._fetch(plan, stocks, folder), CheckpointLoadError)
+                if not any(found):
+                    yield plan, self._get(plan, folder)
+                    return
+                inventories = [_without(each, gone) for each, gone in zip(inventories, found, strict=True)]
         finally:
-            got.clear()
             folder.clear()
 
-    def _get(self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder) -> dict[str, Snapshot]:
-        mine = self._place.shard.global_rank
+    def _fetch(self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder) -> frozenset[str]:
+        """Bring what peers have of this rank's units into `folder`; return the places where that failed."""
+        mine, failed = self._place.shard.global_rank, set[str]()
         sources = plan.sources[mine]
-        for place in set(sources.values()) - {_MEMORY, _DISK}:
+        for place in sorted(set(sources.values()) - {_MEMORY, _DISK}):
             holder = _rank_of(place)
-            keys = [
-                stocks[holder].held[mine][name, plan.units[name]] for name, where in sources.items() if where == place
-            ]
+            wanted = [(name, plan.units[name]) for name, where in sources.items() if where == place]
+            keys = [stocks[holder].held[mine][each] for each in wanted]
             address, timeout_s = self._elastic.address_of(holder), self._elastic.copy_s
-            fetch_blobs(address, self._elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+            try:
+                fetch_blobs(address, self._elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+                for unit in read_units(folder).values():
+                    verify(unit, identity=self._place.identity, shard=self._place.shard)
+            except CheckpointLoadError as error:
+                _log.warning("rank %d cannot have its units in the %s: %s", mine, place, error)
+                failed.add(place)
+        return frozenset(failed)
+
+    def _get(self, plan: UnitRecovery, folder: BlobFolder) -> dict[str, Snapshot]:
+        """Return this rank's units of the plan, which are all at hand and have been verified."""
+        sources = plan.sources[self._place.shard.global_rank]
         places = {_MEMORY: self._memory.snapshots(), _DISK: self._found_in(_DISK) if _DISK in sources.values() else []}
         fetched = list(read_units(folder).values())
-        found = {
+        return {
             name: next(unit for unit in places.get(where, fetched) if _id(unit) == (name, plan.units[name]))
             for name, where in sources.items()
         }
-        for unit in found.values():
-            verify(unit, identity=self._place.identity, shard=self._place.shard)
-        return found
 
     def _fetched_bytes(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> int:
         sources = plan.sources[self._place.shard.global_rank]
@@ -289,6 +302,11 @@ def _with_held(stocks: Sequence[_Stock]) -> list[UnitInventory]:
                 needed = {**holder.needed[owner], **needed}
         inventories.append(UnitInventory(global_rank=owner, places=places, needed=needed))
     return inventories
+
+
+def _without(inventory: UnitInventory, gone: Collection[str]) -> UnitInventory:
+    places = {place: units for place, units in inventory.places.items() if place not in gone}
+    return replace(inventory, places=places)
 
 
 def _memory_of(global_rank: int) -> str:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,19 @@ from megatron.core.transformer.moe.router import TopKRouter
 from launcher.config import compose_settings
 from launcher.loop import StageRunner
 from launcher.parameters import count_parameters
-from moe_ckpt.events import CapacityBoosted, ExpertsChosen, IterationCommitted, Rejoined, SnapshotTaken, TokensLost
-from moe_ckpt.types import Phase
+from moe_ckpt.events import (
+    CapacityBoosted,
+    ExpertsChosen,
+    IterationCommitted,
+    Rejoined,
+    SnapshotTaken,
+    StateResumed,
+    TokensLost,
+)
+from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.store.journal import read_units
+from moe_ckpt.store.unit_memory import name_of
+from moe_ckpt.types import CORE, Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
 from tests.launcher.test_elastic import BIAS, FP16_SKIPPING, PP4, Death
 from tests.training import events_of, fast
@@ -331,3 +343,19 @@ def test_bytes_are_those_of_the_papers_equations(policy: str, k: int, tmp_path: 
     wanted = 12 * (total - of_experts + of_experts * k / 8)
     taken = [events_of(job.run, SnapshotTaken, rank)[2].size_bytes for rank in range(4)]
     assert sum(taken) == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_checkpoint_begins_a_line_that_nothing_on_disks_is_of(tmp_path: Path) -> None:
+    """Rank 3's disk is lost with all memory: iterations that others' disks have will come again, and differ."""
+    settings = ("train.iterations=10", *EIGHT, *MOC, "ckpt.durable_every_iters=4", "ckpt.async_save=false")
+    with ElasticJob(4, tmp_path, *settings, ckpt="moc") as job:
+        job.wait_until(0, 7, Phase.FORWARD)
+    shutil.rmtree(job.run / "snapshots" / "rank0003")
+    with ElasticJob(4, tmp_path, *settings, ckpt="moc") as job:
+        job.wait()
+    (resumed,) = events_of(job.run, StateResumed, 0)
+    assert resumed.iteration == 4
+    units = read_units(BlobFolder(job.run / "snapshots" / "rank0000")).values()
+    newest = max(unit.header.version for unit in units if name_of(unit) == CORE)
+    assert newest.lineage == 1
+    assert newest.iteration > 4
