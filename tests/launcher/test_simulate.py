@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cluster_profile import main as profile
 from launcher.compared import compare
 from launcher.config import compose_settings
 from launcher.planning import command_of, rank_policies
-from launcher.profile import main as profile
 from launcher.real_run import facts_of, read_run
 from launcher.simulate import main
 from launcher.simulated import latest, run_experiment, run_simulation

@@ -1,4 +1,4 @@
-"""The constants of this machine from real runs: `python -m launcher.profile RUN... [--write FILE]`; `make profile`.
+"""The constants of this machine from real runs: `python -m launcher.cluster_profile RUN... [--write FILE]`; `make profile`.
 
 Takes the medians of what the runs' events measured; what they did not measure stays as conf/cluster/local.yaml has it.
 A run with `ckpt=moevement` and a few kills measures the most (MoEvement, Appendix C: costs from real training runs).
@@ -30,7 +30,7 @@ _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
 
 def main(arguments: Sequence[str]) -> int:
     """Print or write the constants of the machine that some runs ran on; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m launcher.profile", description=_WHAT)
+    parser = argparse.ArgumentParser(prog="python -m launcher.cluster_profile", description=_WHAT)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a real run on this machine")
     parser.add_argument("--write", type=Path, help="file for the constants (default: standard output)")
     options = parser.parse_args(arguments)
@@ -74,7 +74,9 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
 def fill_in(template: str, constants: dict[str, str], runs: Sequence[Path]) -> str:
     """Return a cluster's YAML with these constants in it; the comments stay."""
     names = ", ".join(run.name for run in runs)
-    head = f"# Measured by `python -m launcher.profile` from {names}; what it could not measure is local.yaml's.\n"
+    head = (
+        f"# Measured by `python -m launcher.cluster_profile` from {names}; what it could not measure is local.yaml's.\n"
+    )
     text = head + template[re.search(r"(?m)^name:", template).start() :]  # type: ignore[union-attr]
     for name, value in constants.items():
         text = re.sub(rf"(?m)^{name}: \S+ *#", lambda _, n=name, v=value: f"{n}: {v}".ljust(31) + " #", text)
