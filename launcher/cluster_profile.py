@@ -1,4 +1,4 @@
-"""The constants of this machine from real runs: `python -m launcher.cluster_profile RUN... [--write FILE]`; `make profile`.
+"""This machine's constants from real runs: `python -m launcher.cluster_profile RUN... [--write FILE]`; `make profile`.
 
 Takes the medians of what the runs' events measured; what they did not measure stays as conf/cluster/local.yaml has it.
 A run with `ckpt=moevement` and a few kills measures the most (MoEvement, Appendix C: costs from real training runs).
