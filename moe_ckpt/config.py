@@ -106,16 +106,8 @@ class MoevementConfig(SavingConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WholeSnapshotsConfig(SavingConfig):
-    """What policies share that take the whole state into host memory every few iterations; all ranks roll back."""
-
-    every_iters: Union[int, str]  # noqa: UP007
-    profile_iters: int
-    interval_drift: float
-    memory_budget_bytes: int | None
-    disk_path: str | None
-    disk_budget_bytes: int | None
-    durable_every_iters: int
+class RollbackConfig(SavingConfig):
+    """What policies share under which all ranks go back after a fault, to the one snapshot that is kept."""
 
     @property
     def recovers_locally(self) -> bool:
@@ -136,6 +128,19 @@ class WholeSnapshotsConfig(SavingConfig):
     @property
     def popularity_decay(self) -> float:
         return 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeSnapshotsConfig(RollbackConfig):
+    """What policies share that take the whole state into host memory every few iterations; all ranks roll back."""
+
+    every_iters: Union[int, str]  # noqa: UP007
+    profile_iters: int
+    interval_drift: float
+    memory_budget_bytes: int | None
+    disk_path: str | None
+    disk_budget_bytes: int | None
+    durable_every_iters: int
 
     def __post_init__(self) -> None:
         SavingConfig.__post_init__(self)
@@ -187,7 +192,7 @@ class CheckfreqConfig(WholeSnapshotsConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartialConfig(SavingConfig):
+class PartialConfig(RollbackConfig):
     """What policies share that take some of the experts into host memory; all ranks roll back, and tokens are lost."""
 
     every_iters: int
@@ -198,28 +203,8 @@ class PartialConfig(SavingConfig):
     durable_every_iters: int
 
     @property
-    def recovers_locally(self) -> bool:
-        return False
-
-    @property
-    def logs_boundaries(self) -> bool:
-        return False
-
-    @property
-    def keep_windows(self) -> int:
-        return 1
-
-    @property
     def profile_iters(self) -> int:
         return 0
-
-    @property
-    def popularity(self) -> str:
-        return "hard"
-
-    @property
-    def popularity_decay(self) -> float:
-        return 0.0
 
     def __post_init__(self) -> None:
         SavingConfig.__post_init__(self)

@@ -9,17 +9,19 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moe_ckpt.config import MocConfig, require
+from moe_ckpt.config import MocConfig
 from moe_ckpt.footprint import MemoryForecast
 from moe_ckpt.policies.partial import (
     MoeStage,
+    SnapshotRhythm,
     counted,
     forecast_units,
     marked,
+    require_at_most_all,
     require_budget,
     require_experts,
 )
-from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
+from moe_ckpt.policies.profile import AUTO, StageProfile
 from moe_ckpt.selection import (
     Selection,
     bottleneck_by_k,
@@ -49,10 +51,7 @@ class PartialExperts:
         self._stage = self._stages[own_stage]
         self._ep = ep
         self._num_experts = max(stage.num_experts for stage in self._stages)
-        for name in ("k_snapshot", "k_persist"):
-            k = getattr(config, name)
-            wanted = f"at most {self._num_experts}, the experts of a layer"
-            require(k == AUTO or int(k) <= self._num_experts, f"ckpt.{name}", k, wanted)
+        require_at_most_all(config, ("k_snapshot", "k_persist"), self._num_experts)
         self._k = config.k_persist if config.k_snapshot == AUTO else int(config.k_snapshot)
         self._first_k = self._k
         self._lost_before_k_iters = 0.0
@@ -60,25 +59,21 @@ class PartialExperts:
         self._unsaved_in_memory = np.zeros(shape, np.int64)
         self._unsaved_on_disk = np.zeros(shape, np.int64)
         self._turn, self._turn_to_disk = 0, 0
-        self._newest: int | None = None
-        self._newest_on_disk: int | None = None
+        self._rhythm = SnapshotRhythm(config)
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return what to take of the state after `iteration` steps; at first everything, to memory and storage."""
-        durable_every = self._config.durable_every_iters
-        durable = self._newest is not None and durable_every > 0 and iteration % durable_every == 0
-        if self._newest is not None and not is_due(iteration, self._newest, self._config.every_iters):
+        durable = self._rhythm.is_durable(iteration)
+        if not self._rhythm.is_due(iteration):
             return SnapshotPlan(durable=durable)
         measured = measure()
         tokens = counted(self._stage, measured.popularity)
         self._unsaved_in_memory += tokens
         self._unsaved_on_disk += tokens if self._config.selection != _SEQUENTIAL else 0
-        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
+        to_disk = self._rhythm.goes_to_disk(iteration, measured)
         places = self._choose(measured, to_disk=to_disk)
-        self._newest = iteration
-        if to_disk:
-            self._newest_on_disk = iteration
+        self._rhythm.took(iteration, to_disk=to_disk)
         facts = (float(self._k), self._lost_before_k_iters)
         plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=facts)
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
@@ -114,7 +109,7 @@ class PartialExperts:
         return [f"host memory of the largest rank, {what}:", *self.forecast().lines()]
 
     def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
-        if self._newest is None:
+        if not self._rhythm.has_begun:
             self._unsaved_in_memory[:], self._unsaved_on_disk[:] = 0, 0
             everything, nothing = self._stage.everything, self._stage.nothing
             return ExpertChoice(memory=everything, on_peers=nothing, on_disk=everything if to_disk else nothing)

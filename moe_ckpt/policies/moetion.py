@@ -12,19 +12,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moe_ckpt.budgets import affordable_experts, allocate, budget_bytes
-from moe_ckpt.config import MoetionConfig, require
+from moe_ckpt.config import MoetionConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.footprint import MemoryForecast
 from moe_ckpt.ledger import IntArray
 from moe_ckpt.policies.partial import (
     MoeStage,
+    SnapshotRhythm,
     counted,
     forecast_units,
     marked,
+    require_at_most_all,
     require_budget,
     require_experts,
 )
-from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
+from moe_ckpt.policies.profile import AUTO, StageProfile
 from moe_ckpt.selection import Selection, most_popular
 from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
 
@@ -41,31 +43,24 @@ class PopularExperts:
         self._stages = [MoeStage(stage.table) for stage in stages]
         self._stage = self._stages[own_stage]
         most = max(stage.num_experts for stage in self._stages)
-        for name in ("experts", "remote_experts"):
-            num = getattr(config, name)
-            wanted = f"at most {most}, the experts of a layer"
-            require(num == AUTO or int(num) <= most, f"ckpt.{name}", num, wanted)
+        require_at_most_all(config, ("experts", "remote_experts"), most)
         shape = (self._stage.num_layers, self._stage.num_experts)
         self._at_risk: dict[str, IntArray] = {place: np.zeros(shape, np.int64) for place in ("memory", "peers")}
         self._is_affordable: set[str] = set()
-        self._newest: int | None = None
-        self._newest_on_disk: int | None = None
+        self._rhythm = SnapshotRhythm(config)
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return what to take of the state after `iteration` steps; at first everything, everywhere."""
-        durable_every = self._config.durable_every_iters
-        durable = self._newest is not None and durable_every > 0 and iteration % durable_every == 0
-        if self._newest is not None and not is_due(iteration, self._newest, self._config.every_iters):
+        durable = self._rhythm.is_durable(iteration)
+        if not self._rhythm.is_due(iteration):
             return SnapshotPlan(durable=durable)
         measured = measure()
         for at_risk in self._at_risk.values():
             at_risk += counted(self._stage, measured.popularity)
-        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
+        to_disk = self._rhythm.goes_to_disk(iteration, measured)
         places = self._choose(measured, to_disk=to_disk)
-        self._newest = iteration
-        if to_disk:
-            self._newest_on_disk = iteration
+        self._rhythm.took(iteration, to_disk=to_disk)
         plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=())
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
 
@@ -89,7 +84,7 @@ class PopularExperts:
 
     def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
         stage = self._stage
-        if self._newest is None:
+        if not self._rhythm.has_begun:
             for at_risk in self._at_risk.values():
                 at_risk[:] = 0
             everything = stage.everything
@@ -108,11 +103,10 @@ class PopularExperts:
         asked = self._config.experts if is_memory else self._config.remote_experts
         rate = measured.host_bytes_per_s if is_memory else measured.peer_bytes_per_s
         num_total = self._affordable(rate, measured, place) if asked == AUTO else int(asked) * self._stage.num_layers
-        at_risk = np.where(marked(among, self._at_risk[place].shape), self._at_risk[place], 0)
-        most = [len(experts) for experts in among]
-        num_taken = np.minimum(allocate(at_risk, num_total), most)
-        candidates = np.where(marked(among, at_risk.shape), at_risk, -1)
-        return most_popular(candidates, num_taken.tolist())
+        at_risk = self._at_risk[place]
+        is_candidate = marked(among, at_risk.shape)
+        num_taken = np.minimum(allocate(np.where(is_candidate, at_risk, 0), num_total), is_candidate.sum(axis=1))
+        return most_popular(np.where(is_candidate, at_risk, -1), num_taken.tolist())
 
     def _affordable(self, bytes_per_s: float, measured: Measured, place: str) -> int:
         """Return how many experts of the stage are copied by the next snapshot; all while that is not known.

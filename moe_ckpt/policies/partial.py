@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_ckpt.config import PartialConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.footprint import MemoryForecast
 from moe_ckpt.ledger import IntArray
-from moe_ckpt.policies.profile import StageProfile
+from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
 from moe_ckpt.selection import Selection
-from moe_ckpt.types import CORE, ExpertChoice, OperatorKind, OperatorTable, PartialPlan, UnitPlan
+from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, PartialPlan, UnitPlan
 
 PARTIAL_STATE = ("both", "weights", "moments")
 """What of an expert is a unit; the rest of it is in the core. MoC, section 6.3: WO, W and O."""
@@ -93,6 +94,46 @@ class MoeStage:
 
     def _all_in_memory(self) -> ExpertChoice:
         return ExpertChoice(memory=self.everything, on_peers=self.nothing, on_disk=self.nothing)
+
+
+class SnapshotRhythm:
+    """When partial snapshots are due, which of them go to disk, and when whole checkpoints are due."""
+
+    def __init__(self, config: PartialConfig) -> None:
+        self._config = config
+        self._newest: int | None = None
+        self._newest_on_disk: int | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there has been a snapshot."""
+        return self._newest is not None
+
+    def is_due(self, iteration: int) -> bool:
+        return is_due(iteration, self._newest, self._config.every_iters)
+
+    def is_durable(self, iteration: int) -> bool:
+        """Return whether a whole checkpoint is due: not at the first snapshot, which comes after a load, too."""
+        every = self._config.durable_every_iters
+        return self.has_begun and every > 0 and iteration % every == 0
+
+    def goes_to_disk(self, iteration: int, measured: Measured) -> bool:
+        """Return whether a snapshot goes to disk, too: where that is due, and no rank still writes the one before."""
+        return is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
+
+    def took(self, iteration: int, *, to_disk: bool) -> None:
+        """There is a snapshot of this iteration."""
+        self._newest = iteration
+        if to_disk:
+            self._newest_on_disk = iteration
+
+
+def require_at_most_all(config: PartialConfig, names: Sequence[str], num_experts: int) -> None:
+    """Raise ConfigError where a setting asks for more experts of a layer than there are."""
+    for name in names:
+        got = getattr(config, name)
+        wanted = f"at most {num_experts}, the experts of a layer"
+        require(got == AUTO or int(got) <= num_experts, f"ckpt.{name}", got, wanted)
 
 
 def require_experts(stages: Sequence[StageProfile], policy: str) -> None:
