@@ -28,7 +28,7 @@ profile: venv
 	@.venv/bin/torchrun --nproc-per-node=4 launcher/train.py +ckpt=moevement model=small run.dir=outputs/profile \
 		train.iterations=30 train.eval_every_iters=0 train.eval_batches=1 \
 		fault=at 'fault.at=[{iteration: 14, rank: 2, phase: backward}, {iteration: 22, rank: 1}]'
-	@.venv/bin/python -m launcher.profile outputs/profile --write conf/cluster/measured.yaml
+	@.venv/bin/python -m launcher.cluster_profile outputs/profile --write conf/cluster/measured.yaml
 
 test: check
 	@.venv/bin/pytest

@@ -128,9 +128,8 @@ class UnitShelf:
 
     def wanted(self, plan: SlotPlan | PartialPlan) -> list[Wanted]:
         assert isinstance(plan, PartialPlan), plan
-        names = tuple(unit.name for unit in self._mine(plan.checkpoint))
         seen = self._account.seen()
-        return [self._wanted(plan, unit, names, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
+        return [self._wanted(plan, unit, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
 
     def confirm(self, on_all_disks: int) -> None:
         iterations = {on_all_disks, self._last_for_disk} - {NOTHING}
@@ -154,7 +153,7 @@ class UnitShelf:
         newer = [unit for unit in for_disk if version < unit.header.version]
         return [*compose(for_disk, version), *newer]
 
-    def _wanted(self, plan: PartialPlan, unit: UnitPlan, names: tuple[str, ...], seen_tokens: int) -> Wanted:
+    def _wanted(self, plan: PartialPlan, unit: UnitPlan, seen_tokens: int) -> Wanted:
         is_core = unit.name == CORE
         tag = UnitTag(
             name=unit.name,
@@ -162,7 +161,8 @@ class UnitShelf:
             on_peers=unit.on_peers,
             on_disk=unit.on_disk,
             seen_tokens=seen_tokens,
-            complete_with=names if is_core else (),
+            complete_with=tuple(each.name for each in self._mine(plan.checkpoint)) if is_core else (),
+            taken_with=self._numbers(plan) if is_core else (0, 0, 0),
         )
         positions = (*unit.full, *unit.weights, *unit.moments)
         header = _header(self._place, self._operators, plan, full=positions, compute=(), unit=tag)
@@ -198,6 +198,10 @@ class UnitShelf:
             for unit in units
             if unit.name == CORE or not self._owned.isdisjoint((*unit.full, *unit.weights, *unit.moments))
         ]
+
+    def _numbers(self, plan: PartialPlan) -> tuple[int, int, int]:
+        units = self._mine(plan.units)
+        return len(units), sum(unit.on_peers for unit in units), sum(unit.on_disk for unit in units)
 
     def _version(self, iteration: int) -> Version:
         return Version(lineage=self.lineage, iteration=iteration)

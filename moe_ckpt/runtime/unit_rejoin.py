@@ -36,7 +36,7 @@ from moe_ckpt.store.blobs import BlobFolder, held_path
 from moe_ckpt.store.codec import PartKey, Snapshot, verify
 from moe_ckpt.store.fetch import fetch_blobs
 from moe_ckpt.store.journal import read_units
-from moe_ckpt.store.unit_memory import UnitMemory, name_of
+from moe_ckpt.store.unit_memory import Kept, UnitMemory, name_of, without_torn
 from moe_ckpt.types import CORE, Version
 
 _log = logging.getLogger(__name__)
@@ -155,7 +155,9 @@ class UnitRejoin:
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
         mine = self._place.shard.global_rank
-        found = {place: list(self._intact(self._found_in(place), mine)) for place in places}
+        counted = {_MEMORY: Kept.IN_MEMORY, _DISK: Kept.ON_DISK}
+        whole = {place: without_torn(self._found_in(place), counted[place]) for place in places}
+        found = {place: list(self._intact(units, mine)) for place, units in whole.items()}
         held = {owner: dict(self._held_for(owner)) for owner in owners}
         return _Stock(
             inventory=UnitInventory(
@@ -182,7 +184,8 @@ class UnitRejoin:
 
     def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
         units = read_units(BlobFolder(held_path(self._elastic.memory, owner)))
-        intact = {id(unit) for unit in self._intact(units.values(), owner)}
+        whole = without_torn(list(units.values()), Kept.ON_PEERS)
+        intact = {id(unit) for unit in self._intact(whole, owner)}
         return ((key, unit) for key, unit in units.items() if id(unit) in intact)
 
     def _intact(self, units: Iterable[Snapshot], owner: int) -> Iterator[Snapshot]:

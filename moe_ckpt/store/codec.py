@@ -103,7 +103,8 @@ class UnitTag:
     """What a snapshot is in a partial checkpoint: the unit called `name`, of the run's line `lineage`.
 
     `seen_tokens` are those that its expert had been trained with. `on_peers`, `on_disk`: where it is kept beside own
-    memory. `complete_with`, of the core: the names of all units that make a checkpoint of this rank.
+    memory. `complete_with`, of the core: the names of all units that make a checkpoint of this rank; `taken_with`: how
+    many units of this rank are of one snapshot with it, itself included, in own memory, on peers and on disk.
     """
 
     name: str
@@ -111,7 +112,8 @@ class UnitTag:
     on_peers: bool
     on_disk: bool
     seen_tokens: int
-    complete_with: tuple[str, ...]
+    complete_with: tuple[str, ...] = ()
+    taken_with: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,7 +307,13 @@ def _unit_from(content: object) -> UnitTag | None:
         return None
     flags = dict.fromkeys(("on_peers", "on_disk"), lambda value: _typed(bool, value))
     counts = dict.fromkeys(("lineage", "seen_tokens"), _count)
-    return UnitTag(**_read(content, {"name": _text, "complete_with": _tuple_of(_text), **flags, **counts}))
+    more = {"name": _text, "complete_with": _tuple_of(_text), "taken_with": _three_counts}
+    return UnitTag(**_read(content, {**more, **flags, **counts}))
+
+
+def _three_counts(value: object) -> tuple[int, int, int]:
+    first, second, third = _tuple_of(_count)(value)
+    return first, second, third
 
 
 def _identity_from(content: object) -> RunIdentity:

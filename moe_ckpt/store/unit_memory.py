@@ -10,12 +10,22 @@ must agree on the version of every unit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from moe_ckpt.store.codec import Snapshot
 from moe_ckpt.store.memory import BYTES_OF_ROLE, HostBuffers, SnapshotKeeper, Window, WindowState
 from moe_ckpt.types import CORE, Version
+
+
+class Kept(IntEnum):
+    """Where units are kept, in the order in which `UnitTag.taken_with` counts them."""
+
+    IN_MEMORY = 0
+    ON_PEERS = 1
+    ON_DISK = 2
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,7 +109,8 @@ class UnitMemory:
         for snapshot in snapshots:
             self._buffers.adopt(snapshot.payload)
         self._kept = list(snapshots)
-        self._needed = {snapshot.header.version for snapshot in snapshots if name_of(snapshot) == CORE}
+        whole = without_torn(snapshots, Kept.IN_MEMORY)
+        self._needed = {snapshot.header.version for snapshot in whole if name_of(snapshot) == CORE}
 
     def clear(self) -> None:
         """Keep nothing."""
@@ -142,6 +153,20 @@ def name_of(snapshot: Snapshot) -> str:
     return snapshot.header.unit.name
 
 
+def without_torn(snapshots: Sequence[Snapshot], place: Kept) -> list[Snapshot]:
+    """Return what there is in a place without cores of which the snapshot has never come there as a whole.
+
+    Who dies while it publishes a snapshot leaves some of its units: with the core of these the others would be older.
+    """
+    found = {(snapshot.header.version, name_of(snapshot)) for snapshot in snapshots}
+    numbers = Counter(version for version, _ in found)
+    return [
+        snapshot
+        for snapshot in snapshots
+        if name_of(snapshot) != CORE or numbers[snapshot.header.version] >= _told(snapshot, place)
+    ]
+
+
 def compose(snapshots: Iterable[Snapshot], version: Version) -> tuple[Snapshot, ...]:
     """Return the units that make the checkpoint of a version; none where one is missing."""
     newest = _newest(snapshots, version)
@@ -150,6 +175,12 @@ def compose(snapshots: Iterable[Snapshot], version: Version) -> tuple[Snapshot, 
         return ()
     names = core.header.unit.complete_with
     return tuple(newest[name] for name in names) if newest.keys() >= set(names) else ()
+
+
+def _told(core: Snapshot, place: Kept) -> int:
+    """Return how many units of the core's snapshot belong into a place."""
+    assert core.header.unit is not None, core.header
+    return core.header.unit.taken_with[place]
 
 
 def _needed_for(snapshots: Sequence[Snapshot], version: Version) -> list[Snapshot]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,8 @@ from moe_ckpt.events import (
     TokensLost,
 )
 from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.journal import read_units
+from moe_ckpt.store.codec import Snapshot
+from moe_ckpt.store.journal import Journal, read_units
 from moe_ckpt.store.unit_memory import name_of
 from moe_ckpt.types import CORE, Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
@@ -164,6 +166,29 @@ def test_with_all_experts_nothing_is_lost(policy: str, name: str, tmp_path: Path
     assert result["faults_survived"] == len(deaths)
     assert outcome_of(job.run, result) == uninterrupted(world, *training)
     assert all(event.plt == 0.0 for event in events_of(job.run, TokensLost, 0))
+
+
+@pytest.mark.parametrize("policy", ["moc", "moetion"])
+def test_what_was_torn_while_it_was_published_is_of_no_use(policy: str, tmp_path: Path) -> None:
+    training = ("train.iterations=9", *EIGHT)
+    setup = functools.partial(_die_between_units, tmp_path / "died")
+    with ElasticJob(4, tmp_path, *training, *ALL_EXPERTS[policy], ckpt=policy, setup=setup) as job:
+        result = job.wait()
+    assert result["faults_survived"] == 1
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+
+
+def _die_between_units(died: Path) -> None:
+    """Let rank 1 die once, as soon as the core of iteration 6 is there and no expert of it."""
+    add_snapshot = Journal.add_snapshot
+
+    def then_die(self: Journal, snapshot: Snapshot) -> None:
+        add_snapshot(self, snapshot)
+        if os.environ["RANK"] == "1" and snapshot.header.iteration == 6 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Journal.add_snapshot = then_die  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("part", ["weights", "moments"])

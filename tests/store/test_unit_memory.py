@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.store.codec import Snapshot, SnapshotHeader, UnitTag
 from moe_ckpt.store.memory import HostBuffers
-from moe_ckpt.store.unit_memory import UnitMemory, compose, name_of
+from moe_ckpt.store.unit_memory import Kept, UnitMemory, compose, name_of, without_torn
 from moe_ckpt.types import CORE, Version
 from tests.store.test_memory import IDENTITY, SHARD, pool
 
@@ -19,7 +19,13 @@ NAMES = (CORE, "a", "b", "c")
 
 
 def unit(
-    name: str, iteration: int, *, lineage: int = 0, places: str = "", payload: torch.Tensor | None = None
+    name: str,
+    iteration: int,
+    *,
+    lineage: int = 0,
+    places: str = "",
+    payload: torch.Tensor | None = None,
+    taken_with: tuple[int, int, int] = (1, 0, 0),
 ) -> Snapshot:
     """A snapshot of a unit, kept on peers (p), on disk (d) or both beside own memory."""
     tag = UnitTag(
@@ -29,6 +35,7 @@ def unit(
         on_disk="d" in places,
         seen_tokens=iteration,
         complete_with=NAMES if name == CORE else (),
+        taken_with=taken_with if name == CORE else (0, 0, 0),
     )
     header = SnapshotHeader(
         identity=IDENTITY,
@@ -184,6 +191,32 @@ def test_a_unit_of_the_version_that_is_missing_makes_no_checkpoint() -> None:
     assert {said(snapshot) for snapshot in compose(units, at(0))} == {"core@0", "a@0", "b@0", "c@0"}
     for missing in NAMES:
         assert compose([each for each in units if name_of(each) != missing], at(0)) == ()
+
+
+TAKEN_WITH = (3, 2, 1)
+
+
+@pytest.mark.parametrize("place", Kept)
+def test_a_core_of_which_the_snapshot_is_torn_does_not_count(place: Kept) -> None:
+    older = [unit(name, 0) for name in NAMES]
+    torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("b", 1)]
+    for number in range(1, 4):
+        found = without_torn([*older, *torn[:number]], place)
+        assert (at(1) in [each.header.version for each in found if name_of(each) == CORE]) == (
+            number >= TAKEN_WITH[place]
+        )
+        assert {said(each) for each in found} >= {said(each) for each in [*older, *torn[1:number]]}
+
+
+def test_a_unit_that_is_there_twice_does_not_stand_for_another() -> None:
+    torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("a", 1)]
+    assert [said(each) for each in without_torn(torn, Kept.IN_MEMORY)] == ["a@1", "a@1"]
+
+
+def test_what_an_earlier_process_has_torn_is_given_up() -> None:
+    rank = Rank()
+    rank.memory.adopt([*(unit(name, 0) for name in NAMES), unit(CORE, 1, taken_with=TAKEN_WITH)])
+    assert [window.start for window in rank.memory.windows()] == [0]
 
 
 PLACES = st.sampled_from(["", "p", "d", "pd"])
