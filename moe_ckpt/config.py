@@ -251,6 +251,7 @@ class MoetionConfig(PartialConfig):
 
     experts: Union[int, str]  # noqa: UP007
     remote_experts: Union[int, str]  # noqa: UP007
+    send_gradients: bool
     boost: float
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None

@@ -144,13 +144,15 @@ class IntervalChosen:
 class ExpertsChosen:
     """What the partial snapshot of an iteration takes: experts of each MoE layer of this rank's stage, by destination.
 
-    `on_peers` and `on_disk` are some of those in `memory`, or none where the snapshot does not go there.
+    `on_peers` and `on_disk` are some of those in `memory`, or none where the snapshot does not go there. Peers are
+    sent the gradients of those in `by_gradient`, all others whole.
     """
 
     iteration: int
     memory: list[list[int]]
     on_peers: list[list[int]]
     on_disk: list[list[int]]
+    by_gradient: list[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

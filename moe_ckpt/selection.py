@@ -48,6 +48,14 @@ def most_popular(tokens: IntArray, num_taken: Sequence[int]) -> Selection:
     return tuple(tuple(sorted(row[:num].tolist())) for row, num in zip(descending, num_taken, strict=True))
 
 
+def sent_by_gradient(before: Selection, now: Selection) -> Selection:
+    """Return those whose gradients are all that peers need: they got the same expert by the snapshot before.
+
+    It takes a snapshot of every iteration. MoEtion, Algorithm 3.
+    """
+    return tuple(tuple(sorted({*old} & {*new})) for old, new in zip(before, now, strict=True))
+
+
 def most_unsaved_of(selection: Selection, unsaved: IntArray, k: int, *, ep: int) -> Selection:
     """Return the k experts of each layer of a selection (all, if it has fewer) that storage needs most.
 

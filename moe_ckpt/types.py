@@ -134,7 +134,8 @@ class UnitPlan:
     """What is kept and replaced by itself in a partial checkpoint, by its name: of some operators some of the state.
 
     Numbers are positions in the stage's OperatorTable; of those in `weights` master weights are taken, of those in
-    `moments` moments, of those in `full` both and buffers. Beside own memory it is kept on peers, on disk, or both.
+    `moments` moments, of those in `full` both and buffers. Beside own memory it is kept on peers, on disk, or both;
+    `by_gradient`: peers that have it of the iteration before are sent its gradients.
     """
 
     name: str
@@ -143,6 +144,7 @@ class UnitPlan:
     moments: tuple[int, ...] = ()
     on_peers: bool
     on_disk: bool
+    by_gradient: bool = False
 
 
 CORE = "core"
@@ -199,11 +201,15 @@ class IntervalChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertChoice:
-    """Which experts of each of a stage's MoE layers a snapshot takes to memory, and which of them go further."""
+    """Which experts of each of a stage's MoE layers a snapshot takes to memory, and which of them go further.
+
+    `by_gradient`, where it is not empty: those of `on_peers` that peers have of the iteration before.
+    """
 
     memory: tuple[tuple[int, ...], ...]
     on_peers: tuple[tuple[int, ...], ...]
     on_disk: tuple[tuple[int, ...], ...]
+    by_gradient: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,7 +81,7 @@ EVENTS: tuple[Event, ...] = (
     Evaluated(iteration=50, loss=2.25),
     CheckpointSaved(iteration=50, directory="/run/iter_0000050", size_bytes=1 << 40, seconds=3.0, stall_s=0.5),
     CheckpointFailed(iteration=60, reason='No space left on "/run"'),
-    ExpertsChosen(iteration=4, memory=[[0, 3], [1]], on_peers=[[3], []], on_disk=[[], []]),
+    ExpertsChosen(iteration=4, memory=[[0, 3], [1]], on_peers=[[3], []], on_disk=[[], []], by_gradient=[[3], []]),
     TokensLost(iteration=4, layers=[1], lost_by_layer=[30], lost_by_expert=[[10, 20]], plt=0.01, mlt=0.02),
     IntervalChosen(iteration=4, every_iters=3, best=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, snapshot_cost_s=0.1),
     WindowPersisted(window_start=4, seconds=0.5),

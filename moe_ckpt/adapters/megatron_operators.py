@@ -21,11 +21,13 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from moe_ckpt.adapters.megatron_gradients import AdamSteps
 from moe_ckpt.adapters.megatron_state import TrainingState, optimizer_slots, step_count, write_step_count
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.store.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity
 from moe_ckpt.store.snapshot import Piece
-from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
+from moe_ckpt.store.updates import AdamStep, Gradients
+from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ReadyGradients
 
 _EDGES = {
     "embedding": OperatorKind.EMBEDDING,
@@ -75,6 +77,14 @@ class OwnedParameter:
         for role, tensor in (tensors if full else {COMPUTE: self.weights()[owned]}).items():
             yield self.key(role), tensor, (self.start, self.end)
 
+    def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
+        """Return the gradient of the owned piece, and its step, if that is one of `steps`."""
+        master, _ = optimizer_slots(self.optimizer, self.parameter)
+        if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
+            return None
+        held = slice(None) if self.is_sharded else slice(self.start, self.end)
+        return master.grad.view(-1)[held], steps[id(master)]
+
     def key(self, role: str) -> PartKey:
         return PartKey(operator=str(self.operator), tensor=self.name, role=role)
 
@@ -97,6 +107,7 @@ class RankOperators:
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
+        self._steps = AdamSteps(state)
         self.parameters = list(_parameters(state))
         self.buffers = list(_buffers(state))
         self.table = _gather_table(self)
@@ -122,6 +133,17 @@ class RankOperators:
     def adam_steps(self) -> tuple[float, ...]:
         """Return the number of updates that each inner optimizer has made."""
         return tuple(step_count(optimizer) for optimizer in self._state.inner_optimizers)
+
+    def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
+        """The step of `iteration` is about to be taken with these gradients."""
+        self._steps.note(iteration, overflow=gradients.overflow)
+
+    def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
+        """Return what this rank's pieces of these operators took the step of `iteration` with; None if not known."""
+        wanted, steps = {self.table.operators[position] for position in full}, self._steps.known(iteration)
+        owned = [each for each in self.parameters if each.operator in wanted and each.start < each.end]
+        found = {each.key(MASTER): each.gradient(steps) for each in owned}
+        return {key: gradient for key, gradient in found.items() if gradient} if all(found.values()) else None
 
     def load(
         self,

@@ -64,7 +64,7 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _optimizer_tensors(prefix: str, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    inner = _torch_optimizer(optimizer)
+    inner = torch_optimizer(optimizer)
     counts_steps_per_group = not isinstance(inner, _TORCH_ADAMS)  # fused Adams; in torch's, a loader leaves a stale one
     for group_index, group in enumerate(inner.param_groups if inner else []):
         for key in ("lr", "step") if counts_steps_per_group else ("lr",):
@@ -80,14 +80,14 @@ def _optimizer_tensors(prefix: str, optimizer: MegatronOptimizer) -> Iterator[tu
         yield f"{prefix}.scaler.{key}", torch.as_tensor(value)
 
 
-def _torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:
+def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:
     return optimizer.optimizer  # None on a rank that holds no parameter of this kind
 
 
 def optimizer_tensors(state: TrainingState) -> Iterator[torch.Tensor]:
     """Yield master weights, moments and step counts of this rank, in place."""
     for optimizer in state.inner_optimizers:
-        inner = _torch_optimizer(optimizer)
+        inner = torch_optimizer(optimizer)
         for group in inner.param_groups if inner else []:
             for parameter in group["params"]:
                 yield parameter.data
@@ -105,7 +105,7 @@ def optimizer_slots(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter)
 
 def step_count(optimizer: MegatronOptimizer) -> float:
     """Return how many updates an inner optimizer has made; 0 for one that has no parameters on this rank."""
-    inner = _torch_optimizer(optimizer)
+    inner = torch_optimizer(optimizer)
     for group in inner.param_groups if inner else []:
         if not isinstance(inner, _TORCH_ADAMS):
             return float(group.get("step", 0))
@@ -119,7 +119,7 @@ def write_step_count(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter
 
     It gets a tensor of its own: a load that was cut off has left the same one to all (`_load_optimizer`).
     """
-    inner = _torch_optimizer(optimizer)
+    inner = torch_optimizer(optimizer)
     if isinstance(inner, _TORCH_ADAMS):
         master, slots = optimizer_slots(optimizer, parameter)
         cast("Any", inner).state[master]["step"] = torch.full_like(slots["step"], steps)
@@ -146,7 +146,7 @@ def allocate_optimizer_state(state: TrainingState) -> None:
     Megatron can neither save nor load an Adam that has not stepped yet: a fresh one, or one whose steps all overflowed.
     """
     for optimizer in state.inner_optimizers:
-        inner = _torch_optimizer(optimizer)
+        inner = torch_optimizer(optimizer)
         for group in inner.param_groups if inner else []:
             for parameter in group["params"]:
                 _allocate_moments(cast("Any", inner).state[parameter], parameter, inner)
@@ -183,7 +183,7 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
     Megatron reads the count off a parameter, and what rank 0 reads is saved for all ranks.
     """
     for optimizer in state.inner_optimizers:
-        inner = _torch_optimizer(optimizer)
+        inner = torch_optimizer(optimizer)
         if isinstance(inner, _TORCH_ADAMS) and not optimizer.get_parameters():
             cast("Any", inner).state["no parameters"] = {"step": torch.tensor(float(state.scheduler.num_steps))}
 
@@ -219,7 +219,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
     It hands the same tensor to all parameters, which Adam would then count up once for each; it looks for step counts
     among a sharded optimizer's tensors, where it did not save them; and it does not save an unsharded one's count of 0.
     """
-    sharded, inner = part.pop("param_state", None), _torch_optimizer(optimizer)
+    sharded, inner = part.pop("param_state", None), torch_optimizer(optimizer)
     if sharded is None and isinstance(inner, _TORCH_ADAMS):
         part.get("optimizer", part).setdefault("state", {}).setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(part)

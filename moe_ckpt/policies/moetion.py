@@ -27,7 +27,7 @@ from moe_ckpt.policies.partial import (
     require_experts,
 )
 from moe_ckpt.policies.profile import AUTO, StageProfile
-from moe_ckpt.selection import Selection, most_popular
+from moe_ckpt.selection import Selection, most_popular, sent_by_gradient
 from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
 
 
@@ -47,6 +47,7 @@ class PopularExperts:
         shape = (self._stage.num_layers, self._stage.num_experts)
         self._at_risk: dict[str, IntArray] = {place: np.zeros(shape, np.int64) for place in ("memory", "peers")}
         self._is_affordable: set[str] = set()
+        self._on_peers = self._stage.nothing  # by the snapshot before
         self._rhythm = SnapshotRhythm(config)
         require_budget(config.memory_budget_bytes, self.forecast())
 
@@ -64,17 +65,17 @@ class PopularExperts:
         plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=())
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
 
-    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
-        """All have gone back to a checkpoint: nothing that was decided before matters."""
+    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:  # noqa: ARG002 - nobody asks
+        """All have gone back to a checkpoint: what peers have leads on from another state."""
+        self._on_peers = self._stage.nothing
 
     def forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank can need."""
-        forecasts = (forecast_units(stage, self._num_copies) for stage in self._stages)
-        return max(forecasts, key=lambda needed: needed.total_bytes)
+        return max(map(self._forecast, self._stages), key=lambda needed: needed.total_bytes)
 
     def own_forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank of this stage can need."""
-        return forecast_units(self._stage, self._num_copies)
+        return self._forecast(self._stage)
 
     def notes(self) -> list[str]:
         """Return what this will cost, line by line, for people."""
@@ -87,7 +88,7 @@ class PopularExperts:
         if not self._rhythm.has_begun:
             for at_risk in self._at_risk.values():
                 at_risk[:] = 0
-            everything = stage.everything
+            self._on_peers = everything = stage.everything
             return ExpertChoice(
                 memory=everything, on_peers=everything, on_disk=everything if to_disk else stage.nothing
             )
@@ -95,7 +96,20 @@ class PopularExperts:
         on_peers = self._select("peers", memory, measured) if self._num_copies else stage.nothing
         for place, selection in (("memory", memory), ("peers", on_peers)):
             self._at_risk[place][marked(selection, self._at_risk[place].shape)] = 0
-        return ExpertChoice(memory=memory, on_peers=on_peers, on_disk=memory if to_disk else stage.nothing)
+        before, self._on_peers = self._on_peers, on_peers
+        return ExpertChoice(
+            memory=memory,
+            on_peers=on_peers,
+            on_disk=memory if to_disk else stage.nothing,
+            by_gradient=sent_by_gradient(before, on_peers) if self._sends_gradients else stage.nothing,
+        )
+
+    def _forecast(self, stage: MoeStage) -> MemoryForecast:
+        return forecast_units(stage, self._num_copies, by_gradient=self._sends_gradients)
+
+    @property
+    def _sends_gradients(self) -> bool:
+        return self._config.send_gradients and self._config.every_iters == 1
 
     def _select(self, place: str, among: Selection, measured: Measured) -> Selection:
         """Return the experts for a place: of `among`, those whose tokens since they last went there are most."""

@@ -81,16 +81,22 @@ class MoeStage:
 
     def _expert_units(self, places: ExpertChoice) -> list[UnitPlan]:
         return [
-            self._expert_unit(layer, expert, on_peers=expert in places.on_peers[layer], on_disk=expert in on_disk)
-            for layer, (experts, on_disk) in enumerate(zip(places.memory, places.on_disk, strict=True))
-            for expert in experts
+            self._expert_unit(layer, expert, places)
+            for layer in range(self.num_layers)
+            for expert in places.memory[layer]
         ]
 
-    def _expert_unit(self, layer: int, expert: int, *, on_peers: bool, on_disk: bool) -> UnitPlan:
+    def _expert_unit(self, layer: int, expert: int, places: ExpertChoice) -> UnitPlan:
         position = int(self._experts[layer, expert])
         field = {"both": "full", "weights": "weights", "moments": "moments"}[self._partial_state]
         taken = {field: (position,)}
-        return UnitPlan(name=str(self.table.operators[position]), on_peers=on_peers, on_disk=on_disk, **taken)
+        return UnitPlan(
+            name=str(self.table.operators[position]),
+            on_peers=expert in places.on_peers[layer],
+            on_disk=expert in places.on_disk[layer],
+            by_gradient=bool(places.by_gradient) and expert in places.by_gradient[layer],
+            **taken,
+        )
 
     def _all_in_memory(self) -> ExpertChoice:
         return ExpertChoice(memory=self.everything, on_peers=self.nothing, on_disk=self.nothing)
@@ -156,14 +162,15 @@ def marked(selection: Selection, shape: tuple[int, int]) -> np.ndarray:
     return mask
 
 
-def forecast_units(stage: MoeStage, num_copies: int) -> MemoryForecast:
+def forecast_units(stage: MoeStage, num_copies: int, *, by_gradient: bool = False) -> MemoryForecast:
     """Return the most host memory that a rank of a stage can need: three of everything.
 
     Of each unit the newest, the one in flight, and the one on disk or on peers (MoC, section 5.2: three buffers); for
-    `num_copies` others the newest and the one that comes.
+    `num_copies` others the newest and the one that comes; `by_gradient`: the gradients of all experts on their way.
     """
     dense_bytes = int((stage.core_bytes + stage.expert_bytes.sum(axis=(1, 2))).max())
-    snapshots_bytes, copies_bytes = 3 * dense_bytes, 2 * num_copies * dense_bytes
+    gradient_bytes = int(stage.expert_bytes.sum(axis=(1, 2)).max()) // 3 if by_gradient and num_copies else 0
+    snapshots_bytes, copies_bytes = 3 * dense_bytes, 2 * num_copies * dense_bytes + gradient_bytes
     return MemoryForecast(
         snapshots_bytes=snapshots_bytes,
         boundary_log_bytes=0,

@@ -323,7 +323,8 @@ class Session:
 
 
 def _experts_chosen(iteration: int, chosen: ExpertChoice) -> ExpertsChosen:
-    memory, on_peers, on_disk = (
-        [list(experts) for experts in places] for places in (chosen.memory, chosen.on_peers, chosen.on_disk)
+    places = (chosen.memory, chosen.on_peers, chosen.on_disk, chosen.by_gradient)
+    memory, on_peers, on_disk, by_gradient = ([list(experts) for experts in place] for place in places)
+    return ExpertsChosen(
+        iteration=iteration, memory=memory, on_peers=on_peers, on_disk=on_disk, by_gradient=by_gradient
     )
-    return ExpertsChosen(iteration=iteration, memory=memory, on_peers=on_peers, on_disk=on_disk)

@@ -78,7 +78,8 @@ class WindowShelf:
         assert isinstance(plan, SlotPlan), plan
         full, compute = frozenset(plan.full), frozenset(plan.compute)
         header = _header(self._place, self._operators, plan, full=plan.full, compute=plan.compute)
-        return [(header, lambda: self._operators.pieces(full, compute), self._operators.buffer_pieces(full | compute))]
+        changing = self._operators.buffer_pieces(full | compute)
+        return [Wanted(header, lambda: self._operators.pieces(full, compute), changing)]
 
     def confirm(self, on_all_disks: int) -> None:  # noqa: ARG002 - a window is whole by itself
         self._memory.confirm()
@@ -169,7 +170,8 @@ class UnitShelf:
         changing = self._operators.buffer_pieces(unit.full)
         if is_core:
             changing = [*changing, *self._facts(plan)]
-        return header, lambda: self._pieces(unit), changing
+        gradients = self._operators.gradients(unit.full, plan.iteration) if unit.by_gradient else None
+        return Wanted(header, lambda: self._pieces(unit), changing, gradients)
 
     def _pieces(self, unit: UnitPlan) -> list[Piece]:
         groups = ((unit.full, (MASTER, *MOMENTS)), (unit.weights, (MASTER,)), (unit.moments, MOMENTS))

@@ -150,6 +150,7 @@ class SparseTier:
         """All gradients are there, no parameter has changed yet."""
         self._meter.paused()
         self.stop_observing()
+        self._operators.note_step(iteration, gradients)
         if self._boost and self._boost.deficit.any():
             extra = self._boost.end_iteration()
             self._made_up = np.zeros_like(extra) if gradients.overflow else extra  # else they trained nobody

@@ -19,6 +19,7 @@ from moe_ckpt.store.boundary import LoggedEnds
 from moe_ckpt.store.codec import PartKey, ShardIdentity
 from moe_ckpt.store.snapshot import Piece
 from moe_ckpt.store.steps import StepRecord
+from moe_ckpt.store.updates import Gradients
 from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdentity
 
 
@@ -56,6 +57,14 @@ class Operators(Protocol):
 
     def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
         """Return their buffers, which change in forward already."""
+        ...
+
+    def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
+        """The step of `iteration` is about to be taken."""
+        ...
+
+    def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
+        """Return what these took the step of `iteration` with, live until the next one; None if not known."""
         ...
 
     def adam_steps(self) -> tuple[float, ...]:

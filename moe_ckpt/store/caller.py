@@ -24,7 +24,7 @@ class Caller:
     """Calls one server, from one thread. What finally fails raises `failure`, naming the server and the last reason."""
 
     def __init__(self, address: Address, ticket: Ticket, failure: type[MoeCkptError]) -> None:
-        self._address = address
+        self.address = address
         self._ticket = ticket
         self._failure = failure
         self._link: Link | None = None
@@ -44,14 +44,14 @@ class Caller:
             try:
                 return self._attempt(act, until_s)
             except MoeCkptError as error:
-                raise self._failure(f"{what}, {self._address}: {error}") from error
+                raise self._failure(f"{what}, {self.address}: {error}") from error
             except RefusedError as error:
                 if not error.garbled:
-                    raise self._failure(f"{what}, refused by {self._address}: {error}") from error
+                    raise self._failure(f"{what}, refused by {self.address}: {error}") from error
                 reason = error
             except OSError as error:
                 reason = error
-        raise self._failure(f"{what}, {self._address}: {reason}, after {num_attempts} attempts") from reason
+        raise self._failure(f"{what}, {self.address}: {reason}, after {num_attempts} attempts") from reason
 
     def shut_down(self) -> None:
         """End what is under way, from any thread; nothing can be called any more."""
@@ -89,6 +89,6 @@ class Caller:
         if left_s <= 0:
             raise TimeoutError("no time is left")
         if self._link is None:
-            self._link = open_link(self._address, self._ticket, left_s)
+            self._link = open_link(self.address, self._ticket, left_s)
         self.pause(0)  # who shut down while there was no link has not ended this one
         return self._link

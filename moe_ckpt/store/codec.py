@@ -94,8 +94,12 @@ class Part:
     offset_bytes: int
 
     @property
+    def numel(self) -> int:
+        return self.range_end - self.range_start
+
+    @property
     def nbytes(self) -> int:
-        return (self.range_end - self.range_start) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

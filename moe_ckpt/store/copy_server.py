@@ -9,6 +9,7 @@ send anything unasked, or believe anything that does not come with the run's tic
 
 from __future__ import annotations
 
+import functools
 import hmac
 import logging
 import socket
@@ -35,6 +36,7 @@ from moe_ckpt.store.messages import (
     Ticket,
 )
 from moe_ckpt.store.transfer import receive_blob, send_blob
+from moe_ckpt.store.updates import apply_update, is_update
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +117,8 @@ class CopyServer:
 
     def _put(self, link: Link, owner_rank: int, key: str, found: Found) -> None:
         folder = self._held_folder(owner_rank, [key])
-        receive_blob(link, found, folder, key, folder.deposit, lambda: link.allow(self._timeout_s))
+        keep = functools.partial(apply_update, folder) if is_update(key) else folder.deposit
+        receive_blob(link, found, folder, key, keep, lambda: link.allow(self._timeout_s))
         link.send(Done())
 
     def _folder(self, owner_rank: int, keys: Sequence[str] = ()) -> BlobFolder:

@@ -29,9 +29,19 @@ from safetensors.torch import load, save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.blobs import Blob, BlobFolder
-from moe_ckpt.store.codec import Snapshot, header_from_json, header_to_json
+from moe_ckpt.store.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
 from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.steps import StepRecord
+from moe_ckpt.store.updates import (
+    Gradients,
+    Update,
+    can_be_updated,
+    is_update,
+    pack_gradients,
+    steps_of,
+    update_key,
+    update_to_bytes,
+)
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
@@ -90,9 +100,13 @@ class Journal:
         self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
         self._copying: dict[str, Future[None]] | None = None
         self._copies_fail = False
+        self._newest: dict[str | None, str] = {}  # by unit: the key of what peers were sent last
 
-    def add_snapshot(self, snapshot: Snapshot) -> None:
-        """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError."""
+    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
+        """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError.
+
+        Peers that have the unit of the iteration before are sent `gradients` only.
+        """
         header = snapshot.header
         kind = _SNAPSHOT if header.unit is None or header.unit.on_peers else _LOCAL
         key = f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
@@ -100,7 +114,26 @@ class Journal:
             self.folder.publish(key, header_to_json(header), snapshot.payload, header.payload_bytes)
             self._keys[id(snapshot.payload)] = key
             if kind == _SNAPSHOT:
-                self._copy(key, header.payload_bytes)
+                unit = header.unit.name if header.unit else None
+                base, self._newest[unit] = self._newest.get(unit), key
+                sent = self._publish_update(base, key, header, gradients) if base and gradients else key
+                self._copy(key, header.payload_bytes, sent)
+
+    def _publish_update(self, base: str, key: str, header: SnapshotHeader, gradients: Gradients) -> str:
+        """Publish what makes the snapshot `key` of `base`, and return its key.
+
+        It is `key` itself where peers were not sent the base, or what there is cannot be made of it.
+        """
+        if self._copying is None or base not in self._copying or not can_be_updated(header):
+            return key
+        update = Update(base=base, target=key, steps=steps_of(header, gradients), header=header)
+        try:
+            packed = pack_gradients(header, gradients, self.folder)
+            self.folder.deposit(update_key(key), update_to_bytes(update), packed, packed.numel())
+        except CheckpointSaveError as error:
+            _log.warning("%s goes to peers as a whole: %s", header, error)
+            return key
+        return update_key(key)
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Keep it no longer: its memory is about to be used again."""
@@ -192,7 +225,8 @@ class Journal:
         `held`: the keys that each of them has. Where a copy fails they keep what they have until copies begin again.
         """
         with self._lock:
-            kept = [key for key in self.folder.keys() if not key.startswith(_LOCAL)]  # noqa: SIM118 - not a mapping
+            here = self.folder.keys()
+            kept = [key for key in here if not (key.startswith(_LOCAL) or is_update(key))]
             everywhere = set(kept).intersection(*held)
             self._copying, self._copies_fail = {key: _done() for key in everywhere}, False
             for key in kept:
@@ -222,6 +256,8 @@ class Journal:
         if self._unfinished.exists():
             self.folder.clear()
             self._unfinished.unlink()
+        for key in filter(is_update, self.folder.keys()):
+            self.folder.discard(key)  # of its process, which has not lived to see it arrive
         blobs = self.folder.adopt()
         self._keys = {id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)}
         return _kept(blobs)
@@ -265,17 +301,20 @@ class Journal:
             return
         self._copy(key)
 
-    def _copy(self, key: str, measured_bytes: int = 0) -> None:
+    def _copy(self, key: str, measured_bytes: int = 0, by: str | None = None) -> None:
+        """Let peers have a blob; `by` sending them another one, which is of no use after that."""
         if self._copying is None:
             return
-        began_s = time.monotonic()
+        began_s, sent = time.monotonic(), by or key
 
-        def measure(copied: Future[None]) -> None:
+        def finish(copied: Future[None]) -> None:
             if measured_bytes and not copied.exception():
                 self._copy_rates.append(measured_bytes / max(time.monotonic() - began_s, 1e-9))
+            if sent != key:
+                self.folder.discard(sent)
 
-        self._copying[key] = self._copies.copy([key])
-        self._copying[key].add_done_callback(measure)
+        self._copying[key] = self._copies.copy([sent])
+        self._copying[key].add_done_callback(finish)
 
     def _drop(self, keys: list[str]) -> None:
         for key in keys:

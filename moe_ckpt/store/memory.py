@@ -19,6 +19,7 @@ import torch
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.codec import Snapshot
+from moe_ckpt.store.updates import Gradients
 
 BYTES_OF_ROLE = {
     "master": "full_bytes",
@@ -173,8 +174,11 @@ class Window:
 class SnapshotKeeper(Protocol):
     """Keeps snapshots elsewhere as well, for as long as this process has them; for any thread."""
 
-    def add_snapshot(self, snapshot: Snapshot) -> None:
-        """A snapshot has been taken. Raises CheckpointSaveError if it cannot be kept."""
+    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
+        """A snapshot has been taken; `gradients` are those of the step to it from the iteration before.
+
+        Raises CheckpointSaveError if it cannot be kept.
+        """
         ...
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
@@ -17,12 +18,14 @@ from threading import Lock
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.caller import Caller
-from moe_ckpt.store.link import Link
+from moe_ckpt.store.link import Link, RefusedError
 from moe_ckpt.store.messages import Address, Done, Drop, Put, Ticket
 from moe_ckpt.store.transfer import send_blob
+from moe_ckpt.store.updates import is_update, update_from_bytes
 
 _LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
 _YIELD_S = 0.001
+_MOST_REFUSED = 3  # a peer whose arithmetic differs never comes to the same state
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class _Peer:
         self._owner_rank = owner_rank
         self._caller = caller
         self._may_send = may_send
+        self._refused = Counter[str]()  # updates, one after the other, by unit
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replicator")
 
     def copy(self, keys: Sequence[str], until_s: float) -> Future[None]:
@@ -109,6 +113,28 @@ class _Peer:
         self._caller.call(f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s)
 
     def _put(self, link: Link, key: str) -> None:
+        if not is_update(key):
+            self._send(link, key)
+            return
+        update = update_from_bytes(self._own.get(key).header)
+        if not self._has_updated(link, key, update.unit):
+            self._send(link, update.target)
+
+    def _has_updated(self, link: Link, key: str, unit: str) -> bool:
+        if self._refused[unit] == _MOST_REFUSED:
+            return False
+        try:
+            self._send(link, key)
+        except RefusedError as error:
+            if error.garbled:
+                raise
+            self._refused[unit] += 1
+            _log.warning("the whole state goes to %s, not its gradients: %s", self._caller.address, error)
+            return False
+        self._refused[unit] = 0
+        return True
+
+    def _send(self, link: Link, key: str) -> None:
         blob = self._own.get(key)
         link.send(Put(owner_rank=self._owner_rank, key=key))
         send_blob(link, self._own, key, blob, self._yield_to_training)

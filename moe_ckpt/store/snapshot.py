@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.codec import PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers, SnapshotKeeper
+from moe_ckpt.store.updates import Gradients
 
 _COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
 
@@ -26,16 +28,25 @@ Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
 """Something to take: what it is, the tensor, and its range in the flattened whole."""
 
 
-Wanted = tuple[SnapshotHeader, Callable[[], Sequence[Piece]], Sequence[Piece]]
-"""A snapshot to take: its header without parts, size and checksum, its pieces, and those that change at once."""
+class Wanted(NamedTuple):
+    """A snapshot to take: its header without parts, size and checksum, its pieces, and those that change at once.
+
+    `gradients` are those of the step to it from the iteration before, where peers are to take that step themselves.
+    """
+
+    header: SnapshotHeader
+    pieces: Callable[[], Sequence[Piece]]
+    changing: Sequence[Piece] = ()
+    gradients: Gradients | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Taken:
-    """A snapshot, and the seconds that copying it took."""
+    """A snapshot, the seconds that copying it took, and the gradients that led to it, in host memory."""
 
     snapshot: Snapshot
     copy_s: float
+    gradients: Gradients | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,10 +71,7 @@ class SnapshotEngine:
         may do so as soon as this returns.
         """
         assert self._capture is None, self._capture
-        ready = [
-            (header, pieces, [(key, tensor.detach().clone(), whole) for key, tensor, whole in changing])
-            for header, pieces, changing in wanted
-        ]
+        ready = [each._replace(changing=_kept(each.changing), gradients=_copied(each.gradients)) for each in wanted]
         copied = self._copier.run(lambda: self._take_all(ready))
         self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish_all(copied.result())))
 
@@ -111,8 +119,9 @@ class SnapshotEngine:
     def _take_all(self, wanted: Sequence[Wanted]) -> list[Taken]:
         taken: list[Taken] = []
         try:
-            for header, pieces, kept in wanted:
-                taken.append(self._take(header, [*pieces(), *kept]))
+            for each in wanted:
+                done = self._take(each.header, [*each.pieces(), *each.changing])
+                taken.append(replace(done, gradients=_on_host(each.gradients)))
         except _COPY_ERRORS:
             for done in taken:
                 self._buffers.release(done.snapshot.payload)
@@ -149,8 +158,20 @@ class SnapshotEngine:
         snapshot = Snapshot(header=replace(header, checksum=found), payload=payload)
         try:
             if self._keeper:
-                self._keeper.add_snapshot(snapshot)
+                self._keeper.add_snapshot(snapshot, taken.gradients)
         except CheckpointSaveError:
             self._buffers.release(snapshot.payload)
             raise
         return snapshot
+
+
+def _kept(pieces: Sequence[Piece]) -> list[Piece]:
+    return [(key, tensor.detach().clone(), whole) for key, tensor, whole in pieces]
+
+
+def _copied(gradients: Gradients | None) -> Gradients | None:
+    return gradients and {key: (gradient.detach().clone(), step) for key, (gradient, step) in gradients.items()}
+
+
+def _on_host(gradients: Gradients | None) -> Gradients | None:
+    return gradients and {key: (gradient.cpu(), step) for key, (gradient, step) in gradients.items()}

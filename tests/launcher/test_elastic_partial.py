@@ -29,10 +29,12 @@ from moe_ckpt.events import (
     StateResumed,
     TokensLost,
 )
+from moe_ckpt.store import copy_server
 from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.codec import Snapshot
 from moe_ckpt.store.journal import Journal, read_units
 from moe_ckpt.store.unit_memory import name_of
+from moe_ckpt.store.updates import Gradients, update_from_bytes
 from moe_ckpt.types import CORE, Phase
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
 from tests.launcher.test_elastic import BIAS, FP16_SKIPPING, PP4, Death
@@ -182,8 +184,8 @@ def _die_between_units(died: Path) -> None:
     """Let rank 1 die once, as soon as the core of iteration 6 is there and no expert of it."""
     add_snapshot = Journal.add_snapshot
 
-    def then_die(self: Journal, snapshot: Snapshot) -> None:
-        add_snapshot(self, snapshot)
+    def then_die(self: Journal, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
+        add_snapshot(self, snapshot, gradients)
         if os.environ["RANK"] == "1" and snapshot.header.iteration == 6 and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -288,6 +290,40 @@ def test_peers_bring_back_what_a_node_had_sent_them(tmp_path: Path) -> None:
         return saved_at(chosen, "on_peers" if expert >= 4 else "memory", layer - lost.layers[0], expert, back_to)
 
     assert lost.lost_by_expert == lost_by_hand(tokens, last_saved, back_to, lost.layers)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_peers_have_made_of_gradients_is_what_was_lost(precision: str, tmp_path: Path) -> None:
+    training = ("train.iterations=9", *EIGHT, f"precision={precision}")
+    setup = functools.partial(_note_updates, tmp_path / "updates")
+    with ElasticJob(4, tmp_path, *training, *ALL_EXPERTS["moetion"], ckpt="moetion", setup=setup) as job:
+        job.wait_until(3, 6, Phase.FORWARD)
+        job.lose_nodes(3)
+        result = job.wait()
+        assert "got a state with checksum" not in job.said()
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+    (rejoined,) = events_of(job.run, Rejoined, 3)
+    assert rejoined.fetched_bytes > 0
+    updates = (tmp_path / "updates").read_text().split()
+    fetched = [update for update in updates if update.startswith(f"{rejoined.iteration}:3:")]
+    assert sorted(fetched) == sorted({*fetched})
+    assert len(fetched) == 4, "rank 3 has four experts: all were made of gradients"
+    (chosen,) = (event for event in events_of(job.run, ExpertsChosen, 2) if event.iteration == 3)
+    assert chosen.by_gradient == [list(range(8))]
+
+
+def _note_updates(file: Path) -> None:
+    """Let every keeper write down which updates it has applied: iteration, owner, unit."""
+    apply_update = copy_server.apply_update
+
+    def noted(folder: BlobFolder, key: str, head: bytes, *gradients: Any) -> None:
+        apply_update(folder, key, head, *gradients)
+        header = update_from_bytes(head).header
+        assert header.unit
+        with file.open("a") as out:
+            out.write(f"{header.iteration}:{header.shard.global_rank}:{header.unit.name.replace(' ', '_')}\n")
+
+    copy_server.apply_update = noted
 
 
 def test_all_processes_end_and_the_next_start_goes_on_from_storage(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def moc(**changes: Any) -> MocConfig:
 
 def moetion(**changes: Any) -> MoetionConfig:
     """conf/ckpt/moetion.yaml with changes."""
-    own = {"policy": "moetion", "experts": 2, "remote_experts": 1, "boost": 0.1}
+    own = {"policy": "moetion", "experts": 2, "remote_experts": 1, "boost": 0.1, "send_gradients": True}
     where = {"replicas": "auto", "network_interface": None, "disk_every_iters": 0}
     return MoetionConfig(**(SHARED | own | where | changes))
 
@@ -165,6 +165,25 @@ def test_popular_experts_go_first_and_each_place_has_its_own_count() -> None:
     third = chosen(policy, 3, measuring((0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)))
     assert third.memory == ((0, 1, 2, 3), ()), "nothing of the second layer is at risk"
     assert third.on_peers == ((2, 3), ()), "9 and 2 tokens of these have not gone to peers"
+
+
+def test_peers_are_sent_gradients_of_experts_that_they_have_of_the_snapshot_before() -> None:
+    policy = PopularExperts(moetion(experts=4), [stage()], 0, num_copies=1)
+    assert chosen(policy, 0, measuring()).by_gradient == ()
+    tokens = (9.0, 1.0, 0.0, 0.0, 9.0, 8.0, 0.0, 0.0)
+    assert chosen(policy, 1, measuring(tokens)).by_gradient == ((0,), (0,)), "they have all of the first"
+    again = chosen(policy, 2, measuring(tokens))
+    assert (again.on_peers, again.by_gradient) == (((0,), (1,)), ((0,), ()))
+    policy.went_back((), plt=0.0, iteration=1)
+    assert chosen(policy, 3, measuring(tokens)).by_gradient == ((), ())
+
+
+@pytest.mark.parametrize("changes", [{"every_iters": 2}, {"send_gradients": False}])
+def test_peers_are_sent_whole_experts(changes: dict[str, Any]) -> None:
+    policy = PopularExperts(moetion(experts=4, remote_experts=4, **changes), [stage()], 0, num_copies=1)
+    policy.plan(0, measuring())
+    choice = chosen(policy, 2, measuring())
+    assert (choice.on_peers, choice.by_gradient) == (EVERYTHING, ((), ()))
 
 
 def test_layers_with_more_at_risk_get_more_experts() -> None:

@@ -16,7 +16,7 @@ from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.journal import Journal, NoCopies, holds_records, read_kept
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
-from moe_ckpt.store.snapshot import SnapshotEngine
+from moe_ckpt.store.snapshot import SnapshotEngine, Wanted
 from moe_ckpt.store.steps import StepLog, StepRecord
 from moe_ckpt.types import ReadyGradients
 from tests.store.test_memory import persist_window, starts_of, take_window
@@ -121,13 +121,13 @@ def test_a_snapshot_is_on_its_way_to_peers_before_training_asks_for_it(live: Cal
     life, copier = live(), HostCopier()
     engine = SnapshotEngine(copier, life.buffers, life.journal)
     life.journal.begin_copying([set()], forget=True)
-    engine.capture([(HEADER, lambda: [piece(torch.ones(100))], ())])
+    engine.capture([Wanted(HEADER, lambda: [piece(torch.ones(100))])])
     copier.then(lambda: None).result(5.0)
     assert peers.held == set(life.journal.folder.keys()) != set()
     assert life.journal.copy_bytes_per_s() < math.inf
 
     engine.collect(wait=False)
-    engine.capture([(HEADER, lambda: [piece(torch.ones(100))], ())])
+    engine.capture([Wanted(HEADER, lambda: [piece(torch.ones(100))])])
     copier.then(lambda: None).result(5.0)
     assert len(peers.held) == 2
     copier.close()
@@ -138,7 +138,7 @@ def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(live: Callable[[], Life],
     engine = SnapshotEngine(copier, life.buffers, life.journal)
     life.journal.begin_copying([set()], forget=True)
     with held_until_waited_for(copier):
-        engine.capture([(HEADER, lambda: [piece(torch.ones(100))], ())])
+        engine.capture([Wanted(HEADER, lambda: [piece(torch.ones(100))])])
         engine.discard_torn()
     assert peers.asked == 1, "it was not copied: the test is void"
     assert peers.held == set(life.journal.folder.keys()) == set()
@@ -151,7 +151,7 @@ def test_a_snapshot_that_cannot_be_kept_says_so_and_leaves_nothing(live: Callabl
     engine = SnapshotEngine(copier, life.buffers, life.journal)
     life.journal.folder.path.mkdir(parents=True, exist_ok=True)
     (life.journal.folder.path / "index").write_text("in the way")
-    engine.capture([(HEADER, lambda: [piece(torch.ones(100))], ())])
+    engine.capture([Wanted(HEADER, lambda: [piece(torch.ones(100))])])
     with pytest.raises(CheckpointSaveError, match="index"):
         engine.collect(wait=True)
     assert engine.collect(wait=True) == []

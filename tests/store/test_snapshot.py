@@ -16,7 +16,8 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.codec import DTYPES, ROLES, PartKey, ShardIdentity, Snapshot, SnapshotHeader, checksum, verify
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers, PrivateMemory
-from moe_ckpt.store.snapshot import Piece, SnapshotEngine, Taken
+from moe_ckpt.store.snapshot import Piece, SnapshotEngine, Taken, Wanted
+from moe_ckpt.store.updates import Gradients
 from moe_ckpt.types import ParallelLayout, RunIdentity
 from tests.store.test_copier import WAIT_S, held, held_until_waited_for
 
@@ -48,7 +49,7 @@ class Engine:
         self.engine = SnapshotEngine(self.copier, self.buffers)
 
     def capture(self, pieces: Sequence[Piece], changing: Sequence[Piece] = ()) -> None:
-        self.engine.capture([(HEADER, lambda: pieces, changing)])
+        self.engine.capture([Wanted(HEADER, lambda: pieces, changing)])
 
     def collected(self) -> Taken:
         (taken,) = self.engine.collect(wait=True)
@@ -170,7 +171,7 @@ def test_a_capture_goes_on_after_it_was_started(parts: Engine) -> None:
         return [piece(torch.ones(4))]
 
     with held(parts.copier):
-        parts.engine.capture([(HEADER, pieces, [])])
+        parts.engine.capture([Wanted(HEADER, pieces, [])])
         assert asked_in == []
         assert parts.engine.collect(wait=False) == []
         assert parts.buffers.in_use_bytes == 0
@@ -239,7 +240,7 @@ class FullKeeper:
         self.kept: list[Snapshot] = []
         self.dropped: list[Snapshot] = []
 
-    def add_snapshot(self, snapshot: Snapshot) -> None:
+    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
         if len(self.kept) == self.refused:
             raise CheckpointSaveError("no room")
         self.kept.append(snapshot)
@@ -253,7 +254,7 @@ def test_of_several_snapshots_all_are_kept_or_none(refused: int) -> None:
     copier, buffers, keeper = HostCopier(), HostBuffers(PrivateMemory(pinned=False)), FullKeeper(refused)
     engine = SnapshotEngine(copier, buffers, keeper)
     tensors = [torch.full((5,), float(number)) for number in range(3)]
-    engine.capture([(HEADER, lambda tensor=tensor: [piece(tensor)], ()) for tensor in tensors])
+    engine.capture([Wanted(HEADER, lambda tensor=tensor: [piece(tensor)]) for tensor in tensors])
     if refused == 3:
         taken = engine.collect(wait=True)
         assert [only_part(each.snapshot).tolist() for each in taken] == [tensor.tolist() for tensor in tensors]
@@ -355,8 +356,8 @@ def test_a_capture_that_fails_says_so_and_leaves_nothing(
     pieces: Callable[[], Sequence[Piece]], end: Callable[[Engine], object]
 ) -> None:
     parts = Engine(limit_bytes=KIB)
-    before = (HEADER, lambda: [piece(torch.ones(3))], ())
-    parts.engine.capture([before, (HEADER, pieces, [piece(torch.ones(2), "count", "buffer")])])
+    before = Wanted(HEADER, lambda: [piece(torch.ones(3))])
+    parts.engine.capture([before, Wanted(HEADER, pieces, [piece(torch.ones(2), "count", "buffer")])])
     with pytest.raises(CheckpointSaveError, match=r"^the snapshot could not be copied: .+") as caught:
         end(parts)
     assert caught.value.__cause__ is not None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moe_ckpt.store.codec import Snapshot, SnapshotHeader, UnitTag
 from moe_ckpt.store.memory import HostBuffers
 from moe_ckpt.store.unit_memory import Kept, UnitMemory, compose, name_of, without_torn
+from moe_ckpt.store.updates import Gradients
 from moe_ckpt.types import CORE, Version
 from tests.store.test_memory import IDENTITY, SHARD, pool
 
@@ -65,7 +66,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.memory = UnitMemory(self.buffers, self)
 
-    def add_snapshot(self, snapshot: Snapshot) -> None:
+    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
         raise AssertionError("the engine adds")
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:

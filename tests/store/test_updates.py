@@ -1,0 +1,227 @@
+"""Copies by gradient over real sockets: what a peer makes of them is what the owner has, or it gets the whole state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.store.codec import EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, Snapshot, SnapshotHeader, UnitTag
+from moe_ckpt.store.copier import HostCopier
+from moe_ckpt.store.journal import Journal
+from moe_ckpt.store.memory import HostBuffers
+from moe_ckpt.store.replicate import Replicator
+from moe_ckpt.store.snapshot import SnapshotEngine, Wanted
+from moe_ckpt.store.updates import AdamStep, Gradients, is_update, update_from_bytes
+from tests.store.test_memory import IDENTITY, SHARD
+from tests.store.test_replicate import WAIT_S, Ranks
+
+UNIT = "layer 0 expert 1"
+SIZES = {"fc1": 1003, "fc2": 70_001}
+HEADER = SnapshotHeader(
+    identity=IDENTITY,
+    shard=SHARD,
+    iteration=0,
+    window_start=0,
+    slot=0,
+    num_slots=1,
+    full=(UNIT,),
+    compute=(),
+    adam_steps=(),
+    parts=(),
+    payload_bytes=0,
+    checksum=0,
+    unit=UnitTag(name=UNIT, lineage=0, on_peers=True, on_disk=False, seen_tokens=0),
+)
+
+
+class Asked:
+    """Hands copies on, and remembers what was asked for."""
+
+    def __init__(self, replicator: Replicator) -> None:
+        self._replicator = replicator
+        self.keys: list[str] = []
+
+    def copy(self, keys: Sequence[str]) -> Future[None]:
+        self.keys += keys
+        return self._replicator.copy(keys)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        self._replicator.forget(keys)
+
+
+class Owner:
+    """Trains two tensors of one expert with torch's optimizer, and keeps copies of every iteration at a peer."""
+
+    def __init__(self, ranks: Ranks, adam: type[torch.optim.Adam], **options: Any) -> None:
+        server = ranks.serve(1)
+        self.peer = ranks.held(1, SHARD.global_rank)
+        self.asked = Asked(ranks.replicate(SHARD.global_rank, server.address))
+        self.own = ranks.own(SHARD.global_rank)
+        self.journal = Journal(self.own, self.asked, WAIT_S, lambda _: None)
+        self.journal.begin_copying([set()], forget=True)
+        self.copier = HostCopier()
+        self.engine = SnapshotEngine(self.copier, HostBuffers(self.own), self.journal)
+        self._random = torch.Generator().manual_seed(7)
+        self.weights = {name: torch.nn.Parameter(self._draw(size)) for name, size in SIZES.items()}
+        self.optimizer = adam(self.weights.values(), **{"lr": 1e-2, **options})
+        self.header = HEADER
+        self._step()
+
+    def train(self, *, lineage: int = 0, learning_rate_told: float | None = None) -> Snapshot:
+        """Take a step and a snapshot, wait for its copies, and return it."""
+        group = self.optimizer.param_groups[0]
+        group["lr"] *= 0.9
+        told = AdamStep(
+            learning_rate=learning_rate_told or group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=isinstance(self.optimizer, torch.optim.AdamW),
+            steps=self.header.iteration + 1.0,
+        )
+        self._step()
+        iteration = self.header.iteration + 1
+        unit = replace(HEADER.unit, lineage=lineage) if HEADER.unit else None
+        self.header = replace(HEADER, iteration=iteration, window_start=iteration, unit=unit)
+        self.engine.capture([Wanted(self.header, self._pieces, (), self._gradients(told))])
+        (taken,) = self.engine.collect(wait=True)
+        assert self.journal.has_copies([taken.snapshot])
+        return taken.snapshot
+
+    def of_peer(self, iteration: int) -> bytes:
+        """Return the payload of the peer's copy of an iteration, exactly."""
+        (key,) = (key for key in self.peer.keys() if key.startswith(f"snapshot-{iteration}-"))  # noqa: SIM118
+        blob = self.peer.get(key)
+        assert blob.payload is not None
+        return blob.payload[: blob.payload_bytes].numpy().tobytes()
+
+    def _draw(self, size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self._random)
+
+    def _step(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = self._draw(weight.numel())
+        self.optimizer.step()
+
+    def _pieces(self) -> list[tuple[PartKey, torch.Tensor, tuple[int, int]]]:
+        return [
+            (PartKey(operator=UNIT, tensor=name, role=role), tensor.detach(), (0, tensor.numel()))
+            for name, weight in self.weights.items()
+            for role, tensor in {
+                MASTER: weight,
+                EXP_AVG: self.optimizer.state[weight]["exp_avg"],
+                EXP_AVG_SQ: self.optimizer.state[weight]["exp_avg_sq"],
+            }.items()
+        ]
+
+    def _gradients(self, step: AdamStep) -> Gradients:
+        return {
+            PartKey(operator=UNIT, tensor=name, role=MASTER): (weight.grad, step)
+            for name, weight in self.weights.items()
+            if weight.grad is not None
+        }
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    with ExitStack() as stack:
+        yield Ranks(tmp_path, stack)
+
+
+def payload(snapshot: Snapshot) -> bytes:
+    return snapshot.payload[: snapshot.header.payload_bytes].numpy().tobytes()
+
+
+ADAMS = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "no decay": (torch.optim.AdamW, {"weight_decay": 0.0, "eps": 1e-5}),
+    "other betas": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+}
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_a_peer_takes_the_steps_itself_and_comes_to_the_same_bits(name: str, ranks: Ranks) -> None:
+    adam, options = ADAMS[name]
+    owner = Owner(ranks, adam, **options)
+    for iteration in range(1, 6):
+        snapshot = owner.train()
+        assert owner.of_peer(iteration) == payload(snapshot)
+    assert [is_update(key) for key in owner.asked.keys] == [False, True, True, True, True]
+    assert not any(is_update(key) for key in owner.peer.keys())  # noqa: SIM118 - not a mapping
+    earlier = [key for key in owner.own.keys() if "-5-" not in key]  # noqa: SIM118 - not a mapping
+    assert not any(map(is_update, earlier)), "of no use any more"
+
+
+def test_a_gap_is_noticed_and_the_whole_state_sent(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner(ranks, torch.optim.AdamW)
+    owner.train()
+    owner.peer.clear()
+    with caplog.at_level(logging.WARNING):
+        second = owner.train()
+    assert owner.of_peer(2) == payload(second)
+    assert "wanted that of iteration 1" in caplog.text
+    third = owner.train()
+    assert owner.of_peer(3) == payload(third)
+    assert [is_update(key) for key in owner.asked.keys] == [False, True, True], "the stream goes on"
+    assert len(caplog.records) == 1
+
+
+def test_a_copy_that_was_damaged_is_not_built_upon(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner(ranks, torch.optim.AdamW)
+    owner.train()
+    (key,) = owner.peer.keys()
+    damaged = owner.peer.get(key).payload
+    assert damaged is not None
+    damaged[100] ^= 1
+    with caplog.at_level(logging.WARNING):
+        second = owner.train()
+    assert owner.of_peer(2) == payload(second)
+    assert "got a state with checksum" in caplog.text
+
+
+def test_a_peer_that_never_comes_to_the_same_is_sent_whole_states(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = Owner(ranks, torch.optim.AdamW)
+    with caplog.at_level(logging.WARNING):
+        for iteration in range(1, 7):
+            snapshot = owner.train(learning_rate_told=1.0)
+            assert owner.of_peer(iteration) == payload(snapshot)
+    assert len(caplog.records) == 3, "then nobody tries again"
+
+
+def test_another_line_is_no_base(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner(ranks, torch.optim.AdamW)
+    owner.train()
+    with caplog.at_level(logging.WARNING):
+        second = owner.train(lineage=1)
+    assert owner.of_peer(2) == payload(second)
+    assert "wanted the iteration before" in caplog.text
+
+
+def test_what_a_process_could_not_send_ends_with_it(tmp_path: Path) -> None:
+    folder = BlobFolder(tmp_path)
+    folder.deposit("update-snapshot-3-0-12", b"", folder.allocate(100), 100)
+    Journal(folder, Asked, 1.0, lambda _: None).adopt()  # type: ignore[arg-type] - nobody is asked
+    assert folder.keys() == []
+    assert not list((tmp_path / "buffers").iterdir())
+
+
+@given(data=st.binary() | st.sampled_from([b"{}\n", b'{"base":"a","target":"b","steps":[[1]]}\n{}']))
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    with pytest.raises(CheckpointLoadError):
+        update_from_bytes(data)
