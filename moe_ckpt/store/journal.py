@@ -99,6 +99,7 @@ class Journal:
         self._copy_rates: deque[float] = deque(maxlen=_RECENT_COPIES)
         self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
         self._copying: dict[str, Future[None]] | None = None
+        self._stale: set[str] = set()  # what peers hold and are to forget, once they hold what is kept
         self._copies_fail = False
         self._newest: dict[str | None, str] = {}  # by unit: the key of what peers were sent last
 
@@ -217,7 +218,7 @@ class Journal:
     def stop_copying(self) -> None:
         """From now on only this folder changes."""
         with self._lock:
-            self._copying = None
+            self._copying, self._stale = None, set()
 
     def begin_copying(self, held: Sequence[Collection[str]], *, forget: bool) -> None:
         """Let peers hold what is kept here; `forget`: and, as soon as they do, nothing else.
@@ -232,18 +233,21 @@ class Journal:
             for key in kept:
                 if key not in everywhere:
                     self._copy(key)
-            stale = set().union(*held).difference(kept)
-            if stale and forget:
-                self._forget_later(stale, self._copying)
+            if forget:
+                self._stale = set().union(*held).difference(kept)
+                self._forget_later(self._copying)
 
-    def _forget_later(self, stale: Collection[str], copying: Mapping[str, Future[None]]) -> None:
+    def _forget_later(self, copying: Mapping[str, Future[None]]) -> None:
         """Let peers drop what is stale once all of these copies are there: until then it may be all that is left."""
         copies = list(copying.values())
 
-        def forget(_: Future[None]) -> None:
+        def forget(copied: Future[None]) -> None:
+            if copied.exception():
+                return  # from a thread that whoever has the lock may wait for
             with self._lock:
                 if self._copying is copying and all(copy.done() and not copy.exception() for copy in copies):
-                    self._copies.forget(sorted(set(stale).difference(copying)))
+                    self._copies.forget(sorted(self._stale))
+                    self._stale = set()
 
         for copy in copies or [_done()]:
             copy.add_done_callback(forget)
@@ -303,8 +307,6 @@ class Journal:
 
     def _copy(self, key: str, measured_bytes: int = 0, by: str | None = None) -> None:
         """Let peers have a blob; `by` sending them another one, which is of no use after that."""
-        if self._copying is None:
-            return
         began_s, sent = time.monotonic(), by or key
 
         def finish(copied: Future[None]) -> None:
@@ -313,13 +315,19 @@ class Journal:
             if sent != key:
                 self.folder.discard(sent)
 
-        self._copying[key] = self._copies.copy([sent])
-        self._copying[key].add_done_callback(finish)
+        with self._lock:
+            if self._copying is None:
+                return
+            self._stale.discard(key)  # or the answer to another copy would let peers forget what they get now
+            copy = self._copying[key] = self._copies.copy([sent])
+        copy.add_done_callback(finish)
 
     def _drop(self, keys: list[str]) -> None:
         for key in keys:
             self.folder.withdraw(key)
-        if self._copying is not None:
+        with self._lock:
+            if self._copying is None:
+                return
             for key in keys:
                 self._copying.pop(key, None)
             self._copies.forget(keys)

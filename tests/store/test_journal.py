@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -175,6 +176,68 @@ def test_peers_keep_what_they_have_until_they_have_what_takes_its_place(live: Ca
     peers.fails = False
     life.journal.begin_copying([set(peers.held)], forget=True)
     assert peers.held == set(life.journal.folder.keys())
+
+
+class LatePeers(Peers):
+    """Whose answers wait until `answer`; `meanwhile` is done whenever they are asked for something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._unanswered: list[Future[None]] = []
+
+    def copy(self, keys: list[str]) -> Future[None]:
+        self.held |= set(keys)
+        self.meanwhile()
+        self._unanswered.append(Future())
+        return self._unanswered[-1]
+
+    def forget(self, keys: list[str]) -> None:
+        self.meanwhile()
+        super().forget(keys)
+
+    def answer(self) -> None:
+        answers, self._unanswered = self._unanswered, []
+        for answer in answers:
+            answer.set_result(None)
+
+
+def _about_to_forget_a_start(path: Path, peers: LatePeers) -> Life:
+    """Return the life of a trainer whose peers hold what iteration 5 starts from, which it does not; others do, too."""
+    life = Life(path, peers)
+    life.log(4)
+    peers.held = {"start-5", "record-5", "start-6"}
+    life.journal.begin_copying([set(peers.held)], forget=True)
+    return life
+
+
+def test_peers_keep_what_they_get_while_older_copies_are_confirmed(tmp_path: Path) -> None:
+    """What an iteration starts from has one name, whoever kept it, and an iteration that was cut off comes again."""
+    peers = LatePeers()
+    life = _about_to_forget_a_start(tmp_path, peers)
+    peers.meanwhile = peers.answer
+    life.log(5)
+    peers.answer()
+    assert life.journal.has_copies_of_step(5)
+    assert peers.held == {"start-4", "record-4", "start-5", "record-5"}
+
+
+def test_peers_keep_what_they_get_while_they_are_told_what_to_forget(tmp_path: Path) -> None:
+    """Answers come in another thread: who asks for a copy then has to wait, or peers would forget it after that."""
+    peers = LatePeers()
+    life = _about_to_forget_a_start(tmp_path, peers)
+    training = threading.Thread(target=lambda: life.log(5))
+
+    def go_on_as_far_as_may_be() -> None:
+        peers.meanwhile = lambda: None
+        training.start()
+        training.join(0.2)  # it waits for what is being done here
+
+    peers.meanwhile = go_on_as_far_as_may_be
+    peers.answer()
+    training.join()
+    peers.answer()
+    assert peers.held == {"start-4", "record-4", "start-5", "record-5"}
 
 
 def test_what_one_of_two_peers_lacks_is_copied(live: Callable[[], Life], peers: Peers) -> None:
