@@ -119,11 +119,11 @@ class Session:
         else:
             if rejoined.went_back and rejoined.iteration is not None:
                 self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
-        self.sparse.rejoin.copies.resume_copying()
         if rejoined.iteration is None:
             self._suspects.clear()
-        else:
+        else:  # first: a window of one slot is of no use without, and peers are about to drop what came before it
             self.sparse.tier.note_start(rejoined.iteration + 1)
+        self.sparse.rejoin.copies.resume_copying()
         return rejoined
 
     def begin_at(self, iteration: int) -> None:

@@ -99,6 +99,7 @@ class Journal:
         self._copy_rates: deque[float] = deque(maxlen=_RECENT_COPIES)
         self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
         self._copying: dict[str, Future[None]] | None = None
+        self._changed: set[str] = set()  # since copying stopped: under these names peers may hold something else
         self._stale: set[str] = set()  # what peers hold and are to forget, once they hold what is kept
         self._copies_fail = False
         self._newest: dict[str | None, str] = {}  # by unit: the key of what peers were sent last
@@ -228,8 +229,8 @@ class Journal:
         with self._lock:
             here = self.folder.keys()
             kept = [key for key in here if not (key.startswith(_LOCAL) or is_update(key))]
-            everywhere = set(kept).intersection(*held)
-            self._copying, self._copies_fail = {key: _done() for key in everywhere}, False
+            everywhere = set(kept).intersection(*held).difference(self._changed)
+            self._copying, self._copies_fail, self._changed = {key: _done() for key in everywhere}, False, set()
             for key in kept:
                 if key not in everywhere:
                     self._copy(key)
@@ -317,6 +318,7 @@ class Journal:
 
         with self._lock:
             if self._copying is None:
+                self._changed.add(key)
                 return
             self._stale.discard(key)  # or the answer to another copy would let peers forget what they get now
             copy = self._copying[key] = self._copies.copy([sent])

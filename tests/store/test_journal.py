@@ -241,11 +241,24 @@ def test_peers_keep_what_they_get_while_they_are_told_what_to_forget(tmp_path: P
 
 
 def test_what_one_of_two_peers_lacks_is_copied(live: Callable[[], Life], peers: Peers) -> None:
+    live().log(5)
     life = live()
-    life.log(5)
     life.journal.begin_copying([{"start-5", "record-5"}, {"start-5"}], forget=True)
     assert peers.held == {"record-5"}
     assert life.journal.has_copies_of_step(5)
+
+
+def test_what_was_noted_again_before_copying_is_copied_again(live: Callable[[], Life], peers: Peers) -> None:
+    """Under its name peers may hold what the iteration started from before all went elsewhere."""
+    live().log(5)
+    life = live()
+    life.steps.note_start(5, {"rng": torch.zeros(4)})
+    life.journal.begin_copying([{"start-5", "record-5"}], forget=True)
+    assert peers.held == {"start-5"}
+    life.journal.stop_copying()
+    peers.held = set()
+    life.journal.begin_copying([{"start-5", "record-5"}], forget=True)
+    assert peers.held == set(), "once is enough"
 
 
 def test_copies_that_fail_are_waited_for_once(live: Callable[[], Life], peers: Peers) -> None:
