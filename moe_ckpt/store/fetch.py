@@ -6,15 +6,18 @@ Owns: one conversation with one keeper, within a deadline. Must not: choose the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.caller import Caller
-from moe_ckpt.store.link import Link
+from moe_ckpt.store.link import Link, RefusedError
 from moe_ckpt.store.messages import Address, Clear, Done, Found, Get, Keys, ListKeys, Ticket
 from moe_ckpt.store.transfer import receive_blob
+
+_log = logging.getLogger(__name__)
 
 
 def list_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float) -> list[str]:
@@ -35,14 +38,17 @@ def fetch_blobs(
     *,
     timeout_s: float,
 ) -> int:
-    """Copy a rank's blobs, all or some, from a keeper into `folder` and publish them there; return their bytes.
+    """Copy a rank's blobs from a keeper into `folder` and publish them there; return their bytes.
 
-    Raises CheckpointLoadError for the first that cannot be had; those before it are published then.
+    Raises CheckpointLoadError for the first of `keys` that cannot be had; those before it are published then. Without
+    `keys` all come that the keeper can read: whether that is enough is for who asks to see.
     """
     until_s = time.monotonic() + timeout_s
     with _calling(address, ticket) as caller:
-        wanted = _keys(caller, owner_rank, until_s) if keys is None else keys
-        return sum(_fetch(caller, Get(owner_rank=owner_rank, key=key), folder, until_s) for key in wanted)
+        if keys is not None:
+            return sum(_fetch(caller, Get(owner_rank=owner_rank, key=key), folder, until_s) for key in keys)
+        there = _keys(caller, owner_rank, until_s)
+        return sum(_fetch_if_given(caller, Get(owner_rank=owner_rank, key=key), folder, until_s) for key in there)
 
 
 def clear_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float) -> None:
@@ -76,6 +82,16 @@ def _fetch(caller: Caller, request: Get, folder: BlobFolder, until_s: float) -> 
         return receive_blob(link, found, folder, request.key, folder.deposit, _at_once)
 
     return caller.call(f"fetching {request.key} of rank {request.owner_rank}", act, until_s)
+
+
+def _fetch_if_given(caller: Caller, request: Get, folder: BlobFolder, until_s: float) -> int:
+    try:
+        return _fetch(caller, request, folder, until_s)
+    except CheckpointLoadError as error:
+        if not isinstance(error.__cause__, RefusedError):
+            raise
+        _log.warning("done without: %s", error)
+        return 0
 
 
 def _at_once() -> None:

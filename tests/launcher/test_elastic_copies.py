@@ -31,6 +31,17 @@ def test_a_node_is_lost_as_soon_as_its_copies_change_again(tmp_path: Path) -> No
     assert recoveries[-1].fetched_bytes > 0
 
 
+def test_a_damaged_copy_that_nobody_needs_does_no_harm(tmp_path: Path) -> None:
+    training = ("train.iterations=10",)
+    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", timeout_s=120.0) as job:
+        job.hold(1, Phase.BACKWARD, iteration=6)
+        (Path(job.trainer(0).memory) / "held" / "rank0001" / "index" / "record-1.blob").write_bytes(b"garbage")
+        job.lose_nodes(1)
+        result = job.wait()
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+    assert "done without: fetching record-1 of rank 1" in job.said()
+
+
 def _die_twice_and_stand_still() -> None:
     """Let rank 1 die in its second life, when all have its first snapshot; in its third let it begin copying, and stop.
 

@@ -211,12 +211,15 @@ def test_what_a_peer_does_not_have_or_cannot_read_is_an_error(ranks: Ranks) -> N
     with pytest.raises(CheckpointLoadError, match=r"fetching a of rank 0, refused by 127\.0\.0\.1:\d+: .*No such file"):
         fetch_blobs(server.address, TICKET, 0, folder, ["a"], timeout_s=WAIT_S)
     publish(ranks.own(0), "a")
-    ranks.replicate(0, server.address).copy(["a"]).result(WAIT_S)
+    publish(ranks.own(0), "b", b"b")
+    ranks.replicate(0, server.address).copy(["a", "b"]).result(WAIT_S)
     entry = ranks.held(1, 0).path / "index" / "a.blob"
     entry.write_bytes(entry.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointLoadError, match="got XXH3"):
-        fetch_blobs(server.address, TICKET, 0, folder, timeout_s=WAIT_S)
+        fetch_blobs(server.address, TICKET, 0, folder, ["a", "b"], timeout_s=WAIT_S)
     assert folder.keys() == []
+    assert fetch_blobs(server.address, TICKET, 0, folder, timeout_s=WAIT_S) == len(b"header") + 1
+    assert folder.keys() == ["b"]
 
 
 @pytest.mark.parametrize(
