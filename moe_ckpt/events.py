@@ -185,6 +185,49 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WindowReplicated:
+    """All peers hold this rank's window that starts at `window_start`: each of the `num_peers` has `size_bytes` of it.
+
+    `ago_s` before this was written they had it all, `span_s` after it was begun to be sent; `seconds` of those it was
+    being sent, and waited behind other copies.
+    """
+
+    window_start: int
+    size_bytes: int
+    num_peers: int
+    seconds: float
+    span_s: float
+    ago_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertPopularity:
+    """How popular experts were when the policy asked, for the window that begins with the snapshot of `iteration`.
+
+    Of the rank's whole stage, by its MoE `layers`, as `ckpt.popularity` counts: `tokens` [layers][experts] since the
+    window before. Told by one rank of a stage, and of a long run for some windows only.
+    """
+
+    iteration: int
+    layers: list[str]
+    tokens: list[list[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsOrdered:
+    """In which order the window that begins with the snapshot of `iteration` takes the experts of the rank's stage.
+
+    `slots` [layers][experts]: whose whole state is taken in which of `num_slots`. Told where that is new, by one rank
+    of a stage, and of a long run for some windows only.
+    """
+
+    iteration: int
+    num_slots: int
+    layers: list[str]
+    slots: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPersisted:
     """This rank's window that starts at `window_start` is on its local disk, `seconds` after that was asked for."""
 
@@ -323,6 +366,9 @@ Event = (
     | ExpertsChosen
     | TokensLost
     | SnapshotTaken
+    | WindowReplicated
+    | ExpertPopularity
+    | ExpertsOrdered
     | WindowPersisted
     | HostMemoryUsed
     | StateLost

@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.report.rank_log import ExpertPopularity, RankLog, read_rank
+from launcher.report.rank_log import RankLog, read_rank
 from moe_ckpt.events import (
+    CapacityBoosted,
     Evaluated,
     Event,
+    ExpertPopularity,
+    ExpertsOrdered,
     GenerationEnded,
     HostMemoryUsed,
     IterationCommitted,
@@ -23,9 +26,10 @@ from moe_ckpt.events import (
     TokensLost,
     TrainerStarted,
     WindowChosen,
+    WindowReplicated,
 )
 
-Timed = tuple[float, Event | ExpertPopularity]
+Timed = tuple[float, Event]
 DEATH = "rank 1 (pid 11) died of SIGKILL in backward of iteration 6, found 100 ms after its last sign of life"
 ITERATION_S = 0.5
 STALL_S = 0.05
@@ -99,7 +103,7 @@ class Story:
         now_s, found = FIRST_S, self._start(rank)
         for iteration in range(1, self.iterations + 1):
             now_s += ITERATION_S * self.speed
-            found += self._iteration(now_s, iteration)
+            found += self._iteration(rank, now_s, iteration)
             if iteration == self.fault_after:
                 found += self._fault(rank, now_s, iteration)
                 now_s += 1.0
@@ -112,7 +116,7 @@ class Story:
             (FIRST_S, Evaluated(iteration=0, loss=5.0)),
         ]
 
-    def _iteration(self, now_s: float, iteration: int) -> list[Timed]:
+    def _iteration(self, rank: int, now_s: float, iteration: int) -> list[Timed]:
         memory = HostMemoryUsed(
             full_bytes=(3 << 20) + iteration,
             compute_bytes=1 << 20,
@@ -134,22 +138,36 @@ class Story:
         window = WindowChosen(
             iteration=iteration, num_slots=2, fitting=2, iteration_s=0.5, copy_bytes_per_s=1e9, reordered=False
         )
+        copied = WindowReplicated(
+            window_start=iteration, size_bytes=1 << 20, num_peers=2, seconds=0.05, span_s=0.1, ago_s=0.05
+        )
         done: list[Timed] = [(now_s, committed(iteration, seconds=ITERATION_S * self.speed))]
         before: list[Timed] = [(now_s - 0.3, snapshot), (now_s - 0.2, memory), (now_s - 0.1, window)]
-        return [*before, *done, *(self._experts(now_s, iteration) if self.with_experts else [])]
+        after: list[Timed] = [*(self._experts(rank, now_s, iteration) if self.with_experts else []), (now_s, copied)]
+        return [*before, *done, *after]
 
-    def _experts(self, now_s: float, iteration: int) -> list[Timed]:
-        tokens = [[float(10 + (expert * iteration) % 7) for expert in range(8)] for _ in range(2)]
-        told = ExpertPopularity(iteration=iteration, layers=[1, 2], tokens=tokens)
+    def _experts(self, rank: int, now_s: float, iteration: int) -> list[Timed]:
+        layer = rank * 2 // self.ranks
+        tokens = [[float(10 + (expert * iteration) % 7) for expert in range(8)]]
+        slots = [[(expert + iteration // 4) % 2 for expert in range(8)]]
+        names = [f"layer {layer}"]
+        told = ExpertPopularity(iteration=iteration, layers=names, tokens=tokens)
+        ordered = ExpertsOrdered(iteration=iteration, num_slots=2, layers=names, slots=slots)
         lost = TokensLost(
             iteration=iteration,
-            layers=[1, 2],
-            lost_by_layer=[4 * iteration, 2],
-            lost_by_expert=[[4 * iteration], [2]],
+            layers=[layer],
+            lost_by_layer=[2 + 18 * (1 - layer)],
+            lost_by_expert=[[2 + 18 * (1 - layer)]],
             plt=0.01,
             mlt=0.02,
         )
-        return [(now_s, told), *([(now_s, lost)] if iteration == self.fault_after else [])]
+        is_first_of_stage = rank == 0 or (rank - 1) * 2 // self.ranks < layer
+        found: list[Timed] = [(now_s, told)] * is_first_of_stage
+        found += [(now_s, ordered)] * (is_first_of_stage and iteration % 4 == 1)
+        if self.fault_after is not None and 0 <= (since := iteration - self.fault_after) <= 4:
+            deficit = [[2 * (4 - since) * (1 - layer)] * 8]
+            found += [(now_s, CapacityBoosted(iteration=iteration, layers=names, capacity=[[9] * 8], deficit=deficit))]
+        return [*found, *([(now_s, lost)] if iteration == self.fault_after else [])]
 
     def _fault(self, rank: int, now_s: float, iteration: int) -> list[Timed]:
         replays = rank < self.ranks // 2

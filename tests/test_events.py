@@ -24,7 +24,9 @@ from moe_ckpt.events import (
     Event,
     EventLog,
     EventsLost,
+    ExpertPopularity,
     ExpertsChosen,
+    ExpertsOrdered,
     GenerationEnded,
     HostMemoryUsed,
     IntervalChosen,
@@ -43,6 +45,7 @@ from moe_ckpt.events import (
     TrainerStarted,
     WindowChosen,
     WindowPersisted,
+    WindowReplicated,
     read_events,
 )
 
@@ -85,6 +88,9 @@ EVENTS: tuple[Event, ...] = (
     TokensLost(iteration=4, layers=[1], lost_by_layer=[30], lost_by_expert=[[10, 20]], plt=0.01, mlt=0.02),
     IntervalChosen(iteration=4, every_iters=3, best=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, snapshot_cost_s=0.1),
     WindowPersisted(window_start=4, seconds=0.5),
+    WindowReplicated(window_start=4, size_bytes=1200, num_peers=1, seconds=0.5, span_s=2.0, ago_s=0.125),
+    ExpertPopularity(iteration=4, layers=["layer 1"], tokens=[[10, 0.5]]),
+    ExpertsOrdered(iteration=4, num_slots=3, layers=["layer 1"], slots=[[2, 0]]),
     WindowChosen(iteration=4, num_slots=3, fitting=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, reordered=True),
     SnapshotTaken(iteration=5, window_start=4, slot=1, num_slots=3, size_bytes=400, dense_bytes=1200, copy_s=0.001),
     HostMemoryUsed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ class RankDigest:
 
     `stretches`: its recoveries and its lost work. `gained`: columns (time, computed until then, counted until then).
     `committed`: columns (time, iteration) in the order of time, thinned. `snapshots`: columns (iteration, bytes).
+    `replicated`: columns (start of a window, bytes to all peers).
     """
 
     rank: int
@@ -52,6 +54,7 @@ class RankDigest:
     committed: NDArray[np.int64]
     num_commits: int
     snapshots: Numbers
+    replicated: Numbers
     memory: Columns
     peak_bytes: float | None
     window_iters: float | None
@@ -81,7 +84,8 @@ def digest(log: RankLog) -> RankDigest:
         iterations=_last_times(log.commits),
         committed=_way(log.commits),
         num_commits=len(log.commits),
-        snapshots=_by_iteration(log.snapshots),
+        snapshots=_by_iteration(log.snapshots.iteration, log.snapshots["size_bytes"]),
+        replicated=_by_iteration(log.replicated["window_start"], _sent_bytes(log.replicated)),
         memory=Columns(names=log.memory.names, rows=log.memory.rows[evenly(len(log.memory), MOST_POINTS)]),
         peak_bytes=float(peaks.max()) if len(peaks) else None,
         window_iters=_last(log.tables["WindowChosen"], "num_slots"),
@@ -131,12 +135,15 @@ def _way(commits: Columns) -> NDArray[np.int64]:
     return np.stack([commits.at_us[keep], iteration[keep]])
 
 
-def _by_iteration(snapshots: Columns) -> Numbers:
-    """Return the bytes of all snapshots of each iteration."""
-    order = np.argsort(snapshots.iteration, kind="stable")
-    iteration = snapshots.iteration[order]
+def _sent_bytes(replicated: Columns) -> Numbers:
+    return replicated["size_bytes"] * replicated["num_peers"]
+
+
+def _by_iteration(iteration: NDArray[Any], sizes: Numbers) -> Numbers:
+    """Return the bytes of all that is of each iteration."""
+    order = np.argsort(iteration, kind="stable")
+    iteration, sizes = iteration[order], np.nan_to_num(sizes[order])
     first = np.flatnonzero(np.diff(iteration, prepend=iteration[:1] - 1))
-    sizes = np.nan_to_num(snapshots["size_bytes"][order])
     return np.stack([iteration[first].astype(float), np.add.reduceat(sizes, first) if len(first) else sizes])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -12,12 +13,22 @@ from numpy.typing import NDArray
 from launcher.report.digest import Numbers, RankDigest
 from launcher.report.episodes import Episode, find_episodes
 from launcher.report.parts import NOT_IN_ETTR, Part
-from launcher.report.rank_log import ExpertPopularity
 from launcher.report.read import RunLog
-from moe_ckpt.events import CheckpointFailed, CheckpointSaved, Evaluated, TokensLost
+from moe_ckpt.events import (
+    CapacityBoosted,
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    ExpertPopularity,
+    ExpertsOrdered,
+    TokensLost,
+)
 
 _GRID = 400
 T = TypeVar("T", Evaluated, CheckpointSaved, CheckpointFailed)
+E = TypeVar("E", CapacityBoosted, ExpertPopularity, ExpertsOrdered)
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,6 +42,7 @@ class Series:
     stall_max_s: Numbers
     sent_bytes: Numbers
     snapshot_bytes: Numbers
+    peer_bytes: Numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,7 +58,10 @@ class OverTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Facts:
-    """A run. `totals_us` has each rank's parts, which sum to `end_us`."""
+    """A run. `totals_us` has each rank's parts, which sum to `end_us`.
+
+    `deficits`: by layer, after which iterations how many lost tokens were left to be made up, over all ranks.
+    """
 
     run: RunLog
     end_us: int
@@ -56,7 +71,9 @@ class Facts:
     over_time: OverTime
     evaluated: tuple[Evaluated, ...]
     popularity: tuple[ExpertPopularity, ...]
+    orders: tuple[ExpertsOrdered, ...]
     lost: tuple[TokensLost, ...]
+    deficits: Mapping[str, Sequence[tuple[int, int]]]
     saved: tuple[CheckpointSaved, ...]
     failed: tuple[CheckpointFailed, ...]
 
@@ -83,7 +100,9 @@ def gather(run: RunLog) -> Facts:
         over_time=_over_time(run.ranks, end_us),
         evaluated=_once(run, Evaluated),
         popularity=_popularity(run),
+        orders=_orders(run),
         lost=_lost(run),
+        deficits=_deficits(run),
         saved=_once(run, CheckpointSaved),
         failed=_once(run, CheckpointFailed),
     )
@@ -117,7 +136,8 @@ def _series(ranks: Sequence[RankDigest]) -> Series:
         own = rank.iterations.iteration
         iteration = iteration if np.array_equal(own, iteration) else np.union1d(iteration, own)
     size = len(iteration)
-    loss, snapshot_bytes, stall_max_s = np.full(size, np.nan), np.full(size, np.nan), np.zeros(size)
+    loss, snapshot_bytes, peer_bytes = (np.full(size, np.nan) for _ in range(3))
+    stall_max_s = np.zeros(size)
     seconds, stall_s, sent_bytes, count = (np.zeros(size) for _ in range(4))
     for rank in ranks:
         own = rank.iterations
@@ -126,7 +146,8 @@ def _series(ranks: Sequence[RankDigest]) -> Series:
         stall_max_s[there] = np.maximum(stall_max_s[there], own.stall_s)
         for total, values in ((seconds, own.seconds), (stall_s, own.stall_s), (sent_bytes, own.sent_bytes), (count, 1)):
             total[there] += values
-        _add_snapshots(snapshot_bytes, iteration, rank.snapshots)
+        _add_bytes(snapshot_bytes, iteration, rank.snapshots)
+        _add_bytes(peer_bytes, iteration, rank.replicated)
     return Series(
         iteration=iteration,
         loss=loss,
@@ -135,12 +156,13 @@ def _series(ranks: Sequence[RankDigest]) -> Series:
         stall_max_s=stall_max_s,
         sent_bytes=sent_bytes,
         snapshot_bytes=snapshot_bytes,
+        peer_bytes=peer_bytes,
     )
 
 
-def _add_snapshots(total_bytes: Numbers, iteration: NDArray[np.int64], snapshots: Numbers) -> None:
-    """Add a rank's snapshots to the iterations that were committed; each iteration comes once."""
-    taken, size_bytes = snapshots
+def _add_bytes(total_bytes: Numbers, iteration: NDArray[np.int64], moved: Numbers) -> None:
+    """Add a rank's columns (iteration, bytes) to the iterations that were committed; each iteration comes once."""
+    taken, size_bytes = moved
     there = np.searchsorted(iteration, taken)
     known = there < len(iteration)
     known[known] = iteration[there[known]] == taken[known]
@@ -150,8 +172,7 @@ def _add_snapshots(total_bytes: Numbers, iteration: NDArray[np.int64], snapshots
 
 def _once(run: RunLog, kind: type[T]) -> tuple[T, ...]:
     """Return the events of a kind that all ranks write alike: one for each iteration, the newest, of any rank."""
-    found = [(noted.at_us, noted.event) for rank in run.ranks for noted in rank.events if isinstance(noted.event, kind)]
-    newest = {event.iteration: event for _, event in sorted(found, key=lambda each: each[0])}
+    newest = {event.iteration: event for event in _events(run, kind)}
     return tuple(event for _, event in sorted(newest.items()))
 
 
@@ -181,17 +202,43 @@ def _lost(run: RunLog) -> tuple[TokensLost, ...]:
     return tuple(merged)
 
 
+def _deficits(run: RunLog) -> dict[str, list[tuple[int, int]]]:
+    by_iteration = _by_iteration(run, CapacityBoosted, lambda event: [sum(of_layer) for of_layer in event.deficit])
+    layers = dict(sorted({layer: () for _, of in by_iteration for layer in of}.items(), key=_front_to_back))
+    return {layer: [(iteration, of[layer]) for iteration, of in by_iteration if layer in of] for layer in layers}
+
+
 def _popularity(run: RunLog) -> tuple[ExpertPopularity, ...]:
-    """Return the tokens by iteration, of all layers that any rank tells of, summed over ranks."""
-    sums: dict[int, dict[int, Numbers]] = {}
-    for rank in run.ranks:
-        for event in (noted.event for noted in rank.events if isinstance(noted.event, ExpertPopularity)):
-            layers = sums.setdefault(event.iteration, {})
-            for layer, tokens in zip(event.layers, event.tokens, strict=False):
-                own = np.array(tokens, float)
-                before = layers.get(layer)
-                layers[layer] = own if before is None or len(before) != len(own) else before + own
+    """Return the records by iteration, each with the layers of all stages; of an iteration that came again the last."""
     return tuple(
-        ExpertPopularity(iteration=each, layers=sorted(of), tokens=[of[layer].tolist() for layer in sorted(of)])
-        for each, of in sorted(sums.items())
+        ExpertPopularity(iteration=iteration, layers=list(of), tokens=list(of.values()))
+        for iteration, of in _by_iteration(run, ExpertPopularity, lambda event: event.tokens)
     )
+
+
+def _orders(run: RunLog) -> tuple[ExpertsOrdered, ...]:
+    """Return the orders by iteration, as `_popularity` does."""
+    slots = {event.iteration: event.num_slots for event in _events(run, ExpertsOrdered)}
+    return tuple(
+        ExpertsOrdered(iteration=iteration, num_slots=slots[iteration], layers=list(of), slots=list(of.values()))
+        for iteration, of in _by_iteration(run, ExpertsOrdered, lambda event: event.slots)
+    )
+
+
+def _by_iteration(run: RunLog, kind: type[E], values: Callable[[E], list[V]]) -> list[tuple[int, dict[str, V]]]:
+    """Return what stages tell of their layers, by iteration and layer, both in order."""
+    found: dict[int, dict[str, V]] = {}
+    for event in _events(run, kind):
+        found.setdefault(event.iteration, {}).update(zip(event.layers, values(event), strict=False))
+    return [(iteration, dict(sorted(of.items(), key=_front_to_back))) for iteration, of in sorted(found.items())]
+
+
+def _front_to_back(layer: tuple[str, object]) -> tuple[bool, list[int]]:
+    """Return where a layer stands: those of multi-token prediction come last."""
+    return layer[0].startswith("mtp"), list(map(int, re.findall(r"\d+", layer[0])))
+
+
+def _events(run: RunLog, kind: type[K]) -> list[K]:
+    """Return the events of a kind, of all ranks, by time."""
+    found = [(noted.at_us, noted.event) for rank in run.ranks for noted in rank.events if isinstance(noted.event, kind)]
+    return [event for _, event in sorted(found, key=lambda each: each[0])]

@@ -42,3 +42,8 @@ def numbers(values: Iterable[float]) -> list[float | None]:
 def run_color(number: int) -> str:
     """Return the name of the colour of a run among those compared."""
     return f"--run{number % 7}"
+
+
+def left_out(shown: int, there: int, what: str) -> str:
+    """Return the note of a plot that does not show all; nothing where it does."""
+    return "" if shown >= there else f"{shown:,} of {there:,} {what}"

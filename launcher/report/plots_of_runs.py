@@ -274,31 +274,44 @@ def moved(runs: Sequence[Facts]) -> Plot:
             key="bytes",
             title="Bytes per iteration",
             means="Copied to host memory by snapshots, and sent between pipeline stages (which boundary logs keep); "
-            "all ranks together. Squares: whole checkpoints on disk.",
+            "all ranks together. Diamonds: whole windows sent to peers; squares: whole checkpoints on disk.",
         ),
         y="MiB per iteration",
         hover="iteration %{x}: %{y:.4g} MiB",
     )
-    saved = [trace for number, facts in enumerate(runs) for trace in _checkpoints(facts, number)]
+    marked = [
+        trace
+        for number, facts in enumerate(runs)
+        for trace in (*_windows_to_peers(facts, number), *_checkpoints(facts, number))
+    ]
     if plot.choices:
-        plot.choices[0][1]["data"].extend(saved)
+        plot.choices[0][1]["data"].extend(marked)
     return plot
 
 
+def _windows_to_peers(facts: Facts, number: int) -> list[Trace]:
+    keep = thin(facts.series.peer_bytes)
+    text = "the window from %{x} to peers: %{y:.4g} MiB"
+    marks = _marks(facts, number, "windows to peers", "diamond", text)
+    sizes = facts.series.peer_bytes[keep] / _MIB
+    return [marks | {"x": facts.series.iteration[keep].tolist(), "y": numbers(sizes)}] if len(keep) else []
+
+
 def _checkpoints(facts: Facts, number: int) -> list[Trace]:
-    if not facts.saved:
-        return []
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": f"{facts.run.name} checkpoints",
-            "x": [each.iteration for each in facts.saved[-MOST_POINTS:]],
-            "y": numbers(each.size_bytes / _MIB for each in facts.saved[-MOST_POINTS:]),
-            "marker": {"color": run_color(number), "symbol": "square", "size": 7},
-            "hovertemplate": f"checkpoint at %{{x}}: %{{y:.4g}} MiB<extra>{facts.run.name}</extra>",
-        }
-    ]
+    saved = facts.saved[-MOST_POINTS:]
+    marks = _marks(facts, number, "checkpoints", "square", "checkpoint at %{x}: %{y:.4g} MiB")
+    sizes = numbers(each.size_bytes / _MIB for each in saved)
+    return [marks | {"x": [each.iteration for each in saved], "y": sizes}] if saved else []
+
+
+def _marks(facts: Facts, number: int, what: str, symbol: str, text: str) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": f"{facts.run.name} {what}",
+        "marker": {"color": run_color(number), "symbol": symbol, "size": 7},
+        "hovertemplate": f"{text}<extra>{facts.run.name}</extra>",
+    }
 
 
 def _over_iterations(

@@ -12,8 +12,8 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from itertools import chain, compress
-from operator import itemgetter, not_
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,22 +40,14 @@ _TABLES = {
     "SnapshotTaken": ("t_s", "iteration", "size_bytes", "copy_s"),
     "HostMemoryUsed": _MEMORY,
     "WindowChosen": ("t_s", "iteration", "num_slots"),
+    "WindowReplicated": ("t_s", "window_start", "size_bytes", "num_peers", "seconds", "span_s", "ago_s"),
     "IntervalChosen": ("t_s", "iteration", "every_iters"),
 }
 _MEMBERS: Mapping[str, set[type]] = {"list[str]": {str}, "list[int]": {int}, "list[float]": {int, float}}
-_BLOCK_BYTES = 2 << 20  # stays in caches while it is taken apart
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertPopularity:
-    """Tokens that each expert got, by layer, since the last such event."""
-
-    iteration: int
-    layers: list[int]
-    tokens: list[list[float]]
-
-
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Event), ExpertPopularity)}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
+_KIND_OF = itemgetter("event")
+_BLOCK_BYTES = 128 << 10  # what it is taken apart into stays in caches
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +56,7 @@ class Noted:
 
     at_us: int
     after_commits: int
-    event: Event | ExpertPopularity
+    event: Event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,6 +80,10 @@ class RankLog:
     @property
     def memory(self) -> Columns:
         return self.tables["HostMemoryUsed"]
+
+    @property
+    def replicated(self) -> Columns:
+        return self.tables["WindowReplicated"]
 
     @property
     def num_events(self) -> int:
@@ -133,18 +129,18 @@ class _Reader:
         if not lines[-1].endswith(b"\n"):
             lines.pop()
             self.problems.append(f"rank {self._rank}: the last line is half-written, left out")
-        numbers: Sequence[int] = range(len(lines))
+        records = _together(lines)
+        if records is None:
+            records = [record for line in lines if (record := self._checked(_parsed(line)))]
+        kinds = list(map(_KIND_OF, records))
         commits: Sequence[int] = ()
-        for kind in _TABLES:
-            mark = b'"%s"' % kind.encode()
-            mine = [mark in line for line in lines]
-            if any(mine):
-                taken = self._add_rows(kind, list(compress(numbers, mine)), list(compress(lines, mine)))
-                commits = taken if kind == "IterationCommitted" else commits
-                others = list(map(not_, mine))
-                numbers, lines = list(compress(numbers, others)), list(compress(lines, others))
-        for number, line in zip(numbers, lines, strict=True):
-            self._add_event(line, self._num_commits + bisect(commits, number))
+        for kind in _TABLES.keys() & set(kinds):
+            numbers = [number for number, each in enumerate(kinds) if each == kind]
+            taken = self._add_rows(kind, numbers, [records[number] for number in numbers])
+            commits = taken if kind == "IterationCommitted" else commits
+        for number, (kind, record) in enumerate(zip(kinds, records, strict=True)):
+            if kind not in _TABLES:
+                self._add_event(record, self._num_commits + bisect(commits, number))
         self._num_commits += len(commits)
 
     def finish(self) -> RankLog:
@@ -161,30 +157,28 @@ class _Reader:
             problems=tuple(self.problems),
         )
 
-    def _add_rows(self, kind: str, numbers: Sequence[int], lines: Sequence[bytes]) -> Sequence[int]:
-        """Take the numbers in these lines, one by one where any is not as it should be; return which lines had them."""
+    def _add_rows(self, kind: str, numbers: Sequence[int], records: Sequence[Record]) -> Sequence[int]:
+        """Take the numbers in these records, one by one where any is not as it should be; return which had them."""
         names = _TABLES[kind]
         try:
-            rows = _numbers(map(itemgetter(*names), map(orjson.loads, lines)), len(lines), len(names))
+            rows = _numbers(map(itemgetter(*names), records), len(records), len(names))
         except (ValueError, KeyError, TypeError):
-            found = {number: row for number, line in zip(numbers, lines, strict=True) if (row := self._row(kind, line))}
+            found = {number: row for number, each in zip(numbers, records, strict=True) if (row := self._row(each))}
             numbers, rows = list(found), _numbers(found.values(), len(found), len(names))
         self._parts[kind].append(rows)
         return numbers
 
-    def _row(self, kind: str, line: bytes) -> tuple[float, ...] | None:
-        """Return the numbers in a line; None where it does not say when, or for which iteration."""
-        record = self._record(line)
-        if record is None:
+    def _row(self, record: Record) -> tuple[float, ...] | None:
+        """Return the numbers in a record; None where it does not say when, or for which iteration."""
+        if self._checked(record) is None:
             return None
-        names = _TABLES[kind]
-        self._unknown.update(f"{kind} without {column}" for column in names if column not in record)
+        names = _TABLES[record["event"]]
+        self._unknown.update(f"{record['event']} without {column}" for column in names if column not in record)
         row = tuple(_number(record.get(column)) for column in names)
         return row if all(math.isfinite(row[names.index(key)]) for key in KEYS if key in names) else None
 
-    def _add_event(self, line: bytes, after_commits: int) -> None:
-        record = self._record(line)
-        if record is None:
+    def _add_event(self, record: Record, after_commits: int) -> None:
+        if self._checked(record) is None:
             return
         name = record["event"]
         if name in _KINDS:
@@ -192,8 +186,8 @@ class _Reader:
         else:
             self._unknown[f"event {name}"] += 1
 
-    def _record(self, line: bytes) -> dict[str, Any] | None:
-        record = _parsed(line)
+    def _checked(self, record: Any) -> Record | None:
+        """Return what is a record and says when, and of what."""
         if (
             isinstance(record, dict)
             and isinstance(record.get("event"), str)
@@ -203,7 +197,7 @@ class _Reader:
         self._num_damaged += 1
         return None
 
-    def _add_typed(self, name: str, record: dict[str, Any], after_commits: int) -> None:
+    def _add_typed(self, name: str, record: Record, after_commits: int) -> None:
         kind = _KINDS[name]
         known = {field.name: field for field in fields(kind)}
         given = record.keys() - {"t_s", "global_rank", "event"}
@@ -216,6 +210,16 @@ class _Reader:
             event = kind(**{field: record[field] for field in given & known.keys()})
             noted = Noted(at_us=round(record["t_s"] * 1e6), after_commits=after_commits, event=event)
             self._events.append(noted)
+
+
+def _together(lines: Sequence[bytes]) -> list[Record] | None:
+    """Return what lines hold, one record each, parsed in one go; None where any is not one with a kind."""
+    try:
+        records = orjson.loads(b"[%b]" % b",".join(lines))
+        kinds = set(map(type, map(_KIND_OF, records)))
+    except (ValueError, KeyError, TypeError):
+        return None
+    return records if kinds == {str} and len(records) == len(lines) else None
 
 
 def _parsed(line: bytes) -> Any:

@@ -80,6 +80,10 @@ def _mean(values: Sequence[float] | np.ndarray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
+def _per_iteration(values: np.ndarray) -> float | None:
+    return float(np.nansum(values)) / len(values) if np.isfinite(values).any() else None
+
+
 def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
 
@@ -184,6 +188,13 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[[Facts], float | None]], ...] =
         lambda facts: _mib(_mean(facts.series.snapshot_bytes)),
     ),
     (
+        "peers_mib",
+        "to peers",
+        "MiB/iteration",
+        "copies of windows sent to peers' memory, all ranks and all copies together; mean over iterations",
+        lambda facts: _mib(_per_iteration(facts.series.peer_bytes)),
+    ),
+    (
         "boundary_mib",
         "between stages",
         "MiB/iteration",
@@ -222,6 +233,13 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[[Facts], float | None]], ...] =
         lambda facts: facts.evaluated[-1].loss if facts.evaluated else None,
     ),
     ("tokens_lost", "tokens lost", "", "tokens whose updates were lost, over all MoE layers", _tokens_lost),
+    (
+        "deficit_tokens",
+        "yet to make up",
+        "tokens",
+        "lost tokens that experts with more capacity (MoEtion) have not had again yet, over all MoE layers",
+        lambda facts: float(sum(points[-1][1] for points in facts.deficits.values())) if facts.deficits else None,
+    ),
     (
         "plt_percent",
         "PLT",

@@ -1,7 +1,8 @@
 """A timeline for Perfetto (Chrome's trace format): a process for each rank, a lane for each kind of work.
 
 Of a long run, iterations near recoveries are shown one by one and the others in blocks, so that the file can be opened.
-What has no times of its own in the events is shown where it was told: counters for bytes, a mark for a fault.
+What has no times of its own in the events is shown where it was told: a mark for a fault, and with the iteration the
+bytes that its logs got. In a lane nothing overlaps: what would, begins where the one before it ends.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ from launcher.report.thin import evenly
 from launcher.report.walk import us
 from moe_ckpt.events import CheckpointSaved, StageRecovered, WindowPersisted
 
-_COMPUTE, _COPY, _REPLICATION, _LOG, _RECOVERY = range(5)
-_LANES = ("compute", "copy", "replication", "log", "recovery")
+_COMPUTE, _COPY, _REPLICATION, _LOG, _RECOVERY, _DISK, _CHECKPOINT = range(7)
+_LANES = ("compute", "copy", "replication", "log", "recovery", "disk", "checkpoint")
 _MOST_SLICES = 150_000  # of all ranks, about 15 MB
 _RANKS_PER_RUN = 100_000  # process ids of the next run begin there
 Slice = dict[str, Any]
@@ -63,7 +65,7 @@ def _packed(slices: Iterator[Slice]) -> bytes:
 
 def _rank_file(place: _Place, rank: int, path: Path) -> bytes:
     pid = place.first_pid + rank
-    slices = _slices(read_rank(rank, path), place)
+    slices = _in_turn(_slices(read_rank(rank, path), place))
     return _packed(
         slice_ | {"pid": pid} for chunk in (_names(f"{place.name} rank {rank}", pid), slices) for slice_ in chunk
     )
@@ -86,18 +88,32 @@ def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
             yield mark | {"pid": place.first_pid + rank}
 
 
+def _in_turn(slices: Iterator[Slice]) -> list[Slice]:
+    """Return slices by time, cut so that in no lane one begins before the one before it has ended."""
+    found = sorted(slices, key=itemgetter("ts"))
+    reached_us = dict.fromkeys(range(len(_LANES)), 0)
+    for each in found:
+        if each["ph"] == "X":
+            lane, end_us = each["tid"], each["ts"] + each["dur"]
+            each["ts"] = min(max(each["ts"], reached_us[lane]), end_us)
+            each["dur"] = end_us - each["ts"]
+            reached_us[lane] = max(reached_us[lane], end_us)
+    return sorted(found, key=itemgetter("ts"))
+
+
 def _slices(log: RankLog, place: _Place) -> Iterator[Slice]:
     tiling = account(log, place.end_us)
     yield from _compute(tiling, place.most // 2)
     yield from _recoveries(tiling)
     yield from _copies(log.snapshots, place.most // 4)
-    yield from _counters(log.commits, place.most // 4)
+    yield from _sent(log.replicated, place.most // 8)
+    yield from _logs(log.commits, place.most // 16)
     for noted in log.events:
         at_us, event = noted.at_us, noted.event
         if isinstance(event, WindowPersisted):
-            yield _ended(_REPLICATION, f"window {event.window_start} to disk", at_us, event.seconds)
+            yield _ended(_DISK, f"window {event.window_start} to disk", at_us, event.seconds)
         elif isinstance(event, CheckpointSaved):
-            saved = _ended(_REPLICATION, f"checkpoint {event.iteration}", at_us, event.seconds)
+            saved = _ended(_CHECKPOINT, f"checkpoint {event.iteration}", at_us, event.seconds)
             yield saved | {"args": {"bytes": event.size_bytes}}
         elif isinstance(event, StageRecovered):
             name = f"{event.replayed_iters} iterations were replayed up to {event.iteration}"
@@ -157,11 +173,27 @@ def _copies(snapshots: Columns, most: int) -> Iterator[Slice]:
         yield copied | {"args": {"bytes": float(sizes[i])}}
 
 
-def _counters(commits: Columns, most: int) -> Iterator[Slice]:
-    """Yield what boundary logs got in an iteration, when it was over: when within it, nothing tells."""
-    at_us = commits.at_us
+def _sent(replicated: Columns, most: int) -> Iterator[Slice]:
+    """Yield the windows that have reached peers, from when they were begun to be sent."""
+    ends_us = np.maximum(replicated.at_us - replicated.us("ago_s"), 0)
+    starts_us = np.maximum(ends_us - replicated.us("span_s"), 0)
+    windows = replicated["window_start"]
+    labels = {"bytes": "size_bytes", "peers": "num_peers", "seconds of sending": "seconds"}
+    columns = {label: np.nan_to_num(replicated[name]) for label, name in labels.items()}
+    for i in evenly(len(replicated), most):
+        sent = _slice(_REPLICATION, f"window {windows[i]:.0f} to peers", int(starts_us[i]), int(ends_us[i]))
+        yield sent | {"args": {label: float(column[i]) for label, column in columns.items()}}
+
+
+def _logs(commits: Columns, most: int) -> Iterator[Slice]:
+    """Yield what boundary logs got in an iteration: when within it, nothing tells."""
+    ends_us = commits.at_us
+    starts_us = np.maximum(ends_us - commits.us("seconds"), 0)
+    iterations = commits.iteration
     columns = {"activations, bytes": "sent_activation_bytes", "gradients, bytes": "sent_gradient_bytes"}
     sizes = {name: np.nan_to_num(commits[column]) for name, column in columns.items()}
     for i in evenly(len(commits), most):
         args = {name: float(size[i]) for name, size in sizes.items()}
-        yield {"ph": "C", "tid": _LOG, "ts": int(at_us[i]), "name": "boundary log", "args": args}
+        yield {"ph": "C", "tid": _LOG, "ts": int(ends_us[i]), "name": "boundary log", "args": args}
+        if any(args.values()):
+            yield _slice(_LOG, f"log of iteration {iterations[i]}", int(starts_us[i]), int(ends_us[i])) | {"args": args}

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -29,9 +29,17 @@ import torch.distributed as dist
 
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, EventLog, HostMemoryUsed, SnapshotTaken, WindowPersisted
+from moe_ckpt.events import (
+    CheckpointFailed,
+    EventLog,
+    HostMemoryUsed,
+    SnapshotTaken,
+    WindowPersisted,
+    WindowReplicated,
+)
 from moe_ckpt.ledger import IntArray
 from moe_ckpt.popularity import accumulate, carried_over
+from moe_ckpt.runtime.expert_events import ExpertEvents
 from moe_ckpt.runtime.meter import Meter
 from moe_ckpt.runtime.shelf import NOTHING, Shelf
 from moe_ckpt.runtime.stage import Place, Training
@@ -40,7 +48,7 @@ from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.journal import Journal
 from moe_ckpt.store.local_disk import LocalDisk
-from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
+from moe_ckpt.store.memory import HostBuffers, SnapshotMemory, Window
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
 from moe_ckpt.store.unit_memory import UnitMemory
@@ -121,7 +129,10 @@ class SparseTier:
         self._shelf = shelf
         self._account = account
         self._events = events
-        self._dense_bytes = int(training.operators.table.full_bytes[dist.get_rank(place.stage_group)].sum())
+        rank_in_stage = dist.get_rank(place.stage_group)
+        self._dense_bytes = int(training.operators.table.full_bytes[rank_in_stage].sum())
+        tells = rank_in_stage == 0 and training.counts is not None
+        self._expert_events = ExpertEvents(training.operators.table, events, tells=tells)
         self._newest: SlotPlan | PartialPlan | None = None
         self._awaits_confirmation = False
         self._has_failed = False
@@ -199,6 +210,7 @@ class SparseTier:
         if self._awaits_confirmation:
             self._confirm(wait=True)
         self._collect(wait=True)
+        self._expert_events.took(plan)
         if plan.slot == 0:
             self._meter.snapshot_began()
             self._goes_to_disk = to_disk
@@ -236,6 +248,7 @@ class SparseTier:
             self._agree(wait=False)
         measured, self._measured = self._measured, None
         assert measured is not None
+        self._expert_events.measured(measured.popularity)
         if self._account:
             self._account.count(measured.popularity)
         if self._counts:
@@ -270,6 +283,7 @@ class SparseTier:
 
     def retake(self, iteration: int) -> None:
         """The state is that after `iteration` steps again: take what the fault tore of it."""
+        self._expert_events.interrupted()
         plan, window = self._newest, self._stores.memory.in_flight()
         if plan is None or window is None or plan.window_start + plan.slot != iteration:
             return
@@ -351,10 +365,20 @@ class SparseTier:
         On disk a window stays until all ranks have a newer one there: they need the same.
         """
         window = self._stores.memory.in_flight()
+        if window:
+            self._tell_copies(window)
         self._shelf.confirm(self._on_all_disks)
         done = self._shelf.persist(window, self._on_all_disks) if self._goes_to_disk and window else None
         if window and done:
             self._to_disk = _ToDisk(window_start=window.start, since_s=time.monotonic(), done=done)
+
+    def _tell_copies(self, window: Window) -> None:
+        journal = self._stores.journal
+        sent = journal.sent(window.snapshots) if journal else None
+        if journal and sent:
+            self._events.append(
+                WindowReplicated(window_start=window.start, num_peers=journal.num_peers, **asdict(sent))
+            )
 
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is there, on all ranks alike."""

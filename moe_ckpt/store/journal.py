@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import secrets
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
@@ -30,6 +27,7 @@ from safetensors.torch import load, save
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.blobs import Blob, BlobFolder
 from moe_ckpt.store.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
+from moe_ckpt.store.copy_times import CopyTimes, Sent
 from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.steps import StepRecord
 from moe_ckpt.store.updates import (
@@ -47,7 +45,6 @@ from moe_ckpt.types import ReadyGradients
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL, _START, _RECORD = "snapshot-", "local-", "start-", "record-"
 _TIED = "tied_gradient"
-_RECENT_COPIES = 16
 
 
 class Copies(Protocol):
@@ -96,7 +93,8 @@ class Journal:
         self._copy_s = copy_s
         self._on_wait = on_wait
         self._lock = RLock()
-        self._copy_rates: deque[float] = deque(maxlen=_RECENT_COPIES)
+        self._times = CopyTimes()
+        self.num_peers = 0
         self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
         self._copying: dict[str, Future[None]] | None = None
         self._changed: set[str] = set()  # since copying stopped: under these names peers may hold something else
@@ -140,7 +138,9 @@ class Journal:
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Keep it no longer: its memory is about to be used again."""
         with self._lock:
-            self._drop([self._keys.pop(id(snapshot.payload))])
+            key = self._keys.pop(id(snapshot.payload))
+            self._times.forget(key)
+            self._drop([key])
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
         """Keep what an iteration starts from."""
@@ -209,7 +209,11 @@ class Journal:
 
     def copy_bytes_per_s(self) -> float:
         """Return how fast snapshots have reached all peers lately, what they waited included; inf for no peers."""
-        return statistics.median(self._copy_rates) if self._copy_rates else math.inf
+        return self._times.bytes_per_s()
+
+    def sent(self, snapshots: Iterable[Snapshot]) -> Sent | None:
+        """Return what it took until all peers had these; None where there are none, or an earlier life sent them."""
+        return self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
 
     def num_copies(self, snapshots: Iterable[Snapshot], held: Iterable[Collection[str]]) -> int:
         """Return how many peers have all of these snapshots. `held`: the keys that each of them has."""
@@ -227,6 +231,7 @@ class Journal:
         `held`: the keys that each of them has. Where a copy fails they keep what they have until copies begin again.
         """
         with self._lock:
+            self.num_peers = len(held)
             here = self.folder.keys()
             kept = [key for key in here if not (key.startswith(_LOCAL) or is_update(key))]
             everywhere = set(kept).intersection(*held).difference(self._changed)
@@ -312,7 +317,7 @@ class Journal:
 
         def finish(copied: Future[None]) -> None:
             if measured_bytes and not copied.exception():
-                self._copy_rates.append(measured_bytes / max(time.monotonic() - began_s, 1e-9))
+                self._times.ended(key, measured_bytes, since_s=began_s)
             if sent != key:
                 self.folder.discard(sent)
 

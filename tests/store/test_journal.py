@@ -134,6 +134,22 @@ def test_a_snapshot_is_on_its_way_to_peers_before_training_asks_for_it(live: Cal
     copier.close()
 
 
+def test_what_it_took_to_reach_peers_is_known_of_what_was_sent_to_some(live: Callable[[], Life]) -> None:
+    life = live()
+    life.journal.begin_copying([], forget=True)
+    life.persist(2)
+    assert life.journal.sent(life.memory.windows()[0].snapshots) is None, "nobody to send it to"
+    life.journal.begin_copying([set()], forget=True)
+    life.persist(4)
+    window = life.memory.windows()[0]
+    sent = life.journal.sent(window.snapshots)
+    assert sent is not None
+    assert sent.size_bytes == sum(snapshot.header.payload_bytes for snapshot in window.snapshots)
+    life.journal.stop_copying()
+    life.persist(6)
+    assert life.journal.sent(life.memory.windows()[0].snapshots) is None
+
+
 def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(live: Callable[[], Life], peers: Peers) -> None:
     life, copier = live(), HostCopier()
     engine = SnapshotEngine(copier, life.buffers, life.journal)

@@ -13,7 +13,7 @@ from launcher.report.parts import Part
 from launcher.report.read import read_run
 from launcher.report.summary import duration, headline, quantities, shown
 from launcher.report.thin import evenly, said, thin
-from moe_ckpt.events import StateResumed, TrainerStarted
+from moe_ckpt.events import ExpertPopularity, StateResumed, TrainerStarted
 from tests.report_runs import DEATH, FIRST_S, Story, committed, rejoined, write_events, write_run
 
 
@@ -123,6 +123,8 @@ def test_quantities(tmp_path: Path) -> None:
         "boundary_mib": 0.25,
         "memory_mib": 24.0,
         "window_iters": 2.0,
+        "peers_mib": 8.0,
+        "deficit_tokens": 0.0,
         "eval_loss": 2.5,
         "tokens_lost": 22.0,
         "plt_percent": 1.0,
@@ -138,11 +140,25 @@ def test_the_curve_of_ettr_ends_at_the_ettr(tmp_path: Path) -> None:
     assert np.isnan(facts.over_time.ettr[0])
 
 
-def test_popularity_of_stages_comes_together(tmp_path: Path) -> None:
-    facts = facts_of(write_run(tmp_path, Story(iterations=1, ranks=2, fault_after=None)))
-    (record,) = facts.popularity
-    assert record.layers == [1, 2]
-    assert record.tokens[0] == [2.0 * (10 + expert % 7) for expert in range(8)]
+def test_what_stages_tell_of_experts_comes_together(tmp_path: Path) -> None:
+    facts = facts_of(write_run(tmp_path, Story(iterations=5, ranks=4, fault_after=4)))
+    assert [record.iteration for record in facts.popularity] == [1, 2, 3, 4, 5]
+    assert facts.popularity[0].layers == ["layer 0", "layer 1"]
+    assert facts.popularity[2].tokens == [[10 + (3 * expert) % 7 for expert in range(8)]] * 2
+    assert [(order.iteration, order.slots) for order in facts.orders] == [(1, [[0, 1] * 4] * 2), (5, [[1, 0] * 4] * 2)]
+    assert facts.deficits == {"layer 0": [(4, 64), (5, 48)], "layer 1": [(4, 0), (5, 0)]}
+
+
+def test_of_an_iteration_that_came_again_the_last_record_counts_and_layers_stand_from_front_to_back(
+    tmp_path: Path,
+) -> None:
+    def told(layer: str, *tokens: float) -> ExpertPopularity:
+        return ExpertPopularity(iteration=1, layers=[layer], tokens=[list(tokens)])
+
+    write_events(tmp_path, 0, [(0.5, told("mtp 0 layer 0", 7)), (0.5, told("layer 10", 1)), (9.0, told("layer 10", 2))])
+    write_events(tmp_path, 1, [(0.6, told("layer 9", 3))])
+    (record,) = facts_of(tmp_path).popularity
+    assert (record.layers, record.tokens) == (["layer 9", "layer 10", "mtp 0 layer 0"], [[3], [2], [7]])
 
 
 HEADLINES = {

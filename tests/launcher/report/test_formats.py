@@ -96,11 +96,12 @@ def test_timeline_has_lanes_for_each_rank(tmp_path: Path) -> None:
         "waiting",
     ]
     assert spans(lanes[0, "copy"])[0] == ("snapshot 1", 2_180_000, 2_200_000)
-    assert spans(lanes[0, "replication"]) == [
-        ("checkpoint 12", 8_500_000, 9_000_000),
-        ("window 3 to disk", 8_750_000, 9_000_000),
-    ]
-    assert {each["ph"] for each in lanes[0, "log"]} == {"C"}
+    assert spans(lanes[0, "replication"])[0] == ("window 1 to peers", 2_350_000, 2_450_000)
+    assert spans(lanes[0, "checkpoint"]) == [("checkpoint 12", 8_500_000, 9_000_000)]
+    assert spans(lanes[0, "disk"]) == [("window 3 to disk", 8_750_000, 9_000_000)]
+    assert spans(lanes[0, "log"])[0] == ("log of iteration 1", 2_000_000, 2_500_000)
+    logged = {"activations, bytes": 65536.0, "gradients, bytes": 0.0}
+    assert [each["args"] for each in lanes[0, "log"]] == [logged] * 24, "as slices, and as counters"
     marks = [each["name"] for each in lanes[0, "recovery"] if each["ph"] == "i"]
     assert marks == [DEATH, "2 iterations were replayed up to 5"]
 

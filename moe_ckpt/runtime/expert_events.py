@@ -1,0 +1,86 @@
+"""Tells, as events, how popular the experts of a stage are and in which order its windows take them.
+
+Must not: count, or decide an order. The first rank of each stage tells for all of them: they agree. Of a long run not
+every window is told, or its events would outgrow those of iterations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.events import EventLog, ExpertPopularity, ExpertsOrdered
+from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, PartialPlan, SlotPlan
+
+_SPACING = 1000  # one window in a thousandth of the run so far: 6000 of a run of 100,000 iterations
+
+
+class ExpertEvents:
+    """Of one life of the process groups; `tells`: whether this rank is the one that does."""
+
+    def __init__(self, table: OperatorTable, events: EventLog, *, tells: bool) -> None:
+        experts = [(op, i) for i, op in enumerate(table.operators) if op.kind is OperatorKind.EXPERT]
+        self._number = {position: number for number, (_, position) in enumerate(experts)}
+        self._layers = [_layer(op) for op, _ in experts if op.expert == 0]
+        self._tells = tells and bool(experts)
+        self._events = events
+        self._counted_by_all = False
+        self._popularity: npt.NDArray[np.float64] | None = None
+        self._slots = np.zeros(len(experts), np.int64)
+        self._told_slots: tuple[int, list[int]] | None = None
+        self._told_iteration = 0
+        self._is_told = False
+
+    def measured(self, popularity: npt.NDArray[np.float64]) -> None:
+        """The policy has been told this, for a window that may begin now; counts begin anew.
+
+        What was counted before is told to nobody else: ranks may be new that have not counted all of it.
+        """
+        self._popularity = popularity if self._counted_by_all else None
+        self._counted_by_all = True
+
+    def interrupted(self) -> None:
+        """A rank has lost what it has counted so far."""
+        self._counted_by_all = False
+
+    def took(self, plan: SlotPlan | PartialPlan) -> None:
+        """A snapshot begins."""
+        if not self._tells:
+            return
+        if plan.slot == 0:
+            self._begin(plan.window_start)
+        if isinstance(plan, SlotPlan):
+            taken = [self._number[position] for position in plan.full if position in self._number]
+            self._slots[taken] = plan.slot
+            if self._is_told and plan.slot == plan.num_slots - 1 > 0:
+                self._tell_order(plan)
+
+    def _begin(self, iteration: int) -> None:
+        popularity, self._popularity = self._popularity, None
+        self._is_told = popularity is not None and iteration * _SPACING >= self._told_iteration * (_SPACING + 1)
+        if popularity is not None and self._is_told:
+            self._told_iteration = iteration
+            tokens = [[_short(count) for count in of_layer] for of_layer in self._by_layer(popularity)]
+            self._events.append(ExpertPopularity(iteration=iteration, layers=self._layers, tokens=tokens))
+
+    def _tell_order(self, plan: SlotPlan) -> None:
+        found = plan.num_slots, self._slots.tolist()
+        if found == self._told_slots:
+            return
+        self._told_slots = found
+        slots = self._by_layer(self._slots).tolist()
+        self._events.append(
+            ExpertsOrdered(iteration=plan.window_start, num_slots=plan.num_slots, layers=self._layers, slots=slots)
+        )
+
+    def _by_layer(self, values: np.ndarray) -> np.ndarray:
+        return values.reshape(len(self._layers), -1)
+
+
+def _layer(expert: OperatorId) -> str:
+    return str(OperatorId(kind=OperatorKind.BLOCK, layer=expert.layer, mtp_depth=expert.mtp_depth))
+
+
+def _short(count: float) -> float:
+    """Return a count as JSON needs the least for it: exact where it is of tokens."""
+    return int(count) if count == int(count) else float(f"{count:.6g}")

@@ -1,0 +1,77 @@
+"""How long copies of one rank's snapshots take to reach all peers.
+
+Must not: copy, or decide what is copied. Copies may end on any thread.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+_RECENT = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """What it took to send some snapshots: `seconds` out of `span_s`, which ended `ago_s` ago."""
+
+    size_bytes: int
+    seconds: float
+    span_s: float
+    ago_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Copy:
+    size_bytes: int
+    since_s: float
+    until_s: float
+
+
+class CopyTimes:
+    """When copies that have ended began and ended, by the key of what was copied."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._copies: dict[str, _Copy] = {}
+        self._rates: deque[float] = deque(maxlen=_RECENT)
+
+    def ended(self, key: str, size_bytes: int, *, since_s: float) -> None:
+        """All peers have this now, which was asked for at `since_s`."""
+        copy = _Copy(size_bytes=size_bytes, since_s=since_s, until_s=self._now())
+        self._copies[key] = copy
+        self._rates.append(size_bytes / max(copy.until_s - since_s, 1e-9))
+
+    def forget(self, key: str) -> None:
+        """It is copied no longer."""
+        self._copies.pop(key, None)
+
+    def bytes_per_s(self) -> float:
+        """Return how fast copies have been lately, what they waited included; inf for none."""
+        return statistics.median(self._rates) if self._rates else math.inf
+
+    def of(self, keys: Iterable[str]) -> Sent | None:
+        """Return what it took to send these, as far as they were; None for none of them."""
+        copies = [copy for key in keys if (copy := self._copies.get(key))]
+        if not copies:
+            return None
+        until_s = max(copy.until_s for copy in copies)
+        return Sent(
+            size_bytes=sum(copy.size_bytes for copy in copies),
+            seconds=_covered_s(copies),
+            span_s=until_s - min(copy.since_s for copy in copies),
+            ago_s=self._now() - until_s,
+        )
+
+
+def _covered_s(copies: Iterable[_Copy]) -> float:
+    """Return how long at least one of them was going on: 1 to 3, 2 to 4 and 6 to 7 make 4."""
+    covered_s, reached_s = 0.0, -math.inf
+    for copy in sorted(copies, key=lambda each: each.since_s):
+        covered_s += max(0.0, copy.until_s - max(copy.since_s, reached_s))
+        reached_s = max(reached_s, copy.until_s)
+    return covered_s
