@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from launcher.simulated import Result, latest, run_simulation
 from launcher.simulation import Simulation, compose_simulation
-from moe_ckpt.config import require
+from moe_ckpt.config import PartialConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interval import best_interval
-from moe_ckpt.sim.partial import POLICIES as PARTIAL
 from moe_ckpt.sim.saving import Setup
 
 WINDOWS = (1, 2, 4, 8, 16)
@@ -27,9 +26,9 @@ class Candidate:
     refusal: str = ""
 
     @property
-    def is_trained(self) -> bool:
-        """Whether launcher/train.py has this policy."""
-        return not any(override.startswith("partial=") for override in self.overrides)
+    def is_lossless(self) -> bool:
+        """Whether it keeps all tokens."""
+        return self.result is not None and not isinstance(self.result.simulation.policy, PartialConfig)
 
 
 def rank_policies(arguments: Sequence[str]) -> list[Candidate]:
@@ -57,7 +56,7 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> str:
 
 def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:
     groups = [re.split(r"[.=]", argument.lstrip("+"))[0] for argument in arguments]
-    own = [argument for argument, group in zip(arguments, groups, strict=True) if group not in ("ckpt", "partial")]
+    own = [argument for argument, group in zip(arguments, groups, strict=True) if group != "ckpt"]
     try:
         return Candidate(overrides=overrides, result=run_simulation(compose_simulation(latest([*own, *overrides]))))
     except ConfigError as error:
@@ -79,9 +78,9 @@ def _candidates(base: Simulation) -> Iterator[tuple[str, ...]]:
         for window in ("auto", *WINDOWS):
             yield "ckpt=moevement", f"ckpt.replicas={replicas}", f"ckpt.window={window}"
     num_experts = setup.job.shape.num_experts
-    for policy in PARTIAL if num_experts else ():
-        for experts in sorted({max(1, num_experts // share) for share in SHARES}):
-            yield f"partial={policy}", f"partial.experts={experts}"
+    for experts in ["auto", *sorted({max(1, num_experts // share) for share in SHARES})] if num_experts else ():
+        yield "ckpt=moc", f"ckpt.k_snapshot={experts}"
+        yield "ckpt=moetion", f"ckpt.experts={experts}"
 
 
 def _dense_interval(setup: Setup, mtbf_s: float, *, asynchronous: bool) -> int:

@@ -77,7 +77,7 @@ def lines_of(result: Result) -> list[str]:
         f"host memory    {host_memory(result)} GB a node",
         f"faults         {prediction.num_faults:.4g}, {prediction.recovery_s:.6g} s for them in all",
         f"ETTR           {prediction.ettr:.4f} (+- {prediction.spread:.4f} between runs; closed formula {formula})",
-        f"lost tokens    {prediction.lost_tokens:.2%}",
+        f"lost tokens    {prediction.plt:.2%} (PLT; MLT {prediction.mlt:.2%})",
         f"the first run  {result.first.iterations} iterations in {ledger.wall_s:.6g} s: "
         + ", ".join(f"{name} {seconds / ledger.wall_s:.2%}" for name, seconds in parts.items()),
     ]
@@ -121,7 +121,7 @@ def print_rows(rows: Iterable[Row]) -> None:
         formula = _NOTHING if prediction.formula is None else f"{prediction.formula:.3f}"
         values = (f"{prediction.overhead:.1%}", f"{prediction.recovery_s:.0f}", f"{prediction.ettr:.3f}", formula)
         names = (row.case, row.policy, row.variant, interval_iters(result) or _NOTHING)
-        print(form.format(*names, *values, f"{prediction.lost_tokens:.2%}"), flush=True)
+        print(form.format(*names, *values, f"{prediction.plt:.2%}"), flush=True)
 
 
 def print_plan(candidates: Sequence[Candidate], arguments: Sequence[str]) -> None:
@@ -135,8 +135,8 @@ def print_plan(candidates: Sequence[Candidate], arguments: Sequence[str]) -> Non
             continue
         prediction = candidate.result.prediction
         values = (f"{prediction.ettr:.4f}", f"{prediction.overhead:.2%}", host_memory(candidate.result))
-        print(form.format(name, *values, f"{prediction.lost_tokens:.2%}"))
-    best = next((each for each in candidates if each.result and each.is_trained), None)
+        print(form.format(name, *values, f"{prediction.plt:.2%}"))
+    best = next((each for each in candidates if each.is_lossless), None)
     if best is not None:
         print(f"\nBest of those that lose no tokens:\n\n    {command_of(best, arguments)}")
 

@@ -52,7 +52,8 @@ def _write(folder: Path, result: Result, world_size: int) -> None:
         "faults_survived": outcome.num_faults,
         "digest": SIMULATED,
         "ettr": outcome.ledger.ettr,
-        "lost_tokens": outcome.lost_tokens,
+        "plt": outcome.plt,
+        "mlt": outcome.mlt,
     }
     (folder / "result.json").write_text(json.dumps(summary, indent=1) + "\n")
 

@@ -28,24 +28,14 @@ from moe_ckpt.faults import SCOPES, Kill, poisson_kills
 from moe_ckpt.sim.costs import TimingConfig, estimate
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import Array, BatchConfig, FormatsConfig, Job, ModelShape
-from moe_ckpt.sim.partial import PartialConfig
 from moe_ckpt.sim.saving import Setup, Switches
 from moe_ckpt.sim.skew import skewed_popularity
 from moe_ckpt.types import ParallelLayout
 
-GROUPS = ("ckpt", "partial", "model", "parallel", "cluster", "fault", "experiment")
+GROUPS = ("ckpt", "model", "parallel", "cluster", "fault", "experiment")
 _BYTE_VOCABULARY = 256
 _GPU_MEMORY_SHARE = 0.7  # for weights, gradients and state; the rest is for activations
 _GRADIENT_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoPartialConfig:
-    """`partial=none`: see conf/partial/none.yaml."""
-
-    policy: str | None
-    experts: int
-    lost_tokens_limit: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +75,10 @@ class GeneralConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
-    """All that a simulation needs. `policy` is that of `ckpt`, or a partial one in its place."""
+    """All that a simulation needs."""
 
     setup: Setup
-    policy: CkptConfig | PartialConfig
+    policy: CkptConfig
     model: ModelConfig
     fault: FaultConfig
     general: GeneralConfig
@@ -117,10 +107,6 @@ def compose_machine(arguments: Sequence[str]) -> tuple[ClusterConfig, TimingConf
 
 def compose_simulation(arguments: Sequence[str]) -> Simulation:
     """Return the simulation that command-line overrides describe. Raises ConfigError, naming the setting."""
-    chosen = [argument.lstrip("+").partition("=")[2] for argument in arguments if "partial=" in argument]
-    names_ckpt = any(argument.lstrip("+").startswith(("ckpt=", "ckpt.")) for argument in arguments)
-    is_twofold = bool(chosen) and chosen[-1] != "none" and names_ckpt
-    require(not is_twofold, "partial.policy", chosen[-1] if chosen else None, "null where ckpt is chosen")
     return compose_as("simulate", arguments, GROUPS, _to_simulation, _KINDS)
 
 
@@ -175,20 +161,12 @@ def _to_simulation(config: DictConfig) -> Simulation:
     _check_faults(fault, general)
     return Simulation(
         setup=setup,
-        policy=_policy(config),
+        policy=section_of(config, "ckpt", CKPT_CONFIGS[choice_of(config, "ckpt.policy", CKPT_CONFIGS)]),
         model=model,
         fault=fault,
         general=general,
         composed_yaml=composed_yaml,
     )
-
-
-def _policy(config: DictConfig) -> CkptConfig | PartialConfig:
-    if config.partial.policy is not None:
-        chosen = section_of(config, "partial", NoPartialConfig)
-        assert chosen.policy is not None
-        return PartialConfig(policy=chosen.policy, experts=chosen.experts, lost_tokens_limit=chosen.lost_tokens_limit)
-    return section_of(config, "ckpt", CKPT_CONFIGS[choice_of(config, "ckpt.policy", CKPT_CONFIGS)])
 
 
 def _check_faults(fault: FaultConfig, general: GeneralConfig) -> None:
@@ -266,7 +244,6 @@ def _divisors(number: int) -> list[int]:
 
 _KINDS: Kinds = {
     "ckpt": CKPT_CONFIGS,
-    "partial": NoPartialConfig,
     "model": ModelConfig,
     "parallel": ParallelConfig,
     "cluster": ClusterConfig,

@@ -6,11 +6,13 @@ Owns: which experts in which snapshot, and K. Every rank decides for itself and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
 from moe_ckpt.config import MocConfig
 from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.ledger import IntArray
 from moe_ckpt.policies.partial import (
     MoeStage,
     SnapshotRhythm,
@@ -138,18 +140,14 @@ class PartialExperts:
         if self._config.k_snapshot != AUTO or measured.iteration_s <= 0:
             return self._k
         rate, overlap_s = measured.copy_bytes_per_s, measured.iteration_s
-        fitting = min(
-            fitting_k(
-                bottleneck_by_k(
-                    stage.core_bytes,
-                    stage.expert_bytes,
-                    ep=self._ep,
-                    sequential=self._config.selection == _SEQUENTIAL,
-                ),
-                copy_bytes_per_s=rate,
-                overlap_s=overlap_s,
-            )
-            for stage in self._stages
-            if stage.num_layers
-        )
+        fitting = min(fitting_k(each, copy_bytes_per_s=rate, overlap_s=overlap_s) for each in self._bottlenecks)
         return max(self._k, fitting)
+
+    @cached_property
+    def _bottlenecks(self) -> list[IntArray]:
+        """By number of experts, what the rank with the most of it copies, of each stage with experts."""
+        sequential = self._config.selection == _SEQUENTIAL
+        stages = (stage for stage in self._stages if stage.num_layers)
+        return [
+            bottleneck_by_k(each.core_bytes, each.expert_bytes, ep=self._ep, sequential=sequential) for each in stages
+        ]

@@ -6,6 +6,7 @@ The core is all that is no expert, in every snapshot; every expert is a unit of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +37,8 @@ class MoeStage:
         self.num_layers = len(layers)
         self.num_experts = len(experts) // max(1, len(layers))
         self._experts = np.array(experts, np.int64).reshape(self.num_layers, self.num_experts)
-        self._others = tuple(position for position in range(len(table.operators)) if position not in set(experts))
+        self._others = tuple(np.setdiff1d(np.arange(len(table.operators)), self._experts).tolist())
+        self._units: dict[tuple[int, ...], UnitPlan] = {}
         num_ranks = len(table.full_bytes)
         of_experts = table.full_bytes[:, experts].reshape(num_ranks, self.num_layers, self.num_experts)
         thirds = {"both": 3, "weights": 1, "moments": 2}[partial_state]  # master, exp_avg, exp_avg_sq: equally large
@@ -57,7 +59,7 @@ class MoeStage:
         return PartialPlan(
             iteration=iteration,
             units=(self._core(on_disk=core_on_disk), *self._expert_units(places)),
-            checkpoint=(self._core(on_disk=False), *self._expert_units(self._all_in_memory())),
+            checkpoint=self._checkpoint,
             facts=tuple(facts),
         )
 
@@ -87,19 +89,24 @@ class MoeStage:
         ]
 
     def _expert_unit(self, layer: int, expert: int, places: ExpertChoice) -> UnitPlan:
-        position = int(self._experts[layer, expert])
-        field = {"both": "full", "weights": "weights", "moments": "moments"}[self._partial_state]
-        taken = {field: (position,)}
-        return UnitPlan(
-            name=str(self.table.operators[position]),
-            on_peers=expert in places.on_peers[layer],
-            on_disk=expert in places.on_disk[layer],
-            by_gradient=bool(places.by_gradient) and expert in places.by_gradient[layer],
-            **taken,
-        )
+        flags = {
+            "on_peers": expert in places.on_peers[layer],
+            "on_disk": expert in places.on_disk[layer],
+            "by_gradient": bool(places.by_gradient) and expert in places.by_gradient[layer],
+        }
+        key = (layer, expert, *flags.values())
+        if key not in self._units:
+            position = int(self._experts[layer, expert])
+            field = {"both": "full", "weights": "weights", "moments": "moments"}[self._partial_state]
+            name, taken = str(self.table.operators[position]), {field: (position,)}
+            self._units[key] = UnitPlan(name=name, **flags, **taken)
+        return self._units[key]
 
-    def _all_in_memory(self) -> ExpertChoice:
-        return ExpertChoice(memory=self.everything, on_peers=self.nothing, on_disk=self.nothing)
+    @cached_property
+    def _checkpoint(self) -> tuple[UnitPlan, ...]:
+        """All units, which no snapshot changes."""
+        all_in_memory = ExpertChoice(memory=self.everything, on_peers=self.nothing, on_disk=self.nothing)
+        return (self._core(on_disk=False), *self._expert_units(all_in_memory))
 
 
 class SnapshotRhythm:

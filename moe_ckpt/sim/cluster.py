@@ -13,9 +13,11 @@ from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.faults import Kill
 from moe_ckpt.sim.faults import Fault, FaultQueue, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
+from moe_ckpt.sim.partial import Account, Lost
 from moe_ckpt.sim.recovering import Estimate, Losses, estimate, plan_after, replay_s
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
-from moe_ckpt.sim.timeline import Ledger, Outcome, Recovered, Trained
+from moe_ckpt.sim.timeline import HOST_MEMORY, Ledger, Outcome, Recovered, Trained
+from moe_ckpt.sim.units import go_back
 
 _NOBODY: frozenset[int] = frozenset()
 
@@ -52,13 +54,15 @@ class _Attempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Way:
-    """How all ranks get to the state after `iteration`; without an estimate not from host memory."""
+    """How all ranks get to the state after `iteration`; `account` is that of its partial checkpoint."""
 
     iteration: int
     fetch_s: float
     replay_s: float
     source: str
     estimate: Estimate | None = None
+    account: Account | None = None
+    lost: Lost | None = None
 
 
 class _Run:
@@ -74,8 +78,8 @@ class _Run:
         self._timeline: list[Trained | Recovered] = []
         self._on_disk: Kept | None = None
         self._unreplicated = _NOBODY
-        self._lost_tokens_iters = 0.0
         self._num_faults = 0
+        self._line = saving.partial.first_line() if saving.partial else None
 
     def run(self) -> Outcome:
         generation = self._train_from(0, 0.0, ())
@@ -98,17 +102,27 @@ class _Run:
 
     def _outcome(self, iterations: int) -> Outcome:
         self._ledger.useful_s = iterations * self._setup.costs.iteration_s
+        tokens = self._saving.partial.tokens if self._saving.partial else None
         return Outcome(
             iterations=iterations,
             ledger=self._ledger,
             num_faults=self._num_faults,
-            lost_tokens=self._lost_tokens_iters / max(1, iterations),
+            plt=tokens.plt(self._line.account, iterations) if tokens and self._line else 0.0,
+            mlt=tokens.mlt(self._line.account, iterations) if tokens and self._line else 0.0,
             timeline=tuple(self._timeline),
         )
 
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
         rhythm = self._saving.later if since_s else self._saving.at_start
-        return Generation(self._setup.costs, self._saving, rhythm, start=start, since_s=since_s, carried=carried)
+        return Generation(
+            self._setup.costs,
+            self._saving,
+            self._line.rhythm if self._line else rhythm,
+            start=start,
+            since_s=since_s,
+            carried=carried,
+            line=self._line,
+        )
 
     def _next_fault(self, generation: Generation, until_s: float) -> Fault | None:
         """Return what is lost next, if that is before a time; it has come then."""
@@ -153,7 +167,6 @@ class _Run:
         self._timeline.append(recovered)
         self._ledger.recovery_s += recovered.seconds
         self._ledger.again_s += recovered.lost_iters * self._setup.costs.iteration_s
-        self._lose_tokens()
         return self._train_from(recovered.iteration, attempt.now_s, carried)
 
     def _recover(self, attempt: _Attempt, fault: Fault) -> tuple[Recovered, tuple[Kept, ...]]:
@@ -164,6 +177,8 @@ class _Run:
             self._join(attempt, pending)
             way, pending = self._try(attempt)
         assert way is not None
+        if self._line and self._saving.partial:
+            self._line = self._saving.partial.next_line(self._line, way.account, way.iteration)
         recovered = Recovered(
             since_s=attempt.since_s,
             faults=tuple(attempt.faults),
@@ -176,8 +191,10 @@ class _Run:
             fetch_s=attempt.fetch_s,
             replay_s=attempt.replay_s,
             replayed_iters=way.estimate.replayed_iters if way.estimate else 0,
+            lost=way.lost,
         )
-        return recovered, tuple(kept for kept in attempt.kept if way.estimate and kept.end <= way.iteration)
+        is_kept = way.source == HOST_MEMORY
+        return recovered, tuple(kept for kept in attempt.kept if is_kept and kept.end <= way.iteration)
 
     def _join(self, attempt: _Attempt, fault: Fault) -> None:
         """Find out what was lost, replace it, and let all ranks meet again."""
@@ -238,6 +255,8 @@ class _Run:
     def _choose(self, attempt: _Attempt) -> _Way:
         if self._saving.recovery is Recovery.RESTART:
             return self._from_disk(attempt.on_disk)
+        if self._saving.partial:
+            return self._to_partial(attempt)
         try:
             plan = plan_after(self._setup, self._saving, attempt.kept, attempt.losses, attempt.reached)
         except NothingLeftError:
@@ -247,8 +266,22 @@ class _Run:
             iteration=plan.target_iteration,
             fetch_s=found.fetch_s,
             replay_s=max(found.replay_s, default=0.0),
-            source="host memory",
+            source=HOST_MEMORY,
             estimate=found,
+        )
+
+    def _to_partial(self, attempt: _Attempt) -> _Way:
+        """All ranks go back to a partial checkpoint, if there is one."""
+        found = go_back(self._setup, self._saving, attempt.kept, attempt.on_disk, attempt.losses)
+        if found is None:
+            return self._from_disk(attempt.on_disk if attempt.on_disk and attempt.on_disk.is_whole else None)
+        return _Way(
+            iteration=found.iteration,
+            fetch_s=found.fetch_s,
+            replay_s=found.load_s,
+            source=HOST_MEMORY,
+            account=found.account,
+            lost=found.lost,
         )
 
     def _from_disk(self, kept: Kept | None) -> _Way:
@@ -263,6 +296,7 @@ class _Run:
             fetch_s=self._setup.total_full_bytes / cluster.disk_bytes_per_s,
             replay_s=replay_s(self._setup, self._saving, stages, kept, kept.end),
             source="disk",
+            account=kept.line.account if kept.line else None,
         )
 
     def _after(self, losses: Losses, plan: Estimate, spent_s: float) -> Losses:
@@ -281,12 +315,3 @@ class _Run:
             bare=_NOBODY if fetched else losses.bare,
             rolling=frozenset(under_way),
         )
-
-    def _lose_tokens(self) -> None:
-        """Count what a fault loses of partial snapshots; they grow where that is too much."""
-        saving = self._saving
-        self._lost_tokens_iters += saving.lost_iters
-        planned = self._duration_s / self._setup.costs.iteration_s
-        while saving.larger is not None and self._lost_tokens_iters / planned > saving.lost_limit:
-            saving = saving.larger()
-        self._saving = saving

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from moe_ckpt.events import (
     CheckpointSaved,
     Event,
+    ExpertsChosen,
     GenerationEnded,
     HostMemoryUsed,
     IntervalChosen,
@@ -21,14 +22,16 @@ from moe_ckpt.events import (
     SnapshotTaken,
     StageRecovered,
     StateResumed,
+    TokensLost,
     TrainerStarted,
     WindowChosen,
 )
 from moe_ckpt.sim.generation import Generation
+from moe_ckpt.sim.partial import Lost
 from moe_ckpt.sim.rhythm import Take
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
-from moe_ckpt.sim.timeline import Outcome, Recovered, Trained
-from moe_ckpt.types import WindowChoice
+from moe_ckpt.sim.timeline import HOST_MEMORY, Outcome, Recovered, Trained
+from moe_ckpt.types import ExpertChoice, WindowChoice
 
 SIMULATED = "simulated"
 Timed = tuple[float, Event]
@@ -96,6 +99,8 @@ class _Rank:
             kind = WindowChosen if isinstance(take.choice, WindowChoice) else IntervalChosen
             fields = {name: getattr(take.choice, name) for name in take.choice.__slots__}
             yield taken_s, kind(iteration=iteration, **fields)
+        if take.experts is not None:
+            yield taken_s, self._chosen(iteration, take.experts.choice)
         if take.offset >= iterations:
             return  # it was being copied when the generation ended
         size_bytes, copy_s = self._share(take.size_bytes), take.size_bytes / self._saving.reload_bytes_per_s
@@ -114,6 +119,14 @@ class _Rank:
         )
         if take.slot == take.num_slots - 1 and self._saving.memory is not None:
             yield done_s, self._memory()
+
+    def _chosen(self, iteration: int, choice: ExpertChoice) -> ExpertsChosen:
+        assert self._saving.partial is not None
+        rows = self._saving.partial.tokens.rows_of_stage(self._stage, len(choice.memory))
+        places = {name: getattr(choice, name) for name in choice.__slots__}
+        return ExpertsChosen(
+            iteration=iteration, **{name: [list(of_layer[row]) for row in rows] for name, of_layer in places.items()}
+        )
 
     def _memory(self) -> HostMemoryUsed:
         memory = self._saving.memory
@@ -159,13 +172,27 @@ class _Rank:
         if is_dead or restarts:
             self._life += 1
             yield joined_s, self._started()
-        if stretch.plan is None:
+        if stretch.source != HOST_MEMORY:
             seconds = stretch.fetch_s + stretch.replay_s
             resumed = StateResumed(iteration=stretch.iteration, source=stretch.source, seconds=seconds, passed_over=[])
             yield back_s, resumed
+        if stretch.lost is not None:
+            yield back_s, self._lost(stretch.iteration, stretch.lost)
         if not restarts:
             yield from self._replayed(stretch, back_s)
             yield back_s, self._rejoined(stretch, deaths, joined_s)
+
+    def _lost(self, iteration: int, lost: Lost) -> TokensLost:
+        assert self._saving.partial is not None
+        own = lost.by_stage[self._stage]
+        return TokensLost(
+            iteration=iteration,
+            layers=self._saving.partial.tokens.layers_of_stage[self._stage],
+            lost_by_layer=own.sum(axis=1).tolist(),
+            lost_by_expert=own.tolist(),
+            plt=lost.plt,
+            mlt=lost.mlt,
+        )
 
     def _replayed(self, stretch: Recovered, back_s: float) -> Iterator[Timed]:
         for rollback in stretch.plan.rollbacks if stretch.plan else ():

@@ -15,7 +15,7 @@ class Prediction:
     """Means over simulated runs of one policy in one setup.
 
     `overhead` is what saving adds to the time of training, as a share; `recovery_s` is all that faults cost in a run;
-    `formula` is the closed form's ETTR, where there is one.
+    `formula` is the closed form's ETTR, where there is one; `plt` and `mlt` are shares of tokens that experts lost.
     """
 
     ettr: float
@@ -24,7 +24,8 @@ class Prediction:
     overhead: float
     recovery_s: float
     num_faults: float
-    lost_tokens: float
+    plt: float
+    mlt: float
 
 
 def predict(setup: Setup, saving: Saving, outcomes: Sequence[Outcome]) -> Prediction:
@@ -37,7 +38,8 @@ def predict(setup: Setup, saving: Saving, outcomes: Sequence[Outcome]) -> Predic
         overhead=statistics.fmean(_overhead(outcome) for outcome in outcomes),
         recovery_s=statistics.fmean(outcome.recovery_s for outcome in outcomes),
         num_faults=statistics.fmean(outcome.num_faults for outcome in outcomes),
-        lost_tokens=statistics.fmean(outcome.lost_tokens for outcome in outcomes),
+        plt=statistics.fmean(outcome.plt for outcome in outcomes),
+        mlt=statistics.fmean(outcome.mlt for outcome in outcomes),
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.partial import Line
 from moe_ckpt.sim.rhythm import Rhythm, Span
 from moe_ckpt.sim.saving import Recovery, Saving
 
@@ -22,10 +23,12 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A complete window: the states after `start` to `end`."""
+    """A complete window: the states after `start` to `end`. `line` is that which a partial checkpoint is of."""
 
     start: int
     end: int
+    is_whole: bool = True
+    line: Line | None = field(default=None, compare=False)
 
     @property
     def num_slots(self) -> int:
@@ -36,9 +39,17 @@ class Generation:
     """Training from the state after `start` on, since a time. `carried`: windows from before, oldest first."""
 
     def __init__(
-        self, costs: Costs, saving: Saving, rhythm: Rhythm, *, start: int, since_s: float, carried: tuple[Kept, ...]
+        self,
+        costs: Costs,
+        saving: Saving,
+        rhythm: Rhythm,
+        *,
+        start: int,
+        since_s: float,
+        carried: tuple[Kept, ...],
+        line: Line | None = None,
     ) -> None:
-        self.costs, self.saving, self.rhythm = costs, saving, rhythm
+        self.costs, self.saving, self.rhythm, self.line = costs, saving, rhythm, line
         self.start, self.since_s, self.carried = start, since_s, carried
 
     def stalls_s(self, iterations: int) -> float:
@@ -92,11 +103,17 @@ class Generation:
         """Return what is newest on disk of this generation: a whole checkpoint, or a window."""
         candidates = [self._durable(moment)]
         if self.rhythm.reaches_disk:
-            candidates.append(next((self._at(span) for span in self._complete(moment) if span.to_disk), None))
+            written = (span for span in self._complete(moment) if span.to_disk and self._is_written(span, moment))
+            candidates.append(next(map(self._at, written), None))
         return max((kept for kept in candidates if kept), key=lambda kept: kept.end, default=None)
 
     def _at(self, span: Span) -> Kept:
-        return Kept(start=self.start + span.first, end=self.start + span.last)
+        first, last = self.start + span.first, self.start + span.last
+        return Kept(start=first, end=last, is_whole=self.line is None, line=self.line)
+
+    def _is_written(self, span: Span, moment: Moment) -> bool:
+        now_s = self.elapsed_s(moment.iterations) + moment.into_s
+        return self.elapsed_s(span.last) + self.saving.disk_s <= now_s
 
     def _durable(self, moment: Moment) -> Kept | None:
         durable = self.saving.durable
@@ -107,7 +124,7 @@ class Generation:
         while newest > self.start:  # a save starts with the stall that is part of the iteration before it
             begun_s = self.elapsed_s(newest - self.start) - durable.stall_s
             if begun_s + durable.done_s <= now_s:
-                return Kept(start=newest, end=newest)
+                return Kept(start=newest, end=newest, line=self.line)
             newest -= durable.every_iters
         return None
 

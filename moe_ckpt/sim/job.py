@@ -91,6 +91,10 @@ class Job:
         """Megatron's order: the pipeline is the slowest axis."""
         return global_rank // self.ranks_per_stage
 
+    def ep_rank_of(self, global_rank: int) -> int:
+        """Return which of the `ep` kinds of ranks of its stage a rank is."""
+        return global_rank % self.ranks_per_stage // self.layout.tp % self.layout.ep
+
     @cached_property
     def is_expert(self) -> npt.NDArray[np.bool_]:
         return np.array([operator.kind is OperatorKind.EXPERT for operator in self.shape.operators])

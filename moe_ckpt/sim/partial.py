@@ -1,80 +1,185 @@
-"""Policies that save a part of the experts and lose tokens: what their papers say about sizes and losses.
+"""What partial snapshots of a simulated run hold: the real policy's choices, from one recovery to the next.
 
-MoC, equations 6 and 7 and Dynamic-K (section 5.3); MoEtion, equation 5. Until these policies train for real here, they
-are simulated as one snapshot an iteration of everything but some experts.
+Owns: asking a policy until every expert has had its turn, and how old experts are. Must not: know faults or costs.
+The stage whose ranks copy most stands for all.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from moe_ckpt.config import require, require_choice
+import numpy as np
+
+from moe_ckpt.ledger import IntArray, moementary_lost_tokens, proportion_of_lost_tokens
+from moe_ckpt.policies.moc import PartialExperts
+from moe_ckpt.policies.moetion import PopularExperts
+from moe_ckpt.policies.partial import marked
 from moe_ckpt.sim.job import Job
+from moe_ckpt.sim.rhythm import Rhythm, Take, Taken, Where
+from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, PartialPlan
 
-POLICIES = ("moc", "moetion")
+MOST_TAKES = 512
+Policy = PartialExperts | PopularExperts
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartialConfig:
-    """`experts` of each layer are in a snapshot: K of MoC, S of MoEtion. See conf/partial/moc.yaml.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Account:
+    """What a run has `lost` to all faults, tokens by MoE layer of the job, and what its policy knows of that."""
 
-    `lost_tokens_limit`: share of all tokens whose loss makes K grow, doubling it after a fault until all experts are
-    saved; null: K stays.
-    """
+    lost: IntArray
+    facts: tuple[float, ...]
 
-    policy: str
-    experts: int
-    lost_tokens_limit: float | None
-    first_experts: int | None = None
 
-    def __post_init__(self) -> None:
-        require_choice("partial.policy", self.policy, POLICIES)
-        limit = self.lost_tokens_limit
-        wanted = "more than 0 and at most 1, or null"
-        require(limit is None or 0 < limit <= 1, "partial.lost_tokens_limit", limit, wanted)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Lost:
+    """What a recovery has lost: tokens of each stage's experts, int64 [its MoE layers, experts]; shares of all."""
 
-    def grown(self, num_experts: int) -> PartialConfig | None:
-        """Return it with twice the experts, or None where it does not grow any more."""
-        if self.lost_tokens_limit is None or self.experts >= num_experts:
-            return None
-        first = self.first_experts or self.experts
-        return replace(self, experts=min(2 * self.experts, num_experts), first_experts=first)
+    by_stage: Sequence[IntArray]
+    plt: float
+    mlt: float
 
-    def limit_now(self, num_experts: int) -> float:
-        """Return the loss at which it grows: each doubling may use an equal part of the limit.
 
-        MoC does not say how the limit is divided (section 5.3).
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Line:
+    """The partial checkpoints from the state after `start` to the next recovery. `account` is that of the start."""
+
+    number: int
+    start: int
+    rhythm: Rhythm
+    account: Account
+
+    def versions(self, iteration: int, where: Where) -> IntArray:
+        """Return of which iteration each expert is in a checkpoint, by where it comes from, int64 [layers, experts].
+
+        What is not found in a whole round is taken to be as old as that.
         """
-        if self.lost_tokens_limit is None:
-            return 1.0
-        first = self.first_experts or self.experts
-        doublings = math.ceil(math.log2(num_experts / first)) or 1
-        used = math.ceil(math.log2(self.experts / first))
-        return self.lost_tokens_limit * min(used + 1, doublings) / doublings
+        offset = iteration - self.start
+        first = max(0, offset - self.rhythm.period)
+        found: IntArray | None = None
+        for take in self.rhythm.takes(first, offset):
+            assert take.experts is not None, take
+            found = np.full(take.experts.masks.shape[1:], first, np.int64) if found is None else found
+            found[take.experts.masks[where]] = take.offset
+        assert found is not None, (self.start, iteration)
+        return found + self.start
 
 
-def partial_bytes(job: Job, experts: int) -> float:
-    """Return the bytes of a snapshot with so many experts of each layer, over all ranks.
+class Tokens:
+    """The tokens that experts are trained with, and those of them that a run has lost: MoC, equation 7; MoEtion, 6."""
 
-    (P_non-expert + K / N P_expert) times the bytes of a parameter's whole state: MoC, equation 6; MoEtion, equation 5.
+    def __init__(self, job: Job) -> None:
+        self.an_iteration = job.batch.global_batch_size * job.batch.sequence_length
+        self._topk = job.shape.topk
+        self.by_expert: IntArray = np.rint(job.shape.popularity * self._topk * self.an_iteration).astype(np.int64)
+        gates = [number for number, op in enumerate(job.shape.operators) if op.kind is OperatorKind.GATE]
+        stages = job.stage_of[gates]
+        self.layers_of_stage = [np.flatnonzero(stages == stage).tolist() for stage in range(job.layout.pp)]
+        self.num_layers = len(gates)
+
+    def rows_of_stage(self, stage: int, num_rows: int) -> list[int]:
+        """Return which layers of `num_rows` that a policy was asked about stand for those of a stage.
+
+        They are the job's where all ranks share one link, else those of one stage.
+        """
+        return [layer % num_rows for layer in self.layers_of_stage[stage]]
+
+    def plt(self, account: Account, iteration: int) -> float:
+        """Return the share of all tokens up to an iteration that was lost."""
+        return proportion_of_lost_tokens(account.lost, self._so_far(iteration), self._topk) if iteration else 0.0
+
+    def mlt(self, account: Account, iteration: int) -> float:
+        """Return the same summed over layers."""
+        return moementary_lost_tokens(account.lost, self._so_far(iteration), self._topk) if iteration else 0.0
+
+    def _so_far(self, iteration: int) -> IntArray:
+        return np.full(self.num_layers, iteration * self.an_iteration, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Partial:
+    """A policy of partial snapshots: `make` gives a fresh one, `hear` what one goes on to do."""
+
+    make: Callable[[], Policy]
+    measured: Measured
+    hear: Callable[[Policy], Rhythm]
+    tokens: Tokens
+    rhythms: dict[tuple[float, ...], Rhythm] = field(default_factory=dict)
+
+    def first_line(self) -> Line:
+        """Return that of a run that begins."""
+        return self._line(self.make(), number=0, start=0, lost=np.zeros(self.tokens.num_layers, np.int64))
+
+    def next_line(self, before: Line, account: Account | None, iteration: int) -> Line:
+        """Return what comes after all have gone back to `iteration`; without an account to the beginning."""
+        if account is None:
+            return replace(self.first_line(), number=before.number + 1)
+        policy = self.make()
+        policy.went_back(account.facts, plt=self.tokens.plt(account, iteration), iteration=iteration)
+        return self._line(policy, number=before.number + 1, start=iteration, lost=account.lost)
+
+    def _line(self, policy: Policy, *, number: int, start: int, lost: IntArray) -> Line:
+        plan = policy.plan(0, lambda: self.measured).sparse
+        assert isinstance(plan, PartialPlan)
+        facts = plan.facts
+        if facts[:1] not in self.rhythms:  # how many experts; what was lost before decides only when that changes
+            fresh = self.make()
+            fresh.went_back(facts, plt=0.0, iteration=0)
+            self.rhythms[facts[:1]] = self.hear(fresh)
+        return Line(number=number, start=start, rhythm=self.rhythms[facts[:1]], account=Account(lost=lost, facts=facts))
+
+
+class PartialCosts(Protocol):
+    """What a snapshot of some experts costs."""
+
+    iteration_s: float
+
+    def size_bytes(self, choice: ExpertChoice) -> int:
+        """Return what the rank with the most of it takes."""
+        ...
+
+    def stall_s(self, choice: ExpertChoice) -> float:
+        """Return what it adds to the iteration that it is copied in."""
+        ...
+
+    def write_s(self, choice: ExpertChoice) -> float:
+        """Return how long its way to disk is."""
+        ...
+
+
+def hear_turns(policy: Policy, measured: Measured, costs: PartialCosts, num_experts: int) -> Rhythm:
+    """Ask a fresh policy until each expert of a layer may have had a turn of its own, twice: the second round repeats.
+
+    Turns are those snapshots that go to disk, each once the one before is there; all, where none do. Of very many,
+    MOST_TAKES are asked for, and the second half of them repeats.
     """
-    counts, is_expert = job.shape.parameters, job.is_expert
-    share = experts / max(1, job.shape.num_experts)
-    return float(counts[~is_expert].sum() + share * counts[is_expert].sum()) * job.formats.full_bytes
+    takes: list[Take] = []
+    turns: list[int] = []
+    offset, now_s, written_s = 0, 0.0, 0.0
+    while len(turns) <= 2 * num_experts and len(takes) <= MOST_TAKES:
+        plan = policy.plan(offset, lambda: replace(measured, is_persisting=now_s < written_s))  # noqa: B023
+        if plan.experts is not None:
+            takes.append(_take(offset, plan.experts, costs, num_experts, to_disk=plan.to_disk))
+            now_s += takes[-1].stall_s
+            written_s = now_s + costs.write_s(plan.experts) if plan.to_disk else written_s
+            if plan.to_disk or not written_s:
+                turns.append(len(takes) - 1)
+        offset, now_s = offset + 1, now_s + costs.iteration_s
+    second = len(takes) - 1
+    first = turns[num_experts] if len(turns) > 2 * num_experts else second // 2
+    return Rhythm(tuple(takes[:first]), tuple(takes[first:second]), takes[second].offset - takes[first].offset)
 
 
-def mean_age_iters(config: PartialConfig, job: Job) -> float:
-    """Return how old an expert's state is on average, weighted by its tokens: what a fault loses, in iterations.
-
-    In turn, K of N experts an iteration: 0 to N / K - 1, half of that on average. By popularity (MoEtion), the S most
-    popular ones in every iteration but the rest only in turn with half of S: their tokens are the few.
-    """
-    num_experts, experts = job.shape.num_experts, config.experts
-    in_turn = (num_experts / experts - 1) / 2
-    if config.policy == "moc" or experts >= num_experts:
-        return in_turn
-    popular = sorted(job.shape.popularity, reverse=True)
-    always = max(1, experts // 2)
-    others = num_experts - always
-    return float(sum(popular[always:])) * max(0.0, (others / max(1, experts - always) - 1) / 2)
+def _take(offset: int, choice: ExpertChoice, costs: PartialCosts, num_experts: int, *, to_disk: bool) -> Take:
+    selections = (choice.memory, choice.on_peers, choice.on_disk)
+    masks = np.stack([marked(selection, (len(selection), num_experts)) for selection in selections])
+    return Take(
+        offset=offset,
+        slot=0,
+        num_slots=1,
+        size_bytes=costs.size_bytes(choice),
+        stall_s=costs.stall_s(choice),
+        to_disk=to_disk,
+        experts=Taken(choice=choice, masks=masks),
+    )

@@ -10,10 +10,30 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from moe_ckpt.ports import Policy
-from moe_ckpt.types import IntervalChoice, Measured, SlotPlan, WindowChoice
+from moe_ckpt.types import ExpertChoice, IntervalChoice, Measured, SlotPlan, WindowChoice
+
+
+class Where(IntEnum):
+    """Where experts of a partial snapshot go, in the order of `Taken.masks`."""
+
+    MEMORY = 0
+    PEERS = 1
+    DISK = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Taken:
+    """The experts that a partial snapshot takes; `masks` is bool [where, layers, experts]."""
+
+    choice: ExpertChoice
+    masks: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +50,7 @@ class Take:
     stall_s: float
     to_disk: bool
     choice: WindowChoice | IntervalChoice | None = None
+    experts: Taken | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

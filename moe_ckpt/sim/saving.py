@@ -1,12 +1,11 @@
 """What a policy costs: its snapshots, what they stop training for, what they take, and how one goes on after a fault.
 
-A policy is one entry in POLICIES. Those that train for real are asked themselves (moe_ckpt.policies); of the partial
-ones, sizes follow from their papers' equations. Must not: know faults.
+A policy is one entry in POLICIES, and is asked itself (moe_ckpt.policies). Must not: know faults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -25,16 +24,20 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.ledger import IntArray
+from moe_ckpt.policies.moc import PartialExperts
+from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.policies.partial import MoeStage
 from moe_ckpt.policies.profile import AUTO, StageProfile
 from moe_ckpt.policies.whole import WholeSnapshots
 from moe_ckpt.schedule import fixed_order
 from moe_ckpt.sim.costs import Costs, copy_rate, stall_s
 from moe_ckpt.sim.hardware import JOB, ClusterConfig
 from moe_ckpt.sim.job import Array, Job
-from moe_ckpt.sim.partial import PartialConfig, mean_age_iters, partial_bytes
-from moe_ckpt.sim.rhythm import NOTHING, Rhythm, Take, listen
-from moe_ckpt.types import Measured, SlotPlan
+from moe_ckpt.sim.partial import Partial, Tokens, hear_turns
+from moe_ckpt.sim.rhythm import NOTHING, Rhythm, listen
+from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, SlotPlan
 
 
 class Recovery(Enum):
@@ -83,8 +86,8 @@ class Saving:
     """What a policy saves and what that costs.
 
     `at_start`, `later`: what it does in the first generation, and in those that have measured. `kept_s` until a
-    window's last snapshot is kept by all. `active`: the share of the work whose operators are active once slot j of a
-    window is loaded. `lost_iters`: of an expert's tokens a fault loses; beyond `lost_limit`, `larger` snapshots follow.
+    window's last snapshot is kept by all, `disk_s` until it is on disk where it goes there. `active`: the share of the
+    work whose operators are active once slot j of a window is loaded. `partial`: which experts are in snapshots.
     """
 
     name: str
@@ -97,13 +100,12 @@ class Saving:
     logs: bool = False
     keep_windows: int = 1
     kept_s: float = 0.0
+    disk_s: float = 0.0
     durable: Durable | None = None
     active: tuple[float, ...] = (1.0,)
     memory: MemoryForecast | None = None
     sizes_are_of_job: bool = False
-    lost_iters: float = 0.0
-    lost_limit: float = 1.0
-    larger: Callable[[], Saving] | None = None
+    partial: Partial | None = None
 
     @property
     def overhead_s(self) -> float:
@@ -225,54 +227,35 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     )
 
 
-def _moc(config: MocConfig | PartialConfig, setup: Setup) -> Saving:
-    if isinstance(config, PartialConfig):
-        return _partial(config, setup)
-    limit = config.plt_limit if config.dynamic_k else None
-    experts = _experts(config.k_snapshot, setup)
-    return _partial(PartialConfig(policy="moc", experts=experts, lost_tokens_limit=limit), setup)
+def _partial(config: MocConfig | MoetionConfig, setup: Setup) -> Saving:
+    costs = _PartialCosts(config, setup)
+    stages, num_experts = costs.stages, setup.job.shape.num_experts
+    tokens = Tokens(setup.job)
+    measured = costs.measured(tokens.by_expert * config.every_iters)
 
+    def make() -> PartialExperts | PopularExperts:
+        if isinstance(config, MocConfig):
+            return PartialExperts(config, stages, 0, setup.job.layout.ep)
+        return PopularExperts(config, stages, 0, costs.replicas)
 
-def _moetion(config: MoetionConfig | PartialConfig, setup: Setup) -> Saving:
-    if isinstance(config, PartialConfig):
-        return _partial(config, setup)
-    experts = _experts(config.experts, setup)
-    return _partial(PartialConfig(policy="moetion", experts=experts, lost_tokens_limit=None), setup)
-
-
-def _experts(asked: int | str, setup: Setup) -> int:
-    """Return how many experts of a layer a snapshot takes; for auto as many as an iteration hides, at least one."""
-    if asked != AUTO:
-        return int(asked)
-    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
-    budget_bytes = setup.costs.iteration_s * link.bytes_per_s * setup.total_full_bytes / link.most_bytes
-    choices = range(1, setup.job.shape.num_experts + 1)
-    return max((experts for experts in choices if partial_bytes(setup.job, experts) <= budget_bytes), default=1)
-
-
-def _partial(config: PartialConfig, setup: Setup) -> Saving:
-    """Snapshots of all but some experts, every iteration."""
-    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
-    num_experts = setup.job.shape.num_experts
-    wanted = f"between 1 and model.num_experts={num_experts}"
-    require(1 <= config.experts <= num_experts, "partial.experts", config.experts, wanted)
-    size_bytes = int(partial_bytes(setup.job, config.experts) / setup.total_full_bytes * link.most_bytes)
-    take = Take(offset=0, slot=0, num_slots=1, size_bytes=size_bytes, stall_s=link.stall_s(size_bytes), to_disk=False)
-    rhythm = Rhythm((), (take,), 1)
-    grown = config.grown(num_experts)
+    hear = partial(hear_turns, measured=measured, costs=costs, num_experts=num_experts)
+    told = Partial(make=make, measured=measured, hear=hear, tokens=tokens)
+    rhythm = told.first_line().rhythm
+    choices = [take.experts.choice for take in rhythm.repeat if take.experts]
     return Saving(
         name=config.policy,
         recovery=Recovery.ROLLBACK,
         at_start=rhythm,
         later=rhythm,
-        whole_bytes=link.most_bytes,
-        reload_bytes_per_s=link.bytes_per_s,
-        replicas=_replicas(AUTO, setup.cluster),
-        kept_s=size_bytes / link.bytes_per_s,
-        sizes_are_of_job=link.is_shared,
-        lost_iters=mean_age_iters(config, setup.job),
-        lost_limit=config.limit_now(num_experts),
-        larger=None if grown is None else partial(_partial, grown, setup),
+        whole_bytes=costs.link.most_bytes,
+        reload_bytes_per_s=costs.link.bytes_per_s,
+        replicas=costs.replicas,
+        kept_s=max(map(costs.copy_s, choices)),
+        disk_s=max(map(costs.write_s, choices)),
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
+        memory=make().forecast(),
+        sizes_are_of_job=costs.link.is_shared,
+        partial=told,
     )
 
 
@@ -282,8 +265,8 @@ POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
     "checkfreq": _whole,
     "gemini": _whole,
     "moevement": _moevement,
-    "moc": _moc,
-    "moetion": _moetion,
+    "moc": _partial,
+    "moetion": _partial,
 }
 
 
@@ -306,6 +289,56 @@ class _Link:
             iteration_s=self._setup.costs.iteration_s,
             interference=self._setup.cluster.interference,
         )
+
+
+def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
+    """Return a stage of each kind, that with experts first whose ranks copy most: a policy wants to know no more."""
+
+    def rank(profile: StageProfile) -> tuple[bool, int]:
+        has_experts = any(operator.kind is OperatorKind.EXPERT for operator in profile.table.operators)
+        return has_experts, int(profile.table.full_bytes.sum(axis=1).max())
+
+    kinds = {profile.table.full_bytes.tobytes(): profile for profile in profiles}
+    return sorted(kinds.values(), key=rank, reverse=True)
+
+
+class _PartialCosts:
+    """What partial snapshots cost: implements `PartialCosts`."""
+
+    def __init__(self, config: MocConfig | MoetionConfig, setup: Setup) -> None:
+        cluster = setup.cluster
+        self.iteration_s = setup.costs.iteration_s
+        self.replicas = _replicas(config.replicas, cluster)
+        self.link = _Link(setup, cluster.whole_copy_bytes_per_s)
+        self.stages = _kinds_of_stages(self.link.profiles)
+        table = self.stages[0].table
+        self._own = MoeStage(table, config.partial if isinstance(config, MocConfig) else "both")
+        self._peer_bytes_per_s = cluster.peer_bytes_per_s / self.replicas if self.replicas else np.inf
+        if self.link.is_shared:
+            self._peer_bytes_per_s = np.inf  # peers are taken to keep up
+        self._disk_bytes_per_s = cluster.disk_bytes_per_s * int(table.full_bytes.sum()) / setup.total_full_bytes
+
+    def measured(self, tokens: IntArray) -> Measured:
+        return Measured(
+            iteration_s=self.iteration_s,
+            copy_bytes_per_s=min(self.link.bytes_per_s, self._peer_bytes_per_s),
+            popularity=np.tile(tokens, self._own.num_layers).astype(np.float64),
+            host_bytes_per_s=self.link.bytes_per_s,
+            peer_bytes_per_s=self._peer_bytes_per_s,
+        )
+
+    def size_bytes(self, choice: ExpertChoice) -> int:
+        return int(self._own.snapshot_bytes(choice.memory).max())
+
+    def copy_s(self, choice: ExpertChoice) -> float:
+        sent_bytes = int(self._own.snapshot_bytes(choice.on_peers).max())
+        return max(self.size_bytes(choice) / self.link.bytes_per_s, sent_bytes / self._peer_bytes_per_s)
+
+    def stall_s(self, choice: ExpertChoice) -> float:
+        return self.link.stall_s(self.copy_s(choice) * self.link.bytes_per_s)
+
+    def write_s(self, choice: ExpertChoice) -> float:
+        return float(self._own.snapshot_bytes(choice.on_disk).sum()) / self._disk_bytes_per_s
 
 
 def _listen(

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from moe_ckpt.recovery.plan import RecoveryPlan
 from moe_ckpt.sim.faults import Fault
 from moe_ckpt.sim.generation import Generation
+from moe_ckpt.sim.partial import Lost
+
+HOST_MEMORY = "host memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -22,7 +25,8 @@ class Trained:
 class Recovered:
     """Faults, the last of which was lived through, and the state after `iteration` from which training goes on.
 
-    `plan` is that of the last recovery, None where it began from disk (`source`). Seconds: of all attempts.
+    `plan` is that of the last recovery, None where all went back together, to a `source`; by that tokens may be `lost`.
+    Seconds: of all attempts.
     """
 
     since_s: float
@@ -36,6 +40,7 @@ class Recovered:
     fetch_s: float
     replay_s: float
     replayed_iters: int
+    lost: Lost | None = None
 
     @property
     def seconds(self) -> float:
@@ -63,13 +68,13 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Outcome:
-    """A simulated run: how far it got, where its time went, what happened."""
+    """A simulated run: how far it got, where its time went, which share of tokens its experts lost, what happened."""
 
     iterations: int
     ledger: Ledger
     num_faults: int
-    lost_tokens: float
-    experts: int | None = None
+    plt: float
+    mlt: float
     timeline: tuple[Trained | Recovered, ...] = field(default=())
 
     @property

@@ -35,11 +35,11 @@ def test_a_result_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ETTR " in said
 
 
-@pytest.mark.parametrize(("policy", "memory"), [("partial=moc", "-"), ("ckpt=dense", "-"), ("ckpt=gemini", "0.0")])
+@pytest.mark.parametrize(("policy", "memory"), [("ckpt=dense", "-"), ("ckpt=gemini", "0.0"), ("ckpt=moc", "0.0")])
 def test_memory_is_not_called_zero_where_it_is_not_known(
     policy: str, memory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*SMALL, policy, "partial.experts=2", "timing.iteration_s=2"]) == 0
+    assert main([*SMALL, policy, "timing.iteration_s=2"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host memory")]
     assert line.split()[2].startswith(memory)
     assert line.split()[2] != "0"
@@ -93,10 +93,10 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
         "ckpt=checkfreq",
         "ckpt=moevement",
         "ckpt.replicas=2",
-        "partial=moc",
-        "partial=moetion",
+        "ckpt=moc",
+        "ckpt=moetion",
     }
-    best = next(candidate for candidate in had if candidate.is_trained)
+    best = next(candidate for candidate in had if candidate.is_lossless)
     words = command_of(best, arguments).split()
     assert words[:4] == ["torchrun", "--nnodes=16", "--nproc-per-node=8", "launcher/train.py"]
     settings = compose_settings(words[4:])

@@ -15,7 +15,6 @@ from launcher.config import CONF_DIR
 from launcher.simulation import (
     GROUPS,
     ExperimentConfig,
-    NoPartialConfig,
     compose_machine,
     compose_request,
     compose_simulation,
@@ -24,7 +23,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.types import ParallelLayout
 
-KINDS = {"cluster": ClusterConfig, "partial": NoPartialConfig, "experiment": ExperimentConfig}
+KINDS = {"cluster": ClusterConfig, "experiment": ExperimentConfig}
 FILES = sorted(path for group in KINDS for path in (CONF_DIR / group).glob("*.yaml"))
 EXPERIMENTS = [path.stem for path in FILES if path.parent.name == "experiment" and path.stem != "none"]
 
@@ -115,8 +114,6 @@ def test_auto_prefers_stages_that_divide_the_batch() -> None:
         (("batch.sequence_length=0",), "batch.sequence_length: got 0, wanted at least 1"),
         (("formats.full_bytes=0",), "formats.full_bytes: got 0.0, wanted more than 0"),
         (("ckpt=gemini", "ckpt.mtbf_s=-1"), "ckpt.mtbf_s: got -1.0, wanted more than 0"),
-        (("partial=moc", "partial.policy=mocc"), "partial.policy: got 'mocc', wanted one of moc, moetion"),
-        (("partial=moc", "ckpt=gemini"), "partial.policy: got 'moc', wanted null where ckpt is chosen"),
     ],
 )
 def test_a_mistake_is_named(arguments: Sequence[str], says: str) -> None:

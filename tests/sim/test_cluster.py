@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.faults import Kill, poisson_kills
 from moe_ckpt.sim.cluster import simulate
-from moe_ckpt.sim.partial import PartialConfig
 from moe_ckpt.sim.saving import Saving, Setup, plan_saving
 from moe_ckpt.sim.timeline import Outcome, Recovered
 from tests.sim.setups import ckpt, cluster, job, setup
@@ -27,6 +27,9 @@ ALL = [
     ("ckpt=checkfreq",),
     ("ckpt=gemini", "ckpt.every_iters=4", "ckpt.disk_every_iters=20"),
     ("ckpt=moevement",),
+    ("ckpt=moc", "ckpt.k_snapshot=1"),
+    ("ckpt=moc", "ckpt.durable_every_iters=10", "ckpt.disk_every_iters=0"),
+    ("ckpt=moetion", "ckpt.experts=2", "ckpt.replicas=1"),
     ("ckpt=moevement", "ckpt.window=3", "ckpt.durable_every_iters=10"),
     ("ckpt=moevement", "ckpt.window=3", "ckpt.boundary_log=false"),
 ]
@@ -222,13 +225,28 @@ def test_a_kill_in_recovery_comes_in_the_next_one() -> None:
 
 
 def test_partial_snapshots_lose_tokens_and_grow_when_they_lose_too_many() -> None:
-    kept = plan_saving(PartialConfig(policy="moc", experts=1, lost_tokens_limit=None), SETUP)
-    grown = plan_saving(PartialConfig(policy="moc", experts=1, lost_tokens_limit=0.02), SETUP)
+    fixed = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.dynamic_k=false"), SETUP)
+    grows = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.plt_limit=0.02"), SETUP)
     kills = [at(100.0 * number) for number in range(1, 20)]
-    losing, saved = (run(saving, kills, duration_s=2000.0) for saving in (kept, grown))
-    assert losing.lost_tokens == pytest.approx(19 * 1.5 / losing.iterations)
-    assert 0 < saved.lost_tokens < losing.lost_tokens
-    assert run(LOCAL, kills).lost_tokens == 0.0
+    losing, saved = (run(saving, kills, duration_s=2000.0) for saving in (fixed, grows))
+    assert losing.plt == pytest.approx(sum(lost_iters(each) for each in recoveries(losing)) / losing.iterations)
+    assert 0 < saved.plt < losing.plt
+    assert lost_iters(recoveries(saved)[-1]) == 0 < lost_iters(recoveries(losing)[-1])
+    assert run(LOCAL, kills).plt == 0.0
+
+
+def lost_iters(recovered: Recovered) -> float:
+    assert recovered.lost is not None
+    tokens = 16 * 8 * 2  # of a layer in an iteration
+    return float(np.mean([of_stage.sum(axis=1) / tokens for of_stage in recovered.lost.by_stage]))
+
+
+def test_a_lost_node_takes_a_partial_checkpoint_back_to_what_is_on_disk() -> None:
+    slow = setup(machines=cluster(disk_bytes_per_s=1e4))
+    saving = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=2"), slow)
+    process, node = (recoveries(run(saving, [at(395.0, scope=scope)], of=slow))[0] for scope in ("process", "node"))
+    assert process.lost_iters <= 1 < node.lost_iters
+    assert node.fetch_s > process.fetch_s == 0.0
 
 
 def poisson(mtbf_s: float, seed: int, scope: str = "process", count: int = 100) -> tuple[Kill, ...]:

@@ -9,6 +9,7 @@ import pytest
 
 from moe_ckpt.events import (
     CheckpointSaved,
+    ExpertsChosen,
     GenerationEnded,
     IterationCommitted,
     LoggedEvent,
@@ -17,6 +18,7 @@ from moe_ckpt.events import (
     SnapshotTaken,
     StageRecovered,
     StateResumed,
+    TokensLost,
     TrainerStarted,
     WindowChosen,
     read_events,
@@ -110,3 +112,21 @@ def test_events_are_read_as_they_were_written(outcome: Outcome, tmp_path: Path) 
     read = list(read_events(path))
     assert [type(logged.event) for logged in read] == [type(logged.event) for logged in events]
     assert [logged.t_s for logged in read] == [round(logged.t_s, 6) for logged in events]
+
+
+def test_partial_checkpoints_tell_what_they_take_and_what_is_lost() -> None:
+    saving = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1"), SETUP)
+    outcome = simulate(SETUP, saving, KILLS, duration_s=500.0)
+    lost: list[TokensLost] = []
+    for rank in range(8):
+        events = [logged.event for logged in told(outcome, rank, saving)]
+        chosen = [event for event in events if isinstance(event, ExpertsChosen)]
+        lost = [event for event in events if isinstance(event, TokensLost)]
+        taken = [event for event in events if isinstance(event, SnapshotTaken)]
+        assert {event.iteration for event in taken} <= {event.iteration for event in chosen}
+        assert [len(layer) for layer in chosen[0].memory] == [4, 4]
+        assert [len(layer) for layer in chosen[1].memory] == [1, 1]
+        assert [event.layers for event in lost] == [[rank // 2 * 2, rank // 2 * 2 + 1]] * 2
+        assert lost[-1].lost_by_layer == [sum(layer) for layer in lost[-1].lost_by_expert]
+    assert outcome.plt == pytest.approx(lost[-1].plt * lost[-1].iteration / outcome.iterations)
+    assert outcome.mlt == pytest.approx(8 * outcome.plt)

@@ -1,66 +1,149 @@
-"""Partial snapshots: how old experts are, when they grow, and popularity as uneven as is asked for."""
+"""Partial snapshots: what the real policies choose in a simulated run, how old experts are, and what a fault loses."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from moe_ckpt.config import MocConfig
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.partial import PartialConfig, mean_age_iters
-from moe_ckpt.sim.skew import skewed_popularity, skewness_of
-from tests.sim.setups import job, shape
+from moe_ckpt.policies.moc import PartialExperts
+from moe_ckpt.sim.generation import Kept
+from moe_ckpt.sim.partial import Account, Line, Partial, Tokens
+from moe_ckpt.sim.recovering import Losses
+from moe_ckpt.sim.rhythm import Where
+from moe_ckpt.sim.saving import Saving, Setup, plan_saving
+from moe_ckpt.sim.units import go_back
+from moe_ckpt.types import Measured
+from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
+
+SETUP = setup()  # 4 stages of 2 ranks, a node each; 2 layers of 4 experts a stage, two experts on each rank
+MOC = ("ckpt=moc", "ckpt.k_snapshot=2")
+MOETION = ("ckpt=moetion", "ckpt.experts=2", "ckpt.remote_experts=1")
 
 
-def config(experts: int, policy: str = "moc", limit: float | None = 0.03) -> PartialConfig:
-    return PartialConfig(policy=policy, experts=experts, lost_tokens_limit=limit)
+def lost_memory(*ranks: int) -> Losses:
+    gone = frozenset(ranks)
+    return Losses(dead=gone, bare=gone, unreplicated=gone, rolling=frozenset())
 
 
-@pytest.mark.parametrize(("experts", "age"), [(1, 1.5), (2, 0.5), (4, 0.0)])
-def test_in_turn_an_expert_is_half_a_round_old(experts: int, age: float) -> None:
-    assert mean_age_iters(config(experts), job()) == age
+def told(*overrides: str, of: Setup = SETUP) -> tuple[Saving, Partial, Line]:
+    saving = plan_saving(ckpt(*overrides), of)
+    assert saving.partial is not None
+    return saving, saving.partial, saving.partial.first_line()
 
 
-def test_saving_the_popular_ones_loses_less_than_saving_in_turn() -> None:
-    of = job(shape=shape(popularity=(0.7, 0.1, 0.1, 0.1)))
-    assert mean_age_iters(config(2, "moetion"), of) < mean_age_iters(config(2, "moc"), of)
+def kept(line: Line, iteration: int) -> Kept:
+    return Kept(start=iteration, end=iteration, is_whole=False, line=line)
 
 
-def test_snapshots_double_until_they_have_all_experts() -> None:
-    sizes, one = [], config(1)
-    while one is not None:
-        sizes.append((one.experts, round(one.limit_now(8), 4)))
-        one = one.grown(8)
-    assert sizes == [(1, 0.01), (2, 0.02), (4, 0.03), (8, 0.03)]
-    assert config(1, limit=None).grown(8) is None
+@pytest.mark.parametrize("iteration", [0, 1, 7, 30, 200])
+def test_choices_are_those_of_the_real_policy(iteration: int) -> None:
+    _, _, line = told(*MOC)
+    config = ckpt(*MOC)
+    assert isinstance(config, MocConfig)
+    policy = PartialExperts(config, SETUP.job.profiles, 1, SETUP.job.layout.ep)
+    measured = Measured(iteration_s=10.0, copy_bytes_per_s=1e6, popularity=np.ones(2 * EXPERTS))
+    chosen = [policy.plan(number, lambda: measured).experts for number in range(iteration + 1)][-1]
+    (take,) = line.rhythm.takes(iteration, iteration)
+    assert take.experts is not None
+    assert chosen is not None
+    assert (take.experts.choice.memory, take.to_disk) == (chosen.memory, True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"policy": "gemini"}, "partial.policy: got 'gemini', wanted one of moc, moetion"),
-        ({"lost_tokens_limit": 0.0}, "partial.lost_tokens_limit: got 0.0"),
-    ],
-)
-def test_what_cannot_be_is_named(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        PartialConfig(**{"policy": "moc", "experts": 1, "lost_tokens_limit": None, **changes})  # type: ignore[arg-type]
-    assert str(caught.value).startswith(says)
+def test_in_turn_experts_are_up_to_a_round_old() -> None:
+    _, _, line = told(*MOC)
+    for iteration in (3, 50, 10_001):
+        ages = iteration - line.versions(iteration, Where.MEMORY)
+        assert sorted(ages[0].tolist()) == [0, 0, 1, 1]
+    assert (line.versions(0, Where.DISK) == 0).all()
 
 
-def test_popularity_is_even_without_skew_and_the_same_for_a_seed() -> None:
-    assert list(skewed_popularity(4, 0.0, seed=1)) == [0.25] * 4
-    assert list(skewed_popularity(0, 0.5, seed=1)) == []
-    first, again, other = (skewed_popularity(64, 0.5, seed=seed) for seed in (1, 1, 2))
-    assert list(first) == list(again) != list(other)
+def test_a_slow_disk_gets_fewer_snapshots() -> None:
+    slow = setup(machines=cluster(disk_bytes_per_s=4e4))
+    _, _, line = told(*MOC, of=slow)
+    written = [take.offset for take in line.rhythm.repeat if take.to_disk]
+    gaps = {late - soon for soon, late in pairwise(written)}
+    assert min(gaps) > 1
+    assert len(line.rhythm.repeat) == line.rhythm.period
 
 
-@pytest.mark.parametrize("skewness", [0.25, 0.5, 0.75, 0.99])  # MoEvement, Appendix D
-def test_popularity_is_on_average_as_uneven_as_asked_for(skewness: float) -> None:
-    drawn = [skewed_popularity(64, skewness, seed=seed) for seed in range(400)]
-    assert all(np.isclose(shares.sum(), 1.0) and (shares >= 0).all() for shares in drawn)
-    assert np.mean([skewness_of(shares) for shares in drawn]) == pytest.approx(skewness, abs=0.04)
+def test_who_keeps_memory_loses_what_was_not_in_the_newest_snapshot() -> None:
+    saving, partial, line = told(*MOC)
+    found = go_back(SETUP, saving, [kept(line, 11)], kept(line, 8), lost_memory())
+    assert found is not None
+    assert found.iteration == 11
+    tokens = partial.tokens.by_expert[0]  # all alike
+    assert [of_stage.sum(axis=1).tolist() for of_stage in found.lost.by_stage] == [[2 * tokens] * 2] * 4
+    assert found.lost.plt == pytest.approx(2 * tokens / (11 * EXPERTS * tokens))
+    assert found.lost.mlt == pytest.approx(8 * found.lost.plt)
 
 
-def test_skewness_is_the_normalized_herfindahl_index() -> None:
-    assert skewness_of(np.array([0.25] * 4)) == 0.0
-    assert skewness_of(np.array([1.0, 0.0, 0.0, 0.0])) == 1.0
+def test_a_lost_node_comes_back_from_disk_and_only_its_experts_are_as_old_as_there() -> None:
+    saving, _, line = told(*MOC)
+    found = go_back(SETUP, saving, [kept(line, 11)], kept(line, 8), lost_memory(2))
+    assert found is not None
+    assert found.iteration == 8
+    by_stage = [of_stage.sum(axis=0) for of_stage in found.lost.by_stage]
+    assert all((of_stage == by_stage[0]).all() for of_stage in (by_stage[2], by_stage[3]))
+    assert (by_stage[1][:2] > by_stage[0][:2]).all()  # rank 2 has the first two experts of stage 1
+    assert (by_stage[1][2:] == by_stage[0][2:]).all()
+    assert found.fetch_s > 0
+
+
+def test_peers_bring_back_the_newest_snapshot_where_one_of_them_is_left() -> None:
+    saving, _, line = told(*MOETION, "ckpt.replicas=1")
+    one = go_back(SETUP, saving, [kept(line, 11)], None, lost_memory(2))
+    assert one is not None
+    assert one.iteration == 11
+    assert one.lost.by_stage[1].sum() > one.lost.by_stage[0].sum()
+    assert go_back(SETUP, saving, [kept(line, 11)], None, lost_memory(0, 2)) is None
+
+
+def test_the_newest_of_several_checkpoints_is_taken_that_all_can_have() -> None:
+    saving, partial, first = told(*MOC)
+    later = partial.next_line(first, first.account, 20)
+    found = go_back(SETUP, saving, [kept(later, 25)], kept(first, 18), lost_memory(2))
+    assert found is not None
+    assert found.iteration == 18
+    assert go_back(SETUP, saving, [], None, lost_memory()) is None
+
+
+def test_snapshots_grow_by_the_policys_own_rule() -> None:
+    _, partial, line = told("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.plt_limit=0.02")
+    assert line.account.facts[0] == 1.0
+    little, much = (
+        Account(
+            lost=np.full(8, share * 1000 * partial.tokens.an_iteration * 2).astype(np.int64), facts=line.account.facts
+        )
+        for share in (0.009, 0.011)
+    )  # of two doublings each may cost 0.01
+    assert partial.next_line(line, little, 1000).account.facts[0] == 1.0
+    grown = partial.next_line(line, much, 1000)
+    assert grown.account.facts == (2.0, pytest.approx(11.0, rel=1e-3))
+    assert grown.rhythm.repeat[0].size_bytes > line.rhythm.repeat[0].size_bytes
+    assert (grown.start, grown.number, grown.account.lost.tolist()) == (1000, 1, much.lost.tolist())
+
+
+def test_popular_experts_lose_less_than_in_turn() -> None:
+    uneven = setup(of=job(shape=shape(popularity=(0.7, 0.1, 0.1, 0.1))))
+    lost = {}
+    for name, overrides in (("moc", MOC), ("moetion", MOETION)):
+        saving, _, line = told(*overrides, of=uneven)
+        found = [go_back(uneven, saving, [kept(line, at)], None, lost_memory()) for at in range(40, 60)]
+        lost[name] = sum(each.lost.plt for each in found if each)
+    assert 0 < lost["moetion"] < lost["moc"]
+
+
+def test_tokens_are_those_of_the_batch_by_popularity() -> None:
+    tokens = Tokens(job(shape=shape(popularity=(0.7, 0.1, 0.1, 0.1))))
+    assert tokens.an_iteration == 16 * 8
+    assert tokens.by_expert.tolist() == [179, 26, 26, 26]
+    assert tokens.layers_of_stage == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_more_experts_than_there_are_cannot_be_saved() -> None:
+    with pytest.raises(ConfigError, match=r"ckpt\.k_snapshot: got 5, wanted at most 4, the experts of a layer"):
+        plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=5"), SETUP)

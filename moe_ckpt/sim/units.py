@@ -1,0 +1,123 @@
+"""Where all ranks go back to after a fault under partial checkpoints, by the real run's plan, and what that loses.
+
+Who has lost its memory has its units from peers' memories or from disk; only these are as old as they are there. Ranks
+that have the same are told of once, and so are experts: the plan settles the core, from whose place the others follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_ckpt.ledger import IntArray
+from moe_ckpt.placement import copy_holders
+from moe_ckpt.recovery.units import UnitInventory, plan_units
+from moe_ckpt.sim.generation import Kept
+from moe_ckpt.sim.hardware import JOB
+from moe_ckpt.sim.partial import Account, Line, Lost
+from moe_ckpt.sim.recovering import Losses
+from moe_ckpt.sim.rhythm import Where
+from moe_ckpt.sim.saving import Saving, Setup
+from moe_ckpt.types import CORE, Version
+
+Places = Mapping[Where, Sequence[Kept]]
+"""The checkpoints of which there is a rank's part, by where that is, the nearest first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WentBack:
+    """All go back to `iteration`, with what is `lost` by that; `account` is that of the job then."""
+
+    iteration: int
+    fetch_s: float
+    load_s: float
+    lost: Lost
+    account: Account
+
+
+def go_back(
+    setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | None, losses: Losses
+) -> WentBack | None:
+    """Return how all ranks get back to a partial checkpoint, or None where there is none that all can have."""
+    written = [on_disk] if on_disk and not on_disk.is_whole else []
+    bare = {rank: _bare_places(setup, saving, rank, kept, written, losses) for rank in sorted(losses.unreplicated)}
+    witness = next(rank for rank in range(len(bare) + 1) if rank not in bare)
+    others = {witness: {Where.MEMORY: [*kept, *written]}} if witness < setup.job.layout.world_size else {}
+    plan = plan_units([_inventory(rank, places) for rank, places in (bare | others).items()])
+    if plan is None:
+        return None
+    found = next(each for each in (*kept, *written) if _version(each) == plan.version)
+    line = found.line
+    assert line is not None
+    assert saving.partial is not None
+    lost = _lost(setup, saving, found, line, bare)
+    total = line.account.lost + np.concatenate([of_stage.sum(axis=1) for of_stage in lost])
+    account, tokens = Account(lost=total, facts=line.account.facts), saving.partial.tokens
+    return WentBack(
+        iteration=found.end,
+        fetch_s=_fetch_s(setup, saving, [plan.sources[rank][CORE] for rank in bare]),
+        load_s=saving.whole_bytes / saving.reload_bytes_per_s,
+        lost=Lost(by_stage=lost, plt=tokens.plt(account, found.end), mlt=tokens.mlt(account, found.end)),
+        account=account,
+    )
+
+
+def _bare_places(
+    setup: Setup, saving: Saving, rank: int, kept: Sequence[Kept], written: Sequence[Kept], losses: Losses
+) -> Places:
+    """Return where there is still something of a rank that has lost its memory."""
+    holders = copy_holders(
+        rank,
+        world_size=setup.job.layout.world_size,
+        ranks_per_node=setup.cluster.gpus_per_node,
+        replicas=saving.replicas,
+    )
+    is_held = any(holder not in losses.unreplicated for holder in holders)
+    return ({Where.PEERS: kept} if is_held else {}) | ({Where.DISK: written} if written else {})
+
+
+def _inventory(rank: int, places: Places) -> UnitInventory:
+    versions = {where: frozenset(map(_version, checkpoints)) for where, checkpoints in places.items()}
+    return UnitInventory(
+        global_rank=rank,
+        places={where.name: {CORE: of_core} for where, of_core in versions.items()},
+        needed={version: frozenset({CORE}) for of_core in versions.values() for version in of_core},
+    )
+
+
+def _version(kept: Kept) -> Version:
+    assert kept.line is not None, kept
+    return Version(lineage=kept.line.number, iteration=kept.end)
+
+
+def _lost(setup: Setup, saving: Saving, found: Kept, line: Line, bare: Mapping[int, Places]) -> list[IntArray]:
+    """Return what each stage loses: an expert is as old as the oldest part of it."""
+    assert saving.partial is not None
+    tokens, job = saving.partial.tokens, setup.job
+    whole = line.versions(found.end, Where.MEMORY)
+    homes = np.arange(job.shape.num_experts) * job.layout.ep // job.shape.num_experts
+    rows = [tokens.rows_of_stage(stage, len(whole)) for stage in range(job.layout.pp)]
+    of_stages = [whole[of_stage] for of_stage in rows]
+    for rank, places in bare.items():
+        theirs = _newest_of(places, found, line)
+        stage, own = job.stage_of_rank(rank), homes == job.ep_rank_of(rank)
+        of_stages[stage][:, own] = np.minimum(of_stages[stage], theirs[rows[stage]])[:, own]
+    return [(found.end - versions) * tokens.by_expert for versions in of_stages]
+
+
+def _newest_of(places: Places, found: Kept, line: Line) -> IntArray:
+    """Return of which iterations a rank's experts are, each from where it is newest."""
+    newest: list[IntArray] = []
+    for where, checkpoints in places.items():
+        ends = [min(each.end, found.end) for each in checkpoints if each.line is line]
+        newest += [line.versions(max(ends), where)] if ends else []
+    return np.maximum.reduce(newest)
+
+
+def _fetch_s(setup: Setup, saving: Saving, sources: Sequence[str]) -> float:
+    """Return how long those who lost their memory wait for their state, from peers all at once."""
+    own_bytes = saving.whole_bytes / (setup.job.layout.world_size if setup.cluster.copies_share == JOB else 1)
+    from_peers_s = own_bytes / setup.cluster.peer_bytes_per_s if Where.PEERS.name in sources else 0.0
+    return max(from_peers_s, sources.count(Where.DISK.name) * own_bytes / setup.cluster.disk_bytes_per_s)
