@@ -89,17 +89,14 @@ class MoeStage:
         ]
 
     def _expert_unit(self, layer: int, expert: int, places: ExpertChoice) -> UnitPlan:
-        flags = {
-            "on_peers": expert in places.on_peers[layer],
-            "on_disk": expert in places.on_disk[layer],
-            "by_gradient": bool(places.by_gradient) and expert in places.by_gradient[layer],
-        }
-        key = (layer, expert, *flags.values())
+        on_peers, on_disk = expert in places.on_peers[layer], expert in places.on_disk[layer]
+        by_gradient = bool(places.by_gradient) and expert in places.by_gradient[layer]
+        key = (layer, expert, on_peers, on_disk, by_gradient)
         if key not in self._units:
             position = int(self._experts[layer, expert])
             field = {"both": "full", "weights": "weights", "moments": "moments"}[self._partial_state]
             name, taken = str(self.table.operators[position]), {field: (position,)}
-            self._units[key] = UnitPlan(name=name, **flags, **taken)
+            self._units[key] = UnitPlan(name=name, on_peers=on_peers, on_disk=on_disk, by_gradient=by_gradient, **taken)
         return self._units[key]
 
     @cached_property
