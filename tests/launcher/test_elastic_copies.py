@@ -14,11 +14,13 @@ from moe_ckpt.types import Phase, ReadyGradients
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
 from tests.training import events_of
 
+PATIENT = ("ckpt.window=2", "runtime.heartbeat_s=30")  # who stands still is not to be taken for dead
+
 
 def test_a_node_is_lost_as_soon_as_its_copies_change_again(tmp_path: Path) -> None:
     """All have but the snapshot of everything after iteration 4: of no use without what iteration 5 starts from."""
-    training, overrides = ("train.iterations=8",), ("ckpt.window=2", "runtime.heartbeat_s=20")
-    with ElasticJob(4, tmp_path, *training, *overrides, setup=_die_twice_and_stand_still, timeout_s=120.0) as job:
+    training = ("train.iterations=8",)
+    with ElasticJob(4, tmp_path, *training, *PATIENT, setup=_die_twice_and_stand_still, timeout_s=120.0) as job:
         job.order(1, Phase.BACKWARD, iteration=5)
         pid = job.trainer(1, life=2).pid
         job.wait_for(lambda: stands_still(pid) or None, "rank 1 to stand still in its third life")
@@ -33,7 +35,7 @@ def test_a_node_is_lost_as_soon_as_its_copies_change_again(tmp_path: Path) -> No
 
 def test_a_damaged_copy_that_nobody_needs_does_no_harm(tmp_path: Path) -> None:
     training = ("train.iterations=10",)
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", timeout_s=120.0) as job:
+    with ElasticJob(4, tmp_path, *training, *PATIENT, timeout_s=120.0) as job:
         job.hold(1, Phase.BACKWARD, iteration=6)
         (Path(job.trainer(0).memory) / "held" / "rank0001" / "index" / "record-1.blob").write_bytes(b"garbage")
         job.lose_nodes(1)
