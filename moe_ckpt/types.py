@@ -203,13 +203,13 @@ class IntervalChoice:
 class ExpertChoice:
     """Which experts of each of a stage's MoE layers a snapshot takes to memory, and which of them go further.
 
-    `by_gradient`, where it is not empty: those of `on_peers` that peers have of the iteration before.
+    `by_gradient`: those of `on_peers` that peers have of the iteration before.
     """
 
     memory: tuple[tuple[int, ...], ...]
     on_peers: tuple[tuple[int, ...], ...]
     on_disk: tuple[tuple[int, ...], ...]
-    by_gradient: tuple[tuple[int, ...], ...] = ()
+    by_gradient: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,13 +114,15 @@ class PartialExperts:
         if not self._rhythm.has_begun:
             self._unsaved_in_memory[:], self._unsaved_on_disk[:] = 0, 0
             everything, nothing = self._stage.everything, self._stage.nothing
-            return ExpertChoice(memory=everything, on_peers=nothing, on_disk=everything if to_disk else nothing)
+            on_disk = everything if to_disk else nothing
+            return ExpertChoice(memory=everything, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
         memory = self._select(self._k_of(measured), to_disk=to_disk)
         on_disk = self._select_for_disk(memory) if to_disk else self._stage.nothing
         shape = self._unsaved_in_memory.shape
         self._unsaved_in_memory[marked(memory, shape)] = 0
         self._unsaved_on_disk[marked(on_disk, shape)] = 0
-        return ExpertChoice(memory=memory, on_peers=self._stage.nothing, on_disk=on_disk)
+        nothing = self._stage.nothing
+        return ExpertChoice(memory=memory, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
 
     def _select(self, k: int, *, to_disk: bool) -> Selection:
         if self._config.selection != _SEQUENTIAL:

@@ -89,9 +89,8 @@ class PopularExperts:
             for at_risk in self._at_risk.values():
                 at_risk[:] = 0
             self._on_peers = everything = stage.everything
-            return ExpertChoice(
-                memory=everything, on_peers=everything, on_disk=everything if to_disk else stage.nothing
-            )
+            on_disk = everything if to_disk else stage.nothing
+            return ExpertChoice(memory=everything, on_peers=everything, on_disk=on_disk, by_gradient=stage.nothing)
         memory = self._select("memory", stage.everything, measured)
         on_peers = self._select("peers", memory, measured) if self._num_copies else stage.nothing
         for place, selection in (("memory", memory), ("peers", on_peers)):

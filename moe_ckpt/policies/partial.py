@@ -90,7 +90,7 @@ class MoeStage:
 
     def _expert_unit(self, layer: int, expert: int, places: ExpertChoice) -> UnitPlan:
         on_peers, on_disk = expert in places.on_peers[layer], expert in places.on_disk[layer]
-        by_gradient = bool(places.by_gradient) and expert in places.by_gradient[layer]
+        by_gradient = expert in places.by_gradient[layer]
         key = (layer, expert, on_peers, on_disk, by_gradient)
         if key not in self._units:
             position = int(self._experts[layer, expert])
@@ -102,8 +102,9 @@ class MoeStage:
     @cached_property
     def _checkpoint(self) -> tuple[UnitPlan, ...]:
         """All units, which no snapshot changes."""
-        all_in_memory = ExpertChoice(memory=self.everything, on_peers=self.nothing, on_disk=self.nothing)
-        return (self._core(on_disk=False), *self._expert_units(all_in_memory))
+        nothing = self.nothing
+        in_memory = ExpertChoice(memory=self.everything, on_peers=nothing, on_disk=nothing, by_gradient=nothing)
+        return (self._core(on_disk=False), *self._expert_units(in_memory))
 
 
 class SnapshotRhythm:

@@ -169,7 +169,7 @@ def test_popular_experts_go_first_and_each_place_has_its_own_count() -> None:
 
 def test_peers_are_sent_gradients_of_experts_that_they_have_of_the_snapshot_before() -> None:
     policy = PopularExperts(moetion(experts=4), [stage()], 0, num_copies=1)
-    assert chosen(policy, 0, measuring()).by_gradient == ()
+    assert chosen(policy, 0, measuring()).by_gradient == ((), ())
     tokens = (9.0, 1.0, 0.0, 0.0, 9.0, 8.0, 0.0, 0.0)
     assert chosen(policy, 1, measuring(tokens)).by_gradient == ((0,), (0,)), "they have all of the first"
     again = chosen(policy, 2, measuring(tokens))
