@@ -117,6 +117,27 @@ def adaptive_modules(module_bytes: IntArray, loads: IntArray) -> list[Share]:
     return min(greedy, equal, key=lambda shares: bottleneck_bytes(loads, rank_bytes(shares, len(loads))))
 
 
+# The rank that saves most
+
+
+def shared_out(
+    expert_bytes: IntArray, module_bytes: IntArray, selection: Sequence[Sequence[int]], *, dp: int, ep: int
+) -> dict[str, int]:
+    """Return the bytes of the rank that saves most, by who saves the selected experts and all modules.
+
+    "first": EP group 0 the experts, rank 0 the modules; "equal": both equally; "adaptive": modules by what experts
+    leave to each. `expert_bytes` is int64 [layers, experts], `module_bytes` int64 [modules]. MoC, section 4 and Figure 7.
+    """
+    first = rank_bytes(first_group_experts(expert_bytes, selection, ep=ep), dp)
+    equal = rank_bytes(equal_experts(expert_bytes, selection, dp=dp, ep=ep), dp)
+    modules = {
+        "first": (first, first_rank_modules(module_bytes)),
+        "equal": (equal, equal_modules(module_bytes, dp=dp)),
+        "adaptive": (equal, adaptive_modules(module_bytes, equal)),
+    }
+    return {name: bottleneck_bytes(loads, rank_bytes(shares, dp)) for name, (loads, shares) in modules.items()}
+
+
 # Sizes by the formulas
 
 

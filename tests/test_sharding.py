@@ -25,6 +25,7 @@ from moe_ckpt.sharding import (
     paper_rank_bytes,
     partial_checkpoint_bytes,
     rank_bytes,
+    shared_out,
 )
 
 IntArray = npt.NDArray[np.int64]
@@ -261,3 +262,13 @@ def test_equation_8_by_the_letter_would_be_a_loss_with_two_groups() -> None:
     baseline, _, _ = bottlenecks(16, 8, k=16)
     assert ideal_rank_bytes(**GPT_350M, **BYTES, dp=16) < 0.72 * baseline
     assert paper_rank_bytes(**GPT_350M, **BYTES, dp=16, ep=8) > baseline
+
+
+def test_the_rank_that_saves_most_by_who_saves_what() -> None:
+    """4 ranks with 2 EP ranks; 2 layers of 2 experts of 10 bytes, of which 3 are selected; modules of 9, 5 and 4."""
+    found = shared_out(np.full((2, 2), 10, np.int64), sizes(9, 5, 4), [[0, 1], [0]], dp=4, ep=2)
+    assert found == {
+        "first": 20 + 18,  # rank 0: both of EP rank 0, and all modules
+        "equal": 10 + 9,  # 10, 10, 10, 0 and 9, 5, 4, 0
+        "adaptive": 14,  # the largest module to the rank without an expert
+    }

@@ -34,6 +34,7 @@ from moe_ckpt.selection import (
     next_k,
     sequential_experts,
 )
+from moe_ckpt.sharding import shared_out
 from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
 
 _SEQUENTIAL = "sequential"
@@ -108,7 +109,19 @@ class PartialExperts:
         """Return what this will cost, line by line, for people."""
         k = "as many as fit" if self._config.k_snapshot == AUTO else str(self._k)
         what = f"{k} of {self._num_experts} experts a layer, {self._config.k_persist} of them to storage"
-        return [f"host memory of the largest rank, {what}:", *self.forecast().lines()]
+        return [f"host memory of the largest rank, {what}:", *self.forecast().lines(), *self._sharding_notes()]
+
+    def _sharding_notes(self) -> list[str]:
+        """Return what the rank that saves most of a snapshot saves, and what it would by the paper's ways to share."""
+        stage, num_ranks = self._stage, len(self._stage.core_bytes)
+        if not stage.num_layers:
+            return []
+        selection = self._in_turns(0, self._k)
+        experts, modules = stage.expert_bytes.sum(axis=0), stage.module_bytes.sum(axis=0)
+        paper = shared_out(experts, modules, selection, dp=num_ranks, ep=self._ep)
+        said = ", ".join(f"{name} {nbytes}" for name, nbytes in paper.items())
+        most = int(stage.snapshot_bytes(selection).max())
+        return [f"the rank of this stage that saves most: {most} bytes; sharing out whole experts and layers: {said}"]
 
     def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
         if not self._rhythm.has_begun:
@@ -129,6 +142,9 @@ class PartialExperts:
             return load_aware_experts(self._unsaved_in_memory, k)
         turn = self._turn_to_disk if to_disk else self._turn
         self._turn_to_disk, self._turn = self._turn_to_disk + to_disk, self._turn + (not to_disk)
+        return self._in_turns(turn, k)
+
+    def _in_turns(self, turn: int, k: int) -> Selection:
         num_layers, num_experts = self._stage.num_layers, self._stage.num_experts
         return sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=self._ep, k=k)
 

@@ -46,6 +46,11 @@ class MoeStage:
         self.core_bytes: IntArray = table.full_bytes.sum(axis=1) - self.expert_bytes.sum(axis=(1, 2))
 
     @property
+    def module_bytes(self) -> IntArray:
+        """Bytes of all that is no expert, int64 [ranks, operators]."""
+        return self.table.full_bytes[:, list(self._others)]
+
+    @property
     def everything(self) -> Selection:
         """All experts of all layers."""
         return (tuple(range(self.num_experts)),) * self.num_layers

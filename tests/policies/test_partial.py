@@ -86,6 +86,12 @@ def test_the_first_snapshot_takes_everything_everywhere(policy: PartialExperts |
     assert all(unit.on_disk for unit in plan.sparse.units) is isinstance(policy, PartialExperts)
 
 
+def test_moc_says_what_the_rank_that_saves_most_saves() -> None:
+    note = PartialExperts(moc(), [stage()], 0, ep=2).notes()[-1]
+    assert "saves most: 600 bytes" in note, "its part of two blocks, and an expert of each layer"
+    assert note.endswith("first 720, equal 600, adaptive 600")
+
+
 def test_experts_take_turns_and_all_get_to_storage() -> None:
     policy = PartialExperts(moc(), [stage()], 0, 2)
     policy.plan(0, measuring())
