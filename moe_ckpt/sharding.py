@@ -126,7 +126,7 @@ def shared_out(
     """Return the bytes of the rank that saves most, by who saves the selected experts and all modules.
 
     "first": EP group 0 the experts, rank 0 the modules; "equal": both equally; "adaptive": modules by what experts
-    leave to each. `expert_bytes` is int64 [layers, experts], `module_bytes` int64 [modules]. MoC, section 4 and Figure 7.
+    leave to each. `expert_bytes` is int64 [layers, experts], `module_bytes` int64 [modules]. MoC, section 4, Figure 7.
     """
     first = rank_bytes(first_group_experts(expert_bytes, selection, ep=ep), dp)
     equal = rank_bytes(equal_experts(expert_bytes, selection, dp=dp, ep=ep), dp)
