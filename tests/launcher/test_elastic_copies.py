@@ -14,7 +14,7 @@ from moe_ckpt.types import Phase, ReadyGradients
 from tests.elastic import ElasticJob, outcome_of, uninterrupted
 from tests.training import events_of
 
-PATIENT = ("ckpt.window=2", "runtime.heartbeat_s=30")  # who stands still is not to be taken for dead
+PATIENT = ("ckpt.window=2", "runtime.heartbeat_s=20")  # who stands still is not to be taken for dead
 
 
 def test_a_node_is_lost_as_soon_as_its_copies_change_again(tmp_path: Path) -> None:
