@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from launcher.config import CONF_DIR
-from launcher.real_run import RealRun, facts_of, read_run, setup_of
+from launcher.real_run import RealRun, facts_of, read_run, recoveries_of, setup_of
 from launcher.simulation import compose_machine
 from moe_ckpt.errors import MoeCkptError
-from moe_ckpt.events import CheckpointSaved, IterationCommitted, Rejoined, SnapshotTaken
+from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, SnapshotTaken
 from moe_ckpt.sim.hardware import ClusterConfig
 
 T = TypeVar("T")
 _FAILED = 1
 _WHAT = "Print the constants of this machine as real runs measured them."
+_OF_A_FAULT = ("detect_s", "rebuild_s", "resume_s", "restart_s")
 _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
 
 
@@ -48,20 +49,26 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def constants_of(runs: Sequence[RealRun]) -> ClusterConfig:
+    """Return this machine as runs measured it; what they did not measure is that of conf/cluster/local.yaml."""
+    cluster, _ = compose_machine(["cluster=local"])
+    found = measure(runs, cluster)
+    kinds = {name: type(getattr(cluster, name)) for name in found}
+    return replace(cluster, **{name: kinds[name](value) for name, value in found.items()})
+
+
 def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
     """Return the constants that these runs measured, by name."""
     snapshots = [event for event in _events(runs, SnapshotTaken) if event.size_bytes]
-    rates = [event.size_bytes / max(event.copy_s, 1e-9) for event in snapshots]
-    whole = [event.size_bytes / max(event.copy_s, 1e-9) for event in snapshots if event.num_slots == 1]
-    stalls = [event.stall_s for event in _events(runs, IterationCommitted)] if snapshots else []
-    rejoined = list(_events(runs, Rejoined))
+    rates, whole = _rates(snapshots), _rates([event for event in snapshots if event.num_slots == 1])
+    stalls = [stall_s for run in runs for rank in run.ranks for stall_s in _stalls_s(rank)]
+    recoveries = [_costs_of(run, cluster) for run in runs]
     saved = [event.size_bytes / event.seconds for event in _events(runs, CheckpointSaved) if event.seconds > 0]
     measured = {
         "copy_bytes_per_s": rates,
         "whole_copy_bytes_per_s": whole or rates,
         "take_s": stalls,
-        "detect_s": [event.detect_s for event in rejoined],
-        "rebuild_s": [event.rebuild_s for event in rejoined],
+        **{name: [each[name] for of_run in recoveries for each in of_run if name in each] for name in _OF_A_FAULT},
         "disk_bytes_per_s": saved,
         "flops_per_s": [_flops_per_s(run, cluster) for run in runs],
     }
@@ -93,6 +100,36 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
         estimated = setup_of(run, replace(own, flops_per_s=middle), None).costs.iteration_s
         low, high = (middle, high) if estimated > seconds else (low, middle)
     return high
+
+
+def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
+    """Return what of each fault's cost is which constant; what a replay takes follows from the others."""
+    iteration_s = facts_of(run.ranks).iteration_s
+    snapshots = [event for event in _events([run], SnapshotTaken) if event.size_bytes]
+    load_s = max(event.dense_bytes for event in snapshots) / statistics.median(_rates(snapshots)) if snapshots else 0.0
+    found = []
+    for recovered in recoveries_of(run.ranks, iteration_s):
+        rejoined = recovered.rejoined
+        if rejoined is None:
+            rest_s = recovered.cost_s - recovered.again * iteration_s - cluster.detect_s
+            found.append({"restart_s": max(0.0, rest_s)})
+            continue
+        costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
+        if not recovered.replayed:
+            costs["resume_s"] = max(0.0, rejoined.replay_s - load_s)
+        found.append(costs)
+    return found
+
+
+def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:
+    return [event.size_bytes / max(event.copy_s, 1e-9) for event in snapshots]
+
+
+def _stalls_s(rank: Sequence[LoggedEvent]) -> Iterator[float]:
+    """Yield what each snapshot stopped training for: in the iteration before it, or in that in which it was copied."""
+    stalls = {each.event.iteration: each.event.stall_s for each in rank if isinstance(each.event, IterationCommitted)}
+    taken = (each.event.iteration for each in rank if isinstance(each.event, SnapshotTaken))
+    return (max(stalls[iteration], stalls.get(iteration + 1, 0.0)) for iteration in taken if iteration in stalls)
 
 
 def _events(runs: Sequence[RealRun], kind: type[T]) -> Iterator[T]:

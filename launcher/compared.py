@@ -16,10 +16,10 @@ LONG_S = 1e9  # a run ends with its last iteration
 _NAMES = {
     "iterations": "iterations",
     "iteration_s": "iteration, s (given)",
-    "wall_s": "all iterations, s",
+    "wall_s": "all iterations but the first, s",
     "stall_s": "stall, s an iteration",
     "num_recoveries": "recoveries",
-    "recovery_s": "recovery, s",
+    "recovery_s": "a fault, s",
     "trained_again": "iterations trained again by all",
     "interval": "window or interval, iterations",
     "snapshot_bytes": "largest snapshot, bytes",
@@ -39,8 +39,11 @@ def compare(folder: Path, cluster: ClusterConfig, iteration_s: float | None) -> 
     return [form.format("", "predicted", "true", "deviation"), *(form.format(*row) for row in _rows(predicted, truth))]
 
 
-def predict_run(run: RealRun, cluster: ClusterConfig, iteration_s: float, iterations: int) -> Facts:
-    """Return what a simulation says of the same job, faults and iterations, read like a real run's events."""
+def predict_run(run: RealRun, cluster: ClusterConfig, iteration_s: float | None, iterations: int) -> Facts:
+    """Return what a simulation says of the same job, faults and iterations, read like a real run's events.
+
+    Without `iteration_s` an iteration takes what the cluster's constants say.
+    """
     setup = setup_of(run, cluster, iteration_s)
     saving = plan_saving(run.settings.ckpt, setup)
     outcome = simulate(setup, saving, run.kills, duration_s=LONG_S, last_iteration=iterations)

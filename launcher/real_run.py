@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +25,7 @@ from moe_ckpt.events import (
     LoggedEvent,
     Rejoined,
     SnapshotTaken,
+    TrainerStarted,
     WindowChosen,
     read_events,
 )
@@ -41,7 +44,8 @@ FORMATS = {"bf16": (2.0, 12.0), "fp16": (2.0, 12.0), "fp32": (4.0, 12.0)}
 class Facts:
     """What a run took, real or simulated. `iteration_s`: an iteration without what checkpointing adds.
 
-    `wall_s` is from the first iteration's start to the last one's end. Bytes are those of the rank with the most.
+    `wall_s` is from the end of the first iteration, which is slow by itself, to that of the last one. `recovery_s` is
+    the median of what faults cost. Bytes are those of the rank with the most.
     """
 
     iterations: int
@@ -57,7 +61,21 @@ class Facts:
 
     @property
     def ettr(self) -> float:
-        return self.iterations * self.iteration_s / self.wall_s
+        return (self.iterations - 1) * self.iteration_s / self.wall_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """What a fault cost: seconds from the last iteration before it to the next new one, without an iteration's own.
+
+    In that time `again` iterations were run a second time by all, or `replayed` by some ranks; `rejoined` is what the
+    rank told that was together with the others last.
+    """
+
+    cost_s: float
+    again: int
+    replayed: int
+    rejoined: Rejoined | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,13 +139,14 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> Facts:
     require(bool(commits), "real", "no iteration", "the folder of a run that trained")
     events = [[logged.event for logged in rank] for rank in ranks]
     iterations = max(event.iteration for _, event in commits)
-    last_s = next(t_s for t_s, event in commits if event.iteration == iterations)
-    recoveries = _recoveries(events)
+    iteration_s = statistics.median(event.seconds - event.stall_s for _, event in commits)
+    first_commits = _first_commits(ranks)
+    recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]
     snapshots = [event for event in _all(events, SnapshotTaken) if event.iteration > 0]
     return Facts(
         iterations=iterations,
-        iteration_s=statistics.median(event.seconds - event.stall_s for _, event in commits),
-        wall_s=last_s - commits[0][0] + commits[0][1].seconds,
+        iteration_s=iteration_s,
+        wall_s=first_commits[iterations] - first_commits[1],
         stall_s=statistics.median(event.stall_s for _, event in commits),
         num_recoveries=len(recoveries),
         recovery_s=statistics.median(recoveries) if recoveries else 0.0,
@@ -142,13 +161,38 @@ def _all(ranks: Sequence[Sequence[Event]], kind: type[T]) -> list[T]:
     return [event for rank in ranks for event in rank if isinstance(event, kind)]
 
 
-def _recoveries(ranks: Sequence[Sequence[Event]]) -> list[float]:
-    """Return the seconds of each recovery, on the rank that it took longest; of restarts nothing is told."""
-    by_generation: dict[int, float] = {}
-    for event in _all(ranks, Rejoined):
-        seconds = event.detect_s + event.rebuild_s + event.fetch_s + event.replay_s
-        by_generation[event.generation] = max(seconds, by_generation.get(event.generation, 0.0))
-    return list(by_generation.values())
+def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) -> list[Recovered]:
+    """Return what each fault cost, in order; faults with no new iteration between them count as one."""
+    logged = sorted((each for rank in ranks for each in rank), key=lambda each: each.t_s)
+    born_s = [each.t_s for each in logged if isinstance(each.event, TrainerStarted) and each.event.life > 0]
+    first_commits = sorted(_first_commits(ranks).items())
+    found = []
+    for (before, since_s), (_, until_s) in pairwise(first_commits):
+        if any(since_s < each_s <= until_s for each_s in born_s):
+            between = [each for each in logged if since_s < each.t_s <= until_s]
+            found.append(_recovered(before, until_s - since_s - iteration_s, between, len(ranks)))
+    return found
+
+
+def _recovered(before: int, cost_s: float, logged: Sequence[LoggedEvent], num_ranks: int) -> Recovered:
+    again = Counter(
+        each.global_rank
+        for each in logged
+        if isinstance(each.event, IterationCommitted) and each.event.iteration <= before
+    )
+    rejoined = [each.event for each in logged if isinstance(each.event, Rejoined)]
+    return Recovered(
+        cost_s=cost_s,
+        again=min(again[rank] for rank in range(num_ranks)),
+        replayed=max((event.executed_iters for event in rejoined), default=0),
+        rejoined=max(rejoined, key=lambda event: event.detect_s + event.rebuild_s, default=None),
+    )
+
+
+def _first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
+    """Return when each iteration was first committed, on whatever rank."""
+    commits = [(e.t_s, e.event.iteration) for rank in ranks for e in rank if isinstance(e.event, IterationCommitted)]
+    return {iteration: t_s for t_s, iteration in sorted(commits, reverse=True)}
 
 
 def _interval(events: Sequence[Event]) -> float:

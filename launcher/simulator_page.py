@@ -20,6 +20,7 @@ from moe_ckpt.sim.hardware import ClusterConfig
 CELLS = CONF_DIR.parent / "benchmarks" / "published.csv"
 CLUSTERS = ("a100_azure", "h100_ib", "h200", "local")
 NEAR = 0.02
+OWN_RUNS = ("<!-- own runs: written by benchmarks/predicted.py -->", "<!-- end of own runs -->")
 _GIGA = 1e9
 _TEXT = """\
 # The simulator, held against what was published
@@ -65,6 +66,10 @@ means over {runs} runs of 12 hours with Poisson faults, each of which takes a no
 - **Figure 11**: machines, batch and precision are not stated. Here each rank has a link of its own, and windows are 1.
 - **Figure 13**: the MTBF is not stated. No variant comes near 0.4 here, at 10 minutes, because replays are short; the
   order of the variants is the published one.
+
+## Own runs
+
+{own}
 
 {tables}
 ## Constants
@@ -116,7 +121,10 @@ def compare_cells(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Compared]:
 
 
 def write_page(path: Path, arguments: Sequence[str], cells: Sequence[Cell], say: Callable[[str], None] = print) -> None:
-    """Simulate all rows that there are cells of, and write the page. `arguments` go to each simulation."""
+    """Simulate all rows that there are cells of, and write the page. `arguments` go to each simulation.
+
+    What the page has of own runs stays.
+    """
     compared: list[Compared] = []
     runs = ""
     for experiment in dict.fromkeys(cell.experiment for cell in cells):
@@ -127,7 +135,9 @@ def write_page(path: Path, arguments: Sequence[str], cells: Sequence[Cell], say:
         rows = list(run_experiment([f"experiment={experiment}", *arguments], **names))
         runs = str(rows[0].result.simulation.general.runs)
         compared += compare_cells(of_it, rows)
+    own = path.read_text() if path.exists() else ""
     text = _TEXT.format(
+        own=OWN_RUNS[0] + own.partition(OWN_RUNS[0])[2].partition(OWN_RUNS[1])[0] + OWN_RUNS[1],
         arguments=" ".join(arguments),
         runs=runs,
         summary="\n".join(_summary(compared)),

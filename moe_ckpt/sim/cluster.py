@@ -265,7 +265,7 @@ class _Run:
         return _Way(
             iteration=plan.target_iteration,
             fetch_s=found.fetch_s,
-            replay_s=max(found.replay_s, default=0.0),
+            replay_s=max(found.replay_s, default=0.0) + self._setup.cluster.resume_s,
             source=HOST_MEMORY,
             estimate=found,
         )
@@ -278,7 +278,7 @@ class _Run:
         return _Way(
             iteration=found.iteration,
             fetch_s=found.fetch_s,
-            replay_s=found.load_s,
+            replay_s=found.load_s + self._setup.cluster.resume_s,
             source=HOST_MEMORY,
             account=found.account,
             lost=found.lost,

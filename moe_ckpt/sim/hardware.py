@@ -23,6 +23,7 @@ _MAY_BE_ZERO = (
     "hang_s",
     "rebuild_s",
     "restart_s",
+    "resume_s",
     "spare_s",
     "repair_s",
 )
@@ -55,6 +56,7 @@ class ClusterConfig:
     hang_s: float
     rebuild_s: float
     restart_s: float
+    resume_s: float
     spares: int
     spare_s: float
     repair_s: float

@@ -41,6 +41,7 @@ CLUSTER = ClusterConfig(
     hang_s=9.0,
     rebuild_s=2.0,
     restart_s=50.0,
+    resume_s=0.0,
     spares=4,
     spare_s=0.0,
     repair_s=1e6,

@@ -1,0 +1,131 @@
+"""Real runs beside what the simulator says of them: every policy, the same faults, on this machine.
+
+    python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md] [OVERRIDES]        # model=small, 4 ranks
+
+First constants are measured, in runs of their own (launcher/cluster_profile.py), one set for all policies: nothing is
+taken from the runs that are predicted but their settings, and where faults hit. With `-o` a folder that has the runs
+already, they are only read. Takes about a quarter of an hour on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launcher.cluster_profile import constants_of  # noqa: E402
+from launcher.compared import predict_run  # noqa: E402
+from launcher.real_run import RealRun, facts_of, read_run, recoveries_of  # noqa: E402
+from launcher.simulator_page import OWN_RUNS  # noqa: E402
+from moe_ckpt.sim.hardware import ClusterConfig  # noqa: E402
+
+POLICIES = (
+    "none",
+    "dense:ckpt.every_iters=5",
+    "checkfreq:ckpt.every_iters=5",
+    "gemini:ckpt.every_iters=5",
+    "moevement:ckpt.window=3",
+    "moc",
+    "moetion",
+)
+MEASURED = ("none", "gemini:ckpt.every_iters=3", "moevement:ckpt.window=2")
+COMMON = ("train.eval_every_iters=0", "train.eval_batches=1", "run.tensorboard=false", "fault=at")
+FAULTS = (
+    "train.iterations=36",
+    "fault.at=[{iteration: 13, rank: 2, phase: backward}, {iteration: 19, rank: 1}, {iteration: 29, rank: 0}]",
+)
+OTHER_FAULTS = (
+    "train.iterations=22",
+    "fault.at=[{iteration: 7, rank: 1}, {iteration: 12, rank: 3}, {iteration: 17, rank: 0}]",
+)
+COLUMNS = (
+    "policy",
+    "ETTR: predicted",
+    "true",
+    "deviation",
+    "a fault, s: predicted",
+    "true (least to most)",
+    "deviation",
+    "iterations again",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="where runs go (default: nowhere that stays)")
+    parser.add_argument("--write", type=Path, help="page with marks around the table")
+    options, overrides = parser.parse_known_args()
+    model = [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
+    settings = [*COMMON, *model, *overrides]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.output or Path(temporary)
+        measured = carry_out(folder / "measured", MEASURED, [*OTHER_FAULTS, *settings])
+        runs = carry_out(folder / "predicted", POLICIES, [*FAULTS, *settings])
+        cluster = constants_of([read_run(run) for run in measured])
+        lines = [*table(runs, cluster), "", *constants(cluster)]
+    print("\n".join(lines))
+    if options.write:
+        write(options.write, lines)
+    return 0
+
+
+def carry_out(folder: Path, policies: Sequence[str], settings: Sequence[str]) -> list[Path]:
+    """Run each policy under the same faults, unless that has been done; return the run folders."""
+    runs = [folder / f"{number}-{policy.partition(':')[0]}" for number, policy in enumerate(policies, start=1)]
+    if not all((run / "result.json").exists() for run in runs):
+        command = [sys.executable, "-m", "launcher.compare", *policies, *settings, "-o", str(folder)]
+        ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+        if ended.returncode != 0:
+            sys.exit(f"launcher.compare ended with status {ended.returncode}; logs are in {folder}")
+    return runs
+
+
+def table(runs: Sequence[Path], cluster: ClusterConfig) -> Iterator[str]:
+    """Yield the lines of a table, a row for each run."""
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "| --- " * len(COLUMNS) + "|"
+    for folder, policy in zip(runs, POLICIES, strict=True):
+        yield f"| {' | '.join([policy.replace(':', ', ').replace('ckpt.', ''), *row(read_run(folder), cluster)])} |"
+
+
+def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
+    """Yield what is predicted of a run, what is true, and how far that is off."""
+    truth = facts_of(run.ranks)
+    recovered = recoveries_of(run.ranks, truth.iteration_s)
+    predicted = predict_run(run, cluster, None, truth.iterations)
+    costs = [each.cost_s for each in recovered]
+    yield f"{predicted.ettr:.4f}"
+    yield f"{truth.ettr:.4f}"
+    yield f"{predicted.ettr - truth.ettr:+.4f}"
+    yield f"{predicted.recovery_s:.2f}"
+    yield f"{statistics.median(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})"
+    yield f"{predicted.recovery_s / truth.recovery_s - 1:+.0%}"
+    yield ", ".join(str(each.again or each.replayed) for each in recovered)
+
+
+def constants(cluster: ClusterConfig) -> Iterator[str]:
+    """Yield what was measured for all of them."""
+    names = ("detect_s", "rebuild_s", "resume_s", "restart_s", "take_s", "copy_bytes_per_s", "disk_bytes_per_s")
+    values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in names)
+    yield f"Measured on {os.cpu_count()} cores in other runs, medians of 3 faults in each: {values}."
+
+
+def write(path: Path, lines: Sequence[str]) -> None:
+    """Put the lines between their marks."""
+    before, _, rest = path.read_text().partition(OWN_RUNS[0])
+    _, end, after = rest.partition(OWN_RUNS[1])
+    if not end:
+        sys.exit(f"{path}: got no {OWN_RUNS[0]} and {OWN_RUNS[1]}, wanted them around the table")
+    path.write_text("\n".join([before + OWN_RUNS[0], *lines, OWN_RUNS[1] + after]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

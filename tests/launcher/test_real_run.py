@@ -1,0 +1,120 @@
+"""What faults cost a run, from its events: restarts and recoveries alike."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+
+from launcher.cluster_profile import constants_of
+from launcher.compared import predict_run
+from launcher.config import compose_settings
+from launcher.real_run import RealRun, facts_of, recoveries_of, setup_of
+from launcher.simulation import compose_machine
+from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, TrainerStarted
+from moe_ckpt.faults import Kill
+from moe_ckpt.sim.cluster import simulate
+from moe_ckpt.sim.emit import rank_events
+from moe_ckpt.sim.hardware import ClusterConfig
+from moe_ckpt.sim.saving import plan_saving
+
+
+def committed(iteration: int) -> IterationCommitted:
+    return IterationCommitted(
+        iteration=iteration,
+        loss=math.nan,
+        grad_norm=None,
+        loss_scale=1.0,
+        learning_rate=0.0,
+        skipped=False,
+        seconds=1.0,
+        stall_s=0.0,
+        sent_activation_bytes=0,
+        sent_gradient_bytes=0,
+    )
+
+
+def born(life: int) -> TrainerStarted:
+    return TrainerStarted(pid=1, host="here", life=life, device="cpu")
+
+
+def rejoined(detect_s: float, rebuild_s: float) -> Rejoined:
+    return Rejoined(
+        generation=2,
+        iteration=2,
+        joined_unix_s=0.0,
+        deaths=[],
+        detect_s=detect_s,
+        rebuild_s=rebuild_s,
+        fetch_s=0.0,
+        replay_s=0.5,
+        fetched_bytes=0,
+        executed_iters=0,
+    )
+
+
+def logged(rank: int, *told: tuple[float, Event]) -> list[LoggedEvent]:
+    return [LoggedEvent(t_s=t_s, global_rank=rank, event=event) for t_s, event in told]
+
+
+def test_a_fault_costs_all_from_the_last_iteration_before_it_to_the_next_new_one() -> None:
+    start = [(float(number), committed(number)) for number in (1, 2, 3)]
+    survivor = logged(0, (0, born(0)), *start, (6, rejoined(1, 2)), (8, committed(3)), (9, committed(4)))
+    dead_first = [(t_s + 0.1, event) for t_s, event in start]
+    newborn = logged(
+        1, (0, born(0)), *dead_first, (5, born(1)), (6, rejoined(1.5, 2)), (8.1, committed(3)), (9.1, committed(4))
+    )
+    (found,) = recoveries_of([survivor, newborn], 1.0)
+    assert (found.cost_s, found.again) == (5.0, 1)
+    assert found.rejoined is not None
+    assert found.rejoined.detect_s == 1.5
+    assert recoveries_of([survivor], 1.0) == []
+
+
+def test_a_restart_costs_without_anybody_rejoining() -> None:
+    told = [(0.0, born(0)), (1.0, committed(1)), (2.0, committed(2)), (20.0, born(1))]
+    again = [(24.0, committed(1)), (25.0, committed(2)), (26.0, committed(3))]
+    (found,) = recoveries_of([logged(rank, *told, *again) for rank in (0, 1)], 1.0)
+    assert (found.cost_s, found.again, found.rejoined) == (23.0, 2, None)
+
+
+KILLS = (Kill(rank=2, iteration=13, phase="backward"), Kill(rank=0, iteration=19))
+POLICIES = {
+    "none": (),
+    "dense": ("ckpt.every_iters=5",),
+    "gemini": ("ckpt.every_iters=5",),
+    "moevement": ("ckpt.window=3",),
+    "moc": (),
+    "moetion": (),
+}
+
+
+def run_of(policy: str, kills: tuple[Kill, ...] = KILLS, **constants: float) -> RealRun:
+    """A run that a simulation made, on a machine with its own constants."""
+    settings = compose_settings([f"ckpt={policy}", *POLICIES[policy], "train.global_batch_size=16"])
+    machine = compose_machine(["cluster=local", *(f"cluster.{name}={value}" for name, value in constants.items())])[0]
+    run = RealRun(settings=settings, world_size=4, kills=kills, ranks=())
+    setup = setup_of(run, machine, None)
+    saving = plan_saving(settings.ckpt, setup)
+    outcome = simulate(setup, saving, kills, duration_s=1e9, last_iteration=30)
+    ranks = [rank_events(setup, saving, outcome, rank) for rank in range(4)]
+    return RealRun(settings=settings, world_size=4, kills=kills, ranks=ranks)
+
+
+MACHINE = {"detect_s": 0.3, "rebuild_s": 0.7, "resume_s": 1.5, "restart_s": 9.0, "flops_per_s": 5e8, "take_s": 0.01}
+
+
+@cache
+def measured() -> ClusterConfig:
+    kills = (Kill(rank=1, iteration=8), Kill(rank=3, iteration=16))
+    return constants_of([run_of(name, kills, **MACHINE) for name in ("none", "gemini", "moevement")])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_constants_from_other_runs_predict_a_run_of_the_same_machine(policy: str) -> None:
+    run = run_of(policy, **MACHINE)
+    truth, predicted = facts_of(run.ranks), predict_run(run, measured(), None, 30)
+    assert predicted.recovery_s == pytest.approx(truth.recovery_s, rel=0.05)
+    assert predicted.ettr == pytest.approx(truth.ettr, abs=0.01)
+    assert truth.num_recoveries == 2
