@@ -57,9 +57,11 @@ means over {runs} runs of 12 hours with Poisson faults, each of which takes a no
   state. Gemini's published stalls grow with their frequency (6 to 12 s a checkpoint for the same state); simulated is
   one copy rate, and the best interval by the policy's own arithmetic, near which ETTR is flat. MoE-LLaVa's published
   intervals would fit a state several times as large as that of its 2.9 billion parameters.
-- **MoC**: published overheads rise to that of saving all experts within 12 faults. Simulated, K doubles when the lost
-  tokens, of all tokens of the 12 hours, pass an equal part of 3.75 % (how the limit is divided, the paper does not
-  say): that takes more faults than there are.
+- **MoC** is the policy itself with its own settings: as many experts to host memory as an iteration hides, one of each
+  layer to storage, and twice as many whenever lost tokens pass an equal part of 3.75 % (how the limit is divided, the
+  paper does not say). A lost node takes all back to what is in storage. Published overheads rise to that of saving all
+  experts within 12 faults; here that takes an MTBF of 10 to 20 minutes, and never happens to MoE-LLaVa, whose experts
+  are few and soon saved.
 - **Table 6**: 24 bytes a parameter for two whole states, published are 26. A window of W slots keeps 12 + (W - 1)
   bytes a parameter here. Logs hold all that crosses stages since the oldest window's start, in 16 bits: 20 to 70 times
   what is published, which is less than a single iteration's.
