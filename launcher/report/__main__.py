@@ -26,6 +26,7 @@ _FORMATS: Mapping[str, Callable[[Sequence[Facts]], str]] = {
 _EXAMPLES = """examples:
   python -m launcher.report                              the newest run, to report.html in its folder
   python -m launcher.report A B C -o report.html         three runs side by side
+  python -m launcher.report FOLDER                       all runs in a folder, as launcher.compare leaves them
   python -m launcher.report A --format md                tables on the terminal
   python -m launcher.report A --format trace -o t.json   a timeline for https://ui.perfetto.dev"""
 
@@ -74,7 +75,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("run", nargs="*", type=Path, default=[LATEST], help="folders of runs (default: outputs/latest, the newest)")
+    add(
+        "run",
+        nargs="*",
+        type=Path,
+        default=[LATEST],
+        help="folders of runs, or of several (default: the newest run)",
+    )
     add(
         "-o",
         "--output",

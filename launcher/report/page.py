@@ -14,7 +14,7 @@ from launcher.report.figure import Plot
 from launcher.report.plots_of_run import plots_of_run
 from launcher.report.plots_of_runs import plots_of_runs
 from launcher.report.summary import Quantity, headline, quantities, shown
-from launcher.report.tables import Column, Table, compared, recoveries, text_of, time_of_ranks, time_of_runs
+from launcher.report.tables import Column, Table, compared, numbers_of, recoveries, text_of, time_of_ranks, time_of_runs
 
 _CARDS = ("ettr", "wall_s", "recoveries", "faults_cost_s", "stall_percent", "stall_ms", "memory_mib", "tokens_lost")
 _WIDE = ("time", "ranks", "recoveries")
@@ -45,7 +45,7 @@ def to_html(runs: Sequence[Facts]) -> str:
             _plots(together),
             _table(time_of_runs(runs)),
             f'<div class="runs">{"".join(sections)}</div>',
-            "" if len(runs) > 1 else _table(compared(runs)),
+            *(_table(numbers_of(facts)) for facts in runs if len(runs) == 1),
             '</main><div id="tip" role="tooltip" hidden></div>',
             f'<script type="application/json" id="plots">{_data(all_plots)}</script>',
             f"<script>{get_plotlyjs()}</script>",
@@ -145,7 +145,8 @@ def _tip(word: str, means: str) -> str:
 
 def _table(table: Table, number: int | None = None) -> str:
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    head = "".join(map(_heading, table.columns))
+    has_words = [any(isinstance(cell, str) for cell in cells) for cells in zip(*table.rows, strict=True)]
+    head = "".join(map(_heading, table.columns, has_words))
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
     table_id = f"table-{table.key}" if number is None else f"table-{table.key}-{number}"
     parts = (
@@ -154,10 +155,11 @@ def _table(table: Table, number: int | None = None) -> str:
     return f'<div class="card"><h3>{escape(table.title)}</h3>{parts if table.rows else ""}{note}</div>'
 
 
-def _heading(column: Column) -> str:
+def _heading(column: Column, has_words: bool) -> str:
     unit = f"<small>{escape(column.unit)}</small>" if column.unit else ""
     tip = f' data-tip="{escape(column.means)}"' if column.means else ""
-    return f'<th scope="col"><button{tip}>{escape(column.label)}</button>{unit}</th>'
+    of_words = ' class="word"' if has_words else ""
+    return f'<th scope="col"{of_words}><button{tip}>{escape(column.label)}</button>{unit}</th>'
 
 
 def _cell(cell: str | float | None) -> str:

@@ -39,8 +39,8 @@ def popularity(facts: Facts) -> Plot:
     return Plot(
         key="popularity",
         title="Expert popularity",
-        means="Share of its layer's tokens that each expert got in the window before. No column: ranks were new and "
-        "had not counted all of the window.",
+        means="Share of its layer's tokens that each expert got in the window before. Windows in which a rank was "
+        "replaced are not told, as it had not counted all of them; their neighbours stretch over them.",
         choices=choices,
         missing=_NO_POPULARITY,
         note=shown,
@@ -87,11 +87,11 @@ def _heat(
 ) -> dict:
     """Return a heat map with a row for each expert. `values`: by iteration, by layer, of each expert."""
     num_experts = [len(of_layer) for of_layer in values[-1]]
-    like_last = [each for each in values if [len(of_layer) for of_layer in each] == num_experts]
-    cells = np.stack([np.concatenate(each) for each in like_last], axis=1)
+    like_last = [number for number, each in enumerate(values) if list(map(len, each)) == num_experts]
+    cells = np.stack([np.concatenate(values[number]) for number in like_last], axis=1)
     heat = {
         "type": "heatmap",
-        "x": [at for at, each in zip(iterations, values, strict=True) if len(each) == len(num_experts)],
+        "x": [iterations[number] for number in like_last],
         "y": [f"{layer}, expert {n}" for layer, count in zip(layers, num_experts, strict=True) for n in range(count)],
         "z": [numbers(row) for row in cells],
         "colorscale": [list(each) for each in _COLORS],
@@ -124,7 +124,9 @@ def _by_popularity(last: ExpertPopularity) -> dict:
 def lost_tokens(facts: Facts) -> Plot:
     """Return the measures of lost tokens over iterations."""
     measures = [_measure(facts, name, color) for name, color in (("PLT", "--run0"), ("MLT", "--run1"))]
-    over_time = figure(measures, x="iteration", y="lost tokens, %", yaxis={"rangemode": "tozero"})
+    whole_run = [0, int(facts.series.iteration[-1]) + 1] if len(facts.series.iteration) else None
+    axes = {"xaxis": {"range": whole_run}, "yaxis": {"rangemode": "tozero"}}
+    over_time = figure(measures, x="iteration", y="lost tokens, %", **axes)
     return Plot(
         key="plt",
         title="Lost tokens",

@@ -29,7 +29,7 @@ _MEMORY_PARTS = {
 
 def plots_of_run(facts: Facts) -> tuple[Plot, ...]:
     """Return what a page shows of a run alone."""
-    return (by_rank(facts), recoveries(facts), memory(facts), *plots_of_experts(facts))
+    return (by_rank(facts), recoveries(facts), *plots_of_experts(facts), memory(facts))
 
 
 def by_rank(facts: Facts) -> Plot:

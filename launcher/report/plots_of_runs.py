@@ -188,7 +188,7 @@ def progress(runs: Sequence[Facts]) -> Plot:
                 "name": facts.run.name,
                 "x": numbers(time.committed_s),
                 "y": time.iteration.tolist(),
-                "line": {"color": run_color(number), "width": 1.8},
+                "line": {"color": run_color(number), "width": 1.8, "shape": "hv"},
                 "hovertemplate": f"iteration %{{y}} at %{{x:.2f}} s<extra>{facts.run.name}</extra>",
             }
         )

@@ -24,6 +24,7 @@ from moe_ckpt.errors import ConfigError
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _POLICY = re.compile(r"^ckpt:\n(?:[ ]+.*\n)*?[ ]+policy: *(\w+)", re.MULTILINE)
+_OF_RUNS = ("run.json", "events")
 _PARALLEL_FROM_BYTES = 64 << 20
 T = TypeVar("T")
 
@@ -44,9 +45,13 @@ class RunLog:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunLog]:
-    """Return the runs, each under a name of its own; raises ConfigError where a path is no folder."""
-    names = _names([path.resolve() for path in paths])
-    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    """Return the runs, each under a name of its own; a folder of runs, which is none itself, stands for all of them.
+
+    Raises ConfigError where a path is no folder.
+    """
+    folders = [folder for path in paths for folder in _runs_in(path)]
+    names = _names([folder.resolve() for folder in folders])
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
 def read_run(path: Path, name: str | None = None) -> RunLog:
@@ -79,6 +84,12 @@ def map_ranks(path: Path, work: Callable[[int, Path], T]) -> list[T]:
         return [work(rank, file) for rank, file in files]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return list(pool.map(work, *zip(*files, strict=True)))
+
+
+def _runs_in(path: Path) -> list[Path]:
+    is_run = any((path / name).exists() for name in _OF_RUNS)
+    found = [] if is_run else sorted({each.parent for name in _OF_RUNS for each in path.glob(f"*/{name}")})
+    return found or [path]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

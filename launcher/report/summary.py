@@ -11,10 +11,10 @@ from launcher.report.facts import Facts
 from launcher.report.parts import OF_FAULTS, RECOVERY, Part
 
 _MIB = 1 << 20
-STATES = {
-    "finished": "finished",
-    "running": "still going; this is what there was when it was read",
-    "ended": "ended without a result, or runs on another machine",
+_BECAME = {
+    "finished": "is finished",
+    "running": "is still going; this is what there was when it was read",
+    "ended": "ended without a result, or goes on where this machine does not see it",
 }
 
 
@@ -40,7 +40,7 @@ def headline(facts: Facts) -> str:
     """Return in two or three sentences what became of the run, and where its time went."""
     ettr = facts.ettr
     if ettr is None:
-        return f"{facts.run.name}: {STATES[facts.run.state]}. No iteration was committed."
+        return f"The run {_BECAME[facts.run.state]}. No event tells of an iteration that was committed."
     last = int(facts.series.iteration[-1]) if len(facts.series.iteration) else 0
     said = [f"{100 * ettr:.1f} % of the time was training: {last:,} iterations in {duration(facts.end_us / 1e6)}."]
     lost_s = facts.mean_us(*OF_FAULTS) / 1e6
@@ -48,10 +48,10 @@ def headline(facts: Facts) -> str:
         faults = "1 recovery" if len(facts.episodes) == 1 else f"{len(facts.episodes):,} recoveries"
         said.append(f"{faults} cost {duration(lost_s)}, with what had to be computed again.")
     else:
-        said.append("Nothing failed.")
+        said.append("No rank had to recover.")
     said.append(f"Checkpointing took {duration(facts.mean_us(Part.STALL) / 1e6)} from iterations.")
     if facts.run.state != "finished":
-        said.append(f"The run is {STATES[facts.run.state]}." if facts.run.state == "running" else "It has no result.")
+        said.append(f"The run {_BECAME[facts.run.state]}.")
     return " ".join(said)
 
 
@@ -223,7 +223,13 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[[Facts], float | None]], ...] =
         lambda facts: _first(rank.interval_iters for rank in facts.run.ranks),
     ),
     ("checkpoints", "checkpoints", "", "whole checkpoints that were committed", lambda facts: float(len(facts.saved))),
-    ("checkpoints_failed", "failed", "", "checkpoints that could not be saved", lambda facts: float(len(facts.failed))),
+    (
+        "checkpoints_failed",
+        "checkpoints failed",
+        "",
+        "checkpoints that could not be saved",
+        lambda facts: float(len(facts.failed)),
+    ),
     ("loss", "loss", "nats/token", "training loss of the last iteration", lambda facts: _last(facts.series.loss)),
     (
         "eval_loss",
@@ -232,7 +238,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[[Facts], float | None]], ...] =
         "cross-entropy on held-out batches, the last time",
         lambda facts: facts.evaluated[-1].loss if facts.evaluated else None,
     ),
-    ("tokens_lost", "tokens lost", "", "tokens whose updates were lost, over all MoE layers", _tokens_lost),
+    ("tokens_lost", "tokens lost", "tokens", "tokens whose updates were lost, over all MoE layers", _tokens_lost),
     (
         "deficit_tokens",
         "yet to make up",

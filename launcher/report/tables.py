@@ -65,6 +65,17 @@ def compared(runs: Sequence[Facts]) -> Table:
     )
 
 
+def numbers_of(facts: Facts) -> Table:
+    """Return what is known of one run, a line for each quantity."""
+    values = [(each, each.of(facts)) for each in quantities()]
+    return Table(
+        key="numbers",
+        title="All numbers",
+        columns=(Column(label="quantity"), Column(label="value"), Column(label="unit"), Column(label="what it is")),
+        rows=tuple((each.label, value, each.unit, each.means) for each, value in values if value is not None),
+    )
+
+
 def time_of_runs(runs: Sequence[Facts]) -> Table:
     """Return where the time of each run went, on average over its ranks."""
     parts = [part for part in Part if any(facts.mean_us(part) for facts in runs)]
@@ -108,6 +119,7 @@ def recoveries(facts: Facts) -> Table:
         title="Recoveries",
         columns=(
             Column(label="no."),
+            Column(label="what failed", means="as told by the surest witness there is"),
             Column(label="at", unit="s", means="since the start of the run"),
             Column(label="took", unit="s", means="from the last sign of life until the last rank went on"),
             *(Column(label=part.label, unit="s", means=f"{EXPLAINED[part]}; mean over ranks") for part in OF_FAULTS),
@@ -115,7 +127,6 @@ def recoveries(facts: Facts) -> Table:
             Column(label="replayed", unit="iterations", means="run again to rebuild state, on the ranks that did"),
             Column(label="by ranks", means="which ranks loaded or replayed"),
             Column(label="fetched", unit="MiB", means="got out of other ranks' memory"),
-            Column(label="what failed"),
         ),
         rows=tuple(_row(each) for each in facts.episodes[:_MOST_ROWS]),
         note=_cut(len(facts.episodes), "recoveries") if facts.episodes else "no rank had to recover",
@@ -125,6 +136,7 @@ def recoveries(facts: Facts) -> Table:
 def _row(episode: Episode) -> tuple[str | float | None, ...]:
     return (
         float(episode.number),
+        "; ".join(episode.causes),
         episode.start_us / 1e6,
         (episode.end_us - episode.start_us) / 1e6,
         *(episode.mean_us[part] / 1e6 for part in OF_FAULTS),
@@ -132,7 +144,6 @@ def _row(episode: Episode) -> tuple[str | float | None, ...]:
         float(episode.replayed_iters),
         ", ".join(map(str, episode.replaying_ranks)) or "none",
         episode.fetched_bytes / _MIB,
-        "; ".join(episode.causes),
     )
 
 

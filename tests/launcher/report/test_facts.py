@@ -171,13 +171,14 @@ HEADLINES = {
     "a run without a fault, which ended badly": (
         Story(iterations=2, fault_after=None),
         False,
-        "90.0 % of the time was training: 2 iterations in 3.20 s. Nothing failed. Checkpointing took 0.10 s from "
-        "iterations. It has no result.",
+        "90.0 % of the time was training: 2 iterations in 3.20 s. No rank had to recover. Checkpointing took 0.10 s "
+        "from iterations. The run ended without a result, or goes on where this machine does not see it.",
     ),
     "a run that came to nothing": (
         Story(iterations=0, fault_after=None),
         False,
-        "run: ended without a result, or runs on another machine. No iteration was committed.",
+        "The run ended without a result, or goes on where this machine does not see it. No event tells of an iteration "
+        "that was committed.",
     ),
 }
 

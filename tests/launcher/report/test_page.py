@@ -23,7 +23,7 @@ from tests.browser import ARTEFACTS, chromium
 from tests.report_runs import Story, write_run
 
 ALL_PLOTS = 7  # of all runs together
-OWN_PLOTS = 7  # of each run
+OWN_PLOTS = 8  # of each run
 DRAWN = "document.documentElement.dataset.drawn === 'yes'"
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
@@ -87,7 +87,7 @@ def test_everything_is_drawn(browser: Browser, runs: list[Facts], tmp_path: Path
     drawn = seen.page.eval_on_selector_all(
         ".plot", "all => all.map(each => each.querySelectorAll('.trace, .bars .point, .heatmaplayer image').length)"
     )
-    assert len(drawn) == ALL_PLOTS + 2 * OWN_PLOTS - 3  # the run without a fault has no recoveries and lost no tokens
+    assert len(drawn) == ALL_PLOTS + 2 * OWN_PLOTS - 4  # the run without a fault has no recoveries and lost no tokens
     assert all(drawn), drawn
     assert seen.page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
     assert seen.complaints == []
@@ -145,8 +145,12 @@ def test_a_recovery_is_chosen(browser: Browser, tmp_path: Path) -> None:
     seen = Seen(browser, to_html([gather(read_runs([run])[0])]), tmp_path)
     replayed = "document.querySelectorAll('#plot-recoveries-0 .point').length"
     first = seen.page.evaluate(replayed)
-    seen.page.locator("select").select_option(index=1)
+    seen.page.get_by_label("Recoveries: which").select_option(index=1)
     seen.page.wait_for_function(f"{replayed} !== {first}")
+    table = "document.querySelector('#table-recoveries-0').parentElement"
+    assert seen.page.evaluate(f"{table}.scrollWidth === {table}.clientWidth"), "nothing is cut off"
+    numbers = seen.page.locator("#table-numbers tbody tr")
+    assert "tokens whose updates were lost, over all MoE layers" in numbers.filter(has_text="tokens lost").inner_text()
     assert seen.complaints == []
 
 
@@ -189,7 +193,7 @@ def test_bad_input_is_said_on_the_page(browser: Browser, tmp_path: Path, break_i
 def test_figures_are_what_plotly_takes(runs: list[Facts]) -> None:
     plots = [*plots_of_runs(runs), *(plot for facts in runs for plot in plots_of_run(facts))]
     figures = [each for plot in plots for _, each in plot.choices]
-    assert len(figures) == ALL_PLOTS + 2 * OWN_PLOTS - 3
+    assert len(figures) == ALL_PLOTS + 2 * OWN_PLOTS - 4 + 2  # experts are in two orders
     for each in figures:
         colored = json.loads(re.sub(r'"--[\w-]+"', '"#123456"', json.dumps(each, allow_nan=False)))
         assert go.Figure(colored).to_dict()["data"]

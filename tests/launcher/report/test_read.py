@@ -168,6 +168,16 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
     assert [run.name for run in read_runs([paths[0], paths[0]])] == ["run (1)", "run (2)"]
 
 
+def test_a_folder_of_runs_stands_for_all_of_them(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "several" / name, Story(ranks=1)) for name in ("b", "a")]
+    (tmp_path / "several" / "a.log").touch()
+    (tmp_path / "several" / "other").mkdir()
+    alone = write_run(tmp_path / "alone", Story(ranks=1))
+    assert [run.name for run in read_runs([tmp_path / "several", alone])] == ["a", "b", "alone"]
+    (runs[0] / "run.json").unlink()
+    assert [run.name for run in read_runs([runs[0]])] == ["b"]
+
+
 def test_no_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run: got .*nothing.*, wanted the folder of a run"):
         read_run(tmp_path / "nothing")
