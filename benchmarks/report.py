@@ -24,6 +24,8 @@ sys.path.insert(0, str(ROOT))
 from moe_ckpt.events import (  # noqa: E402
     Evaluated,
     Event,
+    ExpertPopularity,
+    ExpertsOrdered,
     HostMemoryUsed,
     IterationCommitted,
     Rejoined,
@@ -32,11 +34,11 @@ from moe_ckpt.events import (  # noqa: E402
     StageRecovered,
     TrainerStarted,
     WindowChosen,
+    WindowReplicated,
 )
 
 WINDOW_ITERS = 6
 EVALUATE_EVERY = 1000
-TELL_EVERY = 100
 RANKS_PER_STAGE = 16
 NUM_FAULTS = 200
 ITERATION_S = 2.0
@@ -82,7 +84,7 @@ def write_run(run: Path, num_ranks: int, iterations: int) -> None:
 def lines_of(iterations: int, *, tells: bool) -> Iterator[bytes]:
     """Yield a rank's events; one rank of each stage `tells` how popular experts are."""
     fault_every = max(iterations // NUM_FAULTS, 2)
-    now_s = 10.0
+    now_s, told = 10.0, 0
     yield line(now_s, TrainerStarted(pid=1, host="here", life=0, device="gpu"))
     for iteration in range(1, iterations + 1):
         noise = (iteration * 2654435761 % 1000) / 1000
@@ -90,6 +92,9 @@ def lines_of(iterations: int, *, tells: bool) -> Iterator[bytes]:
         yield line(now_s - 1.0, snapshot(iteration, noise))
         if iteration % WINDOW_ITERS == 0:
             yield from (line(now_s - 0.5, event) for event in of_window(iteration))
+            if tells and 1000 * iteration >= 1001 * told:
+                told = iteration
+                yield from (line(now_s - 0.5, event) for event in of_experts(iteration))
         yield line(now_s, committed(iteration, noise))
         if iteration % EVALUATE_EVERY == 0:
             now_s += 1.0
@@ -97,8 +102,6 @@ def lines_of(iterations: int, *, tells: bool) -> Iterator[bytes]:
         if iteration % fault_every == 0:
             now_s += 8.0
             yield from (line(now_s, event) for event in of_fault(iteration))
-        if tells and iteration % TELL_EVERY == 0:
-            yield popularity(now_s, iteration)
     yield line(now_s, RunFinished(iteration=iterations, digest=""))
 
 
@@ -153,6 +156,9 @@ def of_window(iteration: int) -> tuple[Event, ...]:
             copy_bytes_per_s=2e10,
             reordered=False,
         ),
+        WindowReplicated(
+            window_start=iteration, size_bytes=9_000_000_000, num_peers=1, seconds=4.0123456789, span_s=11.5, ago_s=0.5
+        ),
     )
 
 
@@ -182,10 +188,14 @@ def of_fault(iteration: int) -> tuple[Event, ...]:
     )
 
 
-def popularity(t_s: float, iteration: int) -> bytes:
-    tokens = [[1000 + (layer * expert * iteration) % 997 for expert in range(64)] for layer in range(4)]
-    record = {"t_s": t_s, "global_rank": 0, "event": "ExpertPopularity", "iteration": iteration}
-    return json.dumps({**record, "layers": list(range(4)), "tokens": tokens}).encode() + b"\n"
+def of_experts(iteration: int) -> tuple[Event, ...]:
+    layers = [f"layer {layer}" for layer in range(4)]
+    tokens = [[1000.0 + (layer * expert * iteration) % 997 for expert in range(64)] for layer in range(4)]
+    slots = [[(layer + expert + iteration) % WINDOW_ITERS for expert in range(64)] for layer in range(4)]
+    return (
+        ExpertPopularity(iteration=iteration, layers=layers, tokens=tokens),
+        ExpertsOrdered(iteration=iteration, num_slots=WINDOW_ITERS, layers=layers, slots=slots),
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ A large run has gigabytes of events: each rank is digested where it is read, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from launcher.report.account import Tiling, account
 from launcher.report.columns import Columns
 from launcher.report.parts import NOT_IN_ETTR, OF_FAULTS, Part
 from launcher.report.rank_log import Noted, RankLog, read_rank
-from launcher.report.thin import MOST_POINTS, evenly
+from launcher.report.thin import MOST_POINTS, evenly, in_steps
+from moe_ckpt.events import ExpertPopularity, ExpertsOrdered
 
 Numbers = NDArray[np.float64]
+_MOST_RECORDS = 512
 Stretches = NDArray[np.int64]  # rows of (start, end, part, iteration, rank), in microseconds
 
 
@@ -90,10 +92,21 @@ def digest(log: RankLog) -> RankDigest:
         peak_bytes=float(peaks.max()) if len(peaks) else None,
         window_iters=_last(log.tables["WindowChosen"], "num_slots"),
         interval_iters=_last(log.tables["IntervalChosen"], "every_iters"),
-        events=log.events,
+        events=_without_most_records(log.events),
         unknown=log.unknown,
         problems=log.problems,
     )
+
+
+def _without_most_records(events: Sequence[Noted]) -> tuple[Noted, ...]:
+    """Return the events, with as many records of experts as a heat map has columns: each is of hundreds of numbers."""
+    left_out: set[int] = set()
+    for kind in (ExpertPopularity, ExpertsOrdered):
+        places = [place for place, noted in enumerate(events) if isinstance(noted.event, kind)]
+        iterations = np.array([events[place].event.iteration for place in places], np.int64)
+        kept = {places[number] for number in in_steps(iterations, _MOST_RECORDS)}
+        left_out |= set(places) - kept
+    return tuple(noted for place, noted in enumerate(events) if place not in left_out)
 
 
 def _of_faults(tiling: Tiling, rank: int) -> Stretches:

@@ -40,7 +40,8 @@ def popularity(facts: Facts) -> Plot:
         key="popularity",
         title="Expert popularity",
         means="Share of its layer's tokens that each expert got in the window before. Windows in which a rank was "
-        "replaced are not told, as it had not counted all of them; their neighbours stretch over them.",
+        "replaced are not told, as it had not counted all of them; nor are most of a long run. Neighbours stretch over "
+        "them.",
         choices=choices,
         missing=_NO_POPULARITY,
         note=shown,

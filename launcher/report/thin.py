@@ -31,3 +31,17 @@ def said(shown: int, there: int, of: str) -> str:
 def evenly(count: int, most: int) -> NDArray[np.int64]:
     """Return which of `count` to keep, first and last among them, at equal distances."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)) if count else np.empty(0, np.int64)
+
+
+def in_steps(numbers: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Return which to keep, in order, at most `most`: in each step of the numbers the last that came.
+
+    Steps are powers of two: for numbers that reach about as far it is the same ones that are kept.
+    """
+    if not len(numbers):
+        return np.empty(0, np.int64)
+    step = 1
+    while numbers.max() // step >= most:
+        step *= 2
+    _, from_behind = np.unique(numbers[::-1] // step, return_index=True)
+    return np.sort(len(numbers) - 1 - from_behind)

@@ -12,7 +12,7 @@ from launcher.report.facts import Facts, gather
 from launcher.report.parts import Part
 from launcher.report.read import read_run
 from launcher.report.summary import duration, headline, quantities, shown
-from launcher.report.thin import evenly, said, thin
+from launcher.report.thin import evenly, in_steps, said, thin
 from moe_ckpt.events import ExpertPopularity, StateResumed, TrainerStarted
 from tests.report_runs import DEATH, FIRST_S, Story, committed, rejoined, write_events, write_run
 
@@ -152,11 +152,13 @@ def test_what_stages_tell_of_experts_comes_together(tmp_path: Path) -> None:
 def test_of_an_iteration_that_came_again_the_last_record_counts_and_layers_stand_from_front_to_back(
     tmp_path: Path,
 ) -> None:
-    def told(layer: str, *tokens: float) -> ExpertPopularity:
-        return ExpertPopularity(iteration=1, layers=[layer], tokens=[list(tokens)])
+    def told(**tokens: float) -> ExpertPopularity:
+        layers = [name.replace("_", " ") for name in tokens]
+        return ExpertPopularity(iteration=1, layers=layers, tokens=[[count] for count in tokens.values()])
 
-    write_events(tmp_path, 0, [(0.5, told("mtp 0 layer 0", 7)), (0.5, told("layer 10", 1)), (9.0, told("layer 10", 2))])
-    write_events(tmp_path, 1, [(0.6, told("layer 9", 3))])
+    first, again = told(mtp_0_layer_0=6, layer_10=1), told(mtp_0_layer_0=7, layer_10=2)
+    write_events(tmp_path, 0, [(0.5, first), (9.0, again)])
+    write_events(tmp_path, 1, [(0.6, told(layer_9=3))])
     (record,) = facts_of(tmp_path).popularity
     assert (record.layers, record.tokens) == (["layer 9", "layer 10", "mtp 0 layer 0"], [[3], [2], [7]])
 
@@ -215,3 +217,23 @@ def test_thinning_keeps_the_extremes_and_says_so() -> None:
     assert said(5, 5, "points") == ""
     assert evenly(5, 3).tolist() == [0, 2, 4]
     assert evenly(0, 3).tolist() == []
+
+
+def test_thinning_in_steps_keeps_the_last_that_came_of_each() -> None:
+    assert in_steps(np.array([], np.int64), 4).tolist() == []
+    assert in_steps(np.array([1, 3, 2, 3]), 4).tolist() == [0, 2, 3], "it went back to 2"
+    assert in_steps(np.arange(1, 11), 4).tolist() == [2, 6, 9]
+    for far in (100_000, 100_700):
+        assert (
+            in_steps(np.arange(0, far, 6), 512).tolist()[:300] == in_steps(np.arange(0, 99_000, 6), 512).tolist()[:300]
+        )
+        assert 256 <= len(in_steps(np.arange(0, far, 6), 512)) <= 512
+
+
+def test_of_a_long_run_each_stage_keeps_the_same_records(tmp_path: Path) -> None:
+    for rank, last in ((0, 3000), (1, 3002)):
+        told = [ExpertPopularity(iteration=i, layers=[f"layer {rank}"], tokens=[[i, 1]]) for i in range(1, last)]
+        write_events(tmp_path, rank, [(float(event.iteration), event) for event in told])
+    facts = facts_of(tmp_path)
+    assert 256 <= len(facts.popularity) <= 512
+    assert sum(len(record.layers) == 2 for record in facts.popularity) >= len(facts.popularity) - 2
