@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -129,11 +128,14 @@ def faults(iterations: int) -> list[str]:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, marked where files differ from it."""
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return said.stdout.strip() or "unknown"
+    """Return the last commit that changed what runs are made of, marked where files differ from it."""
+    what = ("moe_ckpt", "launcher", "conf")
+    said = [_git("log", "-1", "--format=%h", "--", *what), _git("status", "--porcelain", "--", *what)]
+    return f"{said[0] or 'unknown'}{' with changes' if said[1] else ''}"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
