@@ -14,69 +14,33 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-RANKS = 4
-LIMIT_S = 3600.0
-ITERATIONS = 400
+from benchmarks.lossy.figure import draw  # noqa: E402
+from benchmarks.lossy.measured import read_measured  # noqa: E402
+from benchmarks.lossy.page import Circumstances, page_of, panels_of  # noqa: E402
+from benchmarks.lossy.variants import COMMON, ITERATIONS, RANKS, VARIANTS, Variant, faults  # noqa: E402
 
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A run. `reference`: the one without faults that trains the same model; None: it is one, and has no faults."""
-
-    name: str
-    reference: str | None
-    overrides: tuple[str, ...]
-
-
-NONE, LIMITED = "none", "none, limited capacity"
-_OF_LIMITED = ("model.moe_capacity_factor=1.0",)
-_MOC = ("ckpt=moc", "ckpt.k_persist=1", "ckpt.dynamic_k=false")
-_OFTEN, _SELDOM = ("ckpt.k_snapshot=2",), ("ckpt.k_snapshot=1", "ckpt.every_iters=8")
-_MOETION = ("ckpt=moetion", "ckpt.experts=2", "ckpt.remote_experts=1", *_OF_LIMITED)
-VARIANTS = (
-    Variant(name=NONE, reference=None, overrides=("ckpt=none",)),
-    Variant(name="gemini", reference=NONE, overrides=("ckpt=gemini", "ckpt.every_iters=8")),
-    Variant(name="moevement", reference=NONE, overrides=("ckpt=moevement", "ckpt.window=4")),
-    Variant(name="moc", reference=NONE, overrides=(*_MOC, *_OFTEN)),
-    Variant(name="moc, load-aware", reference=NONE, overrides=(*_MOC, *_OFTEN, "ckpt.selection=load")),
-    Variant(name="moc, seldom", reference=NONE, overrides=(*_MOC, *_SELDOM)),
-    Variant(name="moc, seldom, Dynamic-K", reference=NONE, overrides=(*_MOC, *_SELDOM, "ckpt.dynamic_k=true")),
-    Variant(name=LIMITED, reference=None, overrides=("ckpt=none", *_OF_LIMITED)),
-    Variant(name="moetion", reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.0")),
-    Variant(name="moetion, boost", reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.10")),
-    Variant(name="none, second seed", reference=None, overrides=("ckpt=none", "train.seed=2")),
-    Variant(name="none, third seed", reference=None, overrides=("ckpt=none", "train.seed=3")),
-)
-COMMON = (
-    "model.num_layers=2",
-    "train.micro_batch_size=8",
-    "train.eval_every_iters=10",
-    "run.tensorboard=false",
-    "run.progress=none",
-    "runtime.heartbeat_s=20",  # a machine that others use, too, may leave a process waiting
-)
+_LIMIT_S = 3600.0
 
 
 def main() -> int:
+    names = [variant.name for variant in VARIANTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
-    parser.add_argument("--variants", nargs="*", default=[variant.name for variant in VARIANTS])
-    parser.add_argument("--to", type=Path, default=ROOT / "docs")
-    parser.add_argument("--runs", type=Path)
+    parser.add_argument("--only", action="append", choices=names, metavar="RUN", help=f"one of: {'; '.join(names)}")
+    parser.add_argument("--to", type=Path, default=ROOT / "docs", help="folder of the page and the figure")
+    parser.add_argument("--runs", type=Path, help="folder of the runs (default: a temporary one)")
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.runs or Path(temporary)).resolve()
-        for variant in VARIANTS:
-            if variant.name in options.variants:
-                run(variant, folder, options.iterations, overrides)
+        chosen = [variant for variant in VARIANTS if variant.name in (options.only or names)]
+        paths = {variant.name: run(variant, folder, options.iterations, overrides) for variant in chosen}
+        write(options.to, paths, options.iterations, overrides)
     return 0
 
 
@@ -90,41 +54,42 @@ def run(variant: Variant, folder: Path, iterations: int, overrides: Sequence[str
     folder.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".commit").write_text(commit())
     command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={RANKS}"]
-    log, started_s = path.with_suffix(".log"), time.monotonic()
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun would, without saying so
+    log = path.with_suffix(".log")
     with log.open("w") as said:
         ended = subprocess.run(
             [*command, "launcher/train.py", *arguments],
             cwd=ROOT,
-            env=environment,
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # as torchrun would, without saying so
             stdout=said,
             stderr=subprocess.STDOUT,
-            timeout=LIMIT_S,
+            timeout=_LIMIT_S,
             check=False,
         )
     if ended.returncode != 0:
         sys.exit(f"{variant.name}: status {ended.returncode}\n{log.read_text()[-4000:]}")
-    print(f"{variant.name}: {time.monotonic() - started_s:.0f} s", flush=True)
+    print(f"{variant.name}: {_json(path / 'result.json')['wall_s']:.0f} s", flush=True)
     return path
 
 
 def is_done(path: Path, arguments: Sequence[str]) -> bool:
     """Return whether this very run has been run to its end."""
-    if not (path / "result.json").exists():
-        return False
-    return json.loads((path / "run.json").read_text())["command"][1:] == list(arguments)
+    return (path / "result.json").exists() and _json(path / "run.json")["command"][1:] == list(arguments)
 
 
-def faults(iterations: int) -> list[str]:
-    """Return four kills, a fifth of the run apart, each just before an evaluation; one takes a node with its memory."""
-    at = [iterations * fifth // 5 for fifth in range(1, 5)]
-    kills = (
-        f"{{iteration:{at[0]},rank:2,phase:backward}}",
-        f"{{iteration:{at[1]},rank:0,phase:forward}}",
-        f"{{iteration:{at[2]},rank:3,scope:node}}",
-        f"{{iteration:{at[3]},rank:1,phase:step}}",
+def write(folder: Path, paths: dict[str, Path], iterations: int, overrides: Sequence[str]) -> None:
+    """Write the page and the figure about finished runs, by name."""
+    runs = {name: read_measured(path) for name, path in paths.items()}
+    given = Circumstances(
+        command=" ".join(["python benchmarks/partial.py", *overrides]),
+        iterations=iterations,
+        commit=", ".join(sorted({path.with_suffix(".commit").read_text() for path in paths.values()})),
+        hardware=hardware(),
+        packages=packages(next(iter(paths.values()))),
+        wall_s=sum(_json(path / "result.json")["wall_s"] for path in paths.values()),
     )
-    return ["fault=at", f"fault.at=[{','.join(kills)}]"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "partial.svg").write_text(draw(panels_of(runs), "iteration"))
+    (folder / "partial.md").write_text(page_of(runs, given))
 
 
 def commit() -> str:
@@ -132,6 +97,24 @@ def commit() -> str:
     what = ("moe_ckpt", "launcher", "conf")
     said = [_git("log", "-1", "--format=%h", "--", *what), _git("status", "--porcelain", "--", *what)]
     return f"{said[0] or 'unknown'}{' with changes' if said[1] else ''}"
+
+
+def hardware() -> str:
+    """Return this machine's processor and how many cores of it there are."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a CPU")
+    return f"{os.cpu_count()} cores of {model}"
+
+
+def packages(run: Path) -> str:
+    described = _json(run / "run.json")
+    named = [f"{name} {described['packages'][name]}" for name in ("torch", "megatron-core")]
+    return ", ".join([*named, f"Python {described['python']}"])
+
+
+def _json(path: Path) -> dict:
+    return json.loads(path.read_text())
 
 
 def _git(*arguments: str) -> str:

@@ -1,0 +1,226 @@
+"""What the papers claim of partial checkpoints, held against what was measured. Pure.
+
+Two losses are alike where they are no further apart than runs without faults of the same model are that differ in
+their seed only (initial weights and dropout), in the same iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from benchmarks.lossy.measured import Measured
+from benchmarks.lossy.variants import (
+    GEMINI,
+    LIMITED,
+    MOC,
+    MOC_DYNAMIC,
+    MOC_LOAD,
+    MOC_SELDOM,
+    MOETION,
+    MOETION_BOOST,
+    MOEVEMENT,
+    NONE,
+    PLT_LIMIT,
+    SECOND_SEED,
+    THIRD_SEED,
+)
+
+HIGHEST_SPIKE = 0.5
+Runs = Mapping[str, Measured]
+
+_OF_MOC = (MOC, MOC_LOAD, MOC_SELDOM, MOC_DYNAMIC)
+_SEEDS = (NONE, SECOND_SEED, THIRD_SEED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """A claim, whether it holds here (None: its runs are not there, or none puts it to the test), and the numbers."""
+
+    claim: str
+    source: str
+    holds: bool | None
+    measured: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Claim:
+    """`judge` returns whether it holds, and the numbers, of runs that are all there."""
+
+    text: str
+    source: str
+    needs: tuple[str, ...]
+    judge: Callable[[Runs], tuple[bool | None, str]]
+
+
+def judge(runs: Runs) -> list[Verdict]:
+    """Return the verdict on each claim, by name of the runs as in variants."""
+    found = []
+    for claim in _CLAIMS:
+        missing = [name for name in claim.needs if name not in runs]
+        holds, measured = (None, f"not run: {'; '.join(missing)}") if missing else claim.judge(runs)
+        found.append(Verdict(claim=claim.text, source=claim.source, holds=holds, measured=measured))
+    return found
+
+
+def above(run: Measured, reference: Measured) -> dict[int, float]:
+    """Return by how much each evaluation lies above that of a run without faults, nats."""
+    return {at: loss - reference.evaluated[at] for at, loss in run.evaluated.items()}
+
+
+def jumps(run: Measured, reference: Measured) -> list[float]:
+    """Return for each fault how far the training loss of the first new iteration is above that without faults, nats.
+
+    Both have the same batch and dropout: what differs is what experts have lost.
+    """
+    return [run.losses[fault.back_to + 1] - reference.losses[fault.back_to + 1] for fault in run.faults]
+
+
+def peaks(run: Measured, reference: Measured) -> list[float]:
+    """Return the highest that each fault has lifted a loss until the next one, in evaluations and where it restarts."""
+    higher = above(run, reference)
+    evaluated = [max((higher[at] for at in span if at in higher), default=0.0) for span in _spans(run)]
+    return [max(both) for both in zip(evaluated, jumps(run, reference), strict=True)]
+
+
+def remains(run: Measured, reference: Measured) -> dict[int, float]:
+    """Return what is left of a lift at the last evaluation before the next fault, or the end, by iteration."""
+    higher = above(run, reference)
+    return {at: higher[at] for at in (max(at for at in span if at in higher) for span in _spans(run))}
+
+
+def spread(runs: Runs, iteration: int) -> float:
+    """Return how far apart seeds are in an iteration's evaluation, most to least, nats."""
+    losses = [runs[name].evaluated[iteration] for name in _SEEDS]
+    return max(losses) - min(losses)
+
+
+def _spans(run: Measured) -> Iterator[range]:
+    """Yield the iterations after each fault, from the one that it struck until the next fault strikes."""
+    end = max(run.evaluated) + 1
+    yield from (range(*both) for both in pairwise([*(fault.struck for fault in run.faults), end]))
+
+
+def _at_end(run: Measured, reference: Measured) -> float:
+    return run.last_evaluation - reference.last_evaluation
+
+
+def _lossless(runs: Runs) -> tuple[bool, str]:
+    reference = runs[NONE]
+    said = []
+    for name in (GEMINI, MOEVEMENT):
+        run = runs[name]
+        same = (run.evaluated, run.losses, run.digests) == (reference.evaluated, reference.losses, reference.digests)
+        said.append((same, f"{name}: {'the same' if same else 'NOT the same'}, {len(run.faults)} faults"))
+    count = f"{len(reference.evaluated)} evaluations, {len(reference.losses)} training losses, digests of all ranks"
+    return all(same for same, _ in said), f"{count}: {'; '.join(text for _, text in said)}"
+
+
+def _unharmed_below(runs: Runs) -> tuple[bool | None, str]:
+    return _by_limit(runs, [name for name in _OF_MOC if runs[name].plt < PLT_LIMIT], harmed=False)
+
+
+def _harmed_above(runs: Runs) -> tuple[bool | None, str]:
+    return _by_limit(runs, [name for name in _OF_MOC if runs[name].plt >= PLT_LIMIT], harmed=True)
+
+
+def _by_limit(runs: Runs, names: list[str], *, harmed: bool) -> tuple[bool | None, str]:
+    allowed = spread(runs, max(runs[NONE].evaluated))
+    ends = {name: _at_end(runs[name], runs[NONE]) for name in names}
+    said = [f"{name}: PLT {runs[name].plt:.2%}, {end:+.4f} at the end" for name, end in ends.items()]
+    holds = all((end > allowed) == harmed for end in ends.values()) if ends else None
+    return holds, "; ".join([*(said or ["no run on this side"]), f"seeds are {allowed:.4f} apart"])
+
+
+def _dynamic_k(runs: Runs) -> tuple[bool | None, str]:
+    fixed, dynamic = runs[MOC_SELDOM], runs[MOC_DYNAMIC]
+    said = f"PLT {dynamic.plt:.2%} with it ({dynamic.experts} experts a layer at the end), {fixed.plt:.2%} without"
+    return (dynamic.plt < PLT_LIMIT if fixed.plt >= PLT_LIMIT else None), said
+
+
+def _load_aware(runs: Runs) -> tuple[bool, str]:
+    load, turns = runs[MOC_LOAD], runs[MOC]
+    allowed = spread(runs, max(turns.evaluated))
+    gain = turns.last_evaluation - load.last_evaluation
+    said = f"{gain:+.4f} better at the end (seeds are {allowed:.4f} apart), PLT {load.plt:.2%} against {turns.plt:.2%}"
+    return gain <= allowed, said
+
+
+def _spikes(runs: Runs) -> tuple[bool, str]:
+    found = {name: peaks(runs[name], runs[LIMITED]) for name in (MOETION, MOETION_BOOST)}
+    said = "; ".join(f"{name}: {_listed(highest)}" for name, highest in found.items())
+    return all(peak <= HIGHEST_SPIKE for highest in found.values() for peak in highest), said
+
+
+def _pass(runs: Runs) -> tuple[bool, str]:
+    holds, said = True, []
+    for name in (MOETION, MOETION_BOOST):
+        left = remains(runs[name], runs[LIMITED])
+        holds &= all(above <= spread(runs, at) for at, above in left.items())
+        told = [f"{above:+.4f} of {spread(runs, at):.4f} in {at}" for at, above in left.items()]
+        said.append(f"{name}: {', '.join(told)}")
+    return holds, "; ".join(said)
+
+
+def _boost(runs: Runs) -> tuple[bool | None, str]:
+    run = runs[MOETION_BOOST]
+    gain = runs[MOETION].last_evaluation - run.last_evaluation
+    said = f"{run.boost_left} of {run.lost_tokens} lost tokens are left; {gain:+.4f} better at the end than without"
+    return (None if run.boost_left is None else run.boost_left == 0), said
+
+
+def _listed(values: list[float]) -> str:
+    return ", ".join(f"{value:+.4f}" for value in values)
+
+
+_CLAIMS = (
+    _Claim(
+        text="Gemini and MoEvement lose nothing: every loss and the final state are those without faults, bit for bit",
+        source="promise 1 in design.md",
+        needs=(NONE, GEMINI, MOEVEMENT),
+        judge=_lossless,
+    ),
+    _Claim(
+        text=f"MoC: with PLT below {PLT_LIMIT:.2%} the loss at the end is as without faults",
+        source="MoC, section 3.1.2, figure 5",
+        needs=(*_SEEDS, *_OF_MOC),
+        judge=_unharmed_below,
+    ),
+    _Claim(
+        text=f"MoC: with PLT above {PLT_LIMIT:.2%} it is harmed (what the limit implies)",
+        source="MoC, section 3.1.2, figure 5",
+        needs=(*_SEEDS, *_OF_MOC),
+        judge=_harmed_above,
+    ),
+    _Claim(
+        text=f"MoC: Dynamic-K keeps PLT below {PLT_LIMIT:.2%}",
+        source="MoC, sections 5.3 and 6.3.3",
+        needs=(MOC_SELDOM, MOC_DYNAMIC),
+        judge=_dynamic_k,
+    ),
+    _Claim(
+        text="MoC: load-aware selection is no better than sequential",
+        source="MoC, sections 3.2 and 6.3.2",
+        needs=(*_SEEDS, MOC, MOC_LOAD),
+        judge=_load_aware,
+    ),
+    _Claim(
+        text=f"MoEtion: a fault lifts the loss by {HIGHEST_SPIKE:g} at most",
+        source="MoEtion, figure 8",
+        needs=(LIMITED, MOETION, MOETION_BOOST),
+        judge=_spikes,
+    ),
+    _Claim(
+        text="MoEtion: the lift passes within 200 iterations (here: by the next fault)",
+        source="MoEtion, figure 8",
+        needs=(*_SEEDS, LIMITED, MOETION, MOETION_BOOST),
+        judge=_pass,
+    ),
+    _Claim(
+        text="MoEtion: 10 % more capacity makes up for the lost tokens",
+        source="MoEtion, section 6",
+        needs=(LIMITED, MOETION, MOETION_BOOST),
+        judge=_boost,
+    ),
+)

@@ -1,0 +1,174 @@
+"""The page and the figure about partial checkpoints: text, tables and panels of what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.lossy.claims import Runs, above, judge, jumps, peaks, spread
+from benchmarks.lossy.figure import Line, Panel
+from benchmarks.lossy.measured import Fault, Measured
+from benchmarks.lossy.variants import (
+    COMMON,
+    GEMINI,
+    LIMITED,
+    MOC,
+    MOC_DYNAMIC,
+    MOC_LOAD,
+    MOC_SELDOM,
+    MOETION,
+    MOETION_BOOST,
+    MOEVEMENT,
+    NONE,
+    RANKS,
+    SECOND_SEED,
+    THIRD_SEED,
+    VARIANTS,
+)
+
+_MIB = 1 << 20
+_ANY = (NONE, GEMINI, MOEVEMENT, MOC, MOC_LOAD, MOC_SELDOM, MOC_DYNAMIC)
+_OF_LIMITED = (LIMITED, MOETION, MOETION_BOOST)
+_STYLES = {LIMITED: 0, MOETION: 4, MOETION_BOOST: 3} | {name: style for style, name in enumerate(_ANY)}
+_COLUMNS = (
+    "run",
+    "settings",
+    "PLT",
+    "MLT",
+    "MiB a snapshot",
+    "evaluation loss at the end",
+    "above no faults",
+    "highest lift by each fault",
+    "jump where training goes on",
+)
+_VERDICTS = {True: "holds", False: "**does not hold**", None: "not put to the test"}
+_TEXT = """\
+# Partial checkpoints: what they cost the model
+
+Written by `{command}`; do not edit.
+
+{iterations} iterations of `tiny` on {ranks} ranks ({common}) under each policy, all of them put to the same faults:
+{faults}. A rank that dies leaves its snapshots in memory; a node takes them along, and what it had comes back from
+storage (moc) or from peers (gemini, moevement, moetion). `none` would start again from the beginning at each fault: it
+runs without any, and is what the others are held against. The runs of moetion have a limited capacity, which is what a
+boost adds to; their reference has the same.
+
+![Evaluation loss against iterations](partial.svg)
+
+Above: evaluation loss; under gemini and moevement it is that of `none`, one line on the other. Below: how far it lies
+above the loss without faults; the band is how far three runs without faults lie apart that differ in their seed.
+Dotted: faults.
+
+## Measured
+
+{measured}
+
+- PLT and MLT: lost tokens of all of the run, mean and sum over MoE layers (MoC, equation 7; MoEtion, equation 6).
+- Snapshots: all ranks together, mean over all snapshots of the run.
+- Lift: the most that evaluations, and the training loss where training goes on, lie above those without faults, until
+  the next fault. Jump: that training loss alone. Nats per token.
+
+## Claimed
+
+{claimed}
+
+As without faults means: no further above than seeds are apart ({spread} nats at the end). One run each: a difference
+below that says nothing.
+
+## How
+
+Commit {commit}, {hardware}, {packages}; {wall_s:.0f} s for all runs.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """Of the runs: the command, how many iterations, and on what."""
+
+    command: str
+    iterations: int
+    commit: str
+    hardware: str
+    packages: str
+    wall_s: float
+
+
+def page_of(runs: Runs, given: Circumstances) -> str:
+    """Return the page in Markdown."""
+    seeds = {NONE, SECOND_SEED, THIRD_SEED} <= runs.keys()
+    return _TEXT.format(
+        command=given.command,
+        iterations=given.iterations,
+        ranks=RANKS,
+        common=", ".join(f"`{setting}`" for setting in COMMON if setting.startswith(("model.", "train."))),
+        faults=", ".join(f"{fault.who} in iteration {fault.struck}" for fault in _faults(runs)),
+        measured=_table(_COLUMNS, list(_rows(runs))),
+        claimed=_table(
+            ("claim", "source", "here", "measured"),
+            [(each.claim, each.source, _VERDICTS[each.holds], each.measured) for each in judge(runs)],
+        ),
+        spread=f"{spread(runs, given.iterations):.4f}" if seeds else "not run",
+        commit=given.commit,
+        hardware=given.hardware,
+        packages=given.packages,
+        wall_s=given.wall_s,
+    )
+
+
+def panels_of(runs: Runs) -> list[list[Panel]]:
+    """Return the figure's panels: losses above, differences below, a column for each model."""
+    sides = [("experts take any number of tokens", _ANY), ("limited capacity", _OF_LIMITED)]
+    there = [(title, [name for name in names if name in runs]) for title, names in sides]
+    columns = [_column(runs, title, names) for title, names in there if names]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _column(runs: Runs, title: str, names: Sequence[str]) -> tuple[Panel, Panel]:
+    reference, marks = runs[names[0]], [(fault.struck, fault.who) for fault in _faults(runs)]
+    lines = [Line(name=name, style=_STYLES[name], points=sorted(runs[name].evaluated.items())) for name in names]
+    higher = [
+        Line(name=name, style=_STYLES[name], points=sorted(above(runs[name], reference).items())) for name in names
+    ]
+    seeds = {NONE, SECOND_SEED, THIRD_SEED} <= runs.keys()
+    band = [(at, spread(runs, at)) for at in sorted(reference.evaluated)] if seeds else []
+    return (
+        Panel(title=title, y="evaluation loss, nats per token", lines=lines, marks=marks, has_legend=True),
+        Panel(
+            title="above the run without faults", y="difference, nats per token", lines=higher, marks=marks, band=band
+        ),
+    )
+
+
+def _faults(runs: Runs) -> Sequence[Fault]:
+    return next((run.faults for run in runs.values() if run.faults), ())
+
+
+def _rows(runs: Runs) -> Iterator[tuple[str, ...]]:
+    for variant in VARIANTS:
+        if variant.name in runs:
+            run = runs[variant.name]
+            settings = " ".join(f"`{override}`" for override in variant.overrides)
+            reference = runs.get(variant.reference or "")
+            yield (variant.name, settings, *_costs(run), f"{run.last_evaluation:.4f}", *_lifts(run, reference))
+
+
+def _costs(run: Measured) -> Iterator[str]:
+    if run.snapshot_bytes is None:
+        yield from ("", "", "")
+        return
+    yield f"{run.plt:.2%}"
+    yield f"{run.mlt:.2%}"
+    yield f"{run.snapshot_bytes / _MIB:.2f}"
+
+
+def _lifts(run: Measured, reference: Measured | None) -> Iterator[str]:
+    if reference is None:
+        yield from ("", "", "")
+        return
+    yield f"{run.last_evaluation - reference.last_evaluation:+.4f}"
+    yield ", ".join(f"{value:+.3f}" for value in peaks(run, reference))
+    yield ", ".join(f"{value:+.3f}" for value in jumps(run, reference))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])

@@ -1,0 +1,63 @@
+"""What is run: policies with their settings, and the four faults that all but the references are put to. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RANKS = 4
+ITERATIONS = 400
+PLT_LIMIT = 0.0375
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A run. `reference`: the one without faults that trains the same model; None: it is one, and has no faults."""
+
+    name: str
+    reference: str | None
+    overrides: tuple[str, ...]
+
+
+NONE, SECOND_SEED, THIRD_SEED = "none", "none, second seed", "none, third seed"
+GEMINI, MOEVEMENT = "gemini", "moevement"
+MOC, MOC_LOAD, MOC_SELDOM, MOC_DYNAMIC = "moc", "moc, load-aware", "moc, seldom", "moc, seldom, Dynamic-K"
+LIMITED, MOETION, MOETION_BOOST = "none, limited capacity", "moetion", "moetion, boost"
+
+_CAPACITY = ("model.moe_capacity_factor=1.0",)
+_MOC = ("ckpt=moc", "ckpt.k_persist=1", "ckpt.dynamic_k=false")
+_OFTEN, _SELDOM = ("ckpt.k_snapshot=2",), ("ckpt.k_snapshot=1", "ckpt.every_iters=8")
+_MOETION = ("ckpt=moetion", "ckpt.experts=2", "ckpt.remote_experts=1", *_CAPACITY)
+VARIANTS = (
+    Variant(name=NONE, reference=None, overrides=("ckpt=none",)),
+    Variant(name=GEMINI, reference=NONE, overrides=("ckpt=gemini", "ckpt.every_iters=8")),
+    Variant(name=MOEVEMENT, reference=NONE, overrides=("ckpt=moevement", "ckpt.window=4")),
+    Variant(name=MOC, reference=NONE, overrides=(*_MOC, *_OFTEN)),
+    Variant(name=MOC_LOAD, reference=NONE, overrides=(*_MOC, *_OFTEN, "ckpt.selection=load")),
+    Variant(name=MOC_SELDOM, reference=NONE, overrides=(*_MOC, *_SELDOM)),
+    Variant(name=MOC_DYNAMIC, reference=NONE, overrides=(*_MOC, *_SELDOM, "ckpt.dynamic_k=true")),
+    Variant(name=LIMITED, reference=None, overrides=("ckpt=none", *_CAPACITY)),
+    Variant(name=MOETION, reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.0")),
+    Variant(name=MOETION_BOOST, reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.10")),
+    Variant(name=SECOND_SEED, reference=None, overrides=("ckpt=none", "train.seed=2")),
+    Variant(name=THIRD_SEED, reference=None, overrides=("ckpt=none", "train.seed=3")),
+)
+COMMON = (
+    "model.num_layers=2",
+    "train.micro_batch_size=8",
+    "train.eval_every_iters=10",
+    "run.tensorboard=false",
+    "run.progress=none",
+    "runtime.heartbeat_s=20",  # a machine that others use, too, may leave a process waiting
+)
+
+
+def faults(iterations: int) -> list[str]:
+    """Return four kills, a fifth of the run apart, each just before an evaluation; one takes a node with its memory."""
+    at = [iterations * fifth // 5 for fifth in range(1, 5)]
+    kills = (
+        f"{{iteration:{at[0]},rank:2,phase:backward}}",
+        f"{{iteration:{at[1]},rank:0,phase:forward}}",
+        f"{{iteration:{at[2]},rank:3,scope:node}}",
+        f"{{iteration:{at[3]},rank:1,phase:step}}",
+    )
+    return ["fault=at", f"fault.at=[{','.join(kills)}]"]
