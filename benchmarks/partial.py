@@ -85,7 +85,6 @@ def write(folder: Path, paths: dict[str, Path], iterations: int, overrides: Sequ
         commit=", ".join(sorted({path.with_suffix(".commit").read_text() for path in paths.values()})),
         hardware=hardware(),
         packages=packages(next(iter(paths.values()))),
-        wall_s=sum(_json(path / "result.json")["wall_s"] for path in paths.values()),
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "partial.svg").write_text(draw(panels_of(runs), "iteration"))

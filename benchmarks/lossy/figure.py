@@ -12,13 +12,13 @@ Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT = 500.0, 320.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 14.0, 62.0, 46.0
 _TICKS_WANTED = 6
-_LIGHT = ("#b9c1cb", "#e0a36b", "#123a5e", "#2a7a4b", "#7b4397", "#b3261e", "#0b7a86")
-_DARK = ("#59636f", "#a5652a", "#9fd0f8", "#62c08a", "#c493dd", "#ff7b70", "#55c3cf")
+_LIGHT = ("#b9c1cb", "#e0a36b", "#123a5e", "#2a7a4b", "#7b4397", "#c2185b", "#0b7a86")
+_DARK = ("#59636f", "#a5652a", "#9fd0f8", "#62c08a", "#c493dd", "#ff79b0", "#55c3cf")
 _WIDTHS = (8.0, 4.5, 1.4, 1.6, 1.6, 1.6, 1.6)
 _STYLE = """\
 .page {{ fill: {page}; }} .frame {{ fill: none; stroke: {faint}; }} .grid {{ stroke: {grid}; }}
 .band {{ fill: {grid}; }} text {{ fill: {text}; }} .faint {{ fill: {faint}; }}
-.fault {{ stroke: {fault}; stroke-dasharray: 2 3; }} text.fault {{ fill: {fault}; stroke: none; }}
+.fault {{ stroke: {fault}; stroke-dasharray: 2 3; stroke-opacity: 0.7; }} text.fault {{ fill: {fault}; stroke: none; }}
 """
 
 

@@ -47,11 +47,13 @@ _TEXT = """\
 
 Written by `{command}`; do not edit.
 
-{iterations} iterations of `tiny` on {ranks} ranks ({common}) under each policy, all of them put to the same faults:
-{faults}. A rank that dies leaves its snapshots in memory; a node takes them along, and what it had comes back from
-storage (moc) or from peers (gemini, moevement, moetion). `none` would start again from the beginning at each fault: it
-runs without any, and is what the others are held against. The runs of moetion have a limited capacity, which is what a
-boost adds to; their reference has the same.
+{iterations} iterations of `tiny` on {ranks} ranks under each policy, all of them put to the same faults.
+
+- Model and training: {common}.
+- Faults: {faults}. A rank that dies leaves its snapshots in memory; a node takes them along, and what it had comes
+  back from storage (moc) or from peers (gemini, moevement, moetion).
+- `none` would start again from the beginning at each fault. It runs without any: the others are held against it.
+- Runs of moetion limit the capacity of experts, which is what a boost adds to; they have a reference that does so, too.
 
 ![Evaluation loss against iterations](partial.svg)
 
@@ -72,12 +74,11 @@ Dotted: faults.
 
 {claimed}
 
-As without faults means: no further above than seeds are apart ({spread} nats at the end). One run each: a difference
-below that says nothing.
+As without faults means: no further above than seeds are apart. One run each: a difference below that says nothing.
 
 ## How
 
-Commit {commit}, {hardware}, {packages}; {wall_s:.0f} s for all runs.
+Commit {commit}, {hardware}, {packages}.
 """
 
 
@@ -90,12 +91,10 @@ class Circumstances:
     commit: str
     hardware: str
     packages: str
-    wall_s: float
 
 
 def page_of(runs: Runs, given: Circumstances) -> str:
     """Return the page in Markdown."""
-    seeds = {NONE, SECOND_SEED, THIRD_SEED} <= runs.keys()
     return _TEXT.format(
         command=given.command,
         iterations=given.iterations,
@@ -107,11 +106,9 @@ def page_of(runs: Runs, given: Circumstances) -> str:
             ("claim", "source", "here", "measured"),
             [(each.claim, each.source, _VERDICTS[each.holds], each.measured) for each in judge(runs)],
         ),
-        spread=f"{spread(runs, given.iterations):.4f}" if seeds else "not run",
         commit=given.commit,
         hardware=given.hardware,
         packages=given.packages,
-        wall_s=given.wall_s,
     )
 
 
@@ -156,8 +153,7 @@ def _costs(run: Measured) -> Iterator[str]:
     if run.snapshot_bytes is None:
         yield from ("", "", "")
         return
-    yield f"{run.plt:.2%}"
-    yield f"{run.mlt:.2%}"
+    yield from (f"{share:.2%}" if share else "0" for share in (run.plt, run.mlt))
     yield f"{run.snapshot_bytes / _MIB:.2f}"
 
 

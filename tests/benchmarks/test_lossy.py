@@ -73,7 +73,7 @@ ALL = {
     MOETION: replace(LOSSY, evaluated={**LOSSY.evaluated, 10: 4.0, 20: 3.0}),
     MOETION_BOOST: replace(LOSSY, evaluated={**LOSSY.evaluated, 10: 4.0, 20: 3.0}, boost_left=0),
 }
-GIVEN = Circumstances(command="it", iterations=30, commit="abc", hardware="a CPU", packages="torch", wall_s=60.0)
+GIVEN = Circumstances(command="it", iterations=30, commit="abc", hardware="a CPU", packages="torch")
 
 
 def test_lifts_are_differences_to_the_run_without_faults() -> None:
@@ -140,7 +140,7 @@ def test_the_numbers_stand_in_the_page() -> None:
     assert "`ckpt=moc`" in rows[MOC]
     assert "**does not hold**" in page
     assert "rank 2 in iteration 10, node of rank 3 in iteration 20" in page
-    assert "(0.1250 nats at the end)" in page
+    assert "seeds are 0.1250 apart" in page
     assert "Commit abc, a CPU" in page
 
 
