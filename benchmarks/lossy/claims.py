@@ -72,7 +72,7 @@ def above(run: Measured, reference: Measured) -> dict[int, float]:
 def jumps(run: Measured, reference: Measured) -> list[float]:
     """Return for each fault how far the training loss of the first new iteration is above that without faults, nats.
 
-    Both have the same batch and dropout: what differs is what experts have lost.
+    Both have the same batch and dropout: what differs comes of what experts have lost in this fault and before.
     """
     return [run.losses[fault.back_to + 1] - reference.losses[fault.back_to + 1] for fault in run.faults]
 

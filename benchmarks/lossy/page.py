@@ -128,11 +128,10 @@ def _column(runs: Runs, title: str, names: Sequence[str]) -> tuple[Panel, Panel]
     ]
     seeds = {NONE, SECOND_SEED, THIRD_SEED} <= runs.keys()
     band = [(at, spread(runs, at)) for at in sorted(reference.evaluated)] if seeds else []
+    below = f"above the run without faults{' (grey: between seeds)' if band else ''}"
     return (
         Panel(title=title, y="evaluation loss, nats per token", lines=lines, marks=marks, has_legend=True),
-        Panel(
-            title="above the run without faults", y="difference, nats per token", lines=higher, marks=marks, band=band
-        ),
+        Panel(title=below, y="difference, nats per token", lines=higher, marks=marks, band=band),
     )
 
 
