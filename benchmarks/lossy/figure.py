@@ -12,22 +12,28 @@ Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT = 500.0, 320.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 14.0, 62.0, 46.0
 _TICKS_WANTED = 6
-_LIGHT = ("#b9c1cb", "#e0a36b", "#123a5e", "#2a7a4b", "#7b4397", "#c2185b", "#0b7a86")
-_DARK = ("#59636f", "#a5652a", "#9fd0f8", "#62c08a", "#c493dd", "#ff79b0", "#55c3cf")
-_WIDTHS = (8.0, 4.5, 1.4, 1.6, 1.6, 1.6, 1.6)
+_STYLES = {
+    "none": ("#b9c1cb", "#59636f", 8.0),
+    "gemini": ("#e0a36b", "#a5652a", 4.5),
+    "moevement": ("#123a5e", "#9fd0f8", 1.4),
+    "first": ("#2a7a4b", "#62c08a", 1.6),
+    "second": ("#7b4397", "#c493dd", 1.6),
+    "third": ("#c2185b", "#ff79b0", 1.6),
+}
 _STYLE = """\
 .page {{ fill: {page}; }} .frame {{ fill: none; stroke: {faint}; }} .grid {{ stroke: {grid}; }}
 .band {{ fill: {grid}; }} text {{ fill: {text}; }} .faint {{ fill: {faint}; }}
 .fault {{ stroke: {fault}; stroke-dasharray: 2 3; stroke-opacity: 0.7; }} text.fault {{ fill: {fault}; stroke: none; }}
+.dashed {{ stroke-dasharray: 5 2; }}
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points joined by a line. `style`: which colour and width, 0 the widest, meant to lie below others."""
+    """Points joined by a line. `style`: a key of _STYLES, with " dashed" or not; what comes first is below."""
 
     name: str
-    style: int
+    style: str
     points: Points
 
 
@@ -77,10 +83,10 @@ def _style() -> str:
     dark = {"page": "#0f1318", "text": "#e4e8ed", "faint": "#a0aab6", "grid": "#29313b", "fault": "#ff7b70"}
     strokes = [
         "".join(
-            f".line{style} {{ stroke: {color}; stroke-width: {width}; fill: none; }}\n"
-            for style, (color, width) in enumerate(zip(colors, _WIDTHS, strict=True))
+            f".{style} {{ stroke: {colors[theme]}; stroke-width: {width}; fill: none; }}\n"
+            for style, (*colors, width) in _STYLES.items()
         )
-        for colors in (_LIGHT, _DARK)
+        for theme in (0, 1)
     ]
     night = _STYLE.format(**dark) + strokes[1]
     return f"{_STYLE.format(**light)}{strokes[0]}@media (prefers-color-scheme: dark) {{\n{night}}}\n"
@@ -121,8 +127,8 @@ def _panel(panel: Panel, x_title: str) -> Iterator[str]:
         x = scale.x(at)
         yield f'<line class="fault" x1="{x}" x2="{x}" y1="{_TOP - 4}" y2="{bottom}"/>'
         yield f'<text class="fault" x="{x}" y="{_TOP - 9}" text-anchor="middle" font-size="10">{escape(who)}</text>'
-    for line in sorted(panel.lines, key=lambda line: line.style):
-        yield f'<polyline class="line{line.style}" points="{scale.points(line.points)}"/>'
+    for line in panel.lines:
+        yield f'<polyline class="{line.style}" points="{scale.points(line.points)}"/>'
     yield f'<rect class="frame" x="{_LEFT}" y="{_TOP}" width="{right - _LEFT}" height="{bottom - _TOP}"/>'
     yield f'<text x="{_LEFT}" y="26" font-size="14" font-weight="600">{escape(panel.title)}</text>'
     if panel.has_legend:
@@ -148,5 +154,5 @@ def _legend(lines: Sequence[Line]) -> Iterator[str]:
     yield f'<rect class="page" x="{x - 8}" y="{_TOP + 6}" width="190" height="{18 * len(lines) + 6}" rx="4"/>'
     for number, line in enumerate(lines):
         y = _TOP + 18 + 18 * number
-        yield f'<line class="line{line.style}" x1="{x}" x2="{x + 28}" y1="{y}" y2="{y}"/>'
+        yield f'<line class="{line.style}" x1="{x}" x2="{x + 28}" y1="{y}" y2="{y}"/>'
         yield f'<text x="{x + 36}" y="{y + 4}">{escape(line.name)}</text>'

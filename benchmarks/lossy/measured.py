@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.faults.log import InjectedFault, read_faults
 from launcher.report.episodes import Episode
-from launcher.report.facts import Facts, gather
+from launcher.report.facts import gather
 from launcher.report.read import read_run
-from moe_ckpt.events import CapacityBoosted, ExpertsChosen, SnapshotTaken, read_events
+from moe_ckpt.events import CapacityBoosted, ExpertsChosen, SnapshotTaken, TokensLost, read_events
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,8 @@ class Fault:
 class Measured:
     """A run. Losses in nats per token, by iteration, of the last time that it was trained.
 
-    `plt` and `mlt` are shares of all tokens of the run. `snapshot_bytes`: the mean over snapshots, of all ranks
+    `plt` and `mlt` are shares of all tokens of the run, `plt_of_first` what the first fault has cost of them.
+    `snapshot_bytes`: the mean over snapshots, of all ranks
     together; None without any. `experts`: experts of each layer in the last one. `boost_left`: lost tokens that have
     not been made up by more capacity, None where there was no such thing.
     """
@@ -37,6 +38,7 @@ class Measured:
     faults: tuple[Fault, ...]
     plt: float
     mlt: float
+    plt_of_first: float
     lost_tokens: int
     boost_left: int | None
     experts: int | None
@@ -58,8 +60,9 @@ def read_measured(path: Path) -> Measured:
         evaluated={event.iteration: event.loss for event in facts.evaluated},
         losses=dict(zip(facts.series.iteration.tolist(), facts.series.loss.tolist(), strict=True)),
         faults=tuple(_fault(episode, injected) for episode in facts.episodes),
-        plt=_of_whole_run(facts, "plt", result["iteration"]),
-        mlt=_of_whole_run(facts, "mlt", result["iteration"]),
+        plt=_of_whole_run(facts.lost[-1:], "plt", result["iteration"]),
+        mlt=_of_whole_run(facts.lost[-1:], "mlt", result["iteration"]),
+        plt_of_first=_of_whole_run(facts.lost[:1], "plt", result["iteration"]),
         lost_tokens=sum(sum(event.lost_by_layer) for event in facts.lost),
         boost_left=_boost_left(of_ranks),
         experts=_experts(of_ranks),
@@ -76,9 +79,9 @@ def _fault(episode: Episode, injected: list[InjectedFault]) -> Fault:
     return Fault(struck=episode.struck, back_to=episode.iteration, who=who)
 
 
-def _of_whole_run(facts: Facts, share: str, iterations: int) -> float:
-    """Return a share of lost tokens at the end: events tell it of the tokens until the last fault."""
-    return getattr(facts.lost[-1], share) * facts.lost[-1].iteration / iterations if facts.lost else 0.0
+def _of_whole_run(told: Sequence[TokensLost], share: str, iterations: int) -> float:
+    """Return what a recovery told as a share of the tokens until then as one of the whole run; without any, 0."""
+    return sum(getattr(event, share) * event.iteration / iterations for event in told)
 
 
 def _boost_left(of_ranks: list[list]) -> int | None:

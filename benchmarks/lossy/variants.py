@@ -18,14 +18,18 @@ class Variant:
     overrides: tuple[str, ...]
 
 
-NONE, SECOND_SEED, THIRD_SEED = "none", "none, second seed", "none, third seed"
+NONE, NUDGED, NUDGED_MORE, OTHER_SEED = "none", "none, nudged", "none, nudged more", "none, second seed"
 GEMINI, MOEVEMENT = "gemini", "moevement"
-MOC, MOC_LOAD, MOC_SELDOM, MOC_DYNAMIC = "moc", "moc, load-aware", "moc, seldom", "moc, seldom, Dynamic-K"
+MOC, MOC_LOAD = "moc", "moc, load-aware"
+MOC_FOURTH, MOC_FOURTH_DYNAMIC = "moc, every 4", "moc, every 4, Dynamic-K"
+MOC_SELDOM, MOC_SELDOM_DYNAMIC = "moc, seldom", "moc, seldom, Dynamic-K"
 LIMITED, MOETION, MOETION_BOOST = "none, limited capacity", "moetion", "moetion, boost"
 
 _CAPACITY = ("model.moe_capacity_factor=1.0",)
 _MOC = ("ckpt=moc", "ckpt.k_persist=1", "ckpt.dynamic_k=false")
-_OFTEN, _SELDOM = ("ckpt.k_snapshot=2",), ("ckpt.k_snapshot=1", "ckpt.every_iters=8")
+_OFTEN, _FOURTH = ("ckpt.k_snapshot=2",), ("ckpt.k_snapshot=2", "ckpt.every_iters=4")
+_SELDOM = ("ckpt.k_snapshot=1", "ckpt.every_iters=8")
+_DYNAMIC = "ckpt.dynamic_k=true"
 _MOETION = ("ckpt=moetion", "ckpt.experts=2", "ckpt.remote_experts=1", *_CAPACITY)
 VARIANTS = (
     Variant(name=NONE, reference=None, overrides=("ckpt=none",)),
@@ -33,13 +37,16 @@ VARIANTS = (
     Variant(name=MOEVEMENT, reference=NONE, overrides=("ckpt=moevement", "ckpt.window=4")),
     Variant(name=MOC, reference=NONE, overrides=(*_MOC, *_OFTEN)),
     Variant(name=MOC_LOAD, reference=NONE, overrides=(*_MOC, *_OFTEN, "ckpt.selection=load")),
+    Variant(name=MOC_FOURTH, reference=NONE, overrides=(*_MOC, *_FOURTH)),
+    Variant(name=MOC_FOURTH_DYNAMIC, reference=NONE, overrides=(*_MOC, *_FOURTH, _DYNAMIC)),
     Variant(name=MOC_SELDOM, reference=NONE, overrides=(*_MOC, *_SELDOM)),
-    Variant(name=MOC_DYNAMIC, reference=NONE, overrides=(*_MOC, *_SELDOM, "ckpt.dynamic_k=true")),
+    Variant(name=MOC_SELDOM_DYNAMIC, reference=NONE, overrides=(*_MOC, *_SELDOM, _DYNAMIC)),
     Variant(name=LIMITED, reference=None, overrides=("ckpt=none", *_CAPACITY)),
     Variant(name=MOETION, reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.0")),
     Variant(name=MOETION_BOOST, reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.10")),
-    Variant(name=SECOND_SEED, reference=None, overrides=("ckpt=none", "train.seed=2")),
-    Variant(name=THIRD_SEED, reference=None, overrides=("ckpt=none", "train.seed=3")),
+    Variant(name=NUDGED, reference=None, overrides=("ckpt=none", "train.adam_eps=1.1e-8")),
+    Variant(name=NUDGED_MORE, reference=None, overrides=("ckpt=none", "train.adam_eps=1.2e-8")),
+    Variant(name=OTHER_SEED, reference=None, overrides=("ckpt=none", "train.seed=2")),
 )
 COMMON = (
     "model.num_layers=2",

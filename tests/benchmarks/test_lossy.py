@@ -15,15 +15,17 @@ from benchmarks.lossy.variants import (
     GEMINI,
     LIMITED,
     MOC,
-    MOC_DYNAMIC,
+    MOC_FOURTH,
+    MOC_FOURTH_DYNAMIC,
     MOC_LOAD,
     MOC_SELDOM,
+    MOC_SELDOM_DYNAMIC,
     MOETION,
     MOETION_BOOST,
     MOEVEMENT,
     NONE,
-    SECOND_SEED,
-    THIRD_SEED,
+    NUDGED,
+    NUDGED_MORE,
     faults,
 )
 
@@ -33,6 +35,7 @@ PLAIN = Measured(
     faults=(),
     plt=0.0,
     mlt=0.0,
+    plt_of_first=0.0,
     lost_tokens=0,
     boost_left=None,
     experts=None,
@@ -61,14 +64,16 @@ def ending(run: Measured, end: float, plt: float = 0.02) -> Measured:
 
 ALL = {
     NONE: PLAIN,
-    SECOND_SEED: ending(PLAIN, 1.9375, 0.0),
-    THIRD_SEED: ending(PLAIN, 2.0625, 0.0),
+    NUDGED: ending(PLAIN, 1.9375, 0.0),
+    NUDGED_MORE: ending(PLAIN, 2.0625, 0.0),
     GEMINI: STRUCK,
     MOEVEMENT: STRUCK,
     MOC: LOSSY,
     MOC_LOAD: LOSSY,
+    MOC_FOURTH: ending(LOSSY, 2.1875, 0.06),
+    MOC_FOURTH_DYNAMIC: replace(LOSSY, experts=8),
     MOC_SELDOM: ending(LOSSY, 2.25, 0.2),
-    MOC_DYNAMIC: replace(LOSSY, experts=8),
+    MOC_SELDOM_DYNAMIC: replace(LOSSY, experts=8),
     LIMITED: PLAIN,
     MOETION: replace(LOSSY, evaluated={**LOSSY.evaluated, 10: 4.0, 20: 3.0}),
     MOETION_BOOST: replace(LOSSY, evaluated={**LOSSY.evaluated, 10: 4.0, 20: 3.0}, boost_left=0),
@@ -89,7 +94,7 @@ def test_what_remains_is_that_of_the_last_evaluation_before_the_next_fault() -> 
     assert remains(LOSSY, PLAIN) == {10: 0.25, 30: 0.03125}
 
 
-def test_seeds_are_apart_by_the_most_less_the_least() -> None:
+def test_nudged_runs_are_apart_by_the_most_less_the_least() -> None:
     assert spread(ALL, 30) == 0.125
     assert spread(ALL, 10) == 0.0
 
@@ -105,13 +110,13 @@ BROKEN = {
     "harmed below the limit": (1, {MOC_LOAD: ending(LOSSY, 2.2)}, False),
     "nothing below the limit": (
         1,
-        {name: replace(LOSSY, plt=0.05) for name in (MOC, MOC_LOAD, MOC_DYNAMIC)},
+        {name: replace(LOSSY, plt=0.05) for name in (MOC, MOC_LOAD, MOC_FOURTH_DYNAMIC, MOC_SELDOM_DYNAMIC)},
         None,
     ),
     "unharmed above the limit": (2, {MOC_SELDOM: ending(LOSSY, 2.1, 0.2)}, False),
-    "nothing above the limit": (2, {MOC_SELDOM: ending(LOSSY, 2.25, 0.03)}, None),
-    "Dynamic-K above the limit": (3, {MOC_DYNAMIC: replace(LOSSY, plt=0.04)}, False),
-    "Dynamic-K not needed": (3, {MOC_SELDOM: LOSSY}, None),
+    "nothing above the limit": (2, {MOC_SELDOM: LOSSY, MOC_FOURTH: LOSSY}, None),
+    "Dynamic-K above the limit": (3, {MOC_SELDOM_DYNAMIC: replace(LOSSY, plt=0.04)}, False),
+    "Dynamic-K not needed": (3, {MOC_SELDOM: LOSSY, MOC_FOURTH: LOSSY}, None),
     "load-aware is better": (4, {MOC_LOAD: ending(LOSSY, 1.9)}, False),
     "a spike in training": (5, {MOETION: replace(LOSSY, losses={**PLAIN.losses, 9: 4.7})}, False),
     "a spike in an evaluation": (5, {MOETION_BOOST: replace(LOSSY, evaluated={**LOSSY.evaluated, 20: 3.6})}, False),
@@ -140,13 +145,13 @@ def test_the_numbers_stand_in_the_page() -> None:
     assert "`ckpt=moc`" in rows[MOC]
     assert "**does not hold**" in page
     assert "rank 2 in iteration 10, node of rank 3 in iteration 20" in page
-    assert "seeds are 0.1250 apart" in page
+    assert "nudged runs are 0.1250 apart" in page
     assert "Commit abc, a CPU" in page
 
 
 def test_a_page_of_few_runs_says_what_is_missing() -> None:
     page = page_of({NONE: PLAIN, MOC: LOSSY}, GIVEN)
-    assert "not run: none, second seed" in page
+    assert "not run: none, nudged; none, nudged more" in page
     assert len(panels_of({NONE: PLAIN, MOC: LOSSY})[0]) == 1
 
 
@@ -154,17 +159,19 @@ def test_the_figure_has_all_runs_twice_with_fault_marks_and_titles() -> None:
     svg = draw(panels_of(ALL), "iteration")
     root = ElementTree.fromstring(svg)
     space = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f".//{space}polyline")) == 2 * (7 + 3)
+    assert len(root.findall(f".//{space}polyline")) == 2 * (9 + 3)
     texts = [element.text for element in root.iter(f"{space}text")]
     assert texts.count("node of rank 3") == 4
     assert texts.count("iteration") == 4
     assert texts.count("evaluation loss, nats per token") == 2
-    assert {MOC_DYNAMIC, MOETION_BOOST} <= set(texts)
+    assert {MOC_SELDOM_DYNAMIC, MOETION_BOOST} <= set(texts)
     assert "prefers-color-scheme: dark" in svg
 
 
 def test_points_lie_where_the_axes_say() -> None:
-    svg = draw([[Panel(title="<&", y="y", lines=[Line(name="a", style=0, points=[(0, 1), (4, 2)])], marks=[])]], "x")
+    svg = draw(
+        [[Panel(title="<&", y="y", lines=[Line(name="a", style="none", points=[(0, 1), (4, 2)])], marks=[])]], "x"
+    )
     (x0, y0), (x1, y1) = (
         map(float, point.split(",")) for point in svg.split('points="')[1].partition('"')[0].split(" ")
     )

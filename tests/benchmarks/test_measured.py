@@ -55,6 +55,7 @@ def test_losses_faults_shares_and_bytes_of_a_run(tmp_path: Path) -> None:
     assert measured.faults == (Fault(struck=6, back_to=5, who="rank 1"),)
     assert measured.plt == pytest.approx(0.01 * 5 / 12), "told of 5 iterations, of 12 in all"
     assert measured.mlt == pytest.approx(0.02 * 5 / 12)
+    assert measured.plt_of_first == measured.plt, "there was one"
     assert measured.lost_tokens == 4 * 5 + 2
     assert measured.snapshot_bytes == 4 * (2 << 20)
     assert measured.digests == ("a", "b", "c", "d")
