@@ -102,10 +102,9 @@ def _without_most_records(events: Sequence[Noted]) -> tuple[Noted, ...]:
     """Return the events, with as many records of experts as a heat map has columns: each is of hundreds of numbers."""
     left_out: set[int] = set()
     for kind in (ExpertPopularity, ExpertsOrdered):
-        places = [place for place, noted in enumerate(events) if isinstance(noted.event, kind)]
-        iterations = np.array([events[place].event.iteration for place in places], np.int64)
-        kept = {places[number] for number in in_steps(iterations, _MOST_RECORDS)}
-        left_out |= set(places) - kept
+        found = {place: noted.event for place, noted in enumerate(events) if isinstance(noted.event, kind)}
+        iterations, places = np.array([event.iteration for event in found.values()], np.int64), list(found)
+        left_out |= set(places) - {places[number] for number in in_steps(iterations, _MOST_RECORDS)}
     return tuple(noted for place, noted in enumerate(events) if place not in left_out)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
 
 import pytest
@@ -90,7 +91,7 @@ POLICIES = {
 }
 
 
-def run_of(policy: str, kills: tuple[Kill, ...] = KILLS, **constants: float) -> RealRun:
+def run_of(policy: str, constants: Mapping[str, float], kills: tuple[Kill, ...] = KILLS) -> RealRun:
     """A run that a simulation made, on a machine with its own constants."""
     settings = compose_settings([f"ckpt={policy}", *POLICIES[policy], "train.global_batch_size=16"])
     machine = compose_machine(["cluster=local", *(f"cluster.{name}={value}" for name, value in constants.items())])[0]
@@ -108,12 +109,12 @@ MACHINE = {"detect_s": 0.3, "rebuild_s": 0.7, "resume_s": 1.5, "restart_s": 9.0,
 @cache
 def measured() -> ClusterConfig:
     kills = (Kill(rank=1, iteration=8), Kill(rank=3, iteration=16))
-    return constants_of([run_of(name, kills, **MACHINE) for name in ("none", "gemini", "moevement")])
+    return constants_of([run_of(name, MACHINE, kills) for name in ("none", "gemini", "moevement")])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_constants_from_other_runs_predict_a_run_of_the_same_machine(policy: str) -> None:
-    run = run_of(policy, **MACHINE)
+    run = run_of(policy, MACHINE)
     truth, predicted = facts_of(run.ranks), predict_run(run, measured(), None, 30)
     assert predicted.recovery_s == pytest.approx(truth.recovery_s, rel=0.05)
     assert predicted.ettr == pytest.approx(truth.ettr, abs=0.01)
