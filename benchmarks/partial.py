@@ -40,7 +40,8 @@ def main() -> int:
         folder = (options.runs or Path(temporary)).resolve()
         chosen = [variant for variant in VARIANTS if variant.name in (options.only or names)]
         paths = {variant.name: run(variant, folder, options.iterations, overrides) for variant in chosen}
-        write(options.to, paths, options.iterations, overrides)
+        asked = [f"--only '{name}'" for name in options.only or ()]
+        write(options.to, paths, options.iterations, [*asked, *overrides])
     return 0
 
 
@@ -76,11 +77,11 @@ def is_done(path: Path, arguments: Sequence[str]) -> bool:
     return (path / "result.json").exists() and _json(path / "run.json")["command"][1:] == list(arguments)
 
 
-def write(folder: Path, paths: dict[str, Path], iterations: int, overrides: Sequence[str]) -> None:
-    """Write the page and the figure about finished runs, by name."""
+def write(folder: Path, paths: dict[str, Path], iterations: int, arguments: Sequence[str]) -> None:
+    """Write the page and the figure about finished runs, by name; `arguments` are the command's."""
     runs = {name: read_measured(path) for name, path in paths.items()}
     given = Circumstances(
-        command=" ".join(["python benchmarks/partial.py", *overrides]),
+        command=" ".join(["python benchmarks/partial.py", *arguments]),
         iterations=iterations,
         commit=", ".join(sorted({path.with_suffix(".commit").read_text() for path in paths.values()})),
         hardware=hardware(),

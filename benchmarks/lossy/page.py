@@ -165,9 +165,10 @@ def _rows(runs: Runs) -> Iterator[tuple[str, ...]]:
     for variant in VARIANTS:
         if variant.name in runs:
             run = runs[variant.name]
-            settings = " ".join(f"`{override}`" for override in variant.overrides)
+            settings = dict(override.split("=") for override in variant.overrides)  # the last of a name counts
             reference = runs.get(variant.reference or "")
-            yield (variant.name, settings, *_costs(run), f"{run.last_evaluation:.4f}", *_lifts(run, reference))
+            said = " ".join(f"`{name}={value}`" for name, value in settings.items())
+            yield (variant.name, said, *_costs(run), f"{run.last_evaluation:.4f}", *_lifts(run, reference))
 
 
 def _costs(run: Measured) -> Iterator[str]:
