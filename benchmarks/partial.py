@@ -3,7 +3,7 @@
     python benchmarks/partial.py [--to docs] [--runs DIR] [OVERRIDES]      # model=tiny, 4 ranks, fifteen runs
 
 Writes partial.svg and partial.md: what was measured, and whether it bears out what the papers claim. Runs that are
-finished in DIR are not run again.
+finished in DIR are not run again, others from the start.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ def run(variant: Variant, folder: Path, iterations: int, overrides: Sequence[str
     if is_done(path, arguments):
         return path
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)  # one that was cut off would go on, with faults of its own
     path.with_suffix(".commit").write_text(commit())
     command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={RANKS}"]
     log = path.with_suffix(".log")

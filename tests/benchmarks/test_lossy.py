@@ -138,6 +138,11 @@ def test_a_claim_about_runs_that_are_not_there_says_which() -> None:
     assert verdicts[0].measured == "not run: gemini; moevement"
 
 
+def test_a_claim_is_judged_by_those_of_its_runs_that_are_there() -> None:
+    fewer = {name: run for name, run in ALL.items() if name not in (MOC_FOURTH, MOC_FOURTH_DYNAMIC, MOC_LOAD)}
+    assert [verdict.holds for verdict in judge(fewer)][1:5] == [True, True, True, None]
+
+
 def test_the_numbers_stand_in_the_page() -> None:
     page = page_of(ALL | {MOC_SELDOM: ending(LOSSY, 2.1, 0.2)}, GIVEN)
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines() if line.startswith("| ")}
