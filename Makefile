@@ -3,6 +3,7 @@
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
 # make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are,
 #             how long the simulator takes, and a report of a large run (4 GB of events in a temporary folder)
+# make partial  evaluation loss of lossless and partial checkpoints under four faults, into docs/partial.md
 # make profile  this machine's constants for the simulator, as cluster=measured (a minute of training on 4 local ranks)
 # All make .venv on the first call and install nothing on the next.
 
@@ -10,7 +11,7 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
-.PHONY: demo test check chaos bench profile venv dev clean
+.PHONY: demo test check chaos bench partial profile venv dev clean
 
 demo: venv
 	@.venv/bin/python scripts/demo.py
@@ -22,6 +23,9 @@ bench: venv
 	@.venv/bin/torchrun --nproc-per-node=2 benchmarks/copies.py
 	@.venv/bin/python benchmarks/report.py
 	@.venv/bin/python benchmarks/simulator.py
+
+partial: venv
+	@.venv/bin/python benchmarks/partial.py
 
 profile: venv
 	@rm -rf outputs/profile
