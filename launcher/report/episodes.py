@@ -115,7 +115,7 @@ def _episode(number: int, run: RunLog, rows: Stretches, lost: Stretches, noted: 
     mean_us = {part: float(lengths_us[spent[:, _PART] == part].sum()) / num_ranks for part in (Part.LOST, *RECOVERY)}
     rejoined = [n.event for _, n in noted if isinstance(n.event, Rejoined)]
     recovered = [n.event for _, n in noted if isinstance(n.event, StageRecovered)]
-    replaying = sorted({int(row[_RANK]) for row in rows if row[_PART] == Part.REPLAY})
+    replaying = np.unique(rows[rows[:, _PART] == Part.REPLAY, _RANK]).tolist()
     replays = {(rank, n.at_us): n.event for rank, n in noted if isinstance(n.event, StageRecovered)}
     start_us, end_us = int(rows[:, _START].min()), int(rows[:, _END].max())
     return Episode(

@@ -106,8 +106,13 @@ def read_rank(rank: int, path: Path) -> RankLog:
     gc.disable()  # millions of small objects that are in no cycle
     try:
         with path.open("rb") as file:
-            while lines := file.readlines(_BLOCK_BYTES):
-                reader.add(lines)
+            rest = b""
+            while read := file.read(_BLOCK_BYTES):
+                lines, newline, rest = (rest + read).rpartition(b"\n")
+                if newline:
+                    reader.add(lines)
+            if rest:
+                reader.problems.append(f"rank {rank}: the last line is half-written, left out")
     except OSError as error:
         reader.problems.append(f"rank {rank}: could not be read ({error})")
     finally:
@@ -125,22 +130,19 @@ class _Reader:
         self._num_damaged = 0
         self._num_commits = 0
 
-    def add(self, lines: list[bytes]) -> None:
-        if not lines[-1].endswith(b"\n"):
-            lines.pop()
-            self.problems.append(f"rank {self._rank}: the last line is half-written, left out")
+    def add(self, lines: bytes) -> None:
+        """Take whole lines, without the newline of the last."""
         records = _together(lines)
         if records is None:
-            records = [record for line in lines if (record := self._checked(_parsed(line)))]
-        kinds = list(map(_KIND_OF, records))
-        commits: Sequence[int] = ()
-        for kind in _TABLES.keys() & set(kinds):
-            numbers = [number for number, each in enumerate(kinds) if each == kind]
-            taken = self._add_rows(kind, numbers, [records[number] for number in numbers])
-            commits = taken if kind == "IterationCommitted" else commits
-        for number, (kind, record) in enumerate(zip(kinds, records, strict=True)):
-            if kind not in _TABLES:
-                self._add_event(record, self._num_commits + bisect(commits, number))
+            records = [record for line in lines.split(b"\n") if (record := self._checked(_parsed(line)))]
+        numbers: dict[str, list[int]] = {}
+        for number, kind in enumerate(map(_KIND_OF, records)):
+            numbers.setdefault(kind, []).append(number)
+        for kind in _TABLES.keys() & numbers.keys():
+            numbers[kind] = self._add_rows(kind, numbers[kind], [records[number] for number in numbers[kind]])
+        commits = numbers.get("IterationCommitted", [])
+        for number in sorted(chain.from_iterable(numbers[kind] for kind in numbers.keys() - _TABLES.keys())):
+            self._add_event(records[number], self._num_commits + bisect(commits, number))
         self._num_commits += len(commits)
 
     def finish(self) -> RankLog:
@@ -157,7 +159,7 @@ class _Reader:
             problems=tuple(self.problems),
         )
 
-    def _add_rows(self, kind: str, numbers: Sequence[int], records: Sequence[Record]) -> Sequence[int]:
+    def _add_rows(self, kind: str, numbers: list[int], records: Sequence[Record]) -> list[int]:
         """Take the numbers in these records, one by one where any is not as it should be; return which had them."""
         names = _TABLES[kind]
         try:
@@ -212,14 +214,15 @@ class _Reader:
             self._events.append(noted)
 
 
-def _together(lines: Sequence[bytes]) -> list[Record] | None:
+def _together(lines: bytes) -> list[Record] | None:
     """Return what lines hold, one record each, parsed in one go; None where any is not one with a kind."""
     try:
-        records = orjson.loads(b"[%b]" % b",".join(lines))
-        kinds = set(map(type, map(_KIND_OF, records)))
+        records = orjson.loads(b"[%b]" % lines.replace(b"\n", b","))
+        kinds = set(map(_KIND_OF, records))
     except (ValueError, KeyError, TypeError):
         return None
-    return records if kinds == {str} and len(records) == len(lines) else None
+    is_one_each = len(records) == lines.count(b"\n") + 1
+    return records if is_one_each and all(isinstance(kind, str) for kind in kinds) else None
 
 
 def _parsed(line: bytes) -> Any:
