@@ -1,4 +1,4 @@
-"""All lossless policies on one machine: what they cost while nothing fails, and what a fault costs.
+"""All policies on one machine: what they cost while nothing fails, and what a fault costs.
 
     python benchmarks/policies.py [--kills 3] [--write README.md] [OVERRIDES]      # model=small, 4 ranks
 
@@ -47,6 +47,8 @@ VARIANTS = (
     Variant(name="gemini, every iteration", overrides=("ckpt=gemini", "ckpt.every_iters=1")),
     Variant(name="gemini, best for an MTBF of 10 min", overrides=("ckpt=gemini", "ckpt.mtbf_s=600")),
     Variant(name="moevement", overrides=("ckpt=moevement",)),
+    Variant(name="moc", overrides=("ckpt=moc",)),
+    Variant(name="moetion", overrides=("ckpt=moetion",)),
 )
 COLUMNS = (
     "policy",
