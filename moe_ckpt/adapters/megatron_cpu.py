@@ -1,8 +1,9 @@
 """CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls without asking whether a GPU is there.
 
 Owns: making an unmodified Megatron-Core model train on CPU tensors with gloo. Active only where CUDA is absent; on a
-machine with a GPU `enable` only mends one name that a missing Transformer Engine leaves undefined. Must not: change
-what a computation returns, or know anything about models.
+machine with a GPU `enable` only mends one name that a missing Transformer Engine leaves undefined. Must not: know
+anything about models, or change what a computation returns, but for the order in which products are summed where the
+processor is slow at them (`cpu_matmul`).
 
 The "CUDA" generator is the default CPU generator here: Megatron's RNG tracker forks and restores that one.
 """
@@ -18,6 +19,8 @@ from typing import Any, Final
 import torch
 import torch.distributed
 from torch.overrides import TorchFunctionMode
+
+from moe_ckpt.adapters import cpu_matmul
 
 _CPU: Final = torch.device("cpu")
 _active: _CudaNamesOnCpu | None = None
@@ -121,6 +124,7 @@ def enable() -> bool:
         for path, stand_in in _CUDA_STAND_INS.items():
             _replace(path, stand_in)
         _take_plain_split_sizes()
+        cpu_matmul.multiply_in_float32(cpu_matmul.slow_formats())
         _stay_active_in_backward()
         logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_shared_generator_note)
         _active = _CudaNamesOnCpu()

@@ -1,0 +1,52 @@
+"""Products of bfloat16 and float16 matrices on processors that have no instructions for them.
+
+Owns: replacing PyTorch's own loops, which are some fifty times slower than its float32 products there (AVX2: 1 and 57
+GFLOPS a core), by float32 products whose result is rounded once, for this process. Sums are float32 in both, in
+another order. Must not: touch a processor, or a number format, that PyTorch has fast products for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+_HAS_FAST_PRODUCTS: Final[dict[torch.dtype, Callable[[], bool]]] = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
+_aten: Final[Any] = torch.ops.aten
+_library: torch.library.Library | None = None
+
+
+def slow_formats() -> frozenset[torch.dtype]:
+    """Return the number formats whose products are slow on this processor."""
+    return frozenset(dtype for dtype, is_fast in _HAS_FAST_PRODUCTS.items() if not is_fast())
+
+
+def multiply_in_float32(formats: frozenset[torch.dtype]) -> None:
+    """From now on compute CPU products of these formats in float32; all others stay as they are. Once a process."""
+    global _library
+    if not formats or _library is not None:
+        return
+    _library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel")
+        for name in ("mm", "bmm", "addmm", "baddbmm"):
+            _library.impl(name, _widened(getattr(_aten, name).out, formats), "CPU")
+
+
+def _widened(product: Callable[..., torch.Tensor], formats: frozenset[torch.dtype]) -> Callable[..., torch.Tensor]:
+    """Return a product of its last two tensors that is computed as `product`, which takes `out`, or in float32."""
+
+    def multiply(*tensors: torch.Tensor, **scalars: Any) -> torch.Tensor:
+        left, right = tensors[-2:]
+        shape = (*left.shape[:-1], right.shape[-1])
+        if left.dtype not in formats:
+            return product(*tensors, **scalars, out=left.new_empty(shape))
+        wide = product(*(tensor.float() for tensor in tensors), **scalars, out=torch.empty(shape))
+        return wide.to(left.dtype)
+
+    return multiply
