@@ -33,7 +33,7 @@ from moe_ckpt.events import Event, IterationCommitted, ModelBuilt, Rejoined, Tra
 RANKS = 4
 WARM_ITERATIONS = 6
 NEW_ITERATIONS_BETWEEN_KILLS = 4
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 console = Console(highlight=False)
 
@@ -117,10 +117,11 @@ def main() -> int:
 def measure(job: Job, kills: int, seed: int) -> list[Recovered]:
     """Kill a random rank again and again; return how each was recovered from."""
     chosen = random.Random(seed)
-    job.wait_for(lambda: len(job.committed()) >= WARM_ITERATIONS, "first iterations")
-    found = [kill_once(job, chosen) for _ in range(kills)]
-    job.stop()
-    return found
+    try:
+        job.wait_for(lambda: len(job.committed()) >= WARM_ITERATIONS, "first iterations")
+        return [kill_once(job, chosen) for _ in range(kills)]
+    finally:
+        job.stop()
 
 
 def kill_once(job: Job, chosen: random.Random) -> Recovered:
