@@ -1,5 +1,5 @@
 # make demo   train on 4 local ranks, kill two of them, show that nothing was lost           (under 5 minutes)
-# make test   ruff, pyright, import-linter, pytest                                           (about half an hour)
+# make test   ruff, pyright, import-linter, pytest                                           (about three quarters of an hour)
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
 # make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are,
 #             how long the simulator takes, and a report of a large run (4 GB of events in a temporary folder)

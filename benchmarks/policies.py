@@ -1,9 +1,10 @@
 """All policies on one machine: what they cost while nothing fails, and what a fault costs.
 
-    python benchmarks/policies.py [--kills 3] [--write README.md] [OVERRIDES]      # model=small, 4 ranks
+    python benchmarks/policies.py [--kills 3] [--only POLICY] [--write README.md] [OVERRIDES]    # model=small, 4 ranks
 
 For each policy one job with and without checkpoints in alternating blocks (benchmarks/overhead.py), and one that loses
-a random rank again and again (benchmarks/recovery.py). `--write` puts the table between the marks in a file.
+a random rank again and again (benchmarks/recovery.py). `--write` puts rows into the table between the marks in a file,
+each as soon as it is measured, and leaves those of other policies.
 """
 
 from __future__ import annotations
@@ -66,19 +67,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--only", action="append", choices=names, metavar="POLICY", help=f"one of: {'; '.join(names)}")
     parser.add_argument("--write", type=Path)
     options, overrides = parser.parse_known_args()
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, variant in enumerate(VARIANTS):
-            place = Path(folder) / str(number)
+        for variant in (each for each in VARIANTS if each.name in (options.only or names)):
+            place = Path(folder) / variant.name.replace(" ", "-")
             place.mkdir()
             cost = overhead(variant, place, overrides)
-            recovered = recovery(variant, place, overrides, options.kills, options.seed)
-            rows.append(row_of(variant, cost, recovered))
-            print(" | ".join(rows[-1]), flush=True)
-    if options.write:
-        write(options.write, rows)
+            row = row_of(variant, cost, recovery(variant, place, overrides, options.kills, options.seed))
+            print(" | ".join(row), flush=True)
+            if options.write:
+                write(options.write, row)
     return 0
 
 
@@ -122,15 +123,17 @@ def row_of(variant: Variant, cost: dict[str, Any] | None, recovered: list[Recove
     ]
 
 
-def write(path: Path, rows: list[list[str]]) -> None:
-    """Put the table between its marks."""
+def write(path: Path, row: list[str]) -> None:
+    """Put a row into the table between its marks, in place of the one of the same policy."""
     before, _, rest = path.read_text().partition(_FIRST)
-    _, end, after = rest.partition(_LAST)
+    table, end, after = rest.partition(_LAST)
     if not end:
         sys.exit(f"{path}: got no {_FIRST} and {_LAST}, wanted them around the table")
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    path.write_text(f"{before}{_FIRST}\n{table}\n{_LAST}{after}")
+    lines = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    rows = {line[0]: line for line in [*lines, row]}
+    ordered = [rows[variant.name] for variant in VARIANTS if variant.name in rows]
+    whole = "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *ordered])
+    path.write_text(f"{before}{_FIRST}\n{whole}\n{_LAST}{after}")
 
 
 if __name__ == "__main__":

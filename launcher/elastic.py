@@ -20,7 +20,7 @@ from launcher.faults.carry_out import carry_out
 from launcher.launch import Launch, has_agent_store, open_store, use_hosted_store
 from launcher.network import own_host
 from launcher.run_folder import wait_for_run_folder
-from moe_ckpt.config import InMemoryConfig, require
+from moe_ckpt.config import InMemoryConfig, MoetionConfig, require
 from moe_ckpt.faults import Kill
 from moe_ckpt.placement import num_nodes
 from moe_ckpt.runtime.elastic import Elastic
@@ -34,6 +34,7 @@ from moe_ckpt.runtime.parent import agent_pid, die_with_parent
 from moe_ckpt.runtime.transport import GlooTransport, NcclTransport, Transport
 from moe_ckpt.store.keeper_client import KeeperClient
 from moe_ckpt.store.messages import Address, Ticket, parse_address
+from moe_ckpt.types import ParallelLayout
 
 
 def wants_guard(settings: Settings) -> bool:
@@ -97,7 +98,9 @@ def open_transport(*, on_gpu: bool) -> Transport:
     return NcclTransport() if on_gpu else GlooTransport()
 
 
-def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, groups: ElasticGroups) -> Elastic:
+def open_elastic(
+    settings: Settings, layout: ParallelLayout, place: RankPlace, life: int, page: Page, groups: ElasticGroups
+) -> Elastic:
     """Return a trainer's means to live through the loss of ranks."""
     launch, runtime = place.launch, settings.runtime
     membership = Membership(
@@ -120,6 +123,7 @@ def open_elastic(settings: Settings, place: RankPlace, life: int, page: Page, gr
         replicas=place.replicas,
         ranks_per_node=place.ranks_per_node,
         copy_s=runtime.copy_s,
+        peers=layout.ranks_per_stage if isinstance(settings.ckpt, MoetionConfig) else None,
     )
 
 

@@ -104,7 +104,8 @@ def run_guarded(
     start_heartbeat(page)
     layout = _fit(settings, launch)
     on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
-    elastic = open_elastic(settings, place, life, page, open_groups(settings, page, open_transport(on_gpu=on_gpu)))
+    groups = open_groups(settings, page, open_transport(on_gpu=on_gpu))
+    elastic = open_elastic(settings, layout, place, life, page, groups)
     join_elastic_job(launch)
     folder = find_run_folder(settings, launch, place.memory)
     write_live(

@@ -62,6 +62,7 @@ from moe_ckpt.runtime.tokens import TokenAccount, TokenRate
 from moe_ckpt.runtime.unit_rejoin import UnitRejoin
 from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.boundary import BoundaryLog
+from moe_ckpt.store.bubbles import PipelineBubbles
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.disk import CheckpointFolder
 from moe_ckpt.store.journal import Journal, NoCopies
@@ -249,8 +250,13 @@ class _InMemory:
     def _placement(self) -> list[str]:
         if self.elastic is None:
             return []
-        elastic, world_size = self.elastic, self.place.identity.layout.world_size
-        lines = placement_lines(world_size=world_size, ranks_per_node=elastic.ranks_per_node, replicas=elastic.replicas)
+        elastic = self.elastic
+        lines = placement_lines(
+            world_size=self.place.identity.layout.world_size,
+            ranks_per_node=elastic.ranks_per_node,
+            replicas=elastic.replicas,
+            peers=elastic.peers,
+        )
         return ["where copies of host memory are:", *lines]
 
     def _open_stores(self) -> SparseStores:
@@ -263,10 +269,11 @@ class _InMemory:
         snapshot_buffers = HostBuffers(journal.folder if journal else private, limit_bytes=self._limit())
         keeps_log = self.config.logs_boundaries and self.place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
-        self.loop.communicator.log = boundary
+        bubbles = PipelineBubbles() if isinstance(self.config, MoetionConfig) and self.config.bubble_copies else None
+        self.loop.communicator.log, self.loop.communicator.bubbles = boundary, bubbles
         stores = SparseStores(
             copiers=(copier, log_copier),
-            engine=SnapshotEngine(copier, snapshot_buffers, journal),
+            engine=SnapshotEngine(copier, snapshot_buffers, journal, bubbles),
             memory=UnitMemory(snapshot_buffers, journal)
             if self.is_partial
             else SnapshotMemory(snapshot_buffers, self.config.keep_windows, journal),
@@ -275,6 +282,7 @@ class _InMemory:
             buffers=(log_buffers, snapshot_buffers),
             journal=journal,
             disk=self._open_disk(),
+            bubbles=bubbles,
         )
         adopt_kept(stores)
         return stores

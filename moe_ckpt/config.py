@@ -252,6 +252,7 @@ class MoetionConfig(PartialConfig):
     experts: Union[int, str]  # noqa: UP007
     remote_experts: Union[int, str]  # noqa: UP007
     send_gradients: bool
+    bubble_copies: bool
     boost: float
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None

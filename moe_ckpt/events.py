@@ -173,7 +173,10 @@ class TokensLost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotTaken:
-    """A sparse snapshot is in host memory: `size_bytes` on this rank, where a dense one has `dense_bytes`."""
+    """A sparse snapshot is in host memory: `size_bytes` on this rank, where a dense one has `dense_bytes`.
+
+    Of these, `bubble_bytes` were copied while the rank waited for other stages: some policies let copies wait for that.
+    """
 
     iteration: int
     window_start: int
@@ -182,6 +185,7 @@ class SnapshotTaken:
     size_bytes: int
     dense_bytes: int
     copy_s: float
+    bubble_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,12 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.ranks_per_stage
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that train one pipeline stage: consecutive ones."""
+        return self.dp * self.tp
 
     def __str__(self) -> str:
         return f"PP={self.pp} DP={self.dp} EP={self.ep} TP={self.tp}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import pytest
@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from moe_ckpt.placement import (
     LISTED_NODES,
-    ShardCopy,
     copy_holders,
     num_nodes,
     placement_lines,
-    plan_shard_copies,
     ring_holders,
 )
 
@@ -229,114 +227,51 @@ def test_the_table_stays_short(nodes: int, ranks_per_node: int) -> None:
     assert max(map(len, lines)) <= 120
 
 
-# Shards
-
-
-ONE, PAIRS, ALONE = [0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]
+# Data-parallel peers first
 
 
 @pytest.mark.parametrize(
-    ("trained_by", "group_of", "node_of", "replicas", "expected"),
+    ("global_rank", "replicas", "peers", "expected"),
     [
-        pytest.param([[0], [1], [2], [3]], ONE, PAIRS, 1, [(0, 2), (1, 3), (2, 0), (3, 1)], id="peers on two nodes"),
-        pytest.param([[0], [1], [2], [3]], PAIRS, PAIRS, 1, [(0, 2), (1, 3), (2, 0), (3, 1)], id="peers on one node"),
-        pytest.param([[0], [1], [2], [3]], PAIRS, ALONE, 1, [(0, 1), (1, 0), (2, 3), (3, 2)], id="peers first"),
-        pytest.param([[0], [1], [2], [3]], ALONE, ALONE, 1, [(0, 1), (1, 2), (2, 3), (3, 0)], id="no peers"),
-        pytest.param([[0, 1], [2, 3]], PAIRS, ALONE, 1, [], id="replicated: nothing to copy"),
-        pytest.param([[0, 1], [2, 3]], PAIRS, PAIRS, 1, [(0, 2), (2, 0)], id="replicated on one node"),
-        pytest.param([[0, 1], [2, 3]], PAIRS, ALONE, 2, [(0, 2), (2, 0)], id="replicated, one copy more"),
-        pytest.param([[0, 1], [0, 1]], PAIRS, PAIRS, 1, [(0, 2), (1, 3)], id="replicated, sent in turns"),
-        pytest.param([[0], [1], [0, 1]], PAIRS, ALONE, 1, [(0, 1), (1, 0)], id="sharded and replicated"),
-        pytest.param([[3], [3], [3]], ONE, ALONE, 1, [(3, 0), (3, 1), (3, 2)], id="one rank has all"),
-        pytest.param([[0]], ONE, ALONE, 3, [(0, 1), (0, 2), (0, 3)], id="on all nodes"),
-        pytest.param([[0], [1]], [0, 0, 0], [0, 0, 1], 1, [(0, 2), (1, 2)], id="a node that is smaller"),
-        pytest.param([[0], [1]], ONE, ALONE, 0, [], id="no copies"),
-        pytest.param([], ONE, ALONE, 1, [], id="no shards"),
+        pytest.param(4, 1, 6, (0,), id="a ring of the three nodes of a stage"),
+        pytest.param(10, 1, 6, (6,), id="and of the next stage"),
+        pytest.param(7, 2, 6, (9, 11), id="on all other nodes of the stage"),
+        pytest.param(4, 3, 6, (6, 8, 10), id="a stage has too few nodes"),
+        pytest.param(4, 1, 3, (6,), id="stages that share a node"),
+        pytest.param(4, 1, 2, (6,), id="a stage is a node"),
+        pytest.param(4, 1, None, (6,), id="nobody's peers are known"),
+        pytest.param(4, 0, 6, (), id="no copies"),
     ],
 )
-def test_shards_are_copied_where_they_are_missing(
-    trained_by: list[list[int]],
-    group_of: list[int],
-    node_of: list[int],
-    replicas: int,
-    expected: list[tuple[int, int]],
+def test_copies_stay_among_peers_where_these_are_on_enough_nodes(
+    global_rank: int, replicas: int, peers: int | None, expected: tuple[int, ...]
 ) -> None:
-    copies = plan_shard_copies(trained_by, group_of=group_of, node_of=node_of, replicas=replicas)
-    assert [(copy.from_rank, copy.to_rank) for copy in copies] == expected
+    assert copy_holders(global_rank, world_size=12, ranks_per_node=2, replicas=replicas, peers=peers) == expected
 
 
-@pytest.mark.parametrize(
-    ("trained_by", "group_of", "replicas"),
-    [
-        pytest.param([[0]], [0, 0], 2, id="as many copies as nodes"),
-        pytest.param([[0]], [0, 0], -1, id="fewer than none"),
-        pytest.param([[0], []], [0, 0], 1, id="a shard that nobody has"),
-        pytest.param([[0]], [0], 1, id="a rank without a group"),
-    ],
-)
-def test_what_cannot_be_copied_is_our_own_bug(trained_by: list[list[int]], group_of: list[int], replicas: int) -> None:
-    with pytest.raises(AssertionError):
-        plan_shard_copies(trained_by, group_of=group_of, node_of=[0, 1], replicas=replicas)
+@given(pp=st.integers(1, 4), cluster=clusters(most_nodes=6, most_ranks=4))
+def test_stages_of_whole_nodes_keep_their_copies_among_themselves(pp: int, cluster: tuple[int, int, int]) -> None:
+    peers, ranks_per_node, replicas = cluster
+    kept: Counter[int] = Counter()
+    for owner in range(pp * peers):
+        holders = copy_holders(
+            owner, world_size=pp * peers, ranks_per_node=ranks_per_node, replicas=replicas, peers=peers
+        )
+        assert {holder // peers for holder in holders} <= {owner // peers}
+        assert len({rank // ranks_per_node for rank in (owner, *holders)}) == 1 + replicas
+        kept.update(holders)
+    assert [kept[rank] for rank in range(pp * peers)] == [replicas] * pp * peers
 
 
-def num_kept(copies: Iterable[ShardCopy], world_size: int) -> list[int]:
-    kept = Counter(copy.to_rank for copy in copies)
-    return [kept[rank] for rank in range(world_size)]
-
-
-@st.composite
-def placements(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int], int]:
-    """Any shards, groups and nodes of up to 12 ranks: who trains with what, two facts of each rank, and replicas."""
-    world_size = draw(st.integers(1, 12))
-    facts = st.lists(st.integers(0, world_size - 1), min_size=world_size, max_size=world_size)
-    group_of, node_of = draw(facts), draw(facts)
-    trainers = st.lists(st.integers(0, world_size - 1), min_size=1, max_size=4, unique=True)
-    trained_by = draw(st.lists(trainers, max_size=12))
-    return trained_by, group_of, node_of, draw(st.integers(0, len(set(node_of)) - 1))
-
-
-@given(placement=placements())
-def test_every_shard_ends_up_on_enough_nodes_and_no_copy_is_made_in_vain(
-    placement: tuple[list[list[int]], list[int], list[int], int],
-) -> None:
-    trained_by, group_of, node_of, replicas = placement
-    copies = plan_shard_copies(trained_by, group_of=group_of, node_of=node_of, replicas=replicas)
-    for shard, trainers in enumerate(trained_by):
-        own = [copy for copy in copies if copy.shard == shard]
-        before, after = {node_of[rank] for rank in trainers}, [node_of[copy.to_rank] for copy in own]
-        assert {copy.from_rank for copy in own} <= set(trainers)
-        assert not before & set(after), "a copy on a node of a rank that trains with the shard"
-        assert len(set(after)) == len(after) == max(0, replicas + 1 - len(before))
-    reordered = [trainers[::-1] for trainers in trained_by]
-    assert copies == plan_shard_copies(reordered, group_of=group_of, node_of=node_of, replicas=replicas)
-
-
-@given(data=st.data(), cluster=clusters(most_nodes=8, most_ranks=4))
-def test_who_brings_one_shard_keeps_as_many_as_all_others(data: st.DataObject, cluster: tuple[int, int, int]) -> None:
-    """Within one of even, however ranks are grouped and whichever ranks share a node, as long as nodes are equal."""
-    world_size, ranks_per_node, replicas = cluster
-    node_of = data.draw(st.permutations([rank // ranks_per_node for rank in range(world_size)]))
-    group_of = data.draw(st.lists(st.integers(0, 5), min_size=world_size, max_size=world_size))
-    sharded = [[rank] for rank in range(world_size)]
-    copies = plan_shard_copies(sharded, group_of=group_of, node_of=node_of, replicas=replicas)
-    assert len(copies) == world_size * replicas
-    assert all(abs(kept - replicas) <= 1 for kept in num_kept(copies, world_size))
-
-
-@given(data=st.data(), pp=st.integers(1, 4), nodes_per_group=st.integers(2, 4), ranks_per_node=st.integers(1, 4))
-def test_groups_of_whole_nodes_keep_their_shards_among_themselves(
-    data: st.DataObject, pp: int, nodes_per_group: int, ranks_per_node: int
-) -> None:
-    dp, replicas = nodes_per_group * ranks_per_node, data.draw(st.integers(1, nodes_per_group - 1))
-    world_size = pp * dp
-    node_of, group_of = (
-        [rank // ranks_per_node for rank in range(world_size)],
-        [rank // dp for rank in range(world_size)],
-    )
-    sharded = [[rank] for rank in range(world_size)]
-    copies = plan_shard_copies(sharded, group_of=group_of, node_of=node_of, replicas=replicas)
-    assert all(group_of[copy.from_rank] == group_of[copy.to_rank] for copy in copies)
-    assert num_kept(copies, world_size) == [replicas] * world_size
+def test_the_table_shows_one_stage_for_all() -> None:
+    lines = placement_lines(world_size=12, ranks_per_node=2, replicas=1, peers=6)
+    assert lines == [
+        "node  ranks  copies are kept by ranks",
+        "   0    0-1  2-3",
+        "   1    2-3  4-5",
+        "   2    4-5  0-1",
+        "and so on, 3 nodes a stage: copies stay within it",
+    ]
 
 
 # Algorithm 2 as printed
@@ -391,11 +326,7 @@ def test_the_printed_algorithm_leaves_the_last_worker_without_a_copy() -> None:
 def test_in_the_smallest_jobs_the_plan_is_the_printed_one() -> None:
     """Where its faults do not show: two peers a group, a rank a node."""
     for pp in range(1, 5):
-        groups = stage_groups(dp=2, pp=pp)
-        copies = plan_shard_copies(
-            [[worker] for worker in range(2 * pp)],
-            group_of=[worker // 2 for worker in range(2 * pp)],
-            node_of=range(2 * pp),
-            replicas=1,
-        )
-        assert [[copy.to_rank] for copy in copies] == printed(groups, 2, 1)
+        holders = [
+            list(copy_holders(rank, world_size=2 * pp, ranks_per_node=1, replicas=1, peers=2)) for rank in range(2 * pp)
+        ]
+        assert holders == printed(stage_groups(dp=2, pp=pp), 2, 1)

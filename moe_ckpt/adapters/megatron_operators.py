@@ -235,7 +235,7 @@ def locate(model: torch.nn.Module, name: str) -> OperatorId:
         module = cast("Any", model).mtp.layers[int(match[1])]
         inner = getattr(module, "transformer_layer", None) or module.mtp_model_layer
         return _locate_in_layer(inner.mlp, match[2], layer=0, mtp_depth=int(match[1]))
-    raise ConfigError(f"ckpt=moevement: {name!r} is in no operator, wanted a GPTModel of Megatron-Core")
+    raise ConfigError(f"snapshots in memory: {name!r} is in no operator, wanted a GPTModel of Megatron-Core")
 
 
 def _locate_in_layer(mlp: Any, rest: str, *, layer: int, mtp_depth: int | None) -> OperatorId:
@@ -245,7 +245,7 @@ def _locate_in_layer(mlp: Any, rest: str, *, layer: int, mtp_depth: int | None) 
     if rest.startswith("mlp.experts."):
         match = _SEQUENTIAL_EXPERT.match(rest) or _GROUPED_EXPERT.match(rest)
         if match is None:
-            raise ConfigError(f"ckpt=moevement: {rest!r} holds several experts, wanted one weight an expert")
+            raise ConfigError(f"snapshots in memory: {rest!r} holds several experts, wanted one weight an expert")
         return OperatorId(kind=OperatorKind.EXPERT, expert=mlp.local_expert_indices[int(match[1])], **place)
     return OperatorId(kind=OperatorKind.BLOCK, **place)
 
@@ -265,7 +265,7 @@ def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
         model = bare_model(chunk)
         for name, parameter in model.named_parameters():
             if parameter not in optimizer_of:
-                raise ConfigError(f"ckpt=moevement: no optimizer updates {name!r}, wanted one for every parameter")
+                raise ConfigError(f"snapshots in memory: no optimizer updates {name!r}, wanted one for every parameter")
             optimizer_index, optimizer = optimizer_of[parameter]
             replicas = _replicas(parameter)
             start, end = _owned_range(parameter, optimizer, replicas)

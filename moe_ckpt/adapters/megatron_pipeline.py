@@ -1,8 +1,8 @@
 """What crosses pipeline stages, seen through Megatron's own seam: a `P2PCommunicator` handed to its schedules.
 
-Owns: counting and logging what this rank sends, and, in a replay, giving the schedule what the neighbours once sent in
-place of receiving it. The schedules call `_communicate` for every transfer, whatever the schedule, so this is the one
-place to look. Must not: keep or fetch logs.
+Owns: counting and logging what this rank sends, telling when it waits for what it receives, and, in a replay, giving
+the schedule what the neighbours once sent in place of receiving it. The schedules call `_communicate` for every
+transfer, whatever the schedule, so this is the one place to look. Must not: keep or fetch logs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from moe_ckpt.store.boundary import BoundaryLog, Direction, LoggedEnds
+from moe_ckpt.store.bubbles import PipelineBubbles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,7 @@ class StageCommunicator(P2PCommunicator):
         self._activation_bytes = 0
         self._gradient_bytes = 0
         self.log: BoundaryLog | None = None
+        self.bubbles: PipelineBubbles | None = None
         self._replay = _Replay(None, None)
 
     @property
@@ -91,7 +93,9 @@ class StageCommunicator(P2PCommunicator):
         }
         received: Any = (None, None, None)
         if _any(live):
-            received = super()._communicate(**live, tensor_shape=tensor_shape, **options)
+            waits = live["recv_prev"] or live["recv_next"]
+            with self.bubbles.open() if self.bubbles and waits else contextlib.nullcontext():
+                received = super()._communicate(**live, tensor_shape=tensor_shape, **options)
         from_previous, from_next, requests = received
         if recv_prev and before is not None:
             from_previous = self._logged(before, tensor_shape)

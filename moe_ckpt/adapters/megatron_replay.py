@@ -196,7 +196,9 @@ def require_replayable(state: TrainingState) -> None:
     """Raise ConfigError for what crosses stages, or changes state, in a way that nothing here logs or puts back."""
     config = cast("Any", state.model[0]).config
     ddp_config = cast("Any", state.model[0]).ddp_config
-    require(len(state.model) == 1, "ckpt=moevement: model chunks a stage", len(state.model), "1: no virtual stages")
+    require(
+        len(state.model) == 1, "snapshots in memory: model chunks a stage", len(state.model), "1: no virtual stages"
+    )
     unsupported = [
         (config, "calculate_per_token_loss"),  # sums tokens over stages
         (config, "variable_seq_lengths"),
@@ -206,6 +208,6 @@ def require_replayable(state: TrainingState) -> None:
         *((optimizer.config, "use_precision_aware_optimizer") for optimizer in state.inner_optimizers),
     ]
     for owner, name in unsupported:
-        require(not getattr(owner, name, False), f"ckpt=moevement: {name}", True, "False")
+        require(not getattr(owner, name, False), f"snapshots in memory: {name}", True, "False")
     num_instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
-    require(num_instances == 1, "ckpt=moevement: num_distributed_optimizer_instances", num_instances, "1")
+    require(num_instances == 1, "snapshots in memory: num_distributed_optimizer_instances", num_instances, "1")

@@ -18,7 +18,8 @@ from moe_ckpt.types import Phase
 class Elastic:
     """One trainer's means. `keeper` is None where nobody keeps copies; `address_of` a rank's keeper's.
 
-    `copy_s` bounds what a copy of a window, or getting it back, may take.
+    `copy_s` bounds what a copy of a window, or getting it back, may take. `peers` consecutive ranks train one stage, if
+    copies are to stay among these.
     """
 
     membership: Membership
@@ -30,6 +31,7 @@ class Elastic:
     replicas: int
     ranks_per_node: int
     copy_s: float
+    peers: int | None = None
 
     def enter_phase(self, phase: Phase) -> None:
         """The training thread begins a phase; what a recovery runs again is all recovery."""
@@ -51,4 +53,5 @@ class Elastic:
             world_size=member.world_size,
             ranks_per_node=self.ranks_per_node,
             replicas=self.replicas,
+            peers=self.peers,
         )

@@ -22,12 +22,13 @@ _ENOUGH_SNAPSHOTS = 3
 class Meter:
     """What this rank has measured so far, which a recovery does not change.
 
-    `popularity` is by expert of its stage; `copy_rates` are bytes a second. The first iterations of a process, which
-    are slower, do not count.
+    `popularity` is by expert of its stage; `copy_rates` are bytes a second, `bubbles_s` the seconds of an iteration in
+    which this rank waited for other stages. The first iterations of a process, which are slower, do not count.
     """
 
     def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
         self.copy_rates: deque[float] = deque(maxlen=_RECENT)
+        self.bubbles_s: deque[float] = deque(maxlen=_RECENT)
         self.popularity = np.zeros(num_experts)
         self._now = now
         self._recent: deque[float] = deque(maxlen=_RECENT)
@@ -92,6 +93,12 @@ class Meter:
     def iteration_s(self) -> float:
         """Return the median of recent iterations, or 0 before there is one."""
         return statistics.median(self._recent) if self._recent else 0.0
+
+    def bubble_bytes(self) -> float:
+        """Return what is copied in the bubbles of an iteration; 0 while that is not known."""
+        if not self.bubbles_s or not self.copy_rates:
+            return 0.0
+        return statistics.median(self.bubbles_s) * statistics.median(self.copy_rates)
 
     def snapshot_cost_s(self) -> float | None:
         """Return what a snapshot has added to training on average; None before enough have been measured."""

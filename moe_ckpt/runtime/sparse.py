@@ -17,9 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
@@ -34,7 +32,6 @@ from moe_ckpt.events import (
     EventLog,
     HostMemoryUsed,
     SnapshotTaken,
-    WindowPersisted,
     WindowReplicated,
 )
 from moe_ckpt.ledger import IntArray
@@ -43,8 +40,10 @@ from moe_ckpt.runtime.expert_events import ExpertEvents
 from moe_ckpt.runtime.meter import Meter
 from moe_ckpt.runtime.shelf import NOTHING, Shelf
 from moe_ckpt.runtime.stage import Place, Training
+from moe_ckpt.runtime.to_disk import DiskWindows, Role
 from moe_ckpt.runtime.tokens import TokenAccount
 from moe_ckpt.store.boundary import BoundaryLog
+from moe_ckpt.store.bubbles import PipelineBubbles
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.journal import Journal
 from moe_ckpt.store.local_disk import LocalDisk
@@ -63,7 +62,7 @@ class SparseStores:
     """What a rank keeps in host memory, and the engine that fills it.
 
     `boundary` is None where stages keep no log, `journal` where nothing outlives the process, `disk` where no local
-    disk is used.
+    disk is used, `bubbles` where copies do not wait for any.
     """
 
     copiers: Sequence[HostCopier]
@@ -74,6 +73,7 @@ class SparseStores:
     buffers: Sequence[HostBuffers]
     journal: Journal | None = None
     disk: LocalDisk | None = None
+    bubbles: PipelineBubbles | None = None
 
     def allocated_bytes(self) -> int:
         return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
@@ -84,15 +84,6 @@ class SparseStores:
         self.steps.clear()
         if self.boundary:
             self.boundary.clear()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ToDisk:
-    """A window on its way to disk."""
-
-    window_start: int
-    since_s: float
-    done: Future[None]
 
 
 class _Found(IntEnum):
@@ -136,9 +127,7 @@ class SparseTier:
         self._newest: SlotPlan | PartialPlan | None = None
         self._awaits_confirmation = False
         self._has_failed = False
-        self._goes_to_disk = False
-        self._to_disk: _ToDisk | None = None
-        self._on_disk = shelf.newest_on_disk()
+        self._disk = DiskWindows(shelf.newest_on_disk(), stores.journal, events, strict=config.strict)
         self._on_all_disks = NOTHING
         self._noted: int | None = None
         self._most_slots = 0
@@ -155,12 +144,16 @@ class SparseTier:
             self._counts.begin()
         if self._boost:
             self._boost.begin_iteration()
+        if self._stores.bubbles:
+            self._stores.bubbles.take_seconds()  # those of evaluations are none of an iteration
         self._meter.iteration_started(is_quiet=self._is_idle())
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are there, no parameter has changed yet."""
         self._meter.paused()
         self.stop_observing()
+        if self._stores.bubbles:
+            self._meter.bubbles_s.append(self._stores.bubbles.take_seconds())
         self._operators.note_step(iteration, gradients)
         if self._boost and self._boost.deficit.any():
             extra = self._boost.end_iteration()
@@ -176,7 +169,7 @@ class SparseTier:
         self._count()
         if self._awaits_confirmation:
             self._confirm(wait=self._logs)
-        if self._to_disk and self._to_disk.done.done():
+        if not self._disk.is_writing:
             self.finish_persisting()
         self._meter.resumed()
 
@@ -213,7 +206,7 @@ class SparseTier:
         self._expert_events.took(plan)
         if plan.slot == 0:
             self._meter.snapshot_began()
-            self._goes_to_disk = to_disk
+            self._disk.begin(plan.window_start, to_disk=to_disk)
             self._shelf.begin(plan)
         self._newest = plan
         self._most_slots = max(self._most_slots, plan.num_slots)
@@ -292,7 +285,8 @@ class SparseTier:
 
     def _capture(self, plan: SlotPlan | PartialPlan) -> None:
         self._has_failed = False
-        self._stores.engine.capture(self._shelf.wanted(plan))
+        bubble_bytes = self._meter.bubble_bytes() if self._stores.bubbles else 0.0
+        self._stores.engine.capture(self._shelf.wanted(plan), bubble_bytes=bubble_bytes)
 
     def _collect(self, *, wait: bool) -> None:
         try:
@@ -302,13 +296,12 @@ class SparseTier:
             return
         if not taken:
             return
-        for each in taken:
-            self._stores.memory.add(each.snapshot)
-        header = taken[0].snapshot.header
-        size_bytes = sum(each.snapshot.header.payload_bytes for each in taken)
-        copy_s = sum(each.copy_s for each in taken)
+        for snapshot in taken.snapshots:
+            self._stores.memory.add(snapshot)
+        header, copied = taken.snapshots[0].header, taken.copied
+        size_bytes = sum(snapshot.header.payload_bytes for snapshot in taken.snapshots)
         if size_bytes:
-            self._meter.copy_rates.append(size_bytes / max(copy_s, 1e-9))
+            self._meter.copy_rates.append(size_bytes / max(copied.seconds, 1e-9))
         self._events.append(
             SnapshotTaken(
                 iteration=header.iteration,
@@ -317,7 +310,8 @@ class SparseTier:
                 num_slots=header.num_slots,
                 size_bytes=size_bytes,
                 dense_bytes=self._dense_bytes,
-                copy_s=copy_s,
+                copy_s=copied.seconds,
+                bubble_bytes=copied.bubble_bytes,
             )
         )
 
@@ -343,21 +337,8 @@ class SparseTier:
 
     def finish_persisting(self) -> None:
         """Wait until what is on its way to disk is there."""
-        flight, self._to_disk = self._to_disk, None
-        if flight is None or self._stores.journal is None:
-            return
-        try:
-            with self._meter.stalling():
-                self._stores.journal.wait_for(flight.done)
-        except CheckpointSaveError as error:
-            self._events.append(CheckpointFailed(iteration=flight.window_start, reason=str(error)))
-            _log.warning("not on disk, training goes on (ckpt.strict=%s): %s", self._config.strict, error)
-            if self._config.strict:
-                raise
-            return
-        self._on_disk = flight.window_start
-        seconds = time.monotonic() - flight.since_s
-        self._events.append(WindowPersisted(window_start=flight.window_start, seconds=seconds))
+        with self._meter.stalling():
+            self._disk.finish()
 
     def _keep(self) -> None:
         """Keep the window in flight, and let it go to disk, if it is to; the one before it is there then.
@@ -368,9 +349,10 @@ class SparseTier:
         if window:
             self._tell_copies(window)
         self._shelf.confirm(self._on_all_disks)
-        done = self._shelf.persist(window, self._on_all_disks) if self._goes_to_disk and window else None
-        if window and done:
-            self._to_disk = _ToDisk(window_start=window.start, since_s=time.monotonic(), done=done)
+        if window and window.start == self._disk.start_of(Role.SNAPSHOT):
+            done = self._shelf.persist(window, self._on_all_disks)
+            if done:
+                self._disk.set_out(done)
 
     def _tell_copies(self, window: Window) -> None:
         journal = self._stores.journal
@@ -386,8 +368,8 @@ class SparseTier:
         cost_s = self._meter.snapshot_cost_s()
         times = [self._meter.iteration_s(), _UNKNOWN if cost_s is None else cost_s, self._meter.iters_since_quiet()]
         rates = [self._host_bytes_per_s(), self._peer_bytes_per_s()]
-        is_persisting = self._to_disk is not None and not self._to_disk.done.done()
-        mine = [*times, *(-rate for rate in rates), -float(found), -float(self._on_disk), float(is_persisting)]
+        on_disk, is_writing = self._disk.start_of(Role.RECOVERY), self._disk.is_writing
+        mine = [*times, *(-rate for rate in rates), -float(found), -float(on_disk), float(is_writing)]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
@@ -409,9 +391,10 @@ class SparseTier:
 
     def _find(self, *, wait: bool) -> _Found:
         memory, journal = self._stores.memory, self._stores.journal
-        if self._to_disk and (self._goes_to_disk or self._to_disk.done.done()):
-            if not wait and not self._to_disk.done.done():
-                return _Found.NOT_YET
+        next_waits = self._disk.start_of(Role.SNAPSHOT) != NOTHING
+        if self._disk.is_writing and next_waits and not wait:
+            return _Found.NOT_YET
+        if next_waits or not self._disk.is_writing:
             self.finish_persisting()
         window = memory.in_flight()
         if window is None or self._has_failed:
@@ -427,7 +410,7 @@ class SparseTier:
 
     def _is_idle(self) -> bool:
         """Return whether nothing of this rank is being copied."""
-        return self._stores.memory.in_flight() is None and self._to_disk is None
+        return self._stores.memory.in_flight() is None and not self._disk.is_under_way
 
     def _drop_old_logs(self) -> None:
         oldest = self._stores.memory.oldest_needed_iteration()

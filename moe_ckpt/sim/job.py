@@ -85,7 +85,7 @@ class Job:
 
     @property
     def ranks_per_stage(self) -> int:
-        return self.layout.world_size // self.layout.pp
+        return self.layout.ranks_per_stage
 
     def stage_of_rank(self, global_rank: int) -> int:
         """Megatron's order: the pipeline is the slowest axis."""

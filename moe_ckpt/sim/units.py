@@ -73,6 +73,7 @@ def _bare_places(
         world_size=setup.job.layout.world_size,
         ranks_per_node=setup.cluster.gpus_per_node,
         replicas=saving.replicas,
+        peers=setup.job.layout.ranks_per_stage,
     )
     is_held = any(holder not in losses.unreplicated for holder in holders)
     return ({Where.PEERS: kept} if is_held else {}) | ({Where.DISK: written} if written else {})

@@ -27,6 +27,8 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Copy:
+    """A copy, or several without a pause between them."""
+
     size_bytes: int
     since_s: float
     until_s: float
@@ -38,21 +40,25 @@ class CopyTimes:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._copies: dict[str, _Copy] = {}
-        self._rates: deque[float] = deque(maxlen=_RECENT)
+        self._busy: deque[_Copy] = deque(maxlen=_RECENT)
 
     def ended(self, key: str, size_bytes: int, *, since_s: float) -> None:
         """All peers have this now, which was asked for at `since_s`."""
         copy = _Copy(size_bytes=size_bytes, since_s=since_s, until_s=self._now())
         self._copies[key] = copy
-        self._rates.append(size_bytes / max(copy.until_s - since_s, 1e-9))
+        if self._busy and since_s < self._busy[-1].until_s:  # it waited its turn, or took others'
+            before = self._busy.pop()
+            since_s, size_bytes = min(since_s, before.since_s), size_bytes + before.size_bytes
+        self._busy.append(_Copy(size_bytes=size_bytes, since_s=since_s, until_s=copy.until_s))
 
     def forget(self, key: str) -> None:
         """It is copied no longer."""
         self._copies.pop(key, None)
 
     def bytes_per_s(self) -> float:
-        """Return how fast copies have been lately, what they waited included; inf for none."""
-        return statistics.median(self._rates) if self._rates else math.inf
+        """Return how fast copies have been lately while there were any, what all waited for included; inf for none."""
+        rates = [each.size_bytes / max(each.until_s - each.since_s, 1e-9) for each in self._busy]
+        return statistics.median(rates) if rates else math.inf
 
     def of(self, keys: Iterable[str]) -> Sent | None:
         """Return what it took to send these, as far as they were; None for none of them."""

@@ -9,6 +9,7 @@ Owns: one capture from start to where it is kept. Must not: decide what is taken
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from moe_ckpt.bubbles import parts_in_bubbles
 from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.store.bubbles import PipelineBubbles
 from moe_ckpt.store.codec import PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
-from moe_ckpt.store.copier import HostCopier
+from moe_ckpt.store.copier import Copy, HostCopier
 from moe_ckpt.store.memory import HostBuffers, SnapshotKeeper
 from moe_ckpt.store.updates import Gradients
 
@@ -41,39 +44,66 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Taken:
-    """A snapshot, the seconds that copying it took, and the gradients that led to it, in host memory."""
+class _Part:
+    """A snapshot without its checksum, and the gradients that led to it, in host memory."""
 
     snapshot: Snapshot
-    copy_s: float
-    gradients: Gradients | None = None
+    gradients: Gradients | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """Seconds that copying took, and the bytes of it that were copied while training waited for other stages."""
+
+    seconds: float
+    bubble_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Taken:
+    """Snapshots of one state, complete."""
+
+    snapshots: Sequence[Snapshot]
+    copied: Copied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Capture:
-    copied: Future[list[Taken]]
-    finished: Future[list[Taken]]
+    copied: Future[tuple[list[_Part], Copied]]
+    finished: Future[Taken]
 
 
 class SnapshotEngine:
-    """At most one capture at a time. The keeper, if there is one, hears of each as soon as it is finished."""
+    """At most one capture at a time. The keeper, if there is one, hears of each as soon as it is finished.
 
-    def __init__(self, copier: HostCopier, buffers: HostBuffers, keeper: SnapshotKeeper | None = None) -> None:
+    With `bubbles`, what fits into them waits for them.
+    """
+
+    def __init__(
+        self,
+        copier: HostCopier,
+        buffers: HostBuffers,
+        keeper: SnapshotKeeper | None = None,
+        bubbles: PipelineBubbles | None = None,
+    ) -> None:
         self._copier = copier
         self._buffers = buffers
         self._keeper = keeper
+        self._bubbles = bubbles
         self._capture: _Capture | None = None
 
-    def capture(self, wanted: Sequence[Wanted]) -> None:
+    def capture(self, wanted: Sequence[Wanted], *, bubble_bytes: float = 0.0) -> None:
         """Start taking snapshots of one state, all or none of them. What was taken before is collected.
 
         Their pieces are asked for from another thread, and must not change until `release` returns; those that change
-        may do so as soon as this returns.
+        may do so as soon as this returns. Bubbles have room for `bubble_bytes` until then.
         """
         assert self._capture is None, self._capture
+        if self._bubbles:
+            self._bubbles.unhurry()
         ready = [each._replace(changing=_kept(each.changing), gradients=_copied(each.gradients)) for each in wanted]
-        copied = self._copier.run(lambda: self._take_all(ready))
-        self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish_all(copied.result())))
+        copied = self._copier.run(lambda: self._take_all(ready, bubble_bytes))
+        self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish_all(*copied.result())))
 
     def release(self) -> None:
         """Wait until the state that is being taken may change.
@@ -83,20 +113,21 @@ class SnapshotEngine:
         capture = self._capture
         if capture is None:
             return
+        self._hurry()
         try:
             capture.copied.result()
         except _COPY_ERRORS as error:
             self._capture = None
             raise CheckpointSaveError(f"the snapshot could not be copied: {error}") from error
 
-    def collect(self, *, wait: bool) -> list[Taken]:
-        """Return what has been taken, once; nothing while there is none, or, without `wait`, while it is unfinished.
+    def collect(self, *, wait: bool) -> Taken | None:
+        """Return what has been taken, once; None while there is nothing, or, without `wait`, while it is unfinished.
 
         Raises CheckpointSaveError if it could not be taken or kept; then there is nothing to collect any more.
         """
         capture = self._capture
         if capture is None or not (wait or capture.finished.done()):
-            return []
+            return None
         self.release()
         self._capture = None
         return capture.finished.result()
@@ -107,58 +138,77 @@ class SnapshotEngine:
         if capture is None or capture.copied.done():
             return
         self._capture = None
+        self._hurry()
         with contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
-            self._drop(capture.finished.result())
+            self._drop(capture.finished.result().snapshots)
 
-    def _drop(self, finished: Sequence[Taken]) -> None:
-        for taken in finished:
+    def _hurry(self) -> None:
+        if self._bubbles:
+            self._bubbles.hurry()
+
+    def _drop(self, finished: Sequence[Snapshot]) -> None:
+        for snapshot in finished:
             if self._keeper:
-                self._keeper.drop_snapshot(taken.snapshot)
-            self._buffers.release(taken.snapshot.payload)
+                self._keeper.drop_snapshot(snapshot)
+            self._buffers.release(snapshot.payload)
 
-    def _take_all(self, wanted: Sequence[Wanted]) -> list[Taken]:
-        taken: list[Taken] = []
+    def _take_all(self, wanted: Sequence[Wanted], bubble_bytes: float) -> tuple[list[_Part], Copied]:
+        parts: list[_Part] = []
+        copies: list[Copy] = []
         try:
             for each in wanted:
-                done = self._take(each.header, [*each.pieces(), *each.changing])
-                taken.append(replace(done, gradients=_on_host(each.gradients)))
+                snapshot, of_snapshot = self._lay_out(each.header, [*each.pieces(), *each.changing])
+                parts.append(_Part(snapshot=snapshot, gradients=each.gradients))
+                copies += of_snapshot
+            copied = self._copy(copies, bubble_bytes)
+            return [replace(part, gradients=_on_host(part.gradients)) for part in parts], copied
         except _COPY_ERRORS:
-            for done in taken:
-                self._buffers.release(done.snapshot.payload)
+            for part in parts:
+                self._buffers.release(part.snapshot.payload)
             raise
-        return taken
 
-    def _finish_all(self, copied: Sequence[Taken]) -> list[Taken]:
-        finished: list[Taken] = []
-        try:
-            for taken in copied:
-                finished.append(replace(taken, snapshot=self._finish(taken)))  # noqa: PERF401 - it may raise
-        except CheckpointSaveError:
-            self._drop(finished)
-            for taken in copied[len(finished) + 1 :]:
-                self._buffers.release(taken.snapshot.payload)
-            raise
-        return finished
-
-    def _take(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> Taken:
+    def _lay_out(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> tuple[Snapshot, list[Copy]]:
         parts, payload_bytes = layout_parts(pieces)
         buffer = self._buffers.acquire(payload_bytes)
         snapshot = Snapshot(header=replace(header, parts=parts, payload_bytes=payload_bytes), payload=buffer)
         tensors = {key: tensor for key, tensor, _ in pieces}
-        targets = ((snapshot.part(part).view(-1), tensors[part.key].detach().reshape(-1)) for part in parts)
-        try:
-            return Taken(snapshot=snapshot, copy_s=self._copier.copy_now(targets))
-        except (RuntimeError, MemoryError):
-            self._buffers.release(buffer)
-            raise
+        copies = [(snapshot.part(part).view(-1), tensors[part.key].detach().reshape(-1)) for part in parts]
+        return snapshot, copies
 
-    def _finish(self, taken: Taken) -> Snapshot:
-        header, payload = taken.snapshot.header, taken.snapshot.payload
+    def _copy(self, copies: Sequence[Copy], bubble_bytes: float) -> Copied:
+        """Copy what has room in bubbles in these, as far as they come, and the others at once (Algorithm 4)."""
+        bubbles = self._bubbles
+        if bubbles is None:
+            return Copied(seconds=self._copier.copy_now(copies), bubble_bytes=0)
+        first_beside = parts_in_bubbles([target.nbytes for target, _ in copies], bubble_bytes)
+        waiting, beside = deque(copies[:first_beside]), deque(copies[first_beside:])
+        seconds, bubble_bytes_used = 0.0, 0
+        while beside or (waiting and bubbles.wait()):
+            in_bubble = bool(waiting) and (not beside or bubbles.is_open)
+            copy = (waiting if in_bubble else beside).popleft()
+            seconds += self._copier.copy_now([copy])
+            bubble_bytes_used += copy[0].nbytes if in_bubble else 0
+        return Copied(seconds=seconds + self._copier.copy_now(waiting), bubble_bytes=bubble_bytes_used)
+
+    def _finish_all(self, parts: Sequence[_Part], copied: Copied) -> Taken:
+        finished: list[Snapshot] = []
+        try:
+            for part in parts:
+                finished.append(self._finish(part))  # noqa: PERF401 - it may raise
+        except CheckpointSaveError:
+            self._drop(finished)
+            for part in parts[len(finished) + 1 :]:
+                self._buffers.release(part.snapshot.payload)
+            raise
+        return Taken(snapshots=finished, copied=copied)
+
+    def _finish(self, part: _Part) -> Snapshot:
+        header, payload = part.snapshot.header, part.snapshot.payload
         found = checksum(payload, header.payload_bytes)
         snapshot = Snapshot(header=replace(header, checksum=found), payload=payload)
         try:
             if self._keeper:
-                self._keeper.add_snapshot(snapshot, taken.gradients)
+                self._keeper.add_snapshot(snapshot, part.gradients)
         except CheckpointSaveError:
             self._buffers.release(snapshot.payload)
             raise

@@ -390,6 +390,17 @@ def test_a_capacity_that_nothing_was_lost_from_is_as_without_checkpoints(tmp_pat
     assert outcome_of(job.run, result) == uninterrupted(4, *training)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_copies_that_wait_for_bubbles_change_nothing(waits: bool, tmp_path: Path) -> None:
+    training = ("train.iterations=12", *EIGHT)
+    with ElasticJob(4, tmp_path, *training, *MOETION, f"ckpt.bubble_copies={waits}", ckpt="moetion") as job:
+        result = job.wait()
+    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+    taken = [event for rank in range(4) for event in events_of(job.run, SnapshotTaken, rank)]
+    assert any(event.bubble_bytes for event in taken) == waits
+    assert all(event.bubble_bytes <= event.size_bytes for event in taken)
+
+
 @pytest.mark.parametrize(("policy", "k"), [("moc", 2), ("moetion", 3)])
 def test_bytes_are_those_of_the_papers_equations(policy: str, k: int, tmp_path: Path) -> None:
     """MoC, equation (6), and MoEtion, equation (5), with 12 bytes a parameter: master weights and two moments."""

@@ -26,9 +26,8 @@ from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.store.boundary import BoundaryLog, Direction
-from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers, Window
-from moe_ckpt.store.snapshot import SnapshotEngine
+from moe_ckpt.store.snapshot import Copied, SnapshotEngine
 from moe_ckpt.types import ReadyGradients
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.training import events_of, fast, losing, losses, train
@@ -229,18 +228,18 @@ def test_a_snapshot_that_fails_never_stops_training_unless_told_to(
 def _run_with_a_copy_held_until_its_state_is_lost(settings: Settings, held: int) -> dict[str, Any]:
     """Hold the copy of snapshot `held` (from 1) on rank 1 until its state is being lost; it ends with the loss."""
     may_copy, copied = threading.Event(), threading.Event()
-    copy_now, wipe, discard = HostCopier.copy_now, StateWiper.wipe, SnapshotEngine.discard_torn
+    copy, wipe, discard = SnapshotEngine._copy, StateWiper.wipe, SnapshotEngine.discard_torn
     num_taken = 0
 
-    def holding_copy(copier: HostCopier, copies: Any) -> float:
+    def holding_copy(engine: SnapshotEngine, *arguments: Any) -> Copied:
         nonlocal num_taken
-        num_taken += not isinstance(copies, list)  # lists are what crosses stages
-        if num_taken != held or isinstance(copies, list):
-            return copy_now(copier, copies)
+        num_taken += 1
+        if num_taken != held:
+            return copy(engine, *arguments)
         assert may_copy.wait(30)
-        seconds = copy_now(copier, copies)
+        done = copy(engine, *arguments)
         copied.set()
-        return seconds
+        return done
 
     def discard_at_last(engine: SnapshotEngine) -> None:
         may_copy.set()
@@ -252,7 +251,7 @@ def _run_with_a_copy_held_until_its_state_is_lost(settings: Settings, held: int)
         assert copied.wait(30)
 
     if os.environ["RANK"] == "1":
-        HostCopier.copy_now = holding_copy  # type: ignore[method-assign]
+        SnapshotEngine._copy = holding_copy  # type: ignore[method-assign]
         StateWiper.wipe = wipe_and_let_copy  # type: ignore[method-assign]
         SnapshotEngine.discard_torn = discard_at_last  # type: ignore[method-assign]
     return run(settings, store=rank_store())

@@ -38,7 +38,14 @@ def moc(**changes: Any) -> MocConfig:
 
 def moetion(**changes: Any) -> MoetionConfig:
     """conf/ckpt/moetion.yaml with changes."""
-    own = {"policy": "moetion", "experts": 2, "remote_experts": 1, "boost": 0.1, "send_gradients": True}
+    own = {
+        "policy": "moetion",
+        "experts": 2,
+        "remote_experts": 1,
+        "boost": 0.1,
+        "send_gradients": True,
+        "bubble_copies": True,
+    }
     where = {"replicas": "auto", "network_interface": None, "disk_every_iters": 0}
     return MoetionConfig(**(SHARED | own | where | changes))
 

@@ -116,3 +116,12 @@ def test_it_is_known_how_long_nothing_was_quiet() -> None:
     assert loop.meter.iters_since_quiet() == 3
     loop.iterate(1.0, quiet=True)
     assert loop.meter.iters_since_quiet() == 0
+
+
+def test_bubbles_have_room_for_what_is_copied_in_them() -> None:
+    meter = Loop().meter
+    meter.bubbles_s.append(1.0)
+    assert meter.bubble_bytes() == 0.0, "it is not known how fast copies are"
+    meter.copy_rates.extend([10.0, 1000.0, 20.0])
+    meter.bubbles_s.extend([2.0, 50.0])
+    assert meter.bubble_bytes() == 40.0

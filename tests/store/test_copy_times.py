@@ -39,3 +39,21 @@ def test_what_was_never_sent_or_is_forgotten_took_nothing() -> None:
     times.forget("a")
     assert times.of(["a"]) is None
     assert times.bytes_per_s() == 4.0, "still how fast they are"
+
+
+@pytest.mark.parametrize(
+    ("copies", "bytes_per_s"),
+    [
+        pytest.param([(0, 1), (0, 2), (0, 4)], 6.0, id="each waits for the one before it"),
+        pytest.param([(0, 4), (1, 4), (2, 4)], 6.0, id="all are there at once"),
+        pytest.param([(0, 1), (2, 4), (5, 9)], 4.0, id="one at a time"),
+        pytest.param([(0, 1), (2, 6), (3, 8), (9, 10)], 8.0, id="some together"),
+    ],
+)
+def test_copies_that_wait_for_each_other_are_no_slower(copies: Copies, bytes_per_s: float) -> None:
+    clock = [0.0]
+    times = CopyTimes(lambda: clock[0])
+    for number, (since_s, until_s) in enumerate(copies):
+        clock[0] = until_s
+        times.ended(str(number), 8, since_s=since_s)
+    assert times.bytes_per_s() == bytes_per_s

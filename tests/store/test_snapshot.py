@@ -16,7 +16,7 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.codec import DTYPES, ROLES, PartKey, ShardIdentity, Snapshot, SnapshotHeader, checksum, verify
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers, PrivateMemory
-from moe_ckpt.store.snapshot import Piece, SnapshotEngine, Taken, Wanted
+from moe_ckpt.store.snapshot import Piece, SnapshotEngine, Wanted
 from moe_ckpt.store.updates import Gradients
 from moe_ckpt.types import ParallelLayout, RunIdentity
 from tests.store.test_copier import WAIT_S, held, held_until_waited_for
@@ -51,15 +51,17 @@ class Engine:
     def capture(self, pieces: Sequence[Piece], changing: Sequence[Piece] = ()) -> None:
         self.engine.capture([Wanted(HEADER, lambda: pieces, changing)])
 
-    def collected(self) -> Taken:
-        (taken,) = self.engine.collect(wait=True)
-        return taken
+    def collected(self) -> Snapshot:
+        taken = self.engine.collect(wait=True)
+        assert taken
+        (snapshot,) = taken.snapshots
+        return snapshot
 
     def assert_usable(self) -> None:
         """Take a snapshot and give its memory back: nothing else is in use."""
         tensor = torch.arange(16)
         self.capture([piece(tensor)])
-        snapshot = self.collected().snapshot
+        snapshot = self.collected()
         assert torch.equal(only_part(snapshot), tensor)
         self.buffers.release(snapshot.payload)
         assert self.buffers.in_use_bytes == 0
@@ -98,18 +100,15 @@ def uncopyable() -> Piece:
 def test_a_snapshot_is_complete_when_it_is_collected(parts: Engine) -> None:
     weight, buffer = torch.randn(3, 5), torch.tensor([1, 2, 3])
     parts.capture([piece(weight, start=100)], [piece(buffer, "count", "buffer")])
-    taken = parts.collected()
-    header = taken.snapshot.header
-    assert taken.copy_s >= 0
+    snapshot = parts.collected()
+    header = snapshot.header
     assert {part.key.tensor: (part.range_start, part.range_end) for part in header.parts} == {
         "weight": (100, 115),
         "count": (0, 3),
     }
     assert header.payload_bytes == 15 * 4 + 3 * 8
-    assert header == replace(
-        HEADER, parts=header.parts, payload_bytes=84, checksum=checksum(taken.snapshot.payload, 84)
-    )
-    values = values_of(taken.snapshot)
+    assert header == replace(HEADER, parts=header.parts, payload_bytes=84, checksum=checksum(snapshot.payload, 84))
+    values = values_of(snapshot)
     assert torch.equal(values[piece(weight)[0]], weight)
     assert torch.equal(values[piece(buffer, "count", "buffer")[0]], buffer)
     assert parts.buffers.in_use_bytes == 84
@@ -120,7 +119,7 @@ def test_a_buffer_that_is_used_again_holds_the_new_snapshot(parts: Engine) -> No
         tensor = torch.full((1000 - number,), number)
         parts.capture([piece(tensor)])
         parts.engine.release()
-        snapshot = parts.collected().snapshot
+        snapshot = parts.collected()
         verify(snapshot, identity=IDENTITY, shard=SHARD)
         assert torch.equal(only_part(snapshot), tensor)
         parts.buffers.release(snapshot.payload)
@@ -129,7 +128,7 @@ def test_a_buffer_that_is_used_again_holds_the_new_snapshot(parts: Engine) -> No
 
 def test_nothing_to_take_makes_an_empty_snapshot(parts: Engine) -> None:
     parts.capture([])
-    snapshot = parts.collected().snapshot
+    snapshot = parts.collected()
     assert snapshot.header.parts == ()
     assert values_of(snapshot) == {}
 
@@ -153,7 +152,7 @@ def test_any_tensors_come_out_as_they_went_in(
             tensor.requires_grad_(True)
         pieces.append(piece(tensor, str(number), role))
     parts.capture(pieces[num_changing:], pieces[:num_changing])
-    values = values_of(parts.collected().snapshot)
+    values = values_of(parts.collected())
     assert values.keys() == {key for key, _, _ in pieces}
     assert all(torch.equal(values[key], tensor) for key, tensor, _ in pieces)
     assert all(values[key].dtype == tensor.dtype for key, tensor, _ in pieces)
@@ -173,7 +172,7 @@ def test_a_capture_goes_on_after_it_was_started(parts: Engine) -> None:
     with held(parts.copier):
         parts.engine.capture([Wanted(HEADER, pieces, [])])
         assert asked_in == []
-        assert parts.engine.collect(wait=False) == []
+        assert parts.engine.collect(wait=False) is None
         assert parts.buffers.in_use_bytes == 0
     parts.collected()
     assert len(asked_in) == 1
@@ -186,7 +185,7 @@ def test_what_is_changing_may_change_as_soon_as_it_is_captured(parts: Engine) ->
         parts.capture([], [piece(count, "count", "buffer"), piece(bias, "bias", "buffer")])
         count.add_(10)
         bias.data.zero_()
-    values = values_of(parts.collected().snapshot)
+    values = values_of(parts.collected())
     assert {key.tensor: value.tolist() for key, value in values.items()} == {"count": [1, 2, 3], "bias": [1.0] * 4}
 
 
@@ -198,7 +197,7 @@ def test_release_waits_until_everything_is_copied(parts: Engine) -> None:
         parts.engine.release()
         assert waited.is_set()
         weight.zero_()
-    snapshot = parts.collected().snapshot
+    snapshot = parts.collected()
     verify(snapshot, identity=IDENTITY, shard=SHARD)
     assert torch.equal(only_part(snapshot), torch.arange(1 << 16))
 
@@ -217,10 +216,10 @@ def test_a_snapshot_is_not_there_before_its_checksum_and_the_state_may_change_me
     parts.capture([piece(weight)])
     parts.engine.release()
     weight.zero_()
-    assert parts.engine.collect(wait=False) == []
+    assert parts.engine.collect(wait=False) is None
     parts.engine.discard_torn()
     go.set()
-    snapshot = parts.collected().snapshot
+    snapshot = parts.collected()
     verify(snapshot, identity=IDENTITY, shard=SHARD)
     assert torch.equal(only_part(snapshot), torch.ones(100))
 
@@ -228,8 +227,11 @@ def test_a_snapshot_is_not_there_before_its_checksum_and_the_state_may_change_me
 def test_a_finished_snapshot_is_collected_without_waiting(parts: Engine) -> None:
     parts.capture([piece(torch.ones(100))])
     parts.copier.then(lambda: None).result(WAIT_S)
-    (taken,) = parts.engine.collect(wait=False)
-    verify(taken.snapshot, identity=IDENTITY, shard=SHARD)
+    taken = parts.engine.collect(wait=False)
+    assert taken
+    verify(taken.snapshots[0], identity=IDENTITY, shard=SHARD)
+    assert taken.copied.seconds >= 0
+    assert taken.copied.bubble_bytes == 0
 
 
 class FullKeeper:
@@ -257,8 +259,9 @@ def test_of_several_snapshots_all_are_kept_or_none(refused: int) -> None:
     engine.capture([Wanted(HEADER, lambda tensor=tensor: [piece(tensor)]) for tensor in tensors])
     if refused == 3:
         taken = engine.collect(wait=True)
-        assert [only_part(each.snapshot).tolist() for each in taken] == [tensor.tolist() for tensor in tensors]
-        assert [id(each.snapshot) for each in taken] == [id(snapshot) for snapshot in keeper.kept]
+        assert taken
+        assert [only_part(each).tolist() for each in taken.snapshots] == [tensor.tolist() for tensor in tensors]
+        assert [id(each) for each in taken.snapshots] == [id(snapshot) for snapshot in keeper.kept]
     else:
         with pytest.raises(CheckpointSaveError, match="no room"):
             engine.collect(wait=True)
@@ -270,17 +273,17 @@ def test_of_several_snapshots_all_are_kept_or_none(refused: int) -> None:
 def test_collecting_waits_where_it_is_told_to(parts: Engine) -> None:
     with held_until_waited_for(parts.copier) as waited:
         parts.capture([piece(torch.ones(100))])
-        verify(parts.collected().snapshot, identity=IDENTITY, shard=SHARD)
+        verify(parts.collected(), identity=IDENTITY, shard=SHARD)
         assert waited.is_set()
 
 
 def test_a_snapshot_is_collected_once(parts: Engine) -> None:
     parts.engine.release()
-    assert parts.engine.collect(wait=True) == []
+    assert parts.engine.collect(wait=True) is None
     parts.capture([piece(torch.ones(1))])
     parts.collected()
-    assert parts.engine.collect(wait=True) == []
-    assert parts.engine.collect(wait=False) == []
+    assert parts.engine.collect(wait=True) is None
+    assert parts.engine.collect(wait=False) is None
     parts.engine.release()
 
 
@@ -288,7 +291,7 @@ def test_a_capture_before_the_last_is_collected_is_our_own_bug(parts: Engine) ->
     parts.capture([piece(torch.ones(1))])
     with pytest.raises(AssertionError):
         parts.capture([piece(torch.ones(1))])
-    assert only_part(parts.collected().snapshot).tolist() == [1.0]
+    assert only_part(parts.collected()).tolist() == [1.0]
 
 
 # A state that is lost while it is taken
@@ -302,7 +305,7 @@ def test_a_torn_capture_is_dropped_with_its_memory(parts: Engine) -> None:
         parts.engine.discard_torn()
         assert parts.buffers.in_use_bytes == 0
     assert parts.buffers.total_bytes == 4012, "nothing was copied: the test is void"
-    assert parts.engine.collect(wait=True) == []
+    assert parts.engine.collect(wait=True) is None
     parts.engine.release()
     parts.assert_usable()
 
@@ -313,7 +316,7 @@ def test_a_capture_that_is_copied_is_not_torn(parts: Engine) -> None:
     parts.engine.release()
     weight.zero_()
     parts.engine.discard_torn()
-    assert torch.equal(only_part(parts.collected().snapshot), torch.ones(100))
+    assert torch.equal(only_part(parts.collected()), torch.ones(100))
 
 
 def test_there_need_be_nothing_to_discard(parts: Engine) -> None:
@@ -364,7 +367,7 @@ def test_a_capture_that_fails_says_so_and_leaves_nothing(
     assert parts.buffers.in_use_bytes == 0
     parts.engine.release()
     parts.engine.discard_torn()
-    assert parts.engine.collect(wait=True) == []
+    assert parts.engine.collect(wait=True) is None
     parts.assert_usable()
     parts.copier.close()
 

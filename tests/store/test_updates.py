@@ -97,9 +97,11 @@ class Owner:
         unit = replace(HEADER.unit, lineage=lineage) if HEADER.unit else None
         self.header = replace(HEADER, iteration=iteration, window_start=iteration, unit=unit)
         self.engine.capture([Wanted(self.header, self._pieces, (), self._gradients(told))])
-        (taken,) = self.engine.collect(wait=True)
-        assert self.journal.has_copies([taken.snapshot])
-        return taken.snapshot
+        taken = self.engine.collect(wait=True)
+        assert taken
+        (snapshot,) = taken.snapshots
+        assert self.journal.has_copies([snapshot])
+        return snapshot
 
     def of_peer(self, iteration: int) -> bytes:
         """Return the payload of the peer's copy of an iteration, exactly."""
