@@ -152,7 +152,12 @@ def test_where_no_bubble_comes_nobody_waits_longer_than_until_the_state_may_chan
         assert copied.bubble_bytes == 0
     parts.bubbles.is_waited_for.clear()
     parts.capture(bubble_bytes=1e9)
-    assert parts.bubbles.is_waited_for.wait(WAIT_S)  # the hurry was that of the one before
+    assert parts.bubbles.is_waited_for.wait(WAIT_S)
+    for tensor in parts.tensors:
+        tensor += 10
+    with parts.bubbles.open():
+        parts.copier.then(lambda: None).result(WAIT_S)
+    assert parts.collected()[1].bubble_bytes == 240, "the hurry was that of the one before"
 
 
 def test_without_room_in_bubbles_nothing_waits(parts: Engine) -> None:
