@@ -73,7 +73,7 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         for variant in (each for each in VARIANTS if each.name in (options.only or names)):
-            place = Path(folder) / variant.name.replace(" ", "-")
+            place = Path(folder) / variant.name.replace(",", "").replace(" ", "-")
             place.mkdir()
             cost = overhead(variant, place, overrides)
             row = row_of(variant, cost, recovery(variant, place, overrides, options.kills, options.seed))

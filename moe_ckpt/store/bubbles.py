@@ -54,8 +54,8 @@ class PipelineBubbles:
     @property
     def is_open(self) -> bool:
         """Whether training waits now."""
-        began, ended = self._began, self._ended
-        return began is not None and began.query() and (ended is None or not ended.query())
+        began = self._began
+        return began is not None and began.query() and self._is_opening()
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:

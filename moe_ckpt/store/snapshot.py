@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Part:
+class _Unsealed:
     """A snapshot without its checksum, and the gradients that led to it, in host memory."""
 
     snapshot: Snapshot
@@ -69,7 +69,7 @@ class Taken:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Capture:
-    copied: Future[tuple[list[_Part], Copied]]
+    copied: Future[tuple[list[_Unsealed], Copied]]
     finished: Future[Taken]
 
 
@@ -152,19 +152,19 @@ class SnapshotEngine:
                 self._keeper.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
 
-    def _take_all(self, wanted: Sequence[Wanted], bubble_bytes: float) -> tuple[list[_Part], Copied]:
-        parts: list[_Part] = []
+    def _take_all(self, wanted: Sequence[Wanted], bubble_bytes: float) -> tuple[list[_Unsealed], Copied]:
+        unsealed: list[_Unsealed] = []
         copies: list[Copy] = []
         try:
             for each in wanted:
                 snapshot, of_snapshot = self._lay_out(each.header, [*each.pieces(), *each.changing])
-                parts.append(_Part(snapshot=snapshot, gradients=each.gradients))
+                unsealed.append(_Unsealed(snapshot=snapshot, gradients=each.gradients))
                 copies += of_snapshot
             copied = self._copy(copies, bubble_bytes)
-            return [replace(part, gradients=_on_host(part.gradients)) for part in parts], copied
+            return [replace(each, gradients=_on_host(each.gradients)) for each in unsealed], copied
         except _COPY_ERRORS:
-            for part in parts:
-                self._buffers.release(part.snapshot.payload)
+            for each in unsealed:
+                self._buffers.release(each.snapshot.payload)
             raise
 
     def _lay_out(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> tuple[Snapshot, list[Copy]]:
@@ -190,25 +190,25 @@ class SnapshotEngine:
             bubble_bytes_used += copy[0].nbytes if in_bubble else 0
         return Copied(seconds=seconds + self._copier.copy_now(waiting), bubble_bytes=bubble_bytes_used)
 
-    def _finish_all(self, parts: Sequence[_Part], copied: Copied) -> Taken:
+    def _finish_all(self, unsealed: Sequence[_Unsealed], copied: Copied) -> Taken:
         finished: list[Snapshot] = []
         try:
-            for part in parts:
-                finished.append(self._finish(part))  # noqa: PERF401 - it may raise
+            for each in unsealed:
+                finished.append(self._finish(each))  # noqa: PERF401 - it may raise
         except CheckpointSaveError:
             self._drop(finished)
-            for part in parts[len(finished) + 1 :]:
-                self._buffers.release(part.snapshot.payload)
+            for each in unsealed[len(finished) + 1 :]:
+                self._buffers.release(each.snapshot.payload)
             raise
         return Taken(snapshots=finished, copied=copied)
 
-    def _finish(self, part: _Part) -> Snapshot:
-        header, payload = part.snapshot.header, part.snapshot.payload
+    def _finish(self, unsealed: _Unsealed) -> Snapshot:
+        header, payload = unsealed.snapshot.header, unsealed.snapshot.payload
         found = checksum(payload, header.payload_bytes)
         snapshot = Snapshot(header=replace(header, checksum=found), payload=payload)
         try:
             if self._keeper:
-                self._keeper.add_snapshot(snapshot, part.gradients)
+                self._keeper.add_snapshot(snapshot, unsealed.gradients)
         except CheckpointSaveError:
             self._buffers.release(snapshot.payload)
             raise

@@ -34,11 +34,11 @@ def _spoil(window_start: int) -> None:
     """Let rank 3's snapshot be NaN before anything of it is checksummed."""
     finish = SnapshotEngine._finish
 
-    def finish_spoiled(self: SnapshotEngine, part: Any) -> Any:
-        header = part.snapshot.header
+    def finish_spoiled(self: SnapshotEngine, unsealed: Any) -> Any:
+        header = unsealed.snapshot.header
         if (header.window_start, header.shard.global_rank) == (window_start, 3):
-            part.snapshot.payload.fill_(0xFF)
-        return finish(self, part)
+            unsealed.snapshot.payload.fill_(0xFF)
+        return finish(self, unsealed)
 
     SnapshotEngine._finish = finish_spoiled
 
@@ -165,11 +165,11 @@ def _make_four_wrong_and_tell_in_nine() -> None:
     """Let rank 3's snapshot at 4 be wrong in one bit, and its loss NaN when it first comes to 9; nobody kills it."""
     finish = SnapshotEngine._finish
 
-    def finish_wrong(self: SnapshotEngine, part: Any) -> Any:
-        header = part.snapshot.header
+    def finish_wrong(self: SnapshotEngine, unsealed: Any) -> Any:
+        header = unsealed.snapshot.header
         if (header.window_start, header.shard.global_rank) == (4, 3):
-            part.snapshot.payload[0].bitwise_xor_(1)
-        return finish(self, part)
+            unsealed.snapshot.payload[0].bitwise_xor_(1)
+        return finish(self, unsealed)
 
     SnapshotEngine._finish = finish_wrong
     _diverge_once(9, rank=3)
