@@ -27,7 +27,8 @@ from moe_ckpt.faults import poisson_kills  # noqa: E402
 from moe_ckpt.sim.cluster import simulate  # noqa: E402
 from moe_ckpt.sim.costs import TimingConfig, estimate  # noqa: E402
 from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job, ModelShape  # noqa: E402
-from moe_ckpt.sim.saving import Setup, plan_saving  # noqa: E402
+from moe_ckpt.sim.policies import plan_saving  # noqa: E402
+from moe_ckpt.sim.saving import Setup  # noqa: E402
 from moe_ckpt.types import OperatorId, OperatorKind, ParallelLayout  # noqa: E402
 
 HOURS_12_S = 43200.0

@@ -10,7 +10,7 @@ from launcher.real_run import Facts, RealRun, facts_of, read_run, setup_of
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.hardware import ClusterConfig
-from moe_ckpt.sim.saving import plan_saving
+from moe_ckpt.sim.policies import plan_saving
 
 LONG_S = 1e9  # a run ends with its last iteration
 _NAMES = {

@@ -9,7 +9,8 @@ from string import Template
 from launcher.simulation import Simulation, compose_request, compose_simulation
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.ettr import Prediction, predict
-from moe_ckpt.sim.saving import Saving, plan_saving
+from moe_ckpt.sim.policies import plan_saving
+from moe_ckpt.sim.saving import Saving
 from moe_ckpt.sim.timeline import Outcome
 
 

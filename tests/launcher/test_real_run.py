@@ -18,7 +18,7 @@ from moe_ckpt.faults import Kill
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.hardware import ClusterConfig
-from moe_ckpt.sim.saving import plan_saving
+from moe_ckpt.sim.policies import plan_saving
 
 
 def committed(iteration: int) -> IterationCommitted:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from moe_ckpt.faults import Kill, poisson_kills
 from moe_ckpt.sim.cluster import simulate
-from moe_ckpt.sim.saving import Saving, Setup, plan_saving
+from moe_ckpt.sim.policies import plan_saving
+from moe_ckpt.sim.saving import Saving, Setup
 from moe_ckpt.sim.timeline import Outcome, Recovered
 from tests.sim.setups import ckpt, cluster, job, setup
 

@@ -27,7 +27,7 @@ from moe_ckpt.events import (
 from moe_ckpt.faults import Kill
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
-from moe_ckpt.sim.saving import plan_saving
+from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.timeline import Outcome
 from tests.sim.setups import ckpt, setup
 

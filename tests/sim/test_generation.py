@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.sim.generation import Generation, Kept, Moment
-from moe_ckpt.sim.saving import Saving, plan_saving
+from moe_ckpt.sim.policies import plan_saving
+from moe_ckpt.sim.saving import Saving
 from tests.sim.setups import ckpt, cluster, setup
 
 SETUP = setup(machines=cluster(copy_bytes_per_s=2000.0, disk_bytes_per_s=1e4))

@@ -13,8 +13,9 @@ from moe_ckpt.placement import copy_holders
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 from moe_ckpt.sim.generation import Kept
+from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.recovering import Losses, estimate, plan_after
-from moe_ckpt.sim.saving import Saving, Setup, plan_saving
+from moe_ckpt.sim.saving import Saving, Setup
 from tests.sim.setups import ckpt, cluster, job, setup
 
 NOBODY: frozenset[int] = frozenset()

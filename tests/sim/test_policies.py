@@ -10,7 +10,8 @@ from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.schedule import paper_window
-from moe_ckpt.sim.saving import POLICIES, Recovery, Switches, plan_saving
+from moe_ckpt.sim.policies import POLICIES, plan_saving
+from moe_ckpt.sim.saving import Recovery, Switches
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
 
 SLOW = cluster(copy_bytes_per_s=1000.0, whole_copy_bytes_per_s=1000.0)

@@ -1,0 +1,320 @@
+"""What each policy costs a simulated job: it is asked itself (moe_ckpt.policies), only costs are the simulator's.
+
+A policy is one entry in POLICIES. Must not: know faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt.config import (
+    CheckfreqConfig,
+    DenseConfig,
+    GeminiConfig,
+    MocConfig,
+    MoetionConfig,
+    MoevementConfig,
+    NoneConfig,
+    require,
+)
+from moe_ckpt.ledger import IntArray
+from moe_ckpt.policies.moc import PartialExperts
+from moe_ckpt.policies.moetion import PopularExperts
+from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.policies.partial import MoeStage
+from moe_ckpt.policies.profile import AUTO, StageProfile
+from moe_ckpt.policies.whole import WholeSnapshots
+from moe_ckpt.schedule import fixed_order
+from moe_ckpt.sim.costs import copy_rate, stall_s
+from moe_ckpt.sim.hardware import JOB, ClusterConfig
+from moe_ckpt.sim.job import Array
+from moe_ckpt.sim.partial import Partial, Tokens, hear_turns
+from moe_ckpt.sim.rhythm import NOTHING, Rhythm, listen
+from moe_ckpt.sim.saving import Durable, Recovery, Saving, Setup
+from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, SlotPlan
+
+
+def plan_saving(config: Any, setup: Setup) -> Saving:
+    """Return what a policy's configuration costs in a setup. Raises ConfigError for what cannot be had."""
+    require(config.policy in POLICIES, "ckpt.policy", config.policy, "one of " + ", ".join(POLICIES))
+    saving = POLICIES[config.policy](config, setup)
+    need, have = saving.host_bytes(setup), setup.cluster.host_memory_bytes
+    wanted = f"at least {need:.4g} on each node, for snapshots and logs of ckpt.policy={config.policy}"
+    require(need <= have, "cluster.host_memory_bytes", have, wanted)
+    return saving
+
+
+def _none(config: NoneConfig, setup: Setup) -> Saving:
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.RESTART,
+        at_start=NOTHING,
+        later=NOTHING,
+        whole_bytes=setup.total_full_bytes,
+        reload_bytes_per_s=setup.cluster.disk_bytes_per_s,
+    )
+
+
+def _dense(config: DenseConfig, setup: Setup) -> Saving:
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.RESTART,
+        at_start=NOTHING,
+        later=NOTHING,
+        whole_bytes=setup.total_full_bytes,
+        reload_bytes_per_s=setup.cluster.disk_bytes_per_s,
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.every_iters),
+    )
+
+
+def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
+    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
+    replicas = _replicas(config.replicas, setup.cluster)
+    copy_s = link.most_bytes / link.bytes_per_s
+    stalled_s = link.stall_s(link.most_bytes)
+    narrowest = min(link.bytes_per_s, copy_rate(setup.cluster, replicas))
+    kept_s = link.most_bytes / narrowest
+    if config.disk_every_iters == 1:
+        kept_s = max(kept_s, setup.total_full_bytes / setup.cluster.disk_bytes_per_s)
+        narrowest = link.most_bytes / kept_s
+    measured = Measured(
+        iteration_s=setup.costs.iteration_s,
+        copy_bytes_per_s=narrowest,
+        popularity=np.zeros(0),
+        snapshot_cost_s=stalled_s,
+    )
+    make = partial(WholeSnapshots, config, link.profiles, link.own, replicas)
+    at_start, later = _listen(
+        make, measured, lambda _: (link.most_bytes, stalled_s), config, config.every_iters != AUTO
+    )
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.ROLLBACK,
+        at_start=at_start,
+        later=later,
+        whole_bytes=link.most_bytes,
+        reload_bytes_per_s=link.bytes_per_s,
+        replicas=replicas,
+        kept_s=max(copy_s, kept_s),
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
+        memory=make().forecast(),
+        sizes_are_of_job=link.is_shared,
+    )
+
+
+def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
+    replicas = _replicas(config.replicas, setup.cluster)
+    link = _Link(setup, copy_rate(setup.cluster, replicas))
+    measured = Measured(
+        iteration_s=setup.costs.iteration_s,
+        copy_bytes_per_s=link.bytes_per_s,
+        popularity=_popularity(setup, link.profiles[link.own]),
+    )
+    make = partial(SparseWindows, config, link.profiles, link.own, replicas)
+    table = link.profiles[link.own].table
+    full_bytes, compute_bytes = table.full_bytes, table.compute_bytes
+
+    def describe(plan: SlotPlan) -> tuple[int, float]:
+        full, compute = np.array(plan.full, np.int64), np.array(plan.compute, np.int64)
+        size_bytes = int((full_bytes[:, full].sum(axis=1) + compute_bytes[:, compute].sum(axis=1)).max())
+        return size_bytes, link.stall_s(size_bytes)
+
+    at_start, later = _listen(make, measured, describe, config, config.window != AUTO)
+    num_slots = later.repeat[0].num_slots
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.LOCAL,
+        at_start=at_start,
+        later=later,
+        whole_bytes=link.most_bytes,
+        reload_bytes_per_s=setup.cluster.copy_bytes_per_s,
+        replicas=replicas,
+        logs=config.boundary_log,
+        keep_windows=config.keep_windows,
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
+        active=_active_shares(make, measured, setup, link),
+        memory=make().forecast(num_slots),
+        sizes_are_of_job=link.is_shared,
+    )
+
+
+def _partial(config: MocConfig | MoetionConfig, setup: Setup) -> Saving:
+    costs = _PartialCosts(config, setup)
+    stages, num_experts = costs.stages, setup.job.shape.num_experts
+    tokens = Tokens(setup.job)
+    measured = costs.measured(tokens.by_expert * config.every_iters)
+
+    def make() -> PartialExperts | PopularExperts:
+        if isinstance(config, MocConfig):
+            return PartialExperts(config, stages, 0, setup.job.layout.ep)
+        return PopularExperts(config, stages, 0, costs.replicas)
+
+    hear = partial(hear_turns, measured=measured, costs=costs, num_experts=num_experts)
+    told = Partial(make=make, measured=measured, hear=hear, tokens=tokens)
+    rhythm = told.first_line().rhythm
+    choices = [take.experts.choice for take in rhythm.repeat if take.experts]
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.ROLLBACK,
+        at_start=rhythm,
+        later=rhythm,
+        whole_bytes=costs.link.most_bytes,
+        reload_bytes_per_s=costs.link.bytes_per_s,
+        replicas=costs.replicas,
+        kept_s=max(map(costs.copy_s, choices)),
+        disk_s=max(map(costs.write_s, choices)),
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
+        memory=make().forecast(),
+        sizes_are_of_job=costs.link.is_shared,
+        partial=told,
+    )
+
+
+POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
+    "none": _none,
+    "dense": _dense,
+    "checkfreq": _whole,
+    "gemini": _whole,
+    "moevement": _moevement,
+    "moc": _partial,
+    "moetion": _partial,
+}
+
+
+class _Link:
+    """What snapshots are copied through: each rank has its own, or all ranks of the job share one."""
+
+    def __init__(self, setup: Setup, bytes_per_s: float) -> None:
+        self._setup = setup
+        self.is_shared = setup.cluster.copies_share == JOB
+        self.bytes_per_s = bytes_per_s
+        self.profiles = [setup.job.whole_profile()] if self.is_shared else setup.job.profiles
+        sizes = [int(profile.table.full_bytes.sum(axis=1).max()) for profile in self.profiles]
+        self.own = int(np.argmax(sizes))
+        self.most_bytes = sizes[self.own]
+
+    def stall_s(self, size_bytes: float) -> float:
+        """Return what a snapshot of so many bytes adds to an iteration."""
+        return self._setup.cluster.take_s + stall_s(
+            copy_s=size_bytes / self.bytes_per_s,
+            iteration_s=self._setup.costs.iteration_s,
+            interference=self._setup.cluster.interference,
+        )
+
+
+def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
+    """Return a stage of each kind, that with experts first whose ranks copy most: a policy wants to know no more."""
+
+    def rank(profile: StageProfile) -> tuple[bool, int]:
+        has_experts = any(operator.kind is OperatorKind.EXPERT for operator in profile.table.operators)
+        return has_experts, int(profile.table.full_bytes.sum(axis=1).max())
+
+    kinds = {profile.table.full_bytes.tobytes(): profile for profile in profiles}
+    return sorted(kinds.values(), key=rank, reverse=True)
+
+
+class _PartialCosts:
+    """What partial snapshots cost: implements `PartialCosts`."""
+
+    def __init__(self, config: MocConfig | MoetionConfig, setup: Setup) -> None:
+        cluster = setup.cluster
+        self.iteration_s = setup.costs.iteration_s
+        self.replicas = _replicas(config.replicas, cluster)
+        self.link = _Link(setup, cluster.whole_copy_bytes_per_s)
+        self.stages = _kinds_of_stages(self.link.profiles)
+        table = self.stages[0].table
+        self._own = MoeStage(table, config.partial if isinstance(config, MocConfig) else "both")
+        self._peer_bytes_per_s = cluster.peer_bytes_per_s / self.replicas if self.replicas else np.inf
+        if self.link.is_shared:
+            self._peer_bytes_per_s = np.inf  # peers are taken to keep up
+        self._disk_bytes_per_s = cluster.disk_bytes_per_s * int(table.full_bytes.sum()) / setup.total_full_bytes
+
+    def measured(self, tokens: IntArray) -> Measured:
+        return Measured(
+            iteration_s=self.iteration_s,
+            copy_bytes_per_s=min(self.link.bytes_per_s, self._peer_bytes_per_s),
+            popularity=np.tile(tokens, self._own.num_layers).astype(np.float64),
+            host_bytes_per_s=self.link.bytes_per_s,
+            peer_bytes_per_s=self._peer_bytes_per_s,
+        )
+
+    def size_bytes(self, choice: ExpertChoice) -> int:
+        return int(self._own.snapshot_bytes(choice.memory).max())
+
+    def copy_s(self, choice: ExpertChoice) -> float:
+        sent_bytes = int(self._own.snapshot_bytes(choice.on_peers).max())
+        return max(self.size_bytes(choice) / self.link.bytes_per_s, sent_bytes / self._peer_bytes_per_s)
+
+    def stall_s(self, choice: ExpertChoice) -> float:
+        return self.link.stall_s(self.copy_s(choice) * self.link.bytes_per_s)
+
+    def write_s(self, choice: ExpertChoice) -> float:
+        return float(self._own.snapshot_bytes(choice.on_disk).sum()) / self._disk_bytes_per_s
+
+
+def _listen(
+    make: Callable[[], Any],
+    measured: Measured,
+    describe: Callable[[SlotPlan], tuple[int, float]],
+    config: Any,
+    is_settled: bool,
+) -> tuple[Rhythm, Rhythm]:
+    """Return what a fresh policy does before anything is measured, and after that."""
+    nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=measured.popularity)
+    answers = iter([nothing])
+    disk_every = config.disk_every_iters > 0
+    settled = is_settled and not isinstance(config, MoevementConfig)  # its base is no window of its choice
+    at_start = listen(make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=settled)
+    later = listen(make(), lambda: measured, describe, disk_every=disk_every, is_settled=settled)
+    return at_start, later
+
+
+def _durable(setup: Setup, *, asynchronous: bool, every_iters: int) -> Durable | None:
+    """Return what whole checkpoints on disk cost: one at a time, copied first where they are asynchronous."""
+    if every_iters == 0:
+        return None
+    cluster, write_s = setup.cluster, setup.total_full_bytes / setup.cluster.disk_bytes_per_s
+    if not asynchronous:
+        return Durable(every_iters=every_iters, stall_s=write_s, done_s=write_s)
+    link = _Link(setup, cluster.whole_copy_bytes_per_s)
+    copy_s = link.most_bytes / link.bytes_per_s
+    waits_s = max(0.0, write_s - every_iters * setup.costs.iteration_s)
+    return Durable(every_iters=every_iters, stall_s=copy_s + waits_s, done_s=copy_s + write_s)
+
+
+def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:
+    """Copies in other nodes' memory; `auto` is one, where there is another node."""
+    if wanted == AUTO:
+        return min(1, cluster.nodes - 1)
+    replicas = int(wanted)
+    require(replicas < cluster.nodes, "ckpt.replicas", replicas, f"less than cluster.nodes={cluster.nodes}")
+    return replicas
+
+
+def _popularity(setup: Setup, profile: StageProfile) -> Array:
+    """Return how popular each expert of a table is, as a policy measures it."""
+    experts = fixed_order(profile.table.operators).experts
+    if not setup.switches.order_by_popularity:
+        return np.ones(len(experts))
+    numbers = [profile.table.operators[position].expert or 0 for position in experts]
+    return setup.job.shape.popularity[numbers]
+
+
+def _active_shares(make: Callable[[], Any], measured: Measured, setup: Setup, link: _Link) -> tuple[float, ...]:
+    """Return the share of the work that is active once each slot of a window is loaded."""
+    where = slice(None) if link.is_shared else setup.job.positions(link.own)
+    work = setup.job.work[where]
+    policy, shares, active, offset = make(), [], 0.0, 0
+    while True:
+        plan = policy.plan(offset, lambda: measured).sparse
+        offset += 1
+        if offset == 1:
+            continue  # the base
+        active += float(work[list(plan.full)].sum())
+        shares.append(active / float(work.sum()) if setup.switches.skip_frozen else 1.0)
+        if plan.slot == plan.num_slots - 1:
+            return tuple(shares)
