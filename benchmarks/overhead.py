@@ -1,6 +1,6 @@
 """What a checkpoint policy costs while nothing fails, measured in pairs within one run.
 
-    torchrun --nproc-per-node=4 benchmarks/overhead.py [--json FILE] [OVERRIDES]
+    torchrun --nproc-per-node=4 benchmarks/overhead.py [--pairs 6] [--json FILE] [OVERRIDES]
 
 Unless overridden: model=small ckpt=moevement. Blocks of iterations with and without checkpointing alternate in the same
 job, with the guards, copies and disks that the policy has; the first iteration of a block is not counted. Printed: the
@@ -44,7 +44,6 @@ from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import ReadyGradients
 
 _BLOCK_ITERS = 8
-_NUM_PAIRS = 6
 _MIB = 1 << 20
 
 
@@ -144,9 +143,10 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of blocks, beside one that warms up")
     parser.add_argument("--json", type=Path)
     options, overrides = parser.parse_known_args()
-    iterations = 2 * _BLOCK_ITERS * (_NUM_PAIRS + 1) + 1
+    iterations = 2 * _BLOCK_ITERS * (options.pairs + 1) + 1
     quiet = ("run.progress=none", "run.tensorboard=false", "train.eval_every_iters=0", "train.eval_batches=1")
     defaults = (f"train.iterations={iterations}", "run.name=overhead", *quiet)
     chosen = [] if any(override.lstrip("+").startswith("ckpt=") for override in overrides) else ["ckpt=moevement"]

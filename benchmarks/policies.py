@@ -1,10 +1,10 @@
 """All policies on one machine: what they cost while nothing fails, and what a fault costs.
 
-    python benchmarks/policies.py [--kills 3] [--only POLICY] [--write README.md] [OVERRIDES]    # model=small, 4 ranks
+    python benchmarks/policies.py [--pairs 6] [--kills 3] [--only POLICY] [--write README.md] [OVERRIDES]
 
-For each policy one job with and without checkpoints in alternating blocks (benchmarks/overhead.py), and one that loses
-a random rank again and again (benchmarks/recovery.py). `--write` puts rows into the table between the marks in a file,
-each as soon as it is measured, and leaves those of other policies.
+For each policy, with model=small on 4 ranks: one job with and without checkpoints in alternating blocks
+(benchmarks/overhead.py), and one that loses a random rank again and again (benchmarks/recovery.py). `--write` puts rows
+into the table between the marks in a file, each as soon as it is measured, and leaves those of other policies.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.marks import rewrite  # noqa: E402
 from benchmarks.recovery import RANKS, Job, Recovered, measure, summary  # noqa: E402
 
 _MIB = 1 << 20
-_FIRST, _LAST = "<!-- policies: written by benchmarks/policies.py -->", "<!-- end -->"
+MARKS = ("<!-- policies: written by benchmarks/policies.py -->", "<!-- end -->")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ COLUMNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=6, help="blocks with and without checkpoints")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     names = [variant.name for variant in VARIANTS]
@@ -75,7 +77,7 @@ def main() -> int:
         for variant in (each for each in VARIANTS if each.name in (options.only or names)):
             place = Path(folder) / variant.name.replace(",", "").replace(" ", "-")
             place.mkdir()
-            cost = overhead(variant, place, overrides)
+            cost = overhead(variant, place, overrides, options.pairs)
             row = row_of(variant, cost, recovery(variant, place, overrides, options.kills, options.seed))
             print(" | ".join(row), flush=True)
             if options.write:
@@ -83,13 +85,13 @@ def main() -> int:
     return 0
 
 
-def overhead(variant: Variant, folder: Path, overrides: list[str]) -> dict[str, Any] | None:
+def overhead(variant: Variant, folder: Path, overrides: list[str], pairs: int) -> dict[str, Any] | None:
     """Return what the job measured; None for the policy that costs nothing."""
     if variant.overrides == ("ckpt=none",):
         return None
     found = folder / "overhead.json"
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    benchmark = ["benchmarks/overhead.py", "--json", str(found), f"run.dir={folder / 'overhead'}"]
+    benchmark = ["benchmarks/overhead.py", f"--pairs={pairs}", "--json", str(found), f"run.dir={folder / 'overhead'}"]
     command = [torchrun, f"--nproc-per-node={RANKS}", *benchmark, *variant.overrides, *overrides]
     with (folder / "overhead.log").open("w") as log:
         ended = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -125,15 +127,14 @@ def row_of(variant: Variant, cost: dict[str, Any] | None, recovered: list[Recove
 
 def write(path: Path, row: list[str]) -> None:
     """Put a row into the table between its marks, in place of the one of the same policy."""
-    before, _, rest = path.read_text().partition(_FIRST)
-    table, end, after = rest.partition(_LAST)
-    if not end:
-        sys.exit(f"{path}: got no {_FIRST} and {_LAST}, wanted them around the table")
-    lines = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
-    rows = {line[0]: line for line in [*lines, row]}
-    ordered = [rows[variant.name] for variant in VARIANTS if variant.name in rows]
-    whole = "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *ordered])
-    path.write_text(f"{before}{_FIRST}\n{whole}\n{_LAST}{after}")
+
+    def with_row(table: str) -> str:
+        lines = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+        rows = {line[0]: line for line in [*lines, row]}
+        ordered = [rows[variant.name] for variant in VARIANTS if variant.name in rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *ordered])
+
+    rewrite(path, MARKS, with_row)
 
 
 if __name__ == "__main__":

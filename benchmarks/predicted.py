@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.marks import rewrite  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.compared import predict_run  # noqa: E402
 from launcher.real_run import RealRun, facts_of, read_run, recoveries_of  # noqa: E402
@@ -73,7 +74,7 @@ def main() -> int:
         lines = [*table(runs, cluster), "", *constants(cluster)]
     print("\n".join(lines))
     if options.write:
-        write(options.write, lines)
+        rewrite(options.write, OWN_RUNS, lambda _: "\n".join(lines))
     return 0
 
 
@@ -116,15 +117,6 @@ def constants(cluster: ClusterConfig) -> Iterator[str]:
     names = ("detect_s", "rebuild_s", "resume_s", "restart_s", "take_s", "copy_bytes_per_s", "disk_bytes_per_s")
     values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in names)
     yield f"Measured on {os.cpu_count()} cores in other runs, medians of 3 faults in each: {values}."
-
-
-def write(path: Path, lines: Sequence[str]) -> None:
-    """Put the lines between their marks."""
-    before, _, rest = path.read_text().partition(OWN_RUNS[0])
-    _, end, after = rest.partition(OWN_RUNS[1])
-    if not end:
-        sys.exit(f"{path}: got no {OWN_RUNS[0]} and {OWN_RUNS[1]}, wanted them around the table")
-    path.write_text("\n".join([before + OWN_RUNS[0], *lines, OWN_RUNS[1] + after]))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.policies import COLUMNS, VARIANTS, write
-
-MARKS = "<!-- policies: written by benchmarks/policies.py -->", "<!-- end -->"
+from benchmarks.policies import COLUMNS, MARKS, VARIANTS, write
 
 
 def row(name: str, value: str) -> list[str]:
