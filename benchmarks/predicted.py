@@ -3,8 +3,9 @@
     python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md] [OVERRIDES]        # model=small, 4 ranks
 
 First constants are measured, in runs of their own (launcher/cluster_profile.py), one set for all policies: nothing is
-taken from the runs that are predicted but their settings, and where faults hit. With `-o` a folder that has the runs
-already, they are only read. Takes about a quarter of an hour on two quiet cores.
+taken from the runs that are predicted but their settings, where faults hit, and, as the published predictions have it
+from a profile, what an iteration takes. With `-o` a folder that has the runs already, they are only read. Takes about
+half an hour on two quiet cores.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ POLICIES = (
     "moevement:ckpt.window=3",
     "moc",
     "moetion",
+    "moetion:ckpt.send_gradients=false",
 )
-MEASURED = ("none", "gemini:ckpt.every_iters=3", "moevement:ckpt.window=2")
+MEASURED = ("none", "gemini:ckpt.every_iters=3", "moevement:ckpt.window=2", "dense:ckpt.every_iters=4")
 COMMON = ("train.eval_every_iters=0", "train.eval_batches=1", "run.tensorboard=false", "fault=at")
 FAULTS = (
     "train.iterations=36",
@@ -49,6 +51,7 @@ OTHER_FAULTS = (
 )
 COLUMNS = (
     "policy",
+    "an iteration, s",
     "ETTR: predicted",
     "true",
     "deviation",
@@ -57,6 +60,13 @@ COLUMNS = (
     "deviation",
     "iterations again",
 )
+
+HOW = """\
+ETTR is the time of new iterations, at the given seconds of one, in all the time of a run but its first iteration. Given
+are those of the run itself on average, without stalls: what copies slow iterations down by, where they share the cores,
+is in the second column alone. Seconds of a fault are medians. Under moetion peers take Adam's step, here on the cores
+that train, and the next snapshot waits for that; simulated are hosts that have cores to spare, or, as without
+`send_gradients`, are sent whole states.""".splitlines()
 
 
 def main() -> int:
@@ -71,7 +81,7 @@ def main() -> int:
         measured = carry_out(folder / "measured", MEASURED, [*OTHER_FAULTS, *settings])
         runs = carry_out(folder / "predicted", POLICIES, [*FAULTS, *settings])
         cluster = constants_of([read_run(run) for run in measured])
-        lines = [*table(runs, cluster), "", *constants(cluster)]
+        lines = [*table(runs, cluster), "", *notes(cluster)]
     print("\n".join(lines))
     if options.write:
         rewrite(options.write, OWN_RUNS, lambda _: "\n".join(lines))
@@ -101,8 +111,9 @@ def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
     """Yield what is predicted of a run, what is true, and how far that is off."""
     truth = facts_of(run.ranks)
     recovered = recoveries_of(run.ranks, truth.iteration_s)
-    predicted = predict_run(run, cluster, None, truth.iterations)
+    predicted = predict_run(run, cluster, truth.iteration_s, truth.iterations)
     costs = [each.cost_s for each in recovered]
+    yield f"{truth.iteration_s:.2f}"
     yield f"{predicted.ettr:.4f}"
     yield f"{truth.ettr:.4f}"
     yield f"{predicted.ettr - truth.ettr:+.4f}"
@@ -112,11 +123,14 @@ def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
     yield ", ".join(str(each.again or each.replayed) for each in recovered)
 
 
-def constants(cluster: ClusterConfig) -> Iterator[str]:
-    """Yield what was measured for all of them."""
-    names = ("detect_s", "rebuild_s", "resume_s", "restart_s", "take_s", "copy_bytes_per_s", "disk_bytes_per_s")
+def notes(cluster: ClusterConfig) -> Iterator[str]:
+    """Yield what was measured for all of them, and how to read the table."""
+    names = ("detect_s", "rebuild_s", "resume_s", "restart_s", "take_s")
+    names += ("copy_bytes_per_s", "disk_bytes_per_s", "disk_read_bytes_per_s")
     values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in names)
     yield f"Measured on {os.cpu_count()} cores in other runs, medians of 3 faults in each: {values}."
+    yield ""
+    yield from HOW
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from launcher.config import CONF_DIR
 from launcher.real_run import RealRun, facts_of, read_run, recoveries_of, setup_of
 from launcher.simulation import compose_machine
 from moe_ckpt.errors import MoeCkptError
-from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, SnapshotTaken
+from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, SnapshotTaken, StateResumed
 from moe_ckpt.sim.hardware import ClusterConfig
 
 T = TypeVar("T")
@@ -63,13 +64,15 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
     rates, whole = _rates(snapshots), _rates([event for event in snapshots if event.num_slots == 1])
     stalls = [stall_s for run in runs for rank in run.ranks for stall_s in _stalls_s(rank)]
     recoveries = [_costs_of(run, cluster) for run in runs]
-    saved = [event.size_bytes / event.seconds for event in _events(runs, CheckpointSaved) if event.seconds > 0]
+    saved = [event for event in _events(runs, CheckpointSaved) if event.seconds > 0]
+    loaded = [event for event in _events(runs, StateResumed) if event.seconds > 0 and event.iteration > 0]
     measured = {
         "copy_bytes_per_s": rates,
         "whole_copy_bytes_per_s": whole or rates,
         "take_s": stalls,
         **{name: [each[name] for of_run in recoveries for each in of_run if name in each] for name in _OF_A_FAULT},
-        "disk_bytes_per_s": saved,
+        "disk_bytes_per_s": [event.size_bytes / event.seconds for event in saved],
+        "disk_read_bytes_per_s": [saved[0].size_bytes / event.seconds for event in loaded if saved],
         "flops_per_s": [_flops_per_s(run, cluster) for run in runs],
     }
     found = {name: f"{statistics.median(values):.3g}" for name, values in measured.items() if values}
@@ -111,7 +114,7 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
     for recovered in recoveries_of(run.ranks, iteration_s):
         rejoined = recovered.rejoined
         if rejoined is None:
-            rest_s = recovered.cost_s - recovered.again * iteration_s - cluster.detect_s
+            rest_s = recovered.cost_s - recovered.again * iteration_s - recovered.resumed_s - cluster.detect_s
             found.append({"restart_s": max(0.0, rest_s)})
             continue
         costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
@@ -126,10 +129,10 @@ def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:
 
 
 def _stalls_s(rank: Sequence[LoggedEvent]) -> Iterator[float]:
-    """Yield what each snapshot stopped training for: in the iteration before it, or in that in which it was copied."""
+    """Yield what each snapshot stopped training for, from the iteration that it was copied in to the next snapshot."""
     stalls = {each.event.iteration: each.event.stall_s for each in rank if isinstance(each.event, IterationCommitted)}
-    taken = (each.event.iteration for each in rank if isinstance(each.event, SnapshotTaken))
-    return (max(stalls[iteration], stalls.get(iteration + 1, 0.0)) for iteration in taken if iteration in stalls)
+    taken = sorted({each.event.iteration for each in rank if isinstance(each.event, SnapshotTaken)})
+    return (sum(stalls.get(number, 0.0) for number in range(first + 1, last + 1)) for first, last in pairwise(taken))
 
 
 def _events(runs: Sequence[RealRun], kind: type[T]) -> Iterator[T]:

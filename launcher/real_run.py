@@ -25,6 +25,7 @@ from moe_ckpt.events import (
     LoggedEvent,
     Rejoined,
     SnapshotTaken,
+    StateResumed,
     TrainerStarted,
     WindowChosen,
     read_events,
@@ -42,7 +43,7 @@ FORMATS = {"bf16": (2.0, 12.0), "fp16": (2.0, 12.0), "fp32": (4.0, 12.0)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a run took, real or simulated. `iteration_s`: an iteration without what checkpointing adds.
+    """What a run took, real or simulated. `iteration_s`: an iteration on average, without what it stopped for.
 
     `wall_s` is from the end of the first iteration, which is slow by itself, to that of the last one. `recovery_s` is
     the median of what faults cost. Bytes are those of the rank with the most.
@@ -68,13 +69,14 @@ class Facts:
 class Recovered:
     """What a fault cost: seconds from the last iteration before it to the next new one, without an iteration's own.
 
-    In that time `again` iterations were run a second time by all, or `replayed` by some ranks; `rejoined` is what the
-    rank told that was together with the others last.
+    In that time `again` iterations were run a second time by all, or `replayed` by some ranks, and `resumed_s` went to
+    loading from disk; `rejoined` is what the rank told that was together with the others last.
     """
 
     cost_s: float
     again: int
     replayed: int
+    resumed_s: float
     rejoined: Rejoined | None
 
 
@@ -139,7 +141,7 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> Facts:
     require(bool(commits), "real", "no iteration", "the folder of a run that trained")
     events = [[logged.event for logged in rank] for rank in ranks]
     iterations = max(event.iteration for _, event in commits)
-    iteration_s = statistics.median(event.seconds - event.stall_s for _, event in commits)
+    iteration_s = statistics.fmean(event.seconds - event.stall_s for _, event in commits[1:] or commits)
     first_commits = _first_commits(ranks)
     recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]
     snapshots = [event for event in _all(events, SnapshotTaken) if event.iteration > 0]
@@ -181,10 +183,12 @@ def _recovered(before: int, cost_s: float, logged: Sequence[LoggedEvent], num_ra
         if isinstance(each.event, IterationCommitted) and each.event.iteration <= before
     )
     rejoined = [each.event for each in logged if isinstance(each.event, Rejoined)]
+    resumed = [each.event for each in logged if isinstance(each.event, StateResumed)]
     return Recovered(
         cost_s=cost_s,
         again=min(again[rank] for rank in range(num_ranks)),
         replayed=max((event.executed_iters for event in rejoined), default=0),
+        resumed_s=max((event.seconds for event in resumed), default=0.0),
         rejoined=max(rejoined, key=lambda event: event.detect_s + event.rebuild_s, default=None),
     )
 

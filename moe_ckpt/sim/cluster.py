@@ -293,7 +293,7 @@ class _Run:
         stages = range(self._setup.job.layout.pp)
         return _Way(
             iteration=kept.end,
-            fetch_s=self._setup.total_full_bytes / cluster.disk_bytes_per_s,
+            fetch_s=self._setup.total_full_bytes / cluster.disk_read_bytes_per_s,
             replay_s=replay_s(self._setup, self._saving, stages, kept, kept.end),
             source="disk",
             account=kept.line.account if kept.line else None,

@@ -129,14 +129,16 @@ class Generation:
         return None
 
     def _complete(self, moment: Moment) -> Iterator[Span]:
-        """Yield the windows that are kept, the newest first.
+        """Yield the windows that are kept, the newest first: those of which the last snapshot is where it is to be.
 
-        The last snapshot of one is copied while the next iteration runs, and all ranks agree on it with the gradients.
+        Where stages recover alone training waits for that before it changes the state, and for a first one anywhere.
         """
-        last = moment.iterations if moment.ready else moment.iterations - 1
-        is_awaited = not self.carried  # where there is nothing else, training waits for the first one
+        agrees = self.saving.recovery is Recovery.LOCAL
+        agreed = moment.iterations if moment.ready else moment.iterations - 1
         now_s = self.elapsed_s(moment.iterations) + moment.into_s
-        for span in self.rhythm.spans_back(max(last, 0) if is_awaited else last):
-            is_copied_beside = self.saving.recovery is Recovery.ROLLBACK and not (is_awaited and span.last == 0)
-            if not is_copied_beside or self.elapsed_s(span.last) + self.saving.kept_s <= now_s:
+        for span in self.rhythm.spans_back(moment.iterations):
+            is_first = span.last == 0 and not self.carried
+            is_agreed = agrees and span.last <= agreed
+            kept_s = self.elapsed_s(span.last) + span.size_bytes / self.saving.kept_bytes_per_s
+            if is_first or is_agreed or kept_s <= now_s:
                 yield span

@@ -52,6 +52,7 @@ class ClusterConfig:
     take_s: float
     interference: float
     disk_bytes_per_s: float
+    disk_read_bytes_per_s: float
     detect_s: float
     hang_s: float
     rebuild_s: float

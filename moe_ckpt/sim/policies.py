@@ -55,7 +55,7 @@ def _none(config: NoneConfig, setup: Setup) -> Saving:
         at_start=NOTHING,
         later=NOTHING,
         whole_bytes=setup.total_full_bytes,
-        reload_bytes_per_s=setup.cluster.disk_bytes_per_s,
+        reload_bytes_per_s=setup.cluster.disk_read_bytes_per_s,
     )
 
 
@@ -66,7 +66,7 @@ def _dense(config: DenseConfig, setup: Setup) -> Saving:
         at_start=NOTHING,
         later=NOTHING,
         whole_bytes=setup.total_full_bytes,
-        reload_bytes_per_s=setup.cluster.disk_bytes_per_s,
+        reload_bytes_per_s=setup.cluster.disk_read_bytes_per_s,
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.every_iters),
     )
 
@@ -74,13 +74,10 @@ def _dense(config: DenseConfig, setup: Setup) -> Saving:
 def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
     replicas = _replicas(config.replicas, setup.cluster)
-    copy_s = link.most_bytes / link.bytes_per_s
     stalled_s = link.stall_s(link.most_bytes)
     narrowest = min(link.bytes_per_s, copy_rate(setup.cluster, replicas))
-    kept_s = link.most_bytes / narrowest
     if config.disk_every_iters == 1:
-        kept_s = max(kept_s, setup.total_full_bytes / setup.cluster.disk_bytes_per_s)
-        narrowest = link.most_bytes / kept_s
+        narrowest = min(narrowest, setup.cluster.disk_bytes_per_s * link.most_bytes / setup.total_full_bytes)
     measured = Measured(
         iteration_s=setup.costs.iteration_s,
         copy_bytes_per_s=narrowest,
@@ -99,7 +96,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         whole_bytes=link.most_bytes,
         reload_bytes_per_s=link.bytes_per_s,
         replicas=replicas,
-        kept_s=max(copy_s, kept_s),
+        kept_bytes_per_s=narrowest,
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
         sizes_are_of_job=link.is_shared,
@@ -135,6 +132,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         replicas=replicas,
         logs=config.boundary_log,
         keep_windows=config.keep_windows,
+        kept_bytes_per_s=link.bytes_per_s,
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         active=_active_shares(make, measured, setup, link),
         memory=make().forecast(num_slots),
@@ -165,7 +163,7 @@ def _partial(config: MocConfig | MoetionConfig, setup: Setup) -> Saving:
         whole_bytes=costs.link.most_bytes,
         reload_bytes_per_s=costs.link.bytes_per_s,
         replicas=costs.replicas,
-        kept_s=max(map(costs.copy_s, choices)),
+        kept_bytes_per_s=min(costs.size_bytes(choice) / costs.copy_s(choice) for choice in choices),
         disk_s=max(map(costs.write_s, choices)),
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),

@@ -55,10 +55,11 @@ class Take:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A window by the offsets of its first and last snapshot."""
+    """A window by the offsets of its first and last snapshot; the last one has `size_bytes`."""
 
     first: int
     last: int
+    size_bytes: int
     to_disk: bool
 
 
@@ -100,7 +101,7 @@ class Rhythm:
             while shift >= 0:
                 for span in reversed(self._spans[1]):
                     if span.last + shift <= last:
-                        yield Span(first=span.first + shift, last=span.last + shift, to_disk=span.to_disk)
+                        yield replace(span, first=span.first + shift, last=span.last + shift)
                 shift -= self.period
         yield from (span for span in reversed(self._spans[0]) if span.last <= last)
 
@@ -150,11 +151,12 @@ def listen(
 
 
 def _spans(takes: tuple[Take, ...]) -> list[Span]:
-    firsts = [take for take in takes if take.slot == 0]
+    at = {take.offset: take for take in takes}
+    pairs = [(take, at.get(take.offset + take.num_slots - 1)) for take in takes if take.slot == 0]
     return [
-        Span(first=take.offset, last=take.offset + take.num_slots - 1, to_disk=take.to_disk)
-        for take in firsts
-        if any(other.offset == take.offset + take.num_slots - 1 for other in takes)
+        Span(first=first.offset, last=last.offset, size_bytes=last.size_bytes, to_disk=first.to_disk)
+        for first, last in pairs
+        if last
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -58,9 +59,10 @@ class Durable:
 class Saving:
     """What a policy saves and what that costs.
 
-    `at_start`, `later`: what it does in the first generation, and in those that have measured. `kept_s` until a
-    window's last snapshot is kept by all, `disk_s` until it is on disk where it goes there. `active`: the share of the
-    work whose operators are active once slot j of a window is loaded. `partial`: which experts are in snapshots.
+    `at_start`, `later`: what it does in the first generation, and in those that have measured. `kept_bytes_per_s`:
+    how fast a snapshot gets to all the places where it is kept, `disk_s` until one that goes to disk is there.
+    `active`: the share of the work whose operators are active once slot j of a window is loaded. `partial`: which
+    experts are in snapshots.
     """
 
     name: str
@@ -72,7 +74,7 @@ class Saving:
     replicas: int = 0
     logs: bool = False
     keep_windows: int = 1
-    kept_s: float = 0.0
+    kept_bytes_per_s: float = math.inf
     disk_s: float = 0.0
     durable: Durable | None = None
     active: tuple[float, ...] = (1.0,)

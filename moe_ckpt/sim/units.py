@@ -121,4 +121,4 @@ def _fetch_s(setup: Setup, saving: Saving, sources: Sequence[str]) -> float:
     """Return how long those who lost their memory wait for their state, from peers all at once."""
     own_bytes = saving.whole_bytes / (setup.job.layout.world_size if setup.cluster.copies_share == JOB else 1)
     from_peers_s = own_bytes / setup.cluster.peer_bytes_per_s if Where.PEERS.name in sources else 0.0
-    return max(from_peers_s, sources.count(Where.DISK.name) * own_bytes / setup.cluster.disk_bytes_per_s)
+    return max(from_peers_s, sources.count(Where.DISK.name) * own_bytes / setup.cluster.disk_read_bytes_per_s)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_ckpt.runtime.alone import Alone
 from moe_ckpt.runtime.groups import CPU_BACKEND
 from tests.ranks import rank_store, run_ranks
-from tests.runtime.test_groups import COLLECTIVES, plain
+from tests.runtime.collectives import COLLECTIVES, plain
 from tests.runtime.trainers import open_groups, open_store
 
 SIZE = 3

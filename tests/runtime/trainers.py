@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -67,3 +68,11 @@ def open_membership(
     groups = open_groups(global_rank, world_size, on_wait=page.wait)
     member = Member(global_rank=global_rank, world_size=world_size, life=life)
     return Membership(member, open_store(), open_store(), groups, page, join_s=WAIT_S, grace_s=grace_s)
+
+
+def wait_until(look: Callable[[], bool]) -> bool:
+    """Return whether something that nobody tells of came to be in time."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not look() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return look()

@@ -37,6 +37,7 @@ CLUSTER = ClusterConfig(
     take_s=0.0,
     interference=0.0,
     disk_bytes_per_s=1e7,
+    disk_read_bytes_per_s=1e7,
     detect_s=1.0,
     hang_s=9.0,
     rebuild_s=2.0,

@@ -62,15 +62,15 @@ RUNS: dict[str, Callable[[Path], list[Path]]] = {
 
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
 def test_traces_are_valid(runs: Callable[[Path], list[Path]], tmp_path: Path) -> None:
-    _require_valid(_trace_of(runs(tmp_path)))
+    _require_valid(trace_of(runs(tmp_path)))
 
 
-def test_the_trace_of_a_real_run_is_valid_and_fills_its_lanes(tmp_path: Path) -> None:
+def test_thetrace_of_a_real_run_is_valid_and_fills_its_lanes(tmp_path: Path) -> None:
     saves = ("ckpt.disk_every_iters=2", "ckpt.durable_every_iters=4", "ckpt.window=2")
     with ElasticJob(4, tmp_path, "train.iterations=10", *saves, timeout_s=120.0) as job:
         Death(rank=2, phase=Phase.BACKWARD, iteration=5).order(job)
         job.wait()
-    trace = _trace_of([job.run])
+    trace = trace_of([job.run])
     _require_valid(trace)
     for rank in range(4):
         mine = [event for event in trace["traceEvents"] if event["pid"] == rank]
@@ -79,7 +79,7 @@ def test_the_trace_of_a_real_run_is_valid_and_fills_its_lanes(tmp_path: Path) ->
         assert filled >= set(LANES) - ({"checkpoint"} if rank else set())
 
 
-def _trace_of(runs: list[Path]) -> dict[str, Any]:
+def trace_of(runs: list[Path]) -> dict[str, Any]:
     return json.loads(to_trace([gather(run) for run in read_runs(runs)]), parse_constant=_no_number)
 
 

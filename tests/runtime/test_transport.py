@@ -1,0 +1,228 @@
+"""What belongs to a generation's transport: its sockets, and NCCL's way of ending."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from moe_ckpt.errors import PeersLostError
+from moe_ckpt.runtime.transport import GlooTransport, NcclTransport
+from tests.ranks import RankFailedError, run_ranks
+from tests.runtime.trainers import WAIT_S, wait_until
+
+# The sockets that are a generation's.
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[[], tuple[socket.socket, socket.socket]]]:
+    with contextlib.ExitStack() as stack:
+
+        def make() -> tuple[socket.socket, socket.socket]:
+            left, right = socket.socketpair()
+            return stack.enter_context(left), stack.enter_context(right)
+
+        yield make
+
+
+def passes(ends: tuple[socket.socket, socket.socket]) -> bool:
+    """Return whether what is sent at one end arrives at the other."""
+    try:
+        ends[0].send(b"x")
+        return ends[1].recv(1) == b"x"
+    except OSError:
+        return False
+
+
+def test_only_what_was_opened_for_a_generation_is_cut(pair) -> None:
+    transport = GlooTransport()
+    before = pair()
+    transport.begin()
+    during = pair()
+    transport.formed()
+    after = pair()
+    transport.cut([])
+    assert [passes(ends) for ends in (before, during, after)] == [True, False, True]
+
+
+def test_a_generation_that_is_being_formed_can_be_cut(pair) -> None:
+    transport = GlooTransport()
+    before = pair()
+    transport.begin()
+    during = pair()
+    transport.cut([])
+    assert [passes(ends) for ends in (before, during)] == [True, False]
+
+
+def test_a_file_that_got_the_number_of_a_generations_socket_is_not_cut(pair) -> None:
+    transport = GlooTransport()
+    transport.begin()
+    during = pair()
+    transport.formed()
+    numbers = {end.fileno() for end in during}
+    for end in during:
+        end.close()
+    later = pair()
+    assert {end.fileno() for end in later} == numbers
+    transport.cut([])
+    assert passes(later)
+
+
+def test_a_socket_that_gets_the_number_during_a_cut_is_not_cut(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = GlooTransport()
+    transport.begin()
+    during = pair()
+    transport.formed()
+    later: list[tuple[socket.socket, socket.socket]] = []
+
+    def close_and_dup(fd: int, *, dup: Callable[[int], int] = os.dup) -> int:
+        if not later:
+            numbers = {end.fileno() for end in during}
+            for end in during:
+                end.close()
+            later.append(pair())
+            assert {end.fileno() for end in later[0]} == numbers
+        return dup(fd)
+
+    monkeypatch.setattr(os, "dup", close_and_dup)
+    transport.cut([])
+    monkeypatch.undo()
+    assert passes(later[0])
+
+
+def test_a_listening_socket_is_not_cut() -> None:
+    transport = GlooTransport()
+    transport.begin()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        transport.cut([])
+        socket.create_connection(server.getsockname(), WAIT_S).close()
+        server.accept()[0].close()
+
+
+def test_it_is_quiet_once_all_that_came_is_read(pair) -> None:
+    transport = GlooTransport()
+    transport.begin()
+    left, right = pair()
+    transport.formed()
+    others = pair()
+    others[0].send(b"not the generation's")
+    assert transport.is_quiet()
+    left.send(b"late")
+    transport.cut([])
+    assert not transport.is_quiet()
+    right.recv(4)
+    assert transport.is_quiet()
+
+
+def test_what_was_open_before_is_not_cut_even_before_anything_is_formed() -> None:
+    """A generation can end before a rank that is new in it has begun to form its groups."""
+    here, there = socket.socketpair()
+    with here, there:
+        GlooTransport().cut([])
+        here.sendall(b"still open")
+        assert there.recv(16) == b"still open"
+
+
+# NCCL's transport, on a device that is not there: what it asks of CUDA.
+
+
+class FakeEvent:
+    """A point in a stream, reached after some looks."""
+
+    looks = 0
+
+    def record(self, stream: object) -> None: ...
+
+    def query(self) -> bool:
+        FakeEvent.looks -= 1
+        return FakeEvent.looks <= 0
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        monkeypatch.setenv(name, "1")  # as torchrun does; undone when the test ends
+    return nccl_without_cuda(monkeypatch)
+
+
+def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    return NcclTransport()
+
+
+def test_nccl_is_kept_from_ending_those_who_survive(nccl: NcclTransport) -> None:
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+def test_what_was_launched_is_waited_for_unless_it_does_not_count(nccl: NcclTransport) -> None:
+    FakeEvent.looks = 5
+    nccl.settle(lambda: False, WAIT_S)
+    assert FakeEvent.looks == 0
+    FakeEvent.looks = 1 << 60
+    nccl.settle(lambda: True, WAIT_S)
+    with pytest.raises(PeersLostError, match=r"operations on cuda:0 took more than 0\.01 s"):
+        nccl.settle(lambda: False, 0.01)
+
+
+class StuckGroup:
+    """A group whose abort takes its time."""
+
+    def __init__(self) -> None:
+        self.aborts = 0
+        self.may_end = threading.Event()
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.may_end.wait(WAIT_S)
+
+
+def test_a_device_is_quiet_once_all_aborts_and_all_streams_are_done(
+    nccl: NcclTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained, synchronized = threading.Event(), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda at: synchronized.append(at) or drained.wait(WAIT_S))
+    stuck = [StuckGroup(), StuckGroup()]
+    for _ in range(2):
+        nccl.begin()
+        begun_s = time.monotonic()
+        for _ in range(3):
+            nccl.cut(stuck)
+            assert not nccl.is_quiet()
+        assert not synchronized, "the device was asked before all was aborted"
+        for group in stuck:
+            group.may_end.set()
+        assert wait_until(lambda: not nccl.is_quiet() and bool(synchronized))
+        assert not nccl.is_quiet()
+        drained.set()
+        assert wait_until(nccl.is_quiet)
+        assert time.monotonic() - begun_s < WAIT_S / 3, "a call blocked"
+        assert ([group.aborts for group in stuck], synchronized) == ([1, 1], [torch.device("cuda", 0)])
+        stuck = [StuckGroup(), StuckGroup()]
+        synchronized.clear()
+        drained.clear()
+
+
+def lose_the_device() -> str:
+    def fail(device: object) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    nccl = nccl_without_cuda(monkeypatch)
+    nccl.begin()
+    wait_until(nccl.is_quiet)
+    return "it went on"
+
+
+def test_a_device_that_is_lost_ends_the_process_by_a_signal() -> None:
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, lose_the_device)
