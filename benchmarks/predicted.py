@@ -4,8 +4,8 @@
 
 First constants are measured, in runs of their own (launcher/cluster_profile.py), one set for all policies: nothing is
 taken from the runs that are predicted but their settings, where faults hit, and, as the published predictions have it
-from a profile, what an iteration takes. With `-o` a folder that has the runs already, they are only read. Takes about
-half an hour on two quiet cores.
+from a profile, what an iteration takes. With `-o` a folder that has the runs already, they are only read. One in memory
+(/dev/shm) is best where a disk's speed comes and goes. Takes about half an hour on two quiet cores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MEASURED = ("none", "gemini:ckpt.every_iters=3", "moevement:ckpt.window=2", "den
 COMMON = ("train.eval_every_iters=0", "train.eval_batches=1", "run.tensorboard=false", "fault=at")
 FAULTS = (
     "train.iterations=36",
-    "fault.at=[{iteration: 13, rank: 2, phase: backward}, {iteration: 19, rank: 1}, {iteration: 29, rank: 0}]",
+    "fault.at=[{iteration: 13, rank: 2, phase: step}, {iteration: 19, rank: 1}, {iteration: 29, rank: 0}]",
 )
 OTHER_FAULTS = (
     "train.iterations=22",
@@ -62,6 +62,7 @@ COLUMNS = (
 )
 
 HOW = """\
+Faults hit at the start of an iteration, or once all gradients are there, so that it is no race which snapshot is there.
 ETTR is the time of new iterations, at the given seconds of one, in all the time of a run but its first iteration. Given
 are those of the run itself on average, without stalls: what copies slow iterations down by, where they share the cores,
 is in the second column alone. Seconds of a fault are medians. Under moetion peers take Adam's step, here on the cores
