@@ -2,7 +2,8 @@
 
 Of a long run, iterations near recoveries are shown one by one and the others in blocks, so that the file can be opened.
 What has no times of its own in the events is shown where it was told: a mark for a fault, and with the iteration the
-bytes that its logs got. In a lane nothing overlaps: what would, begins where the one before it ends.
+bytes that its logs got. In a lane nothing overlaps: what would, begins where the one before it ends. Numbers of
+processes and lanes begin with 1: to Perfetto, all that is 0 is one idle thread.
 """
 
 from __future__ import annotations
@@ -29,8 +30,16 @@ from launcher.report.thin import evenly
 from launcher.report.walk import us
 from moe_ckpt.events import CheckpointSaved, StageRecovered, WindowPersisted
 
-_COMPUTE, _COPY, _REPLICATION, _LOG, _RECOVERY, _DISK, _CHECKPOINT = range(7)
-_LANES = ("compute", "copy", "replication", "log", "recovery", "disk", "checkpoint")
+_COMPUTE, _COPY, _REPLICATION, _LOG, _RECOVERY, _DISK, _CHECKPOINT = range(1, 8)
+_LANES = {
+    _COMPUTE: "compute",
+    _COPY: "copy",
+    _REPLICATION: "replication",
+    _LOG: "log",
+    _RECOVERY: "recovery",
+    _DISK: "disk",
+    _CHECKPOINT: "checkpoint",
+}
 _MOST_SLICES = 150_000  # of all ranks, about 15 MB
 _RANKS_PER_RUN = 100_000  # process ids of the next run begin there
 Slice = dict[str, Any]
@@ -51,7 +60,7 @@ def to_trace(runs: Sequence[Facts]) -> str:
     parts: list[bytes] = []
     for number, facts in enumerate(runs):
         most = max(_MOST_SLICES // max(len(facts.run.ranks), 1), 100)
-        first = number * _RANKS_PER_RUN
+        first = 1 + number * _RANKS_PER_RUN
         place = _Place(first_pid=first, name=facts.run.name, end_us=facts.end_us, most=most)
         parts += map_ranks(facts.run.path, partial(_rank_file, place))
         parts.append(_packed(_faults(facts, place)))
@@ -74,7 +83,7 @@ def _rank_file(place: _Place, rank: int, path: Path) -> bytes:
 def _names(name: str, pid: int) -> Iterator[Slice]:
     yield {"ph": "M", "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": pid}}
-    for tid, lane in enumerate(_LANES):
+    for tid, lane in _LANES.items():
         yield {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": lane}}
         yield {"ph": "M", "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
@@ -91,7 +100,7 @@ def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
 def _in_turn(slices: Iterator[Slice]) -> list[Slice]:
     """Return slices by time, cut so that in no lane one begins before the one before it has ended."""
     found = sorted(slices, key=itemgetter("ts"))
-    reached_us = dict.fromkeys(range(len(_LANES)), 0)
+    reached_us = dict.fromkeys(_LANES, 0)
     for each in found:
         if each["ph"] == "X":
             lane, end_us = each["tid"], each["ts"] + each["dur"]

@@ -82,12 +82,12 @@ def test_timeline_has_lanes_for_each_rank(tmp_path: Path) -> None:
     own = run / "events" / "rank0000.jsonl"
     own.write_text(own.read_text() + more.read_text())
     lanes = slices_of([facts_of(run)])
-    assert [each for each in spans(lanes[0, "compute"]) if "iteration" in each[0]][:3] == [
+    assert [each for each in spans(lanes[1, "compute"]) if "iteration" in each[0]][:3] == [
         ("compute, iteration 1", 2_000_000, 2_450_000),
         ("stall, iteration 1", 2_450_000, 2_500_000),
         ("compute, iteration 2", 2_500_000, 2_950_000),
     ]
-    assert [name for name, _, _ in spans(lanes[0, "recovery"])] == [
+    assert [name for name, _, _ in spans(lanes[1, "recovery"])] == [
         "detection",
         "rebuild",
         "fetch",
@@ -95,14 +95,14 @@ def test_timeline_has_lanes_for_each_rank(tmp_path: Path) -> None:
         "replay",
         "waiting",
     ]
-    assert spans(lanes[0, "copy"])[0] == ("snapshot 1", 2_180_000, 2_200_000)
-    assert spans(lanes[0, "replication"])[0] == ("window 1 to peers", 2_350_000, 2_450_000)
-    assert spans(lanes[0, "checkpoint"]) == [("checkpoint 12", 8_500_000, 9_000_000)]
-    assert spans(lanes[0, "disk"]) == [("window 3 to disk", 8_750_000, 9_000_000)]
-    assert spans(lanes[0, "log"])[0] == ("log of iteration 1", 2_000_000, 2_500_000)
+    assert spans(lanes[1, "copy"])[0] == ("snapshot 1", 2_180_000, 2_200_000)
+    assert spans(lanes[1, "replication"])[0] == ("window 1 to peers", 2_350_000, 2_450_000)
+    assert spans(lanes[1, "checkpoint"]) == [("checkpoint 12", 8_500_000, 9_000_000)]
+    assert spans(lanes[1, "disk"]) == [("window 3 to disk", 8_750_000, 9_000_000)]
+    assert spans(lanes[1, "log"])[0] == ("log of iteration 1", 2_000_000, 2_500_000)
     logged = {"activations, bytes": 65536.0, "gradients, bytes": 0.0}
-    assert [each["args"] for each in lanes[0, "log"]] == [logged] * 24, "as slices, and as counters"
-    marks = [each["name"] for each in lanes[0, "recovery"] if each["ph"] == "i"]
+    assert [each["args"] for each in lanes[1, "log"]] == [logged] * 24, "as slices, and as counters"
+    marks = [each["name"] for each in lanes[1, "recovery"] if each["ph"] == "i"]
     assert marks == [DEATH, "2 iterations were replayed up to 5"]
 
 
@@ -123,8 +123,8 @@ def test_timeline_of_a_long_run_is_small_and_still_tiles(tmp_path: Path, monkeyp
     facts = facts_of(write_run(tmp_path, Story(ranks=1, iterations=2000, fault_after=1000, with_experts=False)))
     lanes = slices_of([facts])
     assert sum(map(len, lanes.values())) < 500
-    compute = spans(lanes[0, "compute"])
-    both = sorted(compute + spans(lanes[0, "recovery"]), key=lambda each: each[1])
+    compute = spans(lanes[1, "compute"])
+    both = sorted(compute + spans(lanes[1, "recovery"]), key=lambda each: each[1])
     assert all(before[2] == after[1] for before, after in pairwise(both))
     names = [name for name, _, _ in compute]
     assert "compute, iteration 1000" in names

@@ -73,7 +73,7 @@ def test_thetrace_of_a_real_run_is_valid_and_fills_its_lanes(tmp_path: Path) -> 
     trace = trace_of([job.run])
     _require_valid(trace)
     for rank in range(4):
-        mine = [event for event in trace["traceEvents"] if event["pid"] == rank]
+        mine = [event for event in trace["traceEvents"] if event["pid"] == rank + 1]
         names = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
         filled = {names[event["tid"]] for event in mine if event["ph"] == "X" and event["dur"] > 0}
         assert filled >= set(LANES) - ({"checkpoint"} if rank else set())
