@@ -30,16 +30,8 @@ from launcher.report.thin import evenly
 from launcher.report.walk import us
 from moe_ckpt.events import CheckpointSaved, StageRecovered, WindowPersisted
 
-_COMPUTE, _COPY, _REPLICATION, _LOG, _RECOVERY, _DISK, _CHECKPOINT = range(1, 8)
-_LANES = {
-    _COMPUTE: "compute",
-    _COPY: "copy",
-    _REPLICATION: "replication",
-    _LOG: "log",
-    _RECOVERY: "recovery",
-    _DISK: "disk",
-    _CHECKPOINT: "checkpoint",
-}
+_LANES = dict(enumerate(("compute", "copy", "replication", "log", "recovery", "disk", "checkpoint"), start=1))
+_COMPUTE, _COPY, _REPLICATION, _LOG, _RECOVERY, _DISK, _CHECKPOINT = _LANES
 _MOST_SLICES = 150_000  # of all ranks, about 15 MB
 _RANKS_PER_RUN = 100_000  # process ids of the next run begin there
 Slice = dict[str, Any]

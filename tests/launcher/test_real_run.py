@@ -103,13 +103,22 @@ def run_of(policy: str, constants: Mapping[str, float], kills: tuple[Kill, ...] 
     return RealRun(settings=settings, world_size=4, kills=kills, ranks=ranks)
 
 
-MACHINE = {"detect_s": 0.3, "rebuild_s": 0.7, "resume_s": 1.5, "restart_s": 9.0, "flops_per_s": 5e8, "take_s": 0.01}
+MACHINE = {
+    "detect_s": 0.3,
+    "rebuild_s": 0.7,
+    "resume_s": 1.5,
+    "restart_s": 9.0,
+    "flops_per_s": 5e8,
+    "take_s": 0.01,
+    "disk_bytes_per_s": 4e6,
+    "disk_read_bytes_per_s": 9e6,
+}
 
 
 @cache
 def measured() -> ClusterConfig:
     kills = (Kill(rank=1, iteration=8), Kill(rank=3, iteration=16))
-    return constants_of([run_of(name, MACHINE, kills) for name in ("none", "gemini", "moevement")])
+    return constants_of([run_of(name, MACHINE, kills) for name in ("none", "dense", "gemini", "moevement")])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
