@@ -6,10 +6,10 @@ ignores Ctrl-C for what it runs in the background, and so would all processes th
 
 import signal
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 import tests.preload  # noqa: F401
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
