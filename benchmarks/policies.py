@@ -74,8 +74,8 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        for variant in (each for each in VARIANTS if each.name in (options.only or names)):
-            place = Path(folder) / variant.name.replace(",", "").replace(" ", "-")
+        for number, variant in enumerate(each for each in VARIANTS if each.name in (options.only or names)):
+            place = Path(folder) / str(number)
             place.mkdir()
             cost = overhead(variant, place, overrides, options.pairs)
             row = row_of(variant, cost, recovery(variant, place, overrides, options.kills, options.seed))

@@ -6,6 +6,7 @@ A policy is one entry in POLICIES. Must not: know faults.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ def plan_saving(config: Any, setup: Setup) -> Saving:
     return saving
 
 
-def _none(config: NoneConfig, setup: Setup) -> Saving:
+def _none(config: NoneConfig | DenseConfig, setup: Setup) -> Saving:
     return Saving(
         name=config.policy,
         recovery=Recovery.RESTART,
@@ -60,15 +61,8 @@ def _none(config: NoneConfig, setup: Setup) -> Saving:
 
 
 def _dense(config: DenseConfig, setup: Setup) -> Saving:
-    return Saving(
-        name=config.policy,
-        recovery=Recovery.RESTART,
-        at_start=NOTHING,
-        later=NOTHING,
-        whole_bytes=setup.total_full_bytes,
-        reload_bytes_per_s=setup.cluster.disk_read_bytes_per_s,
-        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.every_iters),
-    )
+    durable = _durable(setup, asynchronous=config.async_save, every_iters=config.every_iters)
+    return replace(_none(config, setup), durable=durable)
 
 
 def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:

@@ -65,7 +65,7 @@ def test_traces_are_valid(runs: Callable[[Path], list[Path]], tmp_path: Path) ->
     _require_valid(trace_of(runs(tmp_path)))
 
 
-def test_thetrace_of_a_real_run_is_valid_and_fills_its_lanes(tmp_path: Path) -> None:
+def test_the_trace_of_a_real_run_is_valid_and_fills_its_lanes(tmp_path: Path) -> None:
     saves = ("ckpt.disk_every_iters=2", "ckpt.durable_every_iters=4", "ckpt.window=2")
     with ElasticJob(4, tmp_path, "train.iterations=10", *saves, timeout_s=120.0) as job:
         Death(rank=2, phase=Phase.BACKWARD, iteration=5).order(job)
