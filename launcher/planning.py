@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from launcher.simulated import Result, latest, run_simulation
@@ -31,11 +31,17 @@ class Candidate:
         return self.result is not None and not isinstance(self.result.simulation.policy, PartialConfig)
 
 
-def rank_policies(arguments: Sequence[str]) -> list[Candidate]:
-    """Return all candidates, the best first, those that cannot be had last. Raises ConfigError without an MTBF."""
+def rank_policies(arguments: Sequence[str], tell: Callable[[str], object]) -> list[Candidate]:
+    """Return all candidates, the best first, those that cannot be had last. Raises ConfigError without an MTBF.
+
+    `tell` hears of each before it is simulated, which can take seconds.
+    """
     base = compose_simulation(arguments)
     require(base.general.mtbf_s is not None, "mtbf_s", None, "a number of seconds where plan=true")
-    tried = [_try(arguments, overrides) for overrides in _candidates(base)]
+    tried: list[Candidate] = []
+    for overrides in _candidates(base):
+        tell(" ".join(overrides))
+        tried.append(_try(arguments, overrides))
     return sorted(tried, key=lambda candidate: -candidate.result.prediction.ettr if candidate.result else 1.0)
 
 

@@ -53,7 +53,7 @@ def _simulate(arguments: Sequence[str]) -> None:
         print_rows(run_experiment(arguments))
         return
     if general.plan:
-        print_plan(rank_policies(arguments), arguments)
+        print_plan(rank_policies(arguments, tell=_log), arguments)
         return
     result = run_simulation(compose_simulation(arguments))
     if general.out is not None:
@@ -108,6 +108,10 @@ def interval_iters(result: Result) -> int:
     later = result.saving.later
     begins = sum(take.slot == 0 for take in later.repeat)
     return later.period // begins if begins else 0
+
+
+def _log(what: str) -> None:
+    print(f"simulating {what}", file=sys.stderr)
 
 
 def print_rows(rows: Iterable[Row]) -> None:

@@ -25,10 +25,11 @@ class AdamSteps:
         self._optimizers = [torch_optimizer(optimizer) for optimizer in state.inner_optimizers]
         self._iteration: int | None = None
         self._numbers: list[list[Mapping[str, Any]]] = []  # by optimizer, by group
+        self._known: Mapping[int, AdamStep] | None = None  # of that iteration, once somebody has asked
 
     def note(self, iteration: int, *, overflow: bool) -> None:
         """The step of `iteration` is about to be taken, or left out."""
-        self._iteration = None if overflow else iteration
+        self._iteration, self._known = None if overflow else iteration, None
         self._numbers = [
             [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
             if inner
@@ -36,10 +37,15 @@ class AdamSteps:
             for inner in self._optimizers
         ]
 
-    def known(self, iteration: int) -> dict[int, AdamStep]:
+    def known(self, iteration: int) -> Mapping[int, AdamStep]:
         """Return the steps that were taken in `iteration`, by the id of the master weights."""
         if self._iteration != iteration:
             return {}
+        if self._known is None:
+            self._known = self._taken()
+        return self._known
+
+    def _taken(self) -> dict[int, AdamStep]:
         found: dict[int, AdamStep | None] = {}
         for inner, groups in zip(self._optimizers, self._numbers, strict=True):
             if inner is not None and type(inner) in (torch.optim.Adam, torch.optim.AdamW):

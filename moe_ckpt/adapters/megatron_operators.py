@@ -9,6 +9,7 @@ optimizer is not sharded: every byte is taken once. Must not: copy to host memor
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -109,6 +110,10 @@ class RankOperators:
         self._state = state
         self._steps = AdamSteps(state)
         self.parameters = list(_parameters(state))
+        self._owned: dict[OperatorId, list[OwnedParameter]] = defaultdict(list)
+        for each in self.parameters:
+            if each.start < each.end:
+                self._owned[each.operator].append(each)
         self.buffers = list(_buffers(state))
         self.table = _gather_table(self)
 
@@ -140,8 +145,8 @@ class RankOperators:
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
         """Return what this rank's pieces of these operators took the step of `iteration` with; None if not known."""
-        wanted, steps = {self.table.operators[position] for position in full}, self._steps.known(iteration)
-        owned = [each for each in self.parameters if each.operator in wanted and each.start < each.end]
+        steps = self._steps.known(iteration)
+        owned = (each for position in full for each in self._owned[self.table.operators[position]])
         found = {each.key(MASTER): each.gradient(steps) for each in owned}
         return {key: gradient for key, gradient in found.items() if gradient} if all(found.values()) else None
 

@@ -77,9 +77,13 @@ class PartialExperts:
         to_disk = self._rhythm.goes_to_disk(iteration, measured)
         places = self._choose(measured, to_disk=to_disk)
         self._rhythm.took(iteration, to_disk=to_disk)
-        facts = (float(self._k), self._lost_before_k_iters)
-        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=facts)
+        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=self.facts)
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
+
+    @property
+    def facts(self) -> tuple[float, ...]:
+        """What snapshots hold for `went_back`: K, and what was lost before it came to that."""
+        return float(self._k), self._lost_before_k_iters
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
         """All have gone back to `iteration`, where this was known; `plt` is what all faults have cost by then.

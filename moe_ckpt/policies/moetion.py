@@ -62,8 +62,13 @@ class PopularExperts:
         to_disk = self._rhythm.goes_to_disk(iteration, measured)
         places = self._choose(measured, to_disk=to_disk)
         self._rhythm.took(iteration, to_disk=to_disk)
-        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=())
+        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=self.facts)
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
+
+    @property
+    def facts(self) -> tuple[float, ...]:
+        """What snapshots hold for `went_back`: nothing."""
+        return ()
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:  # noqa: ARG002 - nobody asks
         """All have gone back to a checkpoint: what peers have leads on from another state."""

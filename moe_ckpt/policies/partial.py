@@ -70,9 +70,7 @@ class MoeStage:
 
     def snapshot_bytes(self, selection: Selection) -> IntArray:
         """Return what each rank takes with these experts, int64 [ranks]."""
-        taken = np.zeros((self.num_layers, self.num_experts), np.int64)
-        for layer, experts in enumerate(selection):
-            taken[layer, list(experts)] = 1
+        taken = marked(selection, (self.num_layers, self.num_experts))
         return self.core_bytes + (self.expert_bytes * taken).sum(axis=(1, 2))
 
     def _core(self, *, on_disk: bool) -> UnitPlan:
@@ -87,15 +85,17 @@ class MoeStage:
         )
 
     def _expert_units(self, places: ExpertChoice) -> list[UnitPlan]:
-        return [
-            self._expert_unit(layer, expert, places)
-            for layer in range(self.num_layers)
-            for expert in places.memory[layer]
-        ]
+        units: list[UnitPlan] = []
+        for layer, experts in enumerate(places.memory):
+            others = places.on_peers[layer], places.on_disk[layer], places.by_gradient[layer]
+            on_peers, on_disk, by_gradient = map(frozenset, others)
+            units += [
+                self._expert_unit(layer, expert, expert in on_peers, expert in on_disk, expert in by_gradient)
+                for expert in experts
+            ]
+        return units
 
-    def _expert_unit(self, layer: int, expert: int, places: ExpertChoice) -> UnitPlan:
-        on_peers, on_disk = expert in places.on_peers[layer], expert in places.on_disk[layer]
-        by_gradient = expert in places.by_gradient[layer]
+    def _expert_unit(self, layer: int, expert: int, on_peers: bool, on_disk: bool, by_gradient: bool) -> UnitPlan:
         key = (layer, expert, on_peers, on_disk, by_gradient)
         if key not in self._units:
             position = int(self._experts[layer, expert])

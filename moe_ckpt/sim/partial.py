@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.partial import marked
 from moe_ckpt.sim.job import Job
 from moe_ckpt.sim.rhythm import Rhythm, Take, Taken, Where
-from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, PartialPlan
+from moe_ckpt.types import ExpertChoice, Measured, OperatorKind
 
 MOST_TAKES = 512
 Policy = PartialExperts | PopularExperts
@@ -109,20 +110,21 @@ class Partial:
 
     def first_line(self) -> Line:
         """Return that of a run that begins."""
-        return self._line(self.make(), number=0, start=0, lost=np.zeros(self.tokens.num_layers, np.int64))
+        return self._line(self.make().facts, number=0, start=0, lost=np.zeros(self.tokens.num_layers, np.int64))
 
     def next_line(self, before: Line, account: Account | None, iteration: int) -> Line:
         """Return what comes after all have gone back to `iteration`; without an account to the beginning."""
         if account is None:
             return replace(self.first_line(), number=before.number + 1)
-        policy = self.make()
-        policy.went_back(account.facts, plt=self.tokens.plt(account, iteration), iteration=iteration)
-        return self._line(policy, number=before.number + 1, start=iteration, lost=account.lost)
+        self._asked.went_back(account.facts, plt=self.tokens.plt(account, iteration), iteration=iteration)
+        return self._line(self._asked.facts, number=before.number + 1, start=iteration, lost=account.lost)
 
-    def _line(self, policy: Policy, *, number: int, start: int, lost: IntArray) -> Line:
-        plan = policy.plan(0, lambda: self.measured).sparse
-        assert isinstance(plan, PartialPlan)
-        facts = plan.facts
+    @cached_property
+    def _asked(self) -> Policy:
+        """Who says what a recovery changes: what it was told before does not matter then."""
+        return self.make()
+
+    def _line(self, facts: tuple[float, ...], *, number: int, start: int, lost: IntArray) -> Line:
         if facts[:1] not in self.rhythms:  # how many experts; what was lost before decides only when that changes
             fresh = self.make()
             fresh.went_back(facts, plt=0.0, iteration=0)

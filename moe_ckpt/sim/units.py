@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -97,24 +98,17 @@ def _lost(setup: Setup, saving: Saving, found: Kept, line: Line, bare: Mapping[i
     """Return what each stage loses: an expert is as old as the oldest part of it."""
     assert saving.partial is not None
     tokens, job = saving.partial.tokens, setup.job
-    whole = line.versions(found.end, Where.MEMORY)
+    versions = cache(line.versions)  # ranks of a node mostly have the same
+    whole = versions(found.end, Where.MEMORY)
     homes = np.arange(job.shape.num_experts) * job.layout.ep // job.shape.num_experts
     rows = [tokens.rows_of_stage(stage, len(whole)) for stage in range(job.layout.pp)]
     of_stages = [whole[of_stage] for of_stage in rows]
     for rank, places in bare.items():
-        theirs = _newest_of(places, found, line)
+        ends = {where: [kept.end for kept in theirs if kept.line is line] for where, theirs in places.items()}
+        newest = [versions(min(max(each), found.end), where) for where, each in ends.items() if each]
         stage, own = job.stage_of_rank(rank), homes == job.ep_rank_of(rank)
-        of_stages[stage][:, own] = np.minimum(of_stages[stage], theirs[rows[stage]])[:, own]
-    return [(found.end - versions) * tokens.by_expert for versions in of_stages]
-
-
-def _newest_of(places: Places, found: Kept, line: Line) -> IntArray:
-    """Return of which iterations a rank's experts are, each from where it is newest."""
-    newest: list[IntArray] = []
-    for where, checkpoints in places.items():
-        ends = [min(each.end, found.end) for each in checkpoints if each.line is line]
-        newest += [line.versions(max(ends), where)] if ends else []
-    return np.maximum.reduce(newest)
+        of_stages[stage][:, own] = np.minimum(of_stages[stage], np.maximum.reduce(newest)[rows[stage]])[:, own]
+    return [(found.end - of_stage) * tokens.by_expert for of_stage in of_stages]
 
 
 def _fetch_s(setup: Setup, saving: Saving, sources: Sequence[str]) -> float:

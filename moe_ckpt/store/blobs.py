@@ -191,6 +191,9 @@ class BlobFolder:
         self._mapped[name] = tensor
         self._names[id(tensor)] = name
 
+    def _has_file(self, tensor: torch.Tensor) -> bool:
+        return self._buffer_path(self._names[id(tensor)]).exists()
+
     def _let_go(self, tensor: torch.Tensor) -> str:
         assert id(tensor) in self._names, "a tensor that was not allocated in this folder"
         name = self._names.pop(id(tensor))

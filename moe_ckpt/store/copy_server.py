@@ -19,6 +19,7 @@ from threading import Lock
 
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.store.blobs import BlobFolder, held_path, is_key, own_path
+from moe_ckpt.store.held import HeldFolder
 from moe_ckpt.store.link import Link, RefusedError
 from moe_ckpt.store.listener import Listener
 from moe_ckpt.store.messages import (
@@ -54,7 +55,7 @@ class CopyServer:
         self._timeout_s = timeout_s
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
-        self._held: dict[int, BlobFolder] = {}  # by the owner's rank
+        self._held: dict[int, HeldFolder] = {}  # by the owner's rank
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, 0), family=family)
         self.address = Address(host=host, port=listening.getsockname()[1])
@@ -128,15 +129,14 @@ class CopyServer:
         _require_keys(keys)
         return self._own
 
-    def _held_folder(self, owner_rank: int, keys: Sequence[str] = ()) -> BlobFolder:
-        """Return the folder of the copies for a rank; of a keeper's life, the first to ask sweeps it."""
+    def _held_folder(self, owner_rank: int, keys: Sequence[str] = ()) -> HeldFolder:
+        """Return the folder of the copies for a rank; of a keeper's life, the first to ask adopts it."""
         _require_keys(keys)
         if owner_rank == self._global_rank:
             raise RefusedError(f"rank {owner_rank} keeps no copies for itself", garbled=False)
         with self._lock:
             if owner_rank not in self._held:
-                self._held[owner_rank] = BlobFolder(held_path(self._rank_folder, owner_rank))
-                self._held[owner_rank].sweep()
+                self._held[owner_rank] = HeldFolder(held_path(self._rank_folder, owner_rank))
             return self._held[owner_rank]
 
 

@@ -29,6 +29,7 @@ from moe_ckpt.store.blobs import Blob, BlobFolder
 from moe_ckpt.store.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
 from moe_ckpt.store.copy_times import CopyTimes, Sent
 from moe_ckpt.store.local_disk import LocalDisk
+from moe_ckpt.store.memory import HostBuffers
 from moe_ckpt.store.steps import StepRecord
 from moe_ckpt.store.updates import (
     Gradients,
@@ -101,6 +102,8 @@ class Journal:
         self._stale: set[str] = set()  # what peers hold and are to forget, once they hold what is kept
         self._copies_fail = False
         self._newest: dict[str | None, str] = {}  # by unit: the key of what peers were sent last
+        self._packed_in = HostBuffers(folder)  # gradients, on their way to peers
+        self._packed: dict[str, torch.Tensor] = {}  # by the update's key
 
     def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
         """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError.
@@ -128,12 +131,22 @@ class Journal:
             return key
         update = Update(base=base, target=key, steps=steps_of(header, gradients), header=header)
         try:
-            packed = pack_gradients(header, gradients, self.folder)
-            self.folder.deposit(update_key(key), update_to_bytes(update), packed, packed.numel())
+            packed, packed_bytes = pack_gradients(header, gradients, self._packed_in.acquire)
+            self._packed[update_key(key)] = packed
+            self.folder.publish(update_key(key), update_to_bytes(update), packed, packed_bytes)
         except CheckpointSaveError as error:
             _log.warning("%s goes to peers as a whole: %s", header, error)
+            self._drop_update(update_key(key))
             return key
         return update_key(key)
+
+    def _drop_update(self, key: str) -> None:
+        """Use its memory for the next."""
+        with self._lock:
+            self.folder.withdraw(key)
+            packed = self._packed.pop(key, None)
+        if packed is not None:
+            self._packed_in.release(packed)
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Keep it no longer: its memory is about to be used again."""
@@ -319,7 +332,7 @@ class Journal:
             if measured_bytes and not copied.exception():
                 self._times.ended(key, measured_bytes, since_s=began_s)
             if sent != key:
-                self.folder.discard(sent)
+                self._drop_update(sent)
 
         with self._lock:
             if self._copying is None:

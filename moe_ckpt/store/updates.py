@@ -10,7 +10,7 @@ is kept only if it is, bit for bit, what the owner has. MoEtion, section 5.2 and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 
 import torch
@@ -101,15 +101,18 @@ def update_from_bytes(data: bytes) -> Update:
         raise CheckpointLoadError(f"an update's head of {len(data)} bytes: {error!r}") from error
 
 
-def pack_gradients(header: SnapshotHeader, gradients: Gradients, folder: BlobFolder) -> torch.Tensor:
-    """Return memory of `folder` with the gradients of a header's master weights, in its order.
+def pack_gradients(
+    header: SnapshotHeader, gradients: Gradients, acquire: Callable[[int], torch.Tensor]
+) -> tuple[torch.Tensor, int]:
+    """Return a buffer with the gradients of a header's master weights, in its order, and their bytes.
 
-    Raises CheckpointSaveError if the file system has no room.
+    Raises what `acquire` raises, which gives a buffer of at least so many bytes.
     """
     flat = [gradients[part.key][0].reshape(-1) for part in _masters(header)]
-    packed = folder.allocate(4 * sum(gradient.numel() for gradient in flat))
-    torch.cat(flat, out=packed.view(torch.float32))
-    return packed
+    nbytes = 4 * sum(gradient.numel() for gradient in flat)
+    packed = acquire(nbytes)
+    torch.cat(flat, out=packed[:nbytes].view(torch.float32))
+    return packed, nbytes
 
 
 def steps_of(header: SnapshotHeader, gradients: Gradients) -> tuple[AdamStep, ...]:

@@ -84,7 +84,9 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
         "runs=1",
         "model.init_std=0.01",
     ]
-    candidates = rank_policies(arguments)
+    told: list[str] = []
+    candidates = rank_policies(arguments, told.append)
+    assert sorted(told) == sorted(" ".join(candidate.overrides) for candidate in candidates)
     had = [candidate for candidate in candidates if candidate.result]
     ettrs = [candidate.result.prediction.ettr for candidate in had if candidate.result]
     assert ettrs == sorted(ettrs, reverse=True)
@@ -105,7 +107,7 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
 
 def test_what_cannot_be_had_is_last_and_says_why() -> None:
     arguments = ["cluster=h200", "cluster.host_memory_bytes=40e9", "mtbf_s=1800", "duration_s=600", "runs=1"]
-    candidates = rank_policies(arguments)
+    candidates = rank_policies(arguments, tell=str)
     refused = [candidate for candidate in candidates if candidate.result is None]
     assert refused == candidates[-len(refused) :]
     assert all(candidate.refusal.startswith("cluster.host_memory_bytes: got ") for candidate in refused)

@@ -292,6 +292,7 @@ def test_a_log_can_be_used_back_to_the_first_damage(
 ) -> None:
     for iteration in range(1, 6):
         logging_.write(iteration, activations=3, gradients=3)
+    assert logging_.usable_from(5) == 1  # with all checksums: damage before that cannot be found
     damage(logging_.log, 3, direction, number)
     with caplog.at_level(logging.WARNING):
         assert logging_.usable_from(5) == 4

@@ -24,6 +24,7 @@ from moe_ckpt.store.memory import HostBuffers
 from moe_ckpt.store.replicate import Replicator
 from moe_ckpt.store.snapshot import SnapshotEngine, Wanted
 from moe_ckpt.store.updates import AdamStep, Gradients, is_update, update_from_bytes
+from tests.store.test_blobs import buffers_of
 from tests.store.test_memory import IDENTITY, SHARD
 from tests.store.test_replicate import WAIT_S, Ranks
 
@@ -166,6 +167,14 @@ def test_a_peer_takes_the_steps_itself_and_comes_to_the_same_bits(name: str, ran
     assert not any(is_update(key) for key in owner.peer.keys())  # noqa: SIM118 - not a mapping
     earlier = [key for key in owner.own.keys() if "-5-" not in key]  # noqa: SIM118 - not a mapping
     assert not any(map(is_update, earlier)), "of no use any more"
+
+
+def test_memory_of_gradients_is_used_again_on_both_sides(ranks: Ranks) -> None:
+    owner = Owner(ranks, torch.optim.AdamW)
+    for _ in range(9):
+        owner.train()
+    assert max(map(int, buffers_of(owner.peer))) == 9 + 1
+    assert max(map(int, buffers_of(owner.own))) <= 9 + 2  # the next may be packed before the last is known to be there
 
 
 def test_a_gap_is_noticed_and_the_whole_state_sent(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
