@@ -2,17 +2,17 @@
 
     python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md] [OVERRIDES]        # model=small, 4 ranks
 
-First constants are measured, in runs of their own (launcher/cluster_profile.py), one set for all policies: nothing is
-taken from the runs that are predicted but their settings, where faults hit, and, as the published predictions have it
-from a profile, what an iteration takes. With `-o` a folder that has the runs already, they are only read. One in memory
-(/dev/shm) is best where a disk's speed comes and goes. Takes about half an hour on two quiet cores.
+Constants are measured in runs of their own (launcher/cluster_profile.py), one set for all policies: nothing is taken
+from the runs that are predicted but their settings, where faults hit, and, as the published predictions have it from a
+profile, what an iteration takes. The machine's speed changes from one quarter of an hour to the next, so these runs are
+among the others. With `-o` a folder that has runs already, they are only read. One in memory (/dev/shm) is best where a
+disk's speed comes and goes. Takes about half an hour on two quiet cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,25 +29,26 @@ from launcher.real_run import RealRun, facts_of, read_run, recoveries_of  # noqa
 from launcher.simulator_page import OWN_RUNS  # noqa: E402
 from moe_ckpt.sim.hardware import ClusterConfig  # noqa: E402
 
-POLICIES = (
-    "none",
-    "dense:ckpt.every_iters=5",
-    "checkfreq:ckpt.every_iters=5",
-    "gemini:ckpt.every_iters=5",
-    "moevement:ckpt.window=3",
-    "moc",
-    "moetion",
-    "moetion:ckpt.send_gradients=false",
+RUNS = (  # what is predicted, and what constants are measured in just before
+    ("none", None),
+    ("dense:ckpt.every_iters=5", "dense:ckpt.every_iters=4"),
+    ("checkfreq:ckpt.every_iters=5", None),
+    ("gemini:ckpt.every_iters=5", "gemini:ckpt.every_iters=3"),
+    ("moevement:ckpt.window=3", "moevement:ckpt.window=2"),
+    ("moc", "moc:ckpt.every_iters=2"),
+    ("moetion", "moetion:ckpt.experts=4"),
+    ("moetion:ckpt.send_gradients=false", None),
 )
-MEASURED = ("none", "gemini:ckpt.every_iters=3", "moevement:ckpt.window=2", "dense:ckpt.every_iters=4")
 COMMON = ("train.eval_every_iters=0", "train.eval_batches=1", "run.tensorboard=false", "fault=at")
 FAULTS = (
-    "train.iterations=36",
-    "fault.at=[{iteration: 13, rank: 2, phase: step}, {iteration: 19, rank: 1}, {iteration: 29, rank: 0}]",
+    "train.iterations=40",
+    "fault.at=[{iteration: 8, rank: 2}, {iteration: 14, rank: 1}, {iteration: 19, rank: 0}, {iteration: 27, rank: 3},"
+    "{iteration: 33, rank: 2}]",
 )
 OTHER_FAULTS = (
-    "train.iterations=22",
-    "fault.at=[{iteration: 7, rank: 1}, {iteration: 12, rank: 3}, {iteration: 17, rank: 0}]",
+    "train.iterations=26",
+    "fault.at=[{iteration: 6, rank: 1}, {iteration: 11, rank: 3}, {iteration: 15, rank: 0}, {iteration: 18, rank: 2},"
+    "{iteration: 22, rank: 1}]",
 )
 COLUMNS = (
     "policy",
@@ -62,12 +63,10 @@ COLUMNS = (
 )
 
 HOW = """\
-Faults hit at the start of an iteration, or once all gradients are there, so that it is no race which snapshot is there.
-ETTR is the time of new iterations, at the given seconds of one, in all the time of a run but its first iteration. Given
-are those of the run itself on average, without stalls: what copies slow iterations down by, where they share the cores,
-is in the second column alone. Seconds of a fault are medians. Under moetion peers take Adam's step, here on the cores
-that train, and the next snapshot waits for that; simulated are hosts that have cores to spare, or, as without
-`send_gradients`, are sent whole states.""".splitlines()
+Faults hit at the start of an iteration. ETTR is the time of new iterations, at the given seconds of one, in all the
+time of a run but its first iteration. Given are those of the run itself on average, without stalls: what copies slow
+iterations down by, where they share the cores, is in the second column alone. Seconds of a fault are means.
+""".splitlines()
 
 
 def main() -> int:
@@ -79,8 +78,7 @@ def main() -> int:
     settings = [*COMMON, *model, *overrides]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.output or Path(temporary)
-        measured = carry_out(folder / "measured", MEASURED, [*OTHER_FAULTS, *settings])
-        runs = carry_out(folder / "predicted", POLICIES, [*FAULTS, *settings])
+        measured, runs = carry_out(folder, settings)
         cluster = constants_of([read_run(run) for run in measured])
         lines = [*table(runs, cluster), "", *notes(cluster)]
     print("\n".join(lines))
@@ -89,22 +87,33 @@ def main() -> int:
     return 0
 
 
-def carry_out(folder: Path, policies: Sequence[str], settings: Sequence[str]) -> list[Path]:
-    """Run each policy under the same faults, unless that has been done; return the run folders."""
-    runs = [folder / f"{number}-{policy.partition(':')[0]}" for number, policy in enumerate(policies, start=1)]
-    if not all((run / "result.json").exists() for run in runs):
-        command = [sys.executable, "-m", "launcher.compare", *policies, *settings, "-o", str(folder)]
+def carry_out(folder: Path, settings: Sequence[str]) -> tuple[list[Path], list[Path]]:
+    """Run all policies, and among them those for the constants; return the run folders of these, and of those."""
+    measured: list[Path] = []
+    predicted: list[Path] = []
+    for number, (policy, other) in enumerate(RUNS, start=1):
+        if other:
+            measured.append(run_once(folder / f"measured-{number}", other, [*OTHER_FAULTS, *settings]))
+        predicted.append(run_once(folder / f"predicted-{number}", policy, [*FAULTS, *settings]))
+    return measured, predicted
+
+
+def run_once(folder: Path, policy: str, settings: Sequence[str]) -> Path:
+    """Run a policy under faults, unless that has been done; return the run folder."""
+    run = folder / f"1-{policy.partition(':')[0]}"
+    if not (run / "result.json").exists():
+        command = [sys.executable, "-m", "launcher.compare", policy, *settings, "-o", str(folder)]
         ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
         if ended.returncode != 0:
             sys.exit(f"launcher.compare ended with status {ended.returncode}; logs are in {folder}")
-    return runs
+    return run
 
 
 def table(runs: Sequence[Path], cluster: ClusterConfig) -> Iterator[str]:
     """Yield the lines of a table, a row for each run."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "| --- " * len(COLUMNS) + "|"
-    for folder, policy in zip(runs, POLICIES, strict=True):
+    for folder, (policy, _) in zip(runs, RUNS, strict=True):
         yield f"| {' | '.join([policy.replace(':', ', ').replace('ckpt.', ''), *row(read_run(folder), cluster)])} |"
 
 
@@ -119,7 +128,7 @@ def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
     yield f"{truth.ettr:.4f}"
     yield f"{predicted.ettr - truth.ettr:+.4f}"
     yield f"{predicted.recovery_s:.2f}"
-    yield f"{statistics.median(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})"
+    yield f"{truth.recovery_s:.2f} ({min(costs):.2f} to {max(costs):.2f})"
     yield f"{predicted.recovery_s / truth.recovery_s - 1:+.0%}"
     yield ", ".join(str(each.again or each.replayed) for each in recovered)
 
@@ -129,7 +138,7 @@ def notes(cluster: ClusterConfig) -> Iterator[str]:
     names = ("detect_s", "rebuild_s", "resume_s", "restart_s", "take_s")
     names += ("copy_bytes_per_s", "disk_bytes_per_s", "disk_read_bytes_per_s")
     values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in names)
-    yield f"Measured on {os.cpu_count()} cores in other runs, medians of 3 faults in each: {values}."
+    yield f"Measured on {os.cpu_count()} cores in other runs, medians of 5 faults in each: {values}."
     yield ""
     yield from HOW
 

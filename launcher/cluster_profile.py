@@ -20,7 +20,7 @@ from launcher.config import CONF_DIR
 from launcher.real_run import RealRun, facts_of, read_run, recoveries_of, setup_of
 from launcher.simulation import compose_machine
 from moe_ckpt.errors import MoeCkptError
-from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, SnapshotTaken, StateResumed
+from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, Rejoined, SnapshotTaken, StateResumed
 from moe_ckpt.sim.hardware import ClusterConfig
 
 T = TypeVar("T")
@@ -110,17 +110,19 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
     iteration_s = facts_of(run.ranks).iteration_s
     snapshots = [event for event in _events([run], SnapshotTaken) if event.size_bytes]
     load_s = max(event.dense_bytes for event in snapshots) / statistics.median(_rates(snapshots)) if snapshots else 0.0
+    restarts = not any(_events([run], Rejoined))
     found = []
     for recovered in recoveries_of(run.ranks, iteration_s):
-        rejoined = recovered.rejoined
-        if rejoined is None:
-            rest_s = recovered.cost_s - recovered.again * iteration_s - recovered.resumed_s - cluster.detect_s
+        rejoined, again_s = recovered.rejoined, recovered.again * iteration_s
+        if restarts:
+            rest_s = recovered.cost_s - again_s - recovered.resumed_s - cluster.detect_s
             found.append({"restart_s": max(0.0, rest_s)})
-            continue
-        costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
-        if not recovered.replayed:
-            costs["resume_s"] = max(0.0, rejoined.replay_s - load_s)
-        found.append(costs)
+        elif rejoined:
+            costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
+            if not (recovered.replayed or rejoined.fetched_bytes):
+                slower_s = recovered.after_s - again_s - iteration_s
+                costs["resume_s"] = max(0.0, rejoined.fetch_s + rejoined.replay_s - load_s + slower_s)
+            found.append(costs)
     return found
 
 

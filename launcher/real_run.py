@@ -46,7 +46,7 @@ class Facts:
     """What a run took, real or simulated. `iteration_s`: an iteration on average, without what it stopped for.
 
     `wall_s` is from the end of the first iteration, which is slow by itself, to that of the last one. `recovery_s` is
-    the median of what faults cost. Bytes are those of the rank with the most.
+    what a fault costs on average. Bytes are those of the rank with the most.
     """
 
     iterations: int
@@ -70,7 +70,8 @@ class Recovered:
     """What a fault cost: seconds from the last iteration before it to the next new one, without an iteration's own.
 
     In that time `again` iterations were run a second time by all, or `replayed` by some ranks, and `resumed_s` went to
-    loading from disk; `rejoined` is what the rank told that was together with the others last.
+    loading from disk; `rejoined` is what the rank told that was together with the others last, `after_s` before the
+    next new iteration was over.
     """
 
     cost_s: float
@@ -78,6 +79,7 @@ class Recovered:
     replayed: int
     resumed_s: float
     rejoined: Rejoined | None
+    after_s: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,7 +153,7 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> Facts:
         wall_s=first_commits[iterations] - first_commits[1],
         stall_s=statistics.median(event.stall_s for _, event in commits),
         num_recoveries=len(recoveries),
-        recovery_s=statistics.median(recoveries) if recoveries else 0.0,
+        recovery_s=statistics.fmean(recoveries) if recoveries else 0.0,
         trained_again=len(commits) - iterations,
         interval=_interval(events[0]),
         snapshot_bytes=max((event.size_bytes for event in snapshots), default=0),
@@ -172,24 +174,26 @@ def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) ->
     for (before, since_s), (_, until_s) in pairwise(first_commits):
         if any(since_s < each_s <= until_s for each_s in born_s):
             between = [each for each in logged if since_s < each.t_s <= until_s]
-            found.append(_recovered(before, until_s - since_s - iteration_s, between, len(ranks)))
+            found.append(_recovered(before, until_s, until_s - since_s - iteration_s, between, len(ranks)))
     return found
 
 
-def _recovered(before: int, cost_s: float, logged: Sequence[LoggedEvent], num_ranks: int) -> Recovered:
+def _recovered(before: int, until_s: float, cost_s: float, logged: Sequence[LoggedEvent], num_ranks: int) -> Recovered:
     again = Counter(
         each.global_rank
         for each in logged
         if isinstance(each.event, IterationCommitted) and each.event.iteration <= before
     )
-    rejoined = [each.event for each in logged if isinstance(each.event, Rejoined)]
+    rejoined = [(each.event, each.t_s) for each in logged if isinstance(each.event, Rejoined)]
+    last, rejoined_s = max(rejoined, key=lambda pair: pair[0].detect_s + pair[0].rebuild_s, default=(None, until_s))
     resumed = [each.event for each in logged if isinstance(each.event, StateResumed)]
     return Recovered(
         cost_s=cost_s,
         again=min(again[rank] for rank in range(num_ranks)),
-        replayed=max((event.executed_iters for event in rejoined), default=0),
+        replayed=max((event.executed_iters for event, _ in rejoined), default=0),
         resumed_s=max((event.seconds for event in resumed), default=0.0),
-        rejoined=max(rejoined, key=lambda event: event.detect_s + event.rebuild_s, default=None),
+        rejoined=last,
+        after_s=until_s - rejoined_s,
     )
 
 

@@ -35,7 +35,10 @@ class TimingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Costs:
-    """Seconds of a job on a cluster. `micro_batch_s` is forward and backward of each stage, float64 [stages]."""
+    """Seconds of a job on a cluster. `micro_batch_s` is forward and backward of each stage, float64 [stages].
+
+    Where processors `are_shared`, these are those of all stages at once.
+    """
 
     iteration_s: float
     micro_batch_s: Array
@@ -44,13 +47,20 @@ class Costs:
     sync_s: float
     update_s: float
     log_s: Array
+    are_shared: bool = False
 
     @property
     def num_stages(self) -> int:
         return len(self.micro_batch_s)
 
     def pipeline_s(self, stages: range) -> float:
-        """Return forward and backward of all micro-batches through some neighbouring stages: 1F1B, interleaved."""
+        """Return forward and backward of all micro-batches through some neighbouring stages: 1F1B, interleaved.
+
+        On shared processors that is their share of the work: they have what all have.
+        """
+        if self.are_shared and len(stages) < self.num_stages:
+            share = float(self.micro_batch_s[stages.start : stages.stop].sum() / self.micro_batch_s.sum())
+            return share * self.pipeline_s(range(self.num_stages))
         bubbles = (len(stages) - 1) / self.interleave
         return (self.num_micro_batches + bubbles) * float(self.micro_batch_s[stages.start : stages.stop].max())
 
@@ -84,6 +94,7 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
         sync_s=scale * exposed_s,
         update_s=scale * update_s,
         log_s=log_s,
+        are_shared=cluster.compute_share == JOB,
     )
 
 

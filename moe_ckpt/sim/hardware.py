@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from moe_ckpt.config import require, require_at_least, require_choice
 
 RANK, JOB = "rank", "job"
+_SHARES = ("compute_share", "copies_share")
 _MAY_BE_ZERO = (
     "spares",
     "take_s",
@@ -46,6 +47,7 @@ class ClusterConfig:
     network_latency_s: float
     network_bytes_per_s: float
     sync_overlap: float
+    compute_share: str
     copies_share: str
     copy_bytes_per_s: float
     whole_copy_bytes_per_s: float
@@ -63,7 +65,7 @@ class ClusterConfig:
     repair_s: float
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name not in ("name", "copies_share")):
+        for name in (field.name for field in fields(self) if field.name not in ("name", *_SHARES)):
             number = getattr(self, name)
             require(math.isfinite(number), f"cluster.{name}", number, "a finite number")
             if name in _MAY_BE_ZERO:
@@ -72,7 +74,8 @@ class ClusterConfig:
                 require(number > 0, f"cluster.{name}", number, "more than 0")
         for name in ("efficiency", "sync_overlap"):
             require(getattr(self, name) <= 1, f"cluster.{name}", getattr(self, name), "at most 1")
-        require_choice("cluster.copies_share", self.copies_share, [RANK, JOB])
+        for name in _SHARES:
+            require_choice(f"cluster.{name}", getattr(self, name), [RANK, JOB])
 
     @property
     def num_gpus(self) -> int:

@@ -69,8 +69,8 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
     replicas = _replicas(config.replicas, setup.cluster)
     stalled_s = link.stall_s(link.most_bytes)
-    narrowest = min(link.bytes_per_s, copy_rate(setup.cluster, replicas))
-    if config.disk_every_iters == 1:
+    kept_bytes_per_s = narrowest = min(link.bytes_per_s, copy_rate(setup.cluster, replicas))
+    if config.disk_every_iters == 1:  # nothing is taken before that is written
         narrowest = min(narrowest, setup.cluster.disk_bytes_per_s * link.most_bytes / setup.total_full_bytes)
     measured = Measured(
         iteration_s=setup.costs.iteration_s,
@@ -90,7 +90,8 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         whole_bytes=link.most_bytes,
         reload_bytes_per_s=link.bytes_per_s,
         replicas=replicas,
-        kept_bytes_per_s=narrowest,
+        kept_bytes_per_s=kept_bytes_per_s,
+        disk_s=setup.total_full_bytes / setup.cluster.disk_bytes_per_s,
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
         sizes_are_of_job=link.is_shared,
@@ -127,6 +128,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         logs=config.boundary_log,
         keep_windows=config.keep_windows,
         kept_bytes_per_s=link.bytes_per_s,
+        disk_s=setup.total_full_bytes / setup.cluster.disk_bytes_per_s,
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         active=_active_shares(make, measured, setup, link),
         memory=make().forecast(num_slots),

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from launcher.cluster_profile import constants_of
+from launcher.cluster_profile import constants_of, measure
 from launcher.compared import predict_run
 from launcher.config import compose_settings
 from launcher.real_run import RealRun, facts_of, recoveries_of, setup_of
@@ -40,7 +40,7 @@ def born(life: int) -> TrainerStarted:
     return TrainerStarted(pid=1, host="here", life=life, device="cpu")
 
 
-def rejoined(detect_s: float, rebuild_s: float) -> Rejoined:
+def rejoined(detect_s: float, rebuild_s: float, *, fetched_bytes: int = 0, executed_iters: int = 0) -> Rejoined:
     return Rejoined(
         generation=2,
         iteration=2,
@@ -48,10 +48,10 @@ def rejoined(detect_s: float, rebuild_s: float) -> Rejoined:
         deaths=[],
         detect_s=detect_s,
         rebuild_s=rebuild_s,
-        fetch_s=0.0,
+        fetch_s=0.25,
         replay_s=0.5,
-        fetched_bytes=0,
-        executed_iters=0,
+        fetched_bytes=fetched_bytes,
+        executed_iters=executed_iters,
     )
 
 
@@ -67,7 +67,7 @@ def test_a_fault_costs_all_from_the_last_iteration_before_it_to_the_next_new_one
         1, (0, born(0)), *dead_first, (5, born(1)), (6, rejoined(1.5, 2)), (8.1, committed(3)), (9.1, committed(4))
     )
     (found,) = recoveries_of([survivor, newborn], 1.0)
-    assert (found.cost_s, found.again) == (5.0, 1)
+    assert (found.cost_s, found.again, found.after_s) == (5.0, 1, 3.0)
     assert found.rejoined is not None
     assert found.rejoined.detect_s == 1.5
     assert recoveries_of([survivor], 1.0) == []
@@ -78,6 +78,26 @@ def test_a_restart_costs_without_anybody_rejoining() -> None:
     again = [(24.0, committed(1)), (25.0, committed(2)), (26.0, committed(3))]
     (found,) = recoveries_of([logged(rank, *told, *again) for rank in (0, 1)], 1.0)
     assert (found.cost_s, found.again, found.rejoined) == (23.0, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "resume_s"),
+    [
+        (rejoined(0.1, 0.2), "1.75"),  # 0.25 and 0.5, and two iterations take a second longer than two do
+        (rejoined(0.1, 0.2, fetched_bytes=1), None),
+        (rejoined(0.1, 0.2, executed_iters=1), None),
+    ],
+    ids=["went back", "fetched", "replayed"],
+)
+def test_to_resume_takes_what_the_first_iterations_take_longer(told: Rejoined, resume_s: str | None) -> None:
+    before, after = [(float(number), committed(number)) for number in (1, 2, 3)], [(8, committed(3)), (9, committed(4))]
+    living = [logged(rank, (0, born(0)), *before, (6, told), *after) for rank in (0, 2, 3)]
+    newborn = logged(1, (0, born(0)), *before, (5, born(1)), (6, told), *after)
+    settings = compose_settings(["ckpt=gemini"])
+    run = RealRun(settings=settings, world_size=4, kills=(), ranks=[living[0], newborn, *living[1:]])
+    found = measure([run], compose_machine(["cluster=local"])[0])
+    assert (found["detect_s"], found["rebuild_s"], found.get("resume_s")) == ("0.1", "0.2", resume_s)
+    assert "restart_s" not in found
 
 
 KILLS = (Kill(rank=2, iteration=13, phase="backward"), Kill(rank=0, iteration=19))

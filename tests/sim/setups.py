@@ -31,6 +31,7 @@ CLUSTER = ClusterConfig(
     network_latency_s=0.0,
     network_bytes_per_s=2e12,
     sync_overlap=1.0,
+    compute_share="rank",
     copies_share="rank",
     copy_bytes_per_s=1e6,
     whole_copy_bytes_per_s=1e6,

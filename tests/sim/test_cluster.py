@@ -208,6 +208,18 @@ def test_where_memory_is_lost_a_disk_is_next() -> None:
     assert (recovered.iteration, recovered.source, recovered.lost_iters) == (8, "disk", 1)
 
 
+def test_what_is_in_memory_counts_while_it_is_written_and_on_disk_once_it_is() -> None:
+    whole_bytes = SETUP.total_full_bytes
+    slow = setup(machines=cluster(disk_bytes_per_s=whole_bytes / 25.0))
+    saving = plan_saving(ckpt("ckpt=checkfreq", "ckpt.every_iters=3"), slow)
+    scopes = ("process", "node")
+    early, late = (
+        [recoveries(run(saving, [at(at_s, scope=scope)], of=slow))[0] for scope in scopes] for at_s in (114.0, 116.0)
+    )
+    assert [(each.iteration, each.source) for each in early] == [(9, "host memory"), (6, "disk")]
+    assert [(each.iteration, each.source) for each in late] == [(9, "host memory"), (9, "disk")]
+
+
 def test_without_a_spare_node_all_wait_for_a_repair() -> None:
     few = setup(machines=cluster(spares=1, repair_s=100.0, spare_s=5.0))
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), few)

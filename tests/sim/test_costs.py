@@ -50,6 +50,17 @@ def test_a_stage_alone_replays_without_bubbles_and_frozen_operators_save_a_third
     assert costs.replay_s(range(1, 2), 0.0) - fixed == pytest.approx((alone - fixed) * 2 / 3)
 
 
+def test_stages_alone_have_the_processors_of_all_where_these_are_shared() -> None:
+    timing = TimingConfig(iteration_s=10.0, interleave=1)
+    costs = estimate(job(), cluster(compute_share="job"), timing)
+    whole_s = costs.pipeline_s(range(4))
+    assert whole_s == estimate(job(), cluster(), timing).pipeline_s(range(4))
+    assert sum(costs.pipeline_s(range(stage, stage + 1)) for stage in range(4)) == pytest.approx(whole_s)
+    assert costs.pipeline_s(range(2)) == pytest.approx(
+        whole_s * costs.micro_batch_s[:2].sum() / costs.micro_batch_s.sum()
+    )
+
+
 def test_a_stage_alone_waits_for_its_neighbours_logs() -> None:
     of = job()
     costs = estimate(of, cluster(network_bytes_per_s=100.0), TimingConfig(iteration_s=10.0, interleave=1))

@@ -20,6 +20,7 @@ from tests.sim.setups import cluster
         ({"disk_bytes_per_s": math.inf}, "cluster.disk_bytes_per_s: got inf, wanted a finite number"),
         ({"repair_s": math.nan}, "cluster.repair_s: got nan, wanted a finite number"),
         ({"copies_share": "node"}, "cluster.copies_share: got 'node', wanted one of rank, job"),
+        ({"compute_share": "node"}, "cluster.compute_share: got 'node', wanted one of rank, job"),
     ],
 )
 def test_an_impossible_constant_is_named(changes: dict[str, object], says: str) -> None:
