@@ -91,8 +91,7 @@ def _candidates(base: Simulation) -> Iterator[tuple[str, ...]]:
 
 def _dense_interval(setup: Setup, mtbf_s: float, *, asynchronous: bool) -> int:
     """Return the best iterations between whole checkpoints on disk; another may start only when one is there."""
-    cluster, costs = setup.cluster, setup.costs
-    write_s = setup.total_full_bytes / cluster.disk_bytes_per_s
+    cluster, costs, write_s = setup.cluster, setup.costs, setup.write_s
     copied = setup.total_full_bytes / (1 if cluster.copies_share == "job" else setup.job.layout.world_size)
     stall_s = copied / cluster.whole_copy_bytes_per_s if asynchronous else write_s
     best = best_interval(iteration_s=costs.iteration_s, checkpoint_s=stall_s, mtbf_s=mtbf_s)

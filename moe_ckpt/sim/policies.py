@@ -91,7 +91,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         reload_bytes_per_s=link.bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
-        disk_s=setup.total_full_bytes / setup.cluster.disk_bytes_per_s,
+        disk_s=setup.write_s,
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
         sizes_are_of_job=link.is_shared,
@@ -128,7 +128,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         logs=config.boundary_log,
         keep_windows=config.keep_windows,
         kept_bytes_per_s=link.bytes_per_s,
-        disk_s=setup.total_full_bytes / setup.cluster.disk_bytes_per_s,
+        disk_s=setup.write_s,
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         active=_active_shares(make, measured, setup, link),
         memory=make().forecast(num_slots),
@@ -271,7 +271,7 @@ def _durable(setup: Setup, *, asynchronous: bool, every_iters: int) -> Durable |
     """Return what whole checkpoints on disk cost: one at a time, copied first where they are asynchronous."""
     if every_iters == 0:
         return None
-    cluster, write_s = setup.cluster, setup.total_full_bytes / setup.cluster.disk_bytes_per_s
+    cluster, write_s = setup.cluster, setup.write_s
     if not asynchronous:
         return Durable(every_iters=every_iters, stall_s=write_s, done_s=write_s)
     link = _Link(setup, cluster.whole_copy_bytes_per_s)

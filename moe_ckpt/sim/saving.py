@@ -45,6 +45,11 @@ class Setup:
         """The whole state of the job."""
         return float(self.job.shape.parameters.sum()) * self.job.formats.full_bytes
 
+    @property
+    def write_s(self) -> float:
+        """Seconds until all of that is on disk."""
+        return self.total_full_bytes / self.cluster.disk_bytes_per_s
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durable:

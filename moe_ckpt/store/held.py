@@ -5,6 +5,7 @@ Owns: which memory is free, never more than was in use at the same time. Must no
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -54,14 +55,14 @@ class HeldFolder(BlobFolder):
     def clear(self) -> None:
         with self._lock:
             super().clear()
-            self._give_back(sum(tensor.numel() for tensor in self._free.values()) + 1)
+            self._give_back(math.inf)
 
     def _free_payload(self, key: str) -> None:
         payload = self._payloads.pop(key, None)
         if payload is not None:
             self.free(payload)
 
-    def _give_back(self, nbytes: int) -> None:
+    def _give_back(self, nbytes: float) -> None:
         """Free at least so much of what is free, if there is as much: so all of it never grows while any is free."""
         while self._free and nbytes > 0:
             tensor = self._free.pop(next(iter(self._free)))
