@@ -7,7 +7,6 @@ is over when its block is, and a job that ended by itself has left no process an
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,12 +23,11 @@ from launcher.config import compose_settings
 from launcher.faults.strike import nobody_replaced, strike_node
 from launcher.live import LiveTrainer, read_written
 from launcher.proc import stands_still
-from moe_ckpt.events import IterationCommitted
 from moe_ckpt.runtime.page import ANY_ITERATION, Page
 from moe_ckpt.types import Phase
 from tests.agent import guard_log, run_agent
 from tests.ranks import _CONTEXT
-from tests.training import events_of, fast, train
+from tests.training import fast
 
 T = TypeVar("T")
 
@@ -49,31 +46,6 @@ _ENDING_S = 5.0
 
 class JobFailedError(AssertionError):
     """A job failed, hung, or left something behind; the message has what its processes said."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What two runs of the same training must have in common, bit for bit."""
-
-    digest_per_rank: list[str]
-    eval_loss: float
-    losses: dict[int, float]
-
-
-def outcome_of(run: Path, result: dict[str, Any]) -> Outcome:
-    """Return a run's outcome: losses as any rank logged them, and where several did, all must agree."""
-    losses: dict[int, float] = {}
-    for rank in range(len(result["digest_per_rank"])):
-        for event in events_of(run, IterationCommitted, rank):
-            assert losses.setdefault(event.iteration, event.loss) == event.loss, (rank, event)
-    return Outcome(digest_per_rank=result["digest_per_rank"], eval_loss=result["eval_loss"], losses=losses)
-
-
-@functools.cache
-def uninterrupted(world_size: int, *overrides: str) -> Outcome:
-    """Return the outcome without faults, guards and checkpoints; once for each configuration."""
-    with tempfile.TemporaryDirectory() as folder:
-        return outcome_of(Path(folder), train(world_size, Path(folder), *overrides, timeout_s=240.0))
 
 
 class ElasticJob:

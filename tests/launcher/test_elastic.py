@@ -31,7 +31,8 @@ from moe_ckpt.runtime.session import Session
 from moe_ckpt.store import replicate
 from moe_ckpt.store.link import Link
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob, outcome_of, uninterrupted
+from tests.elastic import ElasticJob
+from tests.references import outcome_of, uninterrupted
 from tests.training import events_of
 
 FORWARD, BACKWARD, REDUCE, STEP = Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP

@@ -11,7 +11,8 @@ from moe_ckpt.events import Rejoined
 from moe_ckpt.runtime.kept import KeptCopies
 from moe_ckpt.runtime.sparse import SparseTier
 from moe_ckpt.types import Phase, ReadyGradients
-from tests.elastic import ElasticJob, outcome_of, uninterrupted
+from tests.elastic import ElasticJob
+from tests.references import outcome_of, uninterrupted
 from tests.training import events_of
 
 PATIENT = ("ckpt.window=2", "runtime.heartbeat_s=20")  # who stands still is not to be taken for dead

@@ -12,7 +12,8 @@ import pytest
 
 from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, Rejoined, StateResumed, WindowPersisted
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob, Outcome, outcome_of, uninterrupted
+from tests.elastic import ElasticJob
+from tests.references import Outcome, outcome_of, uninterrupted
 from tests.training import events_of
 
 TRAINING = ("train.iterations=14",)

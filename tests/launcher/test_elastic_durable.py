@@ -23,7 +23,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResumed, TrainerStarted
 from moe_ckpt.store.disk import is_committed, read_manifest, verify_files
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob, outcome_of, uninterrupted
+from tests.elastic import ElasticJob
+from tests.references import outcome_of, uninterrupted
 from tests.training import events_of
 
 TRAINING = ("train.iterations=14",)

@@ -13,7 +13,8 @@ import pytest
 from launcher.loop import Trainer
 from moe_ckpt.events import TrainerStarted
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob, outcome_of, uninterrupted
+from tests.elastic import ElasticJob
+from tests.references import outcome_of, uninterrupted
 from tests.training import events_of
 
 LONG = ("train.iterations=100000", "ckpt.window=2")

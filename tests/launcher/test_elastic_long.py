@@ -16,7 +16,8 @@ import pytest
 
 from moe_ckpt.events import HostMemoryUsed, TrainerStarted
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob, outcome_of, uninterrupted
+from tests.elastic import ElasticJob
+from tests.references import outcome_of, uninterrupted
 from tests.training import events_of
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)

@@ -22,8 +22,9 @@ from moe_ckpt.store.disk import MARKER
 from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob, outcome_of, uninterrupted
+from tests.elastic import ElasticJob
 from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.references import outcome_of, uninterrupted
 from tests.training import Kill, KillingHooks, events_of, fast, train
 
 TRAINING = ("train.iterations=12",)

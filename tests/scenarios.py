@@ -1,0 +1,17 @@
+"""Layouts, models and precisions that several test modules train, each as a tuple of overrides, named once."""
+
+from __future__ import annotations
+
+PP2 = ("parallel.pp=2",)
+PP4 = ("parallel.pp=4", "model.num_layers=4", "train.global_batch_size=8")
+BIAS = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")
+FP16_SKIPPING = ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")
+TIED = ("model.tied_embeddings=true",)
+UNSHARDED = ("train.distributed_optimizer=false",)
+DENSE_TP2 = ("model.num_experts=0", "parallel.ep=1", "parallel.tp=2")
+GPT_STYLE = (
+    "model.position_embedding=learned",
+    "model.normalization=LayerNorm",
+    "model.activation=gelu",
+    "model.linear_bias=true",
+)
