@@ -40,6 +40,7 @@ from moe_ckpt.adapters.megatron_boost import BoostedRouter
 from moe_ckpt.adapters.megatron_fresh import synchronize_fresh
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
 from moe_ckpt.attach import TrainingLoop, attach
+from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.config import MoetionConfig, require
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
@@ -48,7 +49,6 @@ from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.session import Session
-from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store.disk import CheckpointFolder, is_committed
 from moe_ckpt.types import ParallelLayout, RunIdentity
 
@@ -194,8 +194,10 @@ def _open_log(folder: RunFolder, launch: Launch) -> Log:
 def _open_events(path: Path, folder: RunFolder, launch: Launch) -> EventLog:
     opened: list[EventLog] = []
     origin = folder.clock_origin_unix_s
-    on_all_ranks(
-        lambda: opened.append(EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)), ConfigError
+    gather_results(
+        TorchRanks(),
+        lambda: opened.append(EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)),
+        ConfigError,
     )
     return opened[0]
 
@@ -207,7 +209,7 @@ def _open_source_everywhere(settings: Settings, folder: RunFolder) -> TokenSourc
         opened.append(_open_source(settings, folder))
         return opened[0].vocab_size
 
-    sizes = on_all_ranks(vocab_size_of_mine, DataError)
+    sizes = gather_results(TorchRanks(), vocab_size_of_mine, DataError)
     require(len(set(sizes)) == 1, "data.path: vocabulary size on each rank", sizes, "the same everywhere")
     return opened[0]
 
@@ -259,7 +261,7 @@ def _resume(session: Session, settings: Settings, folder: RunFolder, *, is_first
     """
     wanted = settings.train.resume
     if wanted == _NEVER and is_first:
-        saved = from_rank_zero(CheckpointFolder(folder.checkpoints).committed, DataError)
+        saved = broadcast_result(TorchRanks(), CheckpointFolder(folder.checkpoints).committed, DataError)
         newest = saved[0].directory if saved else None
         require(not saved, "train.resume", wanted, f"auto, or a new run.dir: this one holds {newest}")
         limit = "auto, or a new run.dir: there are snapshots of this run on disk"
@@ -267,7 +269,7 @@ def _resume(session: Session, settings: Settings, folder: RunFolder, *, is_first
         return 0
     done = session.resume(None)
     if done == 0 and wanted not in (AUTO, _NEVER):
-        done = session.resume(from_rank_zero(lambda: _checkpoint_at(Path(wanted)), DataError))
+        done = session.resume(broadcast_result(TorchRanks(), lambda: _checkpoint_at(Path(wanted)), DataError))
     require(done <= settings.train.iterations, "train.iterations", settings.train.iterations, f"at least {done}, done")
     return done
 

@@ -29,8 +29,8 @@ from launcher.config import RunConfig, Settings
 from launcher.launch import Launch, agent_store, has_agent_store
 from launcher.live import read_live
 from launcher.run_lock import release_lock, take_lock, used_by
+from moe_ckpt.collectives import TorchRanks, broadcast_result
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.store.agree import from_rank_zero
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
 _FOLDER_TIMEOUT_S = 60.0
@@ -88,7 +88,7 @@ def open_run_folder(settings: Settings, launch: Launch) -> RunFolder:
     Raises ConfigError, naming run.dir, where it cannot be written, or belongs to another job that runs.
     """
     remembered = _remembered_folder() if launch.attempt > 0 else None
-    return from_rank_zero(lambda: _create_or_find(settings, remembered), ConfigError)
+    return broadcast_result(TorchRanks(), lambda: _create_or_find(settings, remembered), ConfigError)
 
 
 def find_run_folder(settings: Settings, launch: Launch, memory: Path) -> RunFolder:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import assert_never
 
 import torch
-import torch.distributed as dist
 
 from moe_ckpt.adapters.megatron_boost import CapacityBoost
 from moe_ckpt.adapters.megatron_durable import MegatronDurableState
@@ -25,6 +24,7 @@ from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
 from moe_ckpt.adapters.megatron_router import RouterCounts, expert_capacity, router_top_k
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.adapters.megatron_wipe import StateWiper
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import (
     CheckfreqConfig,
     CkptConfig,
@@ -111,20 +111,23 @@ def attach(
     cannot work.
     """
     allocate_optimizer_state(state)
+    ranks = TorchRanks()
     saving = None if isinstance(ckpt, NoneConfig) else ckpt
     asynchronous, cpu_backend = saving is not None and saving.async_save, CPU_BACKEND if elastic else "gloo"
     durable_state = MegatronDurableState(state, asynchronous=asynchronous, cpu_backend=cpu_backend)
     keep, strict = (saving.keep, saving.strict) if saving else (1, False)
-    durable = DurableTier(durable_state, CheckpointFolder(folder), identity, events, keep=keep)
+    durable = DurableTier(durable_state, CheckpointFolder(folder), identity, ranks, events, keep=keep)
     wanted = "none: only ckpt=moevement recovers what is lost in a living process"
     require(isinstance(ckpt, MoevementConfig) or not losses, "fault.at", [str(loss) for loss in losses], wanted)
     if isinstance(ckpt, InMemoryConfig):
         sparse = _InMemory(ckpt, identity, state, loop, events, losses, elastic, folder.with_name("snapshots"))
-        session = Session(sparse.meet, durable, events, strict=strict, suspect_iters=suspect_iters, elastic=elastic)
+        session = Session(
+            sparse.meet, durable, ranks, events, strict=strict, suspect_iters=suspect_iters, elastic=elastic
+        )
     else:
         policy = make_policy(ckpt, last_iteration=last_iteration)
         parts = Parts(policy=policy, sparse=None)
-        session = Session(lambda: parts, durable, events, strict=strict, suspect_iters=suspect_iters)
+        session = Session(lambda: parts, durable, ranks, events, strict=strict, suspect_iters=suspect_iters)
     if elastic is None:
         session.enter()
     return session
@@ -196,7 +199,7 @@ class _InMemory:
         if isinstance(stores.memory, SnapshotMemory):
             return WindowShelf(self.place, self.operators, stores.memory, stores.journal, stores.disk)
         assert self.account is not None
-        mine = self.operators.table.full_bytes[dist.get_rank(self.place.stage_group)]
+        mine = self.operators.table.full_bytes[self.place.stage_ranks.rank]
         owned = [position for position, nbytes in enumerate(mine.tolist()) if nbytes]
         return UnitShelf(
             self.place, self.stage, self.operators, self.account, stores.memory, stores.journal, stores.disk, owned
@@ -324,7 +327,8 @@ def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:
     return Place(
         identity=identity,
         shard=shard,
-        stage_group=stage_group(),
+        ranks=TorchRanks(),
+        stage_ranks=TorchRanks(stage_group()),
         previous_rank=communicator.prev_rank if shard.pp_rank > 0 else None,
         next_rank=communicator.next_rank if shard.pp_rank < layout.pp - 1 else None,
         device=torch.device(torch.cuda.current_device()),
@@ -355,7 +359,6 @@ def _gather_profiles(parts: _InMemory) -> list[StageProfile]:
         step_log_bytes=parts.step_log_bytes(),
         expert_capacity=expert_capacity(parts.state, parts.operators.table),
     )
-    everyone: list[tuple[int, StageProfile]] = [(0, mine)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (parts.place.stage, mine))
-    by_stage = dict(sorted(everyone, key=lambda entry: entry[1].step_log_bytes))
+    of_each = parts.place.ranks.gather((parts.place.stage, mine))
+    by_stage = dict(sorted(of_each, key=lambda entry: entry[1].step_log_bytes))
     return [by_stage[stage] for stage in sorted(by_stage)]

@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_ckpt.adapters.megatron_reshard import Reshard, reseed
 from moe_ckpt.adapters.megatron_state import TrainingState, load_sharded_state, sharded_state
 from moe_ckpt.adapters.megatron_write import PlannedWrite, Written, reason_of
+from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.types import FileRecord, ParallelLayout
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -83,7 +83,7 @@ class MegatronDurableState:
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
         sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
         self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))
-        from_rank_zero(lambda: _write_common(directory, common), CheckpointSaveError)
+        broadcast_result(TorchRanks(), lambda: _write_common(directory, common), CheckpointSaveError)
         if self._asynchronous:
             sharded = _host_copy(sharded)
         planned = PlannedWrite(directory, _as_dcp(sharded), self._group)
@@ -110,8 +110,9 @@ class MegatronDurableState:
 
     def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
         if resharded_from is None:
-            return on_all_ranks(lambda: self._load(directory), CheckpointLoadError)[0]
-        return on_all_ranks(lambda: self._load_resharded(directory, resharded_from.world_size), CheckpointLoadError)[0]
+            return gather_results(TorchRanks(), lambda: self._load(directory), CheckpointLoadError)[0]
+        num_ranks = resharded_from.world_size
+        return gather_results(TorchRanks(), lambda: self._load_resharded(directory, num_ranks), CheckpointLoadError)[0]
 
     def _load(self, directory: Path) -> int:
         template: dict[str, Any] = {"iteration": 0, **sharded_state(self._state, is_loading=True)}
@@ -134,7 +135,7 @@ class MegatronDurableState:
         size_bytes = torch.tensor(my_size_bytes, dtype=torch.int64)
         dist.all_reduce(size_bytes, group=self._group)
         needed_bytes = int(size_bytes.item()) + _METADATA_RESERVE_BYTES
-        from_rank_zero(lambda: _require_space(directory, needed_bytes), CheckpointSaveError)
+        broadcast_result(TorchRanks(), lambda: _require_space(directory, needed_bytes), CheckpointSaveError)
 
 
 @contextlib.contextmanager

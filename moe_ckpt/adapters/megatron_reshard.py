@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extrac
 
 from moe_ckpt.adapters.megatron_buffers import merge_buffers
 from moe_ckpt.adapters.megatron_state import BUFFERS, RNG_STATE, TrainingState, sharded_state
+from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 
 _OPTIMIZER, _SAVED_BUFFERS = "optimizer here", "buffers of all ranks"
 
@@ -47,7 +47,7 @@ class Reshard:
 
         Raises CheckpointLoadError on all ranks where the vocabulary is padded to another size than it was.
         """
-        on_all_ranks(lambda: _require_same_padding(self._here, self._directory), CheckpointLoadError)
+        gather_results(TorchRanks(), lambda: _require_same_padding(self._here, self._directory), CheckpointLoadError)
         asked = {key: part for key, part in self._here.items() if key not in (RNG_STATE, BUFFERS, "optimizer")}
         asked[_OPTIMIZER] = self._here["optimizer"]  # apart: what common.pt has of optimizers is of another form
         asked[_SAVED_BUFFERS] = _all_buffers(self._num_ranks) if dist.get_rank() == 0 else {}
@@ -59,7 +59,7 @@ class Reshard:
         Raises CheckpointLoadError on all ranks for buffers that differed between the ranks that saved them.
         """
         parts = loaded.pop(_SAVED_BUFFERS, {})
-        buffers = from_rank_zero(lambda: merge_buffers(parts.values()), CheckpointLoadError)
+        buffers = broadcast_result(TorchRanks(), lambda: merge_buffers(parts.values()), CheckpointLoadError)
         optimizer = cast("dict[Any, Any]", merge(_unsharded(self._here["optimizer"]), loaded.pop(_OPTIMIZER)))
         _take_over_counts(_chained(optimizer), _chained(loaded["optimizer"]))
         return {**loaded, "optimizer": optimizer, BUFFERS: buffers}

@@ -16,10 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import torch.distributed as dist
-
+from moe_ckpt.collectives import Ranks, broadcast_result, gather_results
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import (
     CheckpointFailed,
@@ -31,12 +29,10 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.ports import DurableState
 from moe_ckpt.store import disk
-from moe_ckpt.store.agree import from_rank_zero, on_all_ranks
 from moe_ckpt.store.disk import CheckpointFolder, Manifest
 from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, RunIdentity
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +47,19 @@ class DurableTier:
     """Saves and loads through `state`, in `folder`, on behalf of the run `identity`."""
 
     def __init__(
-        self, state: DurableState, folder: CheckpointFolder, identity: RunIdentity, events: EventLog, *, keep: int
+        self,
+        state: DurableState,
+        folder: CheckpointFolder,
+        identity: RunIdentity,
+        ranks: Ranks,
+        events: EventLog,
+        *,
+        keep: int,
     ) -> None:
         self._state = state
         self._folder = folder
         self._identity = identity
+        self._ranks = ranks
         self._events = events
         self._keep = keep
         self._in_flight: _SaveInFlight | None = None
@@ -70,8 +74,8 @@ class DurableTier:
         started_s = time.monotonic()
         directory = self._folder.directory(iteration)
         with _reporting(self._events, iteration):
-            on_all_ranks(self._require_idle, CheckpointSaveError)
-            from_rank_zero(lambda: self._folder.prepare(iteration), CheckpointSaveError)
+            gather_results(self._ranks, self._require_idle, CheckpointSaveError)
+            broadcast_result(self._ranks, lambda: self._folder.prepare(iteration), CheckpointSaveError)
             self._state.start_save(directory, iteration)
         stall_s = time.monotonic() - started_s
         self._in_flight = _SaveInFlight(iteration=iteration, directory=directory, started_s=started_s, stall_s=stall_s)
@@ -111,12 +115,12 @@ class DurableTier:
 
     def committed(self) -> Sequence[CheckpointRef]:
         """Return what is committed in the folder, usable or not, the newest first; what is torn is reported."""
-        for ref in from_rank_zero(self._folder.torn, CheckpointLoadError):
+        for ref in broadcast_result(self._ranks, self._folder.torn, CheckpointLoadError):
             reason = f"no {disk.MARKER}: the save was not finished"
             self._events.append(CheckpointSkipped(source=ref.directory, reason=reason))
-            if dist.get_rank() == 0:
+            if self._ranks.rank == 0:
                 _log.warning("skipped %s: %s", ref.directory, reason)
-        return from_rank_zero(self._folder.committed, CheckpointLoadError)
+        return broadcast_result(self._ranks, self._folder.committed, CheckpointLoadError)
 
     def resume(self, ref: CheckpointRef) -> None:
         """Load a committed checkpoint of this run. Raises CheckpointLoadError on all ranks if it cannot be used."""
@@ -128,7 +132,7 @@ class DurableTier:
         Raises CheckpointLoadError on all ranks if it cannot be used.
         """
         started_s = time.monotonic()
-        iteration = from_rank_zero(lambda: disk.read_manifest(path), CheckpointLoadError).iteration
+        iteration = broadcast_result(self._ranks, lambda: disk.read_manifest(path), CheckpointLoadError).iteration
         self._resume(CheckpointRef(iteration=iteration, directory=str(path)), run_id=None)
         seconds = time.monotonic() - started_s
         self._events.append(StateResumed(iteration=iteration, source=str(path), seconds=seconds, passed_over=[]))
@@ -137,12 +141,12 @@ class DurableTier:
     def _require_idle(self) -> None:
         """Raise CheckpointSaveError while what was abandoned could still get into the directory of another save."""
         if self._state.is_writing():
-            raise CheckpointSaveError(f"rank {dist.get_rank()} still writes a checkpoint that was abandoned")
+            raise CheckpointSaveError(f"rank {self._ranks.rank} still writes a checkpoint that was abandoned")
 
     def _commit(self, flight: _SaveInFlight, mine: Sequence[FileRecord]) -> Manifest:
-        of_each = on_all_ranks(lambda: mine, CheckpointSaveError)
+        of_each = gather_results(self._ranks, lambda: mine, CheckpointSaveError)
         files = [file for files in of_each for file in files]
-        return from_rank_zero(lambda: self._commit_alone(flight, files), CheckpointSaveError)
+        return broadcast_result(self._ranks, lambda: self._commit_alone(flight, files), CheckpointSaveError)
 
     def _commit_alone(self, flight: _SaveInFlight, sealed: Sequence[FileRecord]) -> Manifest:
         """Commit a checkpoint of which all but small files are sealed: they are here as they were where written."""
@@ -163,9 +167,10 @@ class DurableTier:
 
     def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> None:
         directory = Path(ref.directory)
-        manifest = from_rank_zero(lambda: disk.read_manifest(directory), CheckpointLoadError)
+        manifest = broadcast_result(self._ranks, lambda: disk.read_manifest(directory), CheckpointLoadError)
         _require_fit(directory, manifest, self._identity, run_id)
-        on_all_ranks(lambda: disk.verify_files(directory, _my_share(manifest.files)), CheckpointLoadError)
+        mine = manifest.files[self._ranks.rank :: self._ranks.size]
+        gather_results(self._ranks, lambda: disk.verify_files(directory, mine), CheckpointLoadError)
         saved_at = manifest.identity.layout
         is_resharded = saved_at != self._identity.layout
         iteration = self._state.load(directory, saved_at if is_resharded else None)
@@ -178,7 +183,7 @@ class DurableTier:
         mine = self._identity.layout
         event = StateResharded(iteration=ref.iteration, saved_at=str(saved_at), loaded_at=str(mine))
         self._events.append(event)
-        if dist.get_rank() == 0:
+        if self._ranks.rank == 0:
             _log.warning(
                 "%s: saved at %s, goes on at %s: the same state, but generators are seeded anew, and sums run in "
                 "another order, so not bit for bit as the run that saved it",
@@ -194,10 +199,6 @@ def _reporting(events: EventLog, iteration: int) -> Iterator[None]:
     except CheckpointSaveError as error:
         events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
         raise
-
-
-def _my_share(items: Sequence[T]) -> Sequence[T]:
-    return items[dist.get_rank() :: dist.get_world_size()]
 
 
 def _require_fit(directory: Path, manifest: Manifest, mine: RunIdentity, run_id: str | None) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_ckpt.collectives import gather_results
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.target import Standing
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place
 from moe_ckpt.runtime.step_state import StepState
-from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.journal import holds_records, newest_snapshot
 from moe_ckpt.types import ReadyGradients
@@ -46,7 +46,7 @@ class KeptCopies:
         """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
         if self._stores.journal:
             self._stores.journal.stop_copying()
-        self._reports = on_all_ranks(lambda: self._report(state), CheckpointLoadError)
+        self._reports = gather_results(self._place.ranks, lambda: self._report(state), CheckpointLoadError)
         return self._reports
 
     def resume_copying(self) -> None:

@@ -14,13 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
+from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, EventLog, StateResumed
 from moe_ckpt.runtime.durable import DurableTier
 from moe_ckpt.runtime.rejoining import OnDisks, Rejoining
-from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.types import CheckpointRef
 
 _log = logging.getLogger(__name__)
@@ -53,7 +51,8 @@ class Suspects:
     `num_iters` after that the loss is training's own business; 0: always.
     """
 
-    def __init__(self, num_iters: int) -> None:
+    def __init__(self, ranks: Ranks, num_iters: int) -> None:
+        self._ranks = ranks
         self._num_iters = num_iters
         self._loaded: Source | None = None
         self._blamed: dict[int, Source] = {}  # by the iteration of the loss, the first
@@ -73,7 +72,7 @@ class Suspects:
 
         Collective: a rank that was replaced since has not seen it.
         """
-        for theirs in on_all_ranks(lambda: self._blamed, CheckpointLoadError):
+        for theirs in gather_results(self._ranks, lambda: self._blamed, CheckpointLoadError):
             self._blamed = theirs | self._blamed
         return self._blamed.setdefault(iteration, source).iteration == source.iteration
 
@@ -85,7 +84,8 @@ class Suspects:
 class Ladder:
     """Looks for states on disks and loads the best one."""
 
-    def __init__(self, durable: DurableTier, events: EventLog) -> None:
+    def __init__(self, durable: DurableTier, ranks: Ranks, events: EventLog) -> None:
+        self._ranks = ranks
         self._durable = durable
         self._events = events
         self._distrusted: frozenset[Source] = frozenset()
@@ -96,7 +96,8 @@ class Ladder:
 
     def look(self, rejoin: Rejoining | None, tainted: range = range(0)) -> Found:
         """Return what there is, but of no `tainted` iteration. Without `rejoin` there are no local disks."""
-        self._distrusted = frozenset().union(*on_all_ranks(lambda: self._distrusted, CheckpointLoadError))
+        distrusted = gather_results(self._ranks, lambda: self._distrusted, CheckpointLoadError)
+        self._distrusted = frozenset().union(*distrusted)
         sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
         passed_over: list[str] = []
         if rejoin is not None:
@@ -152,7 +153,7 @@ class Ladder:
             iteration=source.iteration, source=source.place, seconds=seconds, passed_over=list(passed_over)
         )
         self._events.append(event)
-        if passed_over and dist.get_rank() == 0:
+        if passed_over and self._ranks.rank == 0:
             _log.warning("all ranks go on from %s; passed over: %s", source, "; ".join(passed_over))
 
 

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from moe_ckpt.collectives import gather_results
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
@@ -26,7 +26,6 @@ from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place, Training
-from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.boundary import Direction, LoggedEnds
 from moe_ckpt.store.codec import ShardIdentity, Snapshot, verify
 from moe_ckpt.store.memory import SnapshotMemory, Window
@@ -70,7 +69,7 @@ class Recovery:
             undo = loss.target_iteration + 1
             self._stage.restore_start(self._stores.steps.start(undo), undo=undo)
         target = loss.target_iteration
-        inventories = on_all_ranks(lambda: self.inventory(target), CheckpointLoadError)
+        inventories = gather_results(self._place.ranks, lambda: self.inventory(target), CheckpointLoadError)
         plan = plan_recovery(
             loss.stages, inventories, target_iteration=target, boundary_log=self._stores.boundary is not None
         )
@@ -122,7 +121,7 @@ class Recovery:
         else:
             fetched_bytes = self._roll_back(mine, target)
             self._report(mine, target, fetched_bytes, started_s)
-        on_all_ranks(lambda: self._compare(target, before), CheckpointLoadError)
+        gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
         return 0 if mine is None else target - mine.window_start
 
     def _usable(self, window: Window) -> WindowRef | None:
@@ -200,20 +199,20 @@ class Recovery:
         assert self._stores.boundary is not None
         tensors = self._stores.boundary.sent(iteration, direction)
         sizes = torch.tensor([len(tensors), tensors[0].numel() if tensors else 0])
-        dist.send(sizes.to(self._place.device), rank)
+        self._place.ranks.send(sizes.to(self._place.device), rank)
         if tensors:
-            dist.send(torch.cat(tensors).to(self._place.device), rank)
+            self._place.ranks.send(torch.cat(tensors).to(self._place.device), rank)
 
     def _receive(self, rank: int | None, iteration: int) -> tuple[torch.Tensor, ...]:
         """Return what a neighbour logged of an iteration, by micro-batch; equal sizes, as one schedule sends them."""
         assert rank is not None, iteration
         sizes = torch.zeros(2, dtype=torch.int64, device=self._place.device)
-        dist.recv(sizes, rank)
+        self._place.ranks.receive(sizes, rank)
         count, size_bytes = sizes.tolist()
         if not count:
             return ()
         payload = torch.empty(count * size_bytes, dtype=torch.uint8, device=self._place.device)
-        dist.recv(payload, rank)
+        self._place.ranks.receive(payload, rank)
         return payload.split(size_bytes)
 
     def _compare(self, target: int, live: Mapping[str, str] | None) -> None:

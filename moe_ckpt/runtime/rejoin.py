@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moe_ckpt.collectives import gather_results
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
@@ -24,7 +25,6 @@ from moe_ckpt.runtime.rejoining import OnDisks, Rejoined
 from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place, Stage
 from moe_ckpt.runtime.step_state import StepState
-from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.blobs import BlobFolder, held_path
 from moe_ckpt.store.fetch import fetch_blobs
 from moe_ckpt.store.journal import Journal, newest_snapshot, read_kept
@@ -102,7 +102,7 @@ class Rejoin:
 
     def look_at_disks(self) -> OnDisks:
         """Return what all ranks' local disks lead to, verified, once nothing is on its way there any more."""
-        looked = on_all_ranks(self._look_at_disk, CheckpointLoadError)
+        looked = gather_results(self._place.ranks, self._look_at_disk, CheckpointLoadError)
         common = frozenset[int].intersection(*(usable for _, usable in looked))
         return OnDisks(newest=max(common, default=None), of_each=tuple(newest for newest, _ in looked))
 
@@ -115,8 +115,8 @@ class Rejoin:
         assert disk is not None
         assert journal is not None
         self.copies.drop_all()
-        on_all_ranks(lambda: self._restore(journal, disk), CheckpointLoadError)
-        inventories = on_all_ranks(lambda: self._recovery.inventory(None), CheckpointLoadError)
+        gather_results(self._place.ranks, lambda: self._restore(journal, disk), CheckpointLoadError)
+        inventories = gather_results(self._place.ranks, lambda: self._recovery.inventory(None), CheckpointLoadError)
         plan = self._plan(None, inventories)
         self._recovery.carry_out(plan, live=False)
         self._keep_safest()
@@ -155,9 +155,9 @@ class Rejoin:
     def _take_stock(self, target: Target | None) -> list[Inventory]:
         """Return what every rank has to recover with; copies only of those whose own memory does not lead there."""
         goal = target.iteration if target else None
-        own = on_all_ranks(lambda: self._recovery.inventory(goal), CheckpointLoadError)
+        own = gather_results(self._place.ranks, lambda: self._recovery.inventory(goal), CheckpointLoadError)
         poor = [inventory.global_rank for inventory in own if not inventory.leads_to(goal)]
-        held = on_all_ranks(lambda: self._held(poor, goal), CheckpointLoadError)
+        held = gather_results(self._place.ranks, lambda: self._held(poor, goal), CheckpointLoadError)
         return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]
 
     def _plan_and_fetch(self, target: Target | None, inventories: list[Inventory]) -> tuple[RecoveryPlan, int]:
@@ -167,7 +167,7 @@ class Rejoin:
         """
         while True:
             plan = self._plan(target, inventories)
-            fetched = on_all_ranks(lambda plan=plan: self._fetch(plan), CheckpointLoadError)
+            fetched = gather_results(self._place.ranks, lambda plan=plan: self._fetch(plan), CheckpointLoadError)
             failed = [fetch for fetch in plan.fetches if fetched[fetch.global_rank] is None]
             if not failed:
                 return plan, sum(nbytes or 0 for nbytes in fetched)
@@ -250,7 +250,7 @@ class Rejoin:
 
         The newest may be complete on every rank before it is copied; a node that is lost then would take it along.
         """
-        of_each = on_all_ranks(self._copies_by_start, CheckpointLoadError)
+        of_each = gather_results(self._place.ranks, self._copies_by_start, CheckpointLoadError)
         common = set(of_each[0]).intersection(*of_each)
         safest = sorted(common, key=lambda start: (min(copies[start] for copies in of_each), start), reverse=True)
         if safest:

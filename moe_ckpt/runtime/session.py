@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
+from moe_ckpt.collectives import Ranks
 from moe_ckpt.errors import CheckpointSaveError, NothingLeftError, RolledBackError
 from moe_ckpt.events import EventLog, ExpertsChosen, IntervalChosen, LossNotFinite, WindowChosen
 from moe_ckpt.ports import Policy
@@ -65,6 +64,7 @@ class Session:
         self,
         make_parts: Callable[[], Parts],
         durable: DurableTier,
+        ranks: Ranks,
         events: EventLog,
         *,
         strict: bool,
@@ -73,8 +73,9 @@ class Session:
     ) -> None:
         self._make_parts = make_parts
         self._durable = durable
-        self._ladder = Ladder(durable, events)
-        self._suspects = Suspects(suspect_iters)
+        self._ranks = ranks
+        self._ladder = Ladder(durable, ranks, events)
+        self._suspects = Suspects(ranks, suspect_iters)
         self._events = events
         self._strict = strict
         self._elastic = elastic
@@ -169,7 +170,7 @@ class Session:
         better = self._step_down(bad, since, reason) if self._suspects.is_first_at(iteration, bad) else None
         action = "training goes on as it is: nothing else leads elsewhere" if better is None else f"back to {better}"
         self._events.append(LossNotFinite(iteration=iteration, loss=str(loss), source=str(bad), action=action))
-        if dist.get_rank() == 0:
+        if self._ranks.rank == 0:
             _log.warning("%s, soon after all ranks went on from %s: %s", reason, bad, action)
         if better is not None:
             raise RolledBackError(better.iteration)
@@ -269,7 +270,7 @@ class Session:
         if sparse.stores.journal:
             sparse.stores.journal.has_copies_of_step(iteration)
         self._state.prepare(gradients)
-        dist.barrier()
+        self._ranks.barrier()
 
     def _enter_phase(self, phase: Phase, iteration: int | None = None) -> None:
         if self._elastic:
@@ -318,7 +319,7 @@ class Session:
         except CheckpointSaveError as error:
             if self._strict:
                 raise
-            if dist.get_rank() == 0:
+            if self._ranks.rank == 0:
                 _log.warning("checkpoint not saved, training goes on (ckpt.strict=false): %s", error)
 
 

@@ -23,7 +23,6 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.errors import CheckpointSaveError
@@ -120,7 +119,7 @@ class SparseTier:
         self._shelf = shelf
         self._account = account
         self._events = events
-        rank_in_stage = dist.get_rank(place.stage_group)
+        rank_in_stage = place.stage_ranks.rank
         self._dense_bytes = int(training.operators.table.full_bytes[rank_in_stage].sum())
         tells = rank_in_stage == 0 and training.counts is not None
         self._expert_events = ExpertEvents(training.operators.table, events, tells=tells)
@@ -186,7 +185,7 @@ class SparseTier:
         if self._boost is None or self._account is None or extra is None:
             return
         total = torch.from_numpy(extra).to(self._place.device)
-        dist.all_reduce(total, group=self._place.stage_group)
+        self._place.stage_ranks.reduce(total, "sum")
         self._boost.make_up(total.cpu().numpy())
         self._account.deficit = self._boost.deficit.copy()
         boosted = self._boost.boosted(iteration)
@@ -221,7 +220,7 @@ class SparseTier:
         """Take everything; where a rank keeps nothing else, wait until it is kept: a fault can come at any time."""
         self.take(plan, to_disk=to_disk)
         num_kept = torch.tensor([len(self._stores.memory.windows())], device=self._place.device)
-        dist.all_reduce(num_kept, op=dist.ReduceOp.MIN)
+        self._place.ranks.reduce(num_kept, "min")
         if not num_kept.item():
             self._confirm(wait=True)
             self._meter.forget_snapshot()  # no other has training wait for all of it
@@ -371,10 +370,10 @@ class SparseTier:
         on_disk, is_writing = self._disk.start_of(Role.RECOVERY), self._disk.is_writing
         mine = [*times, *(-rate for rate in rates), -float(found), -float(on_disk), float(is_writing)]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        self._place.ranks.reduce(worst, "max")
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         if self._counts:
-            dist.all_reduce(popularity, group=self._place.stage_group)
+            self._place.stage_ranks.reduce(popularity, "sum")
         iteration_s, cost_s, since_quiet, host_rate, peer_rate, least, oldest, is_persisting = worst.tolist()
         self._on_all_disks = int(-oldest)
         self._measured = Measured(

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
+from moe_ckpt.collectives import Ranks
 from moe_ckpt.events import CapacityBoosted
 from moe_ckpt.store.boundary import LoggedEnds
 from moe_ckpt.store.codec import PartKey, ShardIdentity
@@ -25,14 +25,15 @@ from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdent
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Place:
-    """Where this rank stands: its run and shard, its stage group, and its neighbours in the pipeline.
+    """Where this rank stands: its run and shard, all ranks, those of its stage, and its neighbours in the pipeline.
 
     `previous_rank` and `next_rank` are global ranks of the same replica, None at the ends of the pipeline.
     """
 
     identity: RunIdentity
     shard: ShardIdentity
-    stage_group: dist.ProcessGroup
+    ranks: Ranks
+    stage_ranks: Ranks
     previous_rank: int | None
     next_rank: int | None
     device: torch.device

@@ -9,6 +9,7 @@ are lost with it. Must not: choose versions (`recovery.units` does). MoC, sectio
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from moe_ckpt.collectives import gather_results
 from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, EventLog, TokensLost
 from moe_ckpt.ledger import IntArray
@@ -31,7 +33,6 @@ from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.runtime.step_state import StepState
 from moe_ckpt.runtime.tokens import LostShares, TokenAccount, TokenRate, lost_shares
-from moe_ckpt.store.agree import on_all_ranks
 from moe_ckpt.store.blobs import BlobFolder, held_path
 from moe_ckpt.store.codec import PartKey, Snapshot, verify
 from moe_ckpt.store.fetch import fetch_blobs
@@ -151,7 +152,8 @@ class UnitRejoin:
 
     def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
         """Return what every rank has in these places, undamaged; `held`: and for others in its memory. Collective."""
-        return on_all_ranks(lambda: self._my_stock(places, self._owners() if held else []), CheckpointLoadError)
+        owners = self._owners() if held else []
+        return gather_results(self._place.ranks, lambda: self._my_stock(places, owners), CheckpointLoadError)
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
         mine = self._place.shard.global_rank
@@ -213,7 +215,8 @@ class UnitRejoin:
                 plan = plan_units(inventories)
                 if plan is None:
                     raise NothingLeftError(_nothing_common(inventories))
-                found = on_all_ranks(lambda plan=plan: self._fetch(plan, stocks, folder), CheckpointLoadError)
+                fetch = functools.partial(self._fetch, plan, stocks, folder)
+                found = gather_results(self._place.ranks, fetch, CheckpointLoadError)
                 if not any(found):
                     yield plan, self._get(plan, folder)
                     return
@@ -260,14 +263,14 @@ class UnitRejoin:
         core = units[CORE].header
         self._training.operators.load(parts, names, set(), core.adam_steps)
         self._training.stage.restore_start(_facts(parts, START))
-        told = on_all_ranks(lambda: (self._place.stage, _seen(units)), CheckpointLoadError)
+        told = gather_results(self._place.ranks, lambda: (self._place.stage, _seen(units)), CheckpointLoadError)
         of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
         seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
         self._meter.forget_counts()
         if self._training.boost:
             self._training.boost.recover(self._account.deficit)
-        lost = on_all_ranks(lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
+        lost = gather_results(self._place.ranks, lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
         of_stages: dict[int, IntArray] = dict(lost)
         shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)
         iteration = plan.version.iteration

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, read_events
 from moe_ckpt.runtime.durable import DurableTier
@@ -62,7 +63,7 @@ def open_tier(folder: Path, state: OneFileEach, keep: int = 1) -> DurableTier:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=rank_store(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     events = EventLog(folder / "events" / f"{rank}.jsonl", global_rank=rank, clock_origin_unix_s=0.0)
-    return DurableTier(state, CheckpointFolder(folder), IDENTITY, events, keep=keep)
+    return DurableTier(state, CheckpointFolder(folder), IDENTITY, TorchRanks(), events, keep=keep)
 
 
 def _save(folder: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.events import EventLog
 from moe_ckpt.runtime.ladder import HOST_MEMORY, Found, Ladder, Source, Suspects
 from moe_ckpt.store.disk import CheckpointFolder
@@ -19,7 +20,7 @@ def _open(folder: Path) -> Ladder:
     for iteration in (1, 2, 3):
         tier.save(iteration)
     events = EventLog(folder / "events" / f"ladder{dist.get_rank()}.jsonl", global_rank=0, clock_origin_unix_s=0.0)
-    return Ladder(tier, events)
+    return Ladder(tier, TorchRanks(), events)
 
 
 def _source(folder: Path, iteration: int) -> Source:
@@ -53,10 +54,10 @@ def _blame_in_turn(folder: Path) -> list[bool]:
     """Blame twice for the loss of iteration 9; rank 0 is replaced in between."""
     open_tier(folder, OneFileEach())
     six, four = (Source(place=HOST_MEMORY, iteration=iteration) for iteration in (6, 4))
-    suspects = Suspects(2)
+    suspects = Suspects(TorchRanks(), 2)
     is_first = [suspects.is_first_at(9, six)]
     if dist.get_rank() == 0:
-        suspects = Suspects(2)
+        suspects = Suspects(TorchRanks(), 2)
     return [*is_first, suspects.is_first_at(9, four), suspects.is_first_at(8, four)]
 
 

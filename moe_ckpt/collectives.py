@@ -1,0 +1,132 @@
+"""The seam to collective communication: all that the engine asks of a group of ranks, and torch's implementation.
+
+Every method but `send` and `receive` is collective over the group. The engine calls `torch.distributed` nowhere else:
+the ranks of a job can be threads of one process as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.errors import MoeCkptError
+
+T = TypeVar("T")
+Reduction = Literal["sum", "min", "max"]
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class Ranks(Protocol):
+    """One rank's connection to the ranks of its group.
+
+    Tensors are on the device that the group communicates on. Ranks are counted within the group. Every method raises
+    PeersLostError where a rank of the group is lost.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        ...
+
+    def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
+        """Replace the tensor on all ranks by the reduction over all ranks, element by element."""
+        ...
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank, on all ranks."""
+        ...
+
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0 on all ranks."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once all ranks have called it."""
+        ...
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send to one rank, which receives a tensor of the same shape and type."""
+        ...
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Overwrite the tensor with the next one that a rank sends to this one."""
+        ...
+
+
+class TorchRanks:
+    """Implements `Ranks` for a process group of torch; None: the default group, which may be formed later."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
+        dist.all_reduce(tensor, op=_OPERATIONS[operation], group=self._group)
+
+    def gather(self, value: T) -> list[T]:
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        return values[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        dist.send(tensor, group=self._group, group_dst=rank)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        dist.recv(tensor, group=self._group, group_src=rank)
+
+
+def broadcast_result(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkptError]) -> T:
+    """Compute on rank 0 and return the value on all ranks. Collective.
+
+    An OSError or MoeCkptError on rank 0 is raised as `failure` on all ranks.
+    """
+    outcome = ranks.broadcast(_outcome(compute) if ranks.rank == 0 else None)
+    assert outcome is not None
+    value, reason = outcome
+    if reason is not None:
+        raise failure(reason)
+    return value  # type: ignore[return-value]
+
+
+def gather_results(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkptError]) -> list[T]:
+    """Compute on every rank and return all values, by rank, on all ranks. Collective.
+
+    An OSError or MoeCkptError on any rank is raised as `failure` on all ranks, with the reason of the first such rank.
+    """
+    outcomes = ranks.gather(_outcome(compute))
+    for _, reason in outcomes:
+        if reason is not None:
+            raise failure(reason)
+    return [value for value, _ in outcomes]  # type: ignore[misc]
+
+
+def _outcome(compute: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the value, or the reason why there is none."""
+    try:
+        return compute(), None
+    except (OSError, MoeCkptError) as error:
+        return None, str(error)
