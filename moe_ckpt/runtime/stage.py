@@ -52,6 +52,10 @@ class Operators(Protocol):
 
     table: OperatorTable
 
+    def meet(self) -> None:
+        """Gather the table of a new generation, in which other ranks of the stage may be new. Collective in it."""
+        ...
+
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
         """Return what this rank takes of them: whole state, or compute weights; tensors are live."""
         ...
