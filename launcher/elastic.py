@@ -98,12 +98,10 @@ def open_transport(*, on_gpu: bool) -> Transport:
     return NcclTransport() if on_gpu else GlooTransport()
 
 
-def open_elastic(
-    settings: Settings, layout: ParallelLayout, place: RankPlace, life: int, page: Page, groups: ElasticGroups
-) -> Elastic:
-    """Return a trainer's means to live through the loss of ranks."""
+def open_membership(settings: Settings, place: RankPlace, life: int, page: Page, groups: ElasticGroups) -> Membership:
+    """Return a worker's way through generations, over torchrun's store."""
     launch, runtime = place.launch, settings.runtime
-    membership = Membership(
+    return Membership(
         Member(global_rank=launch.global_rank, world_size=launch.world_size, life=life),
         open_store("generations"),
         open_store("generations", own_connection=True),
@@ -112,10 +110,15 @@ def open_elastic(
         join_s=runtime.join_s,
         grace_s=runtime.grace_s,
     )
-    addresses = open_store("keepers")
+
+
+def open_elastic(settings: Settings, layout: ParallelLayout, place: RankPlace, membership: Membership) -> Elastic:
+    """Return a worker's means to survive the loss of ranks."""
+    runtime, addresses = settings.runtime, open_store("keepers")
     return Elastic(
-        membership=membership,
-        page=page,
+        member=membership.member,
+        settle=membership.settle,
+        page=membership.page,
         memory=place.memory,
         keeper=KeeperClient(place.memory, timeout_s=runtime.copy_s) if place.has_keeper else None,
         address_of=lambda rank: _address(addresses, rank),

@@ -19,8 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import AUTO, Settings, TrainConfig
 from launcher.data import Batches, TokenSource, open_source
-from launcher.elastic import RankPlace, open_elastic, open_groups, open_transport
-from launcher.elastic_job import ElasticJob
+from launcher.elastic import RankPlace, open_elastic, open_groups, open_membership, open_transport
 from launcher.launch import Launch, read_launch
 from launcher.layout import check_fit, fit_layout
 from launcher.live import remove_live, write_live
@@ -47,6 +46,7 @@ from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, Traine
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.heartbeat import start_heartbeat
+from moe_ckpt.runtime.job import ElasticJob
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.store.disk import CheckpointFolder, is_committed
@@ -105,7 +105,8 @@ def run_guarded(
     layout = _fit(settings, launch)
     on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
     groups = open_groups(settings, page, open_transport(on_gpu=on_gpu))
-    elastic = open_elastic(settings, layout, place, life, page, groups)
+    membership = open_membership(settings, place, life, page, groups)
+    elastic = open_elastic(settings, layout, place, membership)
     join_elastic_job(launch)
     folder = find_run_folder(settings, launch, place.memory)
     write_live(
@@ -122,7 +123,7 @@ def run_guarded(
     log.events.append(ModelBuilt(seconds=time.monotonic() - started_s))
     trainer = Trainer(runner, around_hooks(session))
     training = Training(trainer, settings, folder, log, is_guarded=True)
-    job = ElasticJob(elastic.membership, session, training, log.events)
+    job = ElasticJob(membership, session, training, log.events)
 
     def start() -> int:
         synchronize_fresh(state)

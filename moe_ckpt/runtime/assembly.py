@@ -58,7 +58,7 @@ from moe_ckpt.types import OperatorKind
 
 
 class Communicator(Protocol):
-    """Carries activations and gradients between stages; writes them to `log` and opens `bubbles`, where these are set."""
+    """Carries activations and gradients between stages; writes to `log` and opens `bubbles`, where these are set."""
 
     log: BoundaryLog | None
     bubbles: PipelineBubbles | None

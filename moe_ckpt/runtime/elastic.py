@@ -1,4 +1,4 @@
-"""What a session has in hand to live through the loss of ranks: its rank's page, shared memory, keeper and peers."""
+"""The means of one rank to survive the loss of ranks: its status page, shared memory, replica daemon and peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.placement import copy_holders
-from moe_ckpt.runtime.membership import Membership
+from moe_ckpt.runtime.membership import Member
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.store.keeper_client import KeeperClient
 from moe_ckpt.store.messages import Address, Ticket
@@ -16,13 +16,16 @@ from moe_ckpt.types import Phase
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Elastic:
-    """One trainer's means. `keeper` is None where nobody keeps copies; `address_of` a rank's keeper's.
+    """One worker's means. `keeper` is None where peers keep no copies; `address_of` is the address of a rank's daemon.
+
+    `settle` returns once all that this rank has communicated has arrived; it raises PeersLostError if ranks were lost.
 
     `copy_s` bounds what a copy of a window, or getting it back, may take. `peers` consecutive ranks train one stage, if
     copies are to stay among these.
     """
 
-    membership: Membership
+    member: Member
+    settle: Callable[[], None]
     page: Page
     memory: Path
     keeper: KeeperClient | None
@@ -47,10 +50,9 @@ class Elastic:
     @property
     def holders(self) -> tuple[int, ...]:
         """The ranks that keep copies of this rank's memory."""
-        member = self.membership.member
         return copy_holders(
-            member.global_rank,
-            world_size=member.world_size,
+            self.member.global_rank,
+            world_size=self.member.world_size,
             ranks_per_node=self.ranks_per_node,
             replicas=self.replicas,
             peers=self.peers,

@@ -13,6 +13,7 @@ import mmap
 import os
 import signal
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
@@ -43,13 +44,20 @@ class _Waiting(IntEnum):
     FOR_COPIES = 2
 
 
+def _kill_this_process(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
 class Page:
-    """One trainer's page. Times are `time.monotonic_ns()`, which all processes of a machine share.
+    """One worker's page. Times are `time.monotonic_ns()`, which all processes of a machine share.
+
+    `strike` carries out an order, with the number of its signal.
 
     Raises ConfigError where there is no room for it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, strike: Callable[[int], None] = _kill_this_process) -> None:
+        self._strike = strike
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _reserve(fd, path)
@@ -154,7 +162,7 @@ class Page:
             return
         number, words[_Word.ORDER_SIGNAL] = words[_Word.ORDER_SIGNAL], 0
         words[_Word.ORDERS_OBEYED] += 1
-        os.kill(os.getpid(), number)
+        self._strike(number)
 
 
 def _reserve(fd: int, path: Path) -> None:

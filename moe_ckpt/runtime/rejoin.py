@@ -143,7 +143,7 @@ class Rejoin:
                 self._stage.update(state.gradients)
                 state.apply(target.iteration)
             self._stage.gather()
-            self._elastic.membership.settle()
+            self._elastic.settle()
             state.be_at(target.iteration)
         if state.reached != target.iteration or not state.whole:
             return False

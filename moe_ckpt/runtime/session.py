@@ -193,7 +193,7 @@ class Session:
 
     def step_committed(self, iteration: int) -> None:
         if self._elastic:
-            self._elastic.membership.settle()
+            self._elastic.settle()
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
         if self.sparse:

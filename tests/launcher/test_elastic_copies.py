@@ -61,7 +61,7 @@ def _die_twice_and_stand_still() -> None:
     def resume_and_stop(self: KeptCopies) -> None:
         nonlocal generation
         resume(self)
-        generation = self._elastic.membership.generation
+        generation = self._elastic.page.generation
         if os.environ["RANK"] == "1" and generation == 3:
             assert self._elastic.keeper is not None
             self._elastic.keeper.copy([]).result()

@@ -1,64 +1,107 @@
-"""A guarded trainer's way through generations: join, get to one state, train, and do it again when ranks are lost.
+"""A worker's way through generations: join, come to one state with all ranks, train; again after each loss of ranks.
 
-The one place that tells the loss of other ranks from an error of one's own.
+The one place that separates the loss of other ranks from an error of this rank. Must not: know how ranks meet
+(`Rendezvous`), or how they train (`TrainingRun`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from launcher.training import Training
 from moe_ckpt.events import EventLog, GenerationEnded, Rejoined
-from moe_ckpt.runtime.membership import Membership
+from moe_ckpt.runtime.death import Death
+from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.types import Phase
+
+
+class Rendezvous(Protocol):
+    """How the ranks of a job meet, generation by generation. All methods belong to the thread that trains."""
+
+    page: Page
+
+    def join(self) -> int:
+        """Wait for all ranks, and return the generation that begins."""
+        ...
+
+    def entered(self) -> None:
+        """All ranks are at one state in this generation."""
+        ...
+
+    def deaths(self) -> Sequence[Death]:
+        """Return the deaths since the last generation that was entered."""
+        ...
+
+    def num_deaths(self) -> int:
+        """Return how many workers of the job have died so far."""
+        ...
+
+    def lost(self, error: BaseException) -> bool:
+        """Return whether an error means that the generation has ended."""
+        ...
+
+    def leave(self) -> str:
+        """Leave a generation that has ended; return why it has."""
+        ...
+
+    def finish(self) -> None:
+        """Return once all ranks have finished. Raises PeersLostError if others were lost meanwhile."""
+        ...
+
+
+class TrainingRun(Protocol):
+    """The training of one rank, which may be entered again."""
+
+    def run(self, done: int, notes: Sequence[str]) -> None:
+        """Train from the state after `done` iterations to the last iteration; `notes` are shown first."""
+        ...
 
 
 class ElasticJob:
     """Runs one rank's training until all ranks have finished."""
 
-    def __init__(self, membership: Membership, session: Session, training: Training, events: EventLog) -> None:
-        self._membership = membership
+    def __init__(self, rendezvous: Rendezvous, session: Session, training: TrainingRun, events: EventLog) -> None:
+        self._rendezvous = rendezvous
         self._session = session
         self._training = training
         self._events = events
         self._reason = ""
 
     def run(self, start: Callable[[], int], finish: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `finish(deaths)` does, once all have; `start` begins a run that nothing is left of.
+        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run without any state.
 
-        Both are collective and may be called again. Raises what training raises, unless the loss of others explains it.
+        Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
         """
         while True:
-            generation = self._membership.join()
+            generation = self._rendezvous.join()
             joined_unix_s = time.time()
             try:
                 done, notes = self._enter(generation, joined_unix_s, start)
                 self._training.run(done, notes)
-                self._membership.page.enter(Phase.DONE)
+                self._rendezvous.page.enter(Phase.DONE)
                 self._session.wait_for_saves()
-                result = finish(self._membership.num_deaths())
-                self._membership.finish()
+                result = finish(self._rendezvous.num_deaths())
+                self._rendezvous.finish()
             except Exception as error:
-                if not self._membership.lost(error):
+                if not self._rendezvous.lost(error):
                     raise
-                self._reason = self._membership.leave()
+                self._reason = self._rendezvous.leave()
                 ended = GenerationEnded(generation=generation, reason=self._reason, left_unix_s=time.time())
                 self._events.append(ended)
             else:
                 return result
 
     def _enter(self, generation: int, joined_unix_s: float, start: Callable[[], int]) -> tuple[int, Sequence[str]]:
-        """Return the iteration that all ranks are at, and what a person may want to know."""
+        """Return the iteration that all ranks are at, and notes for people."""
         started_s = time.monotonic()
         self._session.enter()
         rejoined = self._session.rejoin()
         done = start() if rejoined.iteration is None else rejoined.iteration
         self._session.begin_at(done)
-        deaths = self._membership.deaths()
-        self._membership.entered()
+        deaths = self._rendezvous.deaths()
+        self._rendezvous.entered()
         if generation == 1:
             return done, self._session.notes
         event = Rejoined(
@@ -78,7 +121,7 @@ class ElasticJob:
 
 
 def _paragraph(event: Rejoined, reason: str, plan: Sequence[str]) -> str:
-    """Return what a person wants to know of a fault. `reason`: why this process left; empty in one that is new."""
+    """Describe a fault for people. `reason`: why this worker left the generation; empty in a new worker."""
     died = "; ".join(event.deaths) or reason or "Started again"
     seconds = (
         f"detect {event.detect_s:.2f} s, rebuild {event.rebuild_s:.2f} s, fetch {event.fetch_s:.2f} s, "
