@@ -1,0 +1,570 @@
+"""Jobs whose ranks are threads: the real session, in-memory tier, recovery, stores and replica servers.
+
+A rank's memory is a folder, and its replica daemon a few threads, both of which outlive its worker. A worker dies by an
+order in its status page, as in a real job: the thread ends where the page carries out the order, and a new worker with
+a model of its own takes its place. All ranks end the generation and come to one state in the next, by `ElasticJob`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from moe_ckpt.config import InMemoryConfig
+from moe_ckpt.errors import PeersLostError, RolledBackError
+from moe_ckpt.events import EventLog, IterationCommitted, read_events
+from moe_ckpt.runtime.assembly import Attached, InMemoryAssembly
+from moe_ckpt.runtime.death import Death
+from moe_ckpt.runtime.durable import DurableTier
+from moe_ckpt.runtime.elastic import Elastic
+from moe_ckpt.runtime.job import ElasticJob
+from moe_ckpt.runtime.keeper import TrainerDoor
+from moe_ckpt.runtime.membership import Member
+from moe_ckpt.runtime.page import ANY_ITERATION, Page
+from moe_ckpt.runtime.session import Session
+from moe_ckpt.runtime.stage import Place
+from moe_ckpt.runtime.tokens import TokenRate
+from moe_ckpt.store.blobs import BlobFolder, own_path
+from moe_ckpt.store.codec import ShardIdentity
+from moe_ckpt.store.copy_server import CopyServer
+from moe_ckpt.store.disk import CheckpointFolder
+from moe_ckpt.store.keeper_client import KeeperClient
+from moe_ckpt.store.messages import Address, Ticket
+from moe_ckpt.store.replicate import Replicator
+from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
+from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, TOKENS, Model, Shape, TokenCounts
+from tests.engine.model_files import ModelFiles
+from tests.engine.thread_ranks import ThreadGroup, ThreadRanks, WorkerKilled
+
+T = TypeVar("T")
+
+TICKET = Ticket(run_id="run", token="token")
+_WAIT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A rank dies as it enters `phase` of `iteration`, for the (skip + 1)th time, and the ranks `also` with it.
+
+    `loses_memory`: the nodes of all these ranks are lost. `before_restart` is called while all of them are dead.
+    """
+
+    rank: int
+    phase: Phase
+    iteration: int = ANY_ITERATION
+    skip: int = 0
+    also: tuple[int, ...] = ()
+    loses_memory: bool = False
+    before_restart: Callable[[ThreadJob], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The end of a job: digests by rank, and losses by iteration as all ranks have seen them."""
+
+    digests: tuple[str, ...]
+    losses: Mapping[int, float]
+
+
+class _Daemon:
+    """The replica daemon of one rank: a server for its peers, senders to them, and a socket for its workers."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(exist_ok=True)
+        self.server = CopyServer(folder, rank, TICKET, host="127.0.0.1", timeout_s=_WAIT_S)
+        own = BlobFolder(own_path(folder))
+        self._replicator = Replicator(own, rank, TICKET, may_send=lambda: True, deadline_s=_WAIT_S)
+        self._door = TrainerDoor(folder, self._replicator, timeout_s=_WAIT_S)
+
+    def close(self) -> None:
+        self._door.close()
+        self._replicator.close()
+        self.server.close()
+
+
+class _Generations:
+    """Where the ranks of all generations meet: implements the ends and beginnings of `job.Rendezvous` for threads."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._changed = threading.Condition()
+        self._arrived: set[int] = set()
+        self.number = 0
+        self.deaths: list[tuple[int, Death]] = []  # with the generation that each ended
+        self._done: set[int] = set()
+        self._is_over = True
+        self._groups: tuple[ThreadGroup, list[ThreadGroup]] | None = None
+        self.failure: BaseException | None = None
+
+    def join(self, rank: int) -> tuple[int, ThreadGroup, ThreadGroup]:
+        """Return the generation that begins, and this rank's groups: all ranks, and those of its stage."""
+        with self._changed:
+            self._arrived.add(rank)
+            if len(self._arrived) == self._shape.world_size:
+                self.number, self._arrived, self._done, self._is_over = self.number + 1, set(), set(), False
+                stages = [ThreadGroup(self._shape.dp) for _ in range(self._shape.pp)]
+                self._groups = ThreadGroup(self._shape.world_size), stages
+                self._changed.notify_all()
+            else:
+                self._wait(lambda: rank not in self._arrived)
+            assert self._groups is not None
+            return self.number, self._groups[0], self._groups[1][self._shape.stage_of(rank)]
+
+    def end(self, reason: str) -> None:
+        with self._changed:
+            self._is_over = True
+            for group in [self._groups[0], *self._groups[1]] if self._groups else []:
+                group.cut(reason)
+            self._changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._arrived.discard(rank)
+
+    def finish(self, rank: int) -> None:
+        with self._changed:
+            self._done.add(rank)
+            self._changed.notify_all()
+            self._wait(lambda: len(self._done) == self._shape.world_size or self._is_over)
+            if self._is_over and len(self._done) < self._shape.world_size:
+                raise PeersLostError("ranks were lost before all had finished")
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+        self.end(f"a rank failed: {error!r}")
+
+    def is_over(self) -> bool:
+        with self._changed:
+            return self._is_over
+
+    def _wait(self, is_met: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + 3 * _WAIT_S
+        while not is_met():
+            if self.failure is not None:
+                raise PeersLostError(f"a rank failed: {self.failure!r}")
+            if not self._changed.wait(until_s - time.monotonic()):
+                raise AssertionError(f"deadlock between generations: {sorted(self._arrived)} have arrived")
+
+
+class _Rendezvous:
+    """Implements `job.Rendezvous` for one worker that is a thread."""
+
+    def __init__(
+        self, rank: int, generations: _Generations, page: Page, ranks: ThreadRanks, stage: ThreadRanks
+    ) -> None:
+        self.page = page
+        self._rank = rank
+        self._generations = generations
+        self._ranks, self._stage_ranks = ranks, stage
+        self._reported = 0
+        self._number = 0
+
+    def join(self) -> int:
+        if self._generations.failure:
+            raise self._generations.failure
+        self._ranks.require_alive()
+        self.page.enter(Phase.JOIN)
+        self._number, group, stage_group = self._generations.join(self._rank)
+        self.page.join(self._number)
+        self._ranks.use(group)
+        self._stage_ranks.use(stage_group)
+        return self._number
+
+    def entered(self) -> None:
+        self._reported = self._number
+
+    def deaths(self) -> Sequence[Death]:
+        first = self._reported or self._number - 1
+        return [death for number, death in self._generations.deaths if first <= number < self._number]
+
+    def num_deaths(self) -> int:
+        return len(self._generations.deaths)
+
+    def lost(self, error: BaseException) -> bool:
+        causes = [error, error.__cause__, error.__context__]
+        if any(isinstance(cause, PeersLostError) for cause in causes):
+            self._generations.end(f"rank {self._rank}: {error}")
+            return self._generations.failure is None
+        return False
+
+    def leave(self) -> str:
+        return "ranks were lost"
+
+    def finish(self) -> None:
+        self._generations.finish(self._rank)
+
+
+@dataclass
+class _Training:
+    """Implements `job.TrainingRun`: the loop of one rank, as a user's loop calls the hooks."""
+
+    job: ThreadJob
+    rank: int
+    model: Model
+    session: Session | None
+    enter: Callable[[Phase], None]
+    events: EventLog
+    ranks: ThreadRanks
+    committed: int = 0
+
+    def run(self, done: int, notes: Sequence[str]) -> None:
+        self.job.notes[self.rank] = notes
+        while done < self.job.iterations:
+            try:
+                done = self._run_iteration(done + 1)
+            except RolledBackError as back:
+                done = back.iteration
+
+    def _run_iteration(self, iteration: int) -> int:
+        model, hooks = self.model, self.session
+        while True:
+            if hooks:
+                hooks.iteration_started(iteration)
+            model.clear_gradients()
+            self.enter(Phase.FORWARD)
+            losses = model.train_on(iteration, lambda: self.enter(Phase.BACKWARD))
+            self.enter(Phase.REDUCE)
+            gradients = model.finish_gradients()
+            loss = self._mean_over_job(losses, iteration)
+            if hooks:
+                hooks.loss_known(iteration, loss)
+            self.job.note_loss(iteration, loss)
+            if hooks is None or hooks.gradients_ready(iteration, gradients):
+                break
+        model.update(gradients)
+        if hooks:
+            hooks.update_applied(iteration)
+        model.gather()
+        if hooks:
+            hooks.step_committed(iteration)
+        self._log(iteration, loss, gradients)
+        self.job.note_digest(iteration, self.rank, model.digest())
+        return iteration
+
+    def _mean_over_job(self, losses: list[float], iteration: int) -> float:
+        diverges = self.rank == 0 and self.job.diverges_now(iteration)
+        total = torch.tensor([sum(losses), len(losses), diverges], dtype=torch.float64)
+        self.ranks.reduce(total, "sum")
+        return float("inf") if total[2] else float(total[0] / total[1])
+
+    def _log(self, iteration: int, loss: float, gradients: ReadyGradients) -> None:
+        self.events.append(
+            IterationCommitted(
+                iteration=iteration,
+                loss=loss,
+                grad_norm=gradients.total_norm,
+                loss_scale=gradients.loss_scale,
+                learning_rate=0.0,
+                skipped=gradients.overflow,
+                seconds=0.0,
+                stall_s=0.0,
+                sent_activation_bytes=0,
+                sent_gradient_bytes=0,
+            )
+        )
+
+
+class ThreadJob:
+    """A job of `shape` that trains `iterations` under `config`, or without a session, while faults strike in order."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: InMemoryConfig | None,
+        shape: Shape | None = None,
+        *,
+        iterations: int = 8,
+        faults: Sequence[Fault] = (),
+        replicas: int = 1,
+        ranks_per_node: int = 1,
+        losses: Sequence[Any] = (),
+        run_id: str = "run",
+    ) -> None:
+        self.folder, self.config, self.shape = folder, config, shape or Shape()
+        self.iterations = iterations
+        self.identity = RunIdentity(run_id=run_id, model="model", layout=self.shape.layout)
+        self.notes: dict[int, Sequence[str]] = {}
+        self.sessions: dict[int, Session] = {}
+        self.models: dict[int, Model] = {}
+        self.struck: list[Fault] = []
+        self.on_worker: list[Callable[[int, Session], None]] = []
+        self._faults = list(faults)
+        self._replicas = replicas if config and config.replicas == "auto" else int(config.replicas) if config else 0
+        self._ranks_per_node = ranks_per_node
+        self._losses_of_config = losses
+        self._generations = _Generations(self.shape)
+        self._lock = threading.RLock()
+        self._buried = 0
+        self.digests: dict[int, dict[int, str]] = {}
+        self._losses: dict[int, float] = {}
+        self._daemons: dict[int, _Daemon] = {}
+        self._killed = {rank: threading.Event() for rank in self.ranks}
+        self._incarnations = dict.fromkeys(self.ranks, 0)
+        self._workers: list[threading.Thread] = []
+        self._outcomes: dict[int, str] = {}
+        self._pages = {
+            rank: Page(self._made(folder / "pages") / str(rank), strike=self._striker(rank)) for rank in self.ranks
+        }
+        self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
+
+    @property
+    def ranks(self) -> range:
+        return range(self.shape.world_size)
+
+    def memory(self, rank: int) -> Path:
+        """The rank's folder in the memory of its node: `own` blobs, and those `held` for others."""
+        return self._made(self.folder / "memory") / f"rank{rank:04d}"
+
+    def run(self) -> Result:
+        """Run to the end. Raises the error of the first rank that failed."""
+        try:
+            for rank in self.ranks:
+                self._daemons[rank] = _Daemon(self.memory(rank), rank)
+            self._arm_next()
+            for rank in self.ranks:
+                self._start(rank)
+            self._join()
+        finally:
+            for daemon in self._daemons.values():
+                daemon.close()
+        if self._generations.failure:
+            raise self._generations.failure
+        assert not self._faults, f"these faults never struck: {self._faults}"
+        return Result(digests=tuple(self._outcomes[rank] for rank in self.ranks), losses=dict(self._losses))
+
+    def events(self, kind: type[T], rank: int = 0) -> list[T]:
+        """Return one rank's events of a kind, over all its workers."""
+        return [entry.event for entry in read_events(self._event_path(rank)) if isinstance(entry.event, kind)]
+
+    def note_loss(self, iteration: int, loss: float) -> None:
+        with self._lock:
+            if np.isfinite(loss):
+                assert self._losses.setdefault(iteration, loss) == loss, f"another loss of iteration {iteration}"
+
+    def note_digest(self, iteration: int, rank: int, digest: str) -> None:
+        """Compare with the state of the same rank after the same iteration, where recoveries lose nothing."""
+        if self.config is None:
+            self.digests.setdefault(iteration, {})[rank] = digest
+        elif self.config.policy not in ("moc", "moetion"):
+            expected = _reference(self.shape, self.iterations)[1][iteration][rank]
+            assert digest == expected, f"rank {rank} after iteration {iteration}, after {len(self.struck)} faults"
+
+    def diverges_now(self, iteration: int) -> bool:
+        """Return whether the loss of this attempt at an iteration is infinite."""
+        if not self.diverging.get(iteration):
+            return False
+        self.diverging[iteration] -= 1
+        return True
+
+    def lose_memory(self, rank: int) -> None:
+        """Lose a node's memory, while its worker is dead: own blobs, and copies of others."""
+        self._daemons[rank].close()
+        shutil.rmtree(self.memory(rank))
+        self._daemons[rank] = _Daemon(self.memory(rank), rank)
+
+    def _start(self, rank: int) -> None:
+        thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)
+        self._workers.append(thread)
+        thread.start()
+
+    def _join(self) -> None:
+        for thread in self._workers:  # grows while workers die
+            thread.join(6 * _WAIT_S)
+            assert not thread.is_alive(), f"{thread.name} hangs"
+
+    def _work(self, rank: int) -> None:
+        try:
+            with contextlib.ExitStack() as closing:
+                self._outcomes[rank] = self._train(rank, closing)
+        except WorkerKilled:
+            self._bury(rank)
+        except BaseException as error:  # the top of a thread: `run` raises it
+            self._generations.fail(error)
+
+    def _train(self, rank: int, closing: contextlib.ExitStack) -> str:
+        ranks = ThreadRanks(rank, self._killed[rank])
+        stage_ranks = ThreadRanks(rank % self.shape.dp, self._killed[rank])
+        page = self._pages[rank]
+        rendezvous = _Rendezvous(rank, self._generations, page, ranks, stage_ranks)
+        model = self.models[rank] = Model(self.shape, rank, ranks, stage_ranks)
+        events = EventLog(self._event_path(rank), global_rank=rank, clock_origin_unix_s=0.0)
+        closing.callback(events.close)
+        if self.config is None:
+            rendezvous.join()
+            _Training(self, rank, model, None, lambda _: None, events, ranks).run(0, [])
+            return model.digest()
+        elastic = self._elastic(rank, page)
+        if elastic.keeper:
+            closing.callback(elastic.keeper.close)
+        session = self._session(rank, model, ranks, stage_ranks, elastic, events)
+        self.sessions[rank] = session
+        closing.callback(_close_copiers, session)
+        for act in self.on_worker:
+            act(rank, session)
+        training = _Training(self, rank, model, session, elastic.enter_phase, events, ranks)
+        job = ElasticJob(rendezvous, session, training, events)
+        job.run(lambda: session.resume(None), lambda _: {})
+        session.finish()
+        return model.digest()
+
+    def _elastic(self, rank: int, page: Page) -> Elastic:
+        has_daemon = self._replicas > 0 or bool(self.config and self.config.disk_every_iters)
+        return Elastic(
+            member=Member(global_rank=rank, world_size=self.shape.world_size, life=self._incarnations[rank]),
+            settle=lambda: None,
+            page=page,
+            memory=self.memory(rank),
+            keeper=KeeperClient(self.memory(rank), timeout_s=_WAIT_S) if has_daemon else None,
+            address_of=self._address_of,
+            ticket=TICKET,
+            replicas=self._replicas,
+            ranks_per_node=self._ranks_per_node,
+            copy_s=_WAIT_S,
+        )
+
+    def _address_of(self, rank: int) -> Address:
+        return self._daemons[rank].server.address
+
+    def _session(
+        self, rank: int, model: Model, ranks: ThreadRanks, stage: ThreadRanks, elastic: Elastic, events: EventLog
+    ) -> Session:
+        assert self.config is not None
+        shape = self.shape
+        shard = ShardIdentity(
+            global_rank=rank,
+            pp_rank=model.stage,
+            tp_rank=0,
+            ep_rank=model.dp_rank % shape.ep,
+            etp_rank=0,
+            dp_rank=model.dp_rank,
+        )
+        place = Place(
+            identity=self.identity,
+            shard=shard,
+            ranks=ranks,
+            stage_ranks=stage,
+            previous_rank=model.previous_rank,
+            next_rank=model.next_rank,
+            device=torch.device("cpu"),
+        )
+        neighbours = sum(neighbour is not None for neighbour in (model.previous_rank, model.next_rank))
+        tied = model.tied_weight()
+        attached = Attached(
+            place=place,
+            stage=model,
+            operators=model,
+            communicator=model.communicator,
+            injector=model,
+            counts=lambda: TokenCounts(model),
+            expert_capacity=lambda: None,
+            tokens=TokenRate(tokens=MICRO_BATCHES * TOKENS * shape.dp, top_k=1),
+            boundary_log_bytes=neighbours * MICRO_BATCHES * BOUNDARY_BYTES,
+            step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
+            tied_gradient_bytes=tied.master.nbytes if tied else 0,
+        )
+        assembly = InMemoryAssembly(
+            self.config, attached, events, elastic, self.folder / "snapshots", self._losses_of_config
+        )
+        folder = CheckpointFolder(self.folder / "checkpoints")
+        durable = DurableTier(ModelFiles(model, ranks), folder, self.identity, ranks, events, keep=self.config.keep)
+        return Session(
+            assembly.build_parts,
+            durable,
+            ranks,
+            events,
+            strict=self.config.strict,
+            suspect_iters=2,
+            elastic=elastic,
+        )
+
+    # Faults
+
+    def _striker(self, rank: int) -> Callable[[int], None]:
+        def strike(_: int) -> None:
+            for victim in (rank, *self._faults[0].also):
+                self._killed[victim].set()
+            raise WorkerKilled
+
+        return strike
+
+    def _arm_next(self) -> None:
+        if self._faults:
+            fault = self._faults[0]
+            self._pages[fault.rank].order(SIGKILL, fault.phase, iteration=fault.iteration, skip=fault.skip)
+
+    def _bury(self, rank: int) -> None:
+        """Do what supervisors do: note the death, and once all that die together are dead, start new workers."""
+        with self._lock:
+            fault, page = self._faults[0], self._pages[rank]
+            death = Death(
+                global_rank=rank,
+                pid=0,
+                signal="SIGKILL",
+                why="was killed",
+                iteration=page.iteration,
+                phase=page.phase.name,
+                last_seen_unix_s=0.0,
+                found_unix_s=0.0,
+            )
+            number = self._generations.number
+            self._generations.deaths.append((number, death))
+            self._generations.leave(rank)
+            page.reset()
+            dead = {death.global_rank for at, death in self._generations.deaths[self._buried :]}
+            victims = {fault.rank, *fault.also}
+            if not victims <= dead:
+                self._generations.end("ranks died")  # the others that die notice it in their next operation
+                return
+            self._buried = len(self._generations.deaths)
+            self._faults.pop(0)
+            self.struck.append(fault)
+            for victim in sorted(victims):
+                if fault.loses_memory:
+                    self.lose_memory(victim)
+            if fault.before_restart:
+                fault.before_restart(self)
+            self._arm_next()
+            self._generations.end("ranks died")
+            for victim in sorted(victims):
+                self._killed[victim].clear()
+                self._incarnations[victim] += 1
+                self._start(victim)
+
+    def _event_path(self, rank: int) -> Path:
+        return self.folder / "events" / f"rank{rank:04d}.jsonl"
+
+    @staticmethod
+    def _made(folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+@cache
+def _reference(shape: Shape, iterations: int) -> tuple[Result, Mapping[int, Mapping[int, str]]]:
+    """Train without faults and sessions; return the result, and digests by iteration and rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = ThreadJob(Path(folder), None, shape, iterations=iterations)
+        return job.run(), job.digests
+
+
+def uninterrupted(shape: Shape, iterations: int) -> Result:
+    """Return the result of a job without faults and sessions."""
+    return _reference(shape, iterations)[0]
+
+
+def _close_copiers(session: Session) -> None:
+    for copier in session.sparse.stores.copiers if session.sparse else ():
+        copier.close()

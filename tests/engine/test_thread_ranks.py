@@ -1,0 +1,107 @@
+"""One contract for both implementations of `Ranks`, and the ends of threads that real processes have as well."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.collectives import Ranks, TorchRanks, broadcast_result, gather_results
+from moe_ckpt.errors import CheckpointLoadError, PeersLostError
+from tests.engine.thread_ranks import ThreadGroup, ThreadRanks, WorkerKilled, run_threads
+from tests.ranks import rank_store, run_ranks
+
+
+def _use_everything(ranks: Ranks) -> list[Any]:
+    """Call every method; return all that came back."""
+    tensor = torch.tensor([ranks.rank + 1.0, -ranks.rank])
+    reduced = {operation: tensor.clone() for operation in ("sum", "min", "max")}
+    for operation, result in reduced.items():
+        ranks.reduce(result, operation)  # type: ignore[arg-type]
+    ranks.barrier()
+    received = torch.zeros(2, dtype=torch.bfloat16)
+    sent, other = torch.full((2,), ranks.rank, dtype=torch.bfloat16), 1 - ranks.rank
+    transfers = [lambda: ranks.send(sent, other), lambda: ranks.receive(received, other)]
+    for transfer in transfers if ranks.rank == 0 else reversed(transfers):  # processes may wait for the receiver
+        transfer()
+    return [
+        ranks.size,
+        {operation: result.tolist() for operation, result in reduced.items()},
+        ranks.gather({"rank": ranks.rank, "tensor": tensor}),
+        ranks.broadcast(f"from {ranks.rank}"),
+        received.tolist(),
+    ]
+
+
+def _fail_on_rank_one(ranks: Ranks) -> tuple[str, str]:
+    """Return the errors that this rank sees where rank 1 alone fails to compute, and where rank 0 alone computes."""
+
+    def compute() -> int:
+        if ranks.rank == 1:
+            raise OSError("rank 1 has no disk")
+        return 7
+
+    with pytest.raises(CheckpointLoadError) as error:
+        gather_results(ranks, compute, CheckpointLoadError)
+    return str(error.value), str(broadcast_result(ranks, compute, CheckpointLoadError))
+
+
+def _in_process(function: Callable[[Ranks], Any]) -> Any:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=rank_store(), rank=rank, world_size=2)
+    return function(TorchRanks())
+
+
+@pytest.mark.parametrize("function", [_use_everything, _fail_on_rank_one])
+def test_threads_and_processes_return_the_same(function: Callable[[Ranks], Any]) -> None:
+    in_threads, in_processes = run_threads(2, function), run_ranks(2, _in_process, function)
+    assert repr(in_threads) == repr(in_processes)
+    assert in_threads[0]
+
+
+def test_a_gathered_value_is_a_copy() -> None:
+    shared: list[int] = []
+    gathered = run_threads(2, lambda ranks: ranks.gather(shared))
+    assert all(value is not shared for values in gathered for value in values)
+
+
+def test_a_group_that_is_cut_ends_all_its_operations() -> None:
+    group, waits = ThreadGroup(2), threading.Event()
+    ranks = ThreadRanks(0)
+    ranks.use(group)
+    reasons: list[str] = []
+
+    def wait() -> None:
+        waits.set()
+        with pytest.raises(PeersLostError) as error:
+            ranks.receive(torch.zeros(1), 1)
+        reasons.append(str(error.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waits.wait(10)
+    group.cut("rank 1 died")
+    thread.join()
+    with pytest.raises(PeersLostError, match="rank 1 died"):
+        ranks.barrier()
+    assert reasons == ["rank 1 died"]
+
+
+def test_a_killed_worker_ends_in_its_next_operation() -> None:
+    killed = threading.Event()
+    ranks = ThreadRanks(0, killed)
+    ranks.use(ThreadGroup(1))
+    ranks.barrier()
+    killed.set()
+    with pytest.raises(WorkerKilled):
+        ranks.barrier()
+
+
+def test_ranks_in_different_collectives_are_reported() -> None:
+    with pytest.raises((AssertionError, PeersLostError), match="disagree"):
+        run_threads(2, lambda ranks: ranks.barrier() if ranks.rank else ranks.gather(1))
