@@ -32,7 +32,10 @@ def _use_everything(ranks: Ranks) -> list[Any]:
     return [
         ranks.size,
         {operation: result.tolist() for operation, result in reduced.items()},
-        ranks.gather({"rank": ranks.rank, "tensor": tensor}),
+        [
+            (of_rank["rank"], of_rank["tensor"].tolist())
+            for of_rank in ranks.gather({"rank": ranks.rank, "tensor": tensor})
+        ],
         ranks.broadcast(f"from {ranks.rank}"),
         received.tolist(),
     ]
