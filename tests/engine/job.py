@@ -218,10 +218,12 @@ class _Training:
     enter: Callable[[Phase], None]
     events: EventLog
     ranks: ThreadRanks
-    committed: int = 0
+    prepared: tuple[int, float] | None = None
 
     def run(self, done: int, notes: Sequence[str]) -> None:
         self.job.notes[self.rank] = notes
+        if self.prepared and self.prepared[0] == done:  # a recovery has finished its step
+            self.job.note_loss(*self.prepared)
         while done < self.job.iterations:
             try:
                 done = self._run_iteration(done + 1)
@@ -234,6 +236,7 @@ class _Training:
             if hooks:
                 hooks.iteration_started(iteration)
             model.clear_gradients()
+            self.job.upsets.pop((self.rank, iteration), lambda _: None)(model)
             self.enter(Phase.FORWARD)
             losses = model.train_on(iteration, lambda: self.enter(Phase.BACKWARD))
             self.enter(Phase.REDUCE)
@@ -241,9 +244,10 @@ class _Training:
             loss = self._mean_over_job(losses, iteration)
             if hooks:
                 hooks.loss_known(iteration, loss)
-            self.job.note_loss(iteration, loss)
+            self.prepared = iteration, loss
             if hooks is None or hooks.gradients_ready(iteration, gradients):
                 break
+        self.job.note_loss(iteration, loss)
         model.update(gradients)
         if hooks:
             hooks.update_applied(iteration)
@@ -301,6 +305,9 @@ class ThreadJob:
         self.models: dict[int, Model] = {}
         self.struck: list[Fault] = []
         self.on_worker: list[Callable[[int, Session], None]] = []
+        self.upsets: dict[
+            tuple[int, int], Callable[[Model], None]
+        ] = {}  # by rank and iteration: done to the model once
         self._faults = list(faults)
         self._replicas = replicas if config and config.replicas == "auto" else int(config.replicas) if config else 0
         self._ranks_per_node = ranks_per_node
@@ -318,6 +325,7 @@ class ThreadJob:
         self._pages = {
             rank: Page(self._made(folder / "pages") / str(rank), strike=self._striker(rank)) for rank in self.ranks
         }
+        self.checks_digests = config is not None and config.policy not in ("moc", "moetion")
         self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
 
     @property
@@ -358,7 +366,7 @@ class ThreadJob:
         """Compare with the state of the same rank after the same iteration, where recoveries lose nothing."""
         if self.config is None:
             self.digests.setdefault(iteration, {})[rank] = digest
-        elif self.config.policy not in ("moc", "moetion"):
+        elif self.checks_digests:
             expected = _reference(self.shape, self.iterations)[1][iteration][rank]
             assert digest == expected, f"rank {rank} after iteration {iteration}, after {len(self.struck)} faults"
 
@@ -387,10 +395,11 @@ class ThreadJob:
 
     def _work(self, rank: int) -> None:
         try:
-            with contextlib.ExitStack() as closing:
-                self._outcomes[rank] = self._train(rank, closing)
-        except WorkerKilled:
-            self._bury(rank)
+            try:
+                with contextlib.ExitStack() as closing:
+                    self._outcomes[rank] = self._train(rank, closing)
+            except WorkerKilled:
+                self._bury(rank)
         except BaseException as error:  # the top of a thread: `run` raises it
             self._generations.fail(error)
 
