@@ -1,6 +1,8 @@
 # make demo   train on 4 local ranks, kill two of them, show that nothing was lost           (under 5 minutes)
-# make test   ruff, pyright, import-linter, pytest                                           (about three quarters of an hour)
+# make test   ruff, pyright, import-linter, pytest: what CI runs                             (about 12 minutes)
+# make test-all  the same with all variants and all examples of properties
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
+# make mutants  faults of one line each in the source, which tests must catch; writes docs/mutants.md
 # make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are,
 #             how long the simulator takes, and a report of a large run (4 GB of events in a temporary folder)
 # make partial  evaluation loss of lossless and partial checkpoints under four faults, into docs/partial.md
@@ -11,7 +13,7 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
-.PHONY: demo test check chaos bench partial profile venv dev clean
+.PHONY: demo test test-all mutants check chaos bench partial profile venv dev clean
 
 demo: venv
 	@.venv/bin/python scripts/demo.py
@@ -35,7 +37,13 @@ profile: venv
 	@.venv/bin/python -m launcher.cluster_profile outputs/profile --write conf/cluster/measured.yaml
 
 test: check
-	@.venv/bin/pytest
+	@.venv/bin/pytest -n 2
+
+test-all: check
+	@.venv/bin/pytest -n 2 --full
+
+mutants: dev
+	@.venv/bin/python scripts/mutants.py --write docs/mutants.md
 
 chaos: dev
 	@.venv/bin/pytest -m chaos
