@@ -13,16 +13,19 @@ import pytest
 from hypothesis import settings
 
 import tests.preload  # noqa: F401
+from tests.properties import CI, FULL
 from tests.references import FOLDER
 
-settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
-settings.register_profile("full", deadline=None)
-settings.load_profile("ci")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run tests marked `full` too, and all examples of properties")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the folder that all workers share; they inherit its name."""
+    """Choose how much to run, and make the folder that all workers share; they inherit its name."""
+    settings.load_profile(FULL if config.getoption("--full") else CI)
     if not hasattr(config, "workerinput"):
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="moe_ckpt-references-")
 
@@ -30,3 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(FOLDER))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `full` out without --full."""
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]

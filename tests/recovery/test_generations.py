@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.plan import RecoveryPlan
 from moe_ckpt.recovery.target import Target
+from tests.properties import examples
 from tests.recovery.modelled import Job
 
 
@@ -56,7 +57,7 @@ def outcomes_of(target: Target | None, plan: RecoveryPlan) -> list[str]:
     return [name for name, is_so in names.items() if is_so]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(random=st.randoms(use_true_random=False))
 def test_a_job_with_faults_goes_on_as_if_there_were_none(random: Random) -> None:
     run(random)

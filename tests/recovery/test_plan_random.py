@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
+from tests.properties import examples
 
 Slots = tuple[int, int]
 """The start of a window and its number of slots."""
@@ -231,7 +232,7 @@ def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
         asked[fetch.source_rank] += 1
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(random=st.randoms(use_true_random=False))
 def test_any_plan_is_the_smallest_and_can_be_carried_out(random: Random) -> None:
     job = job_of(random)

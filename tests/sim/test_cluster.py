@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.faults import Kill, poisson_kills
@@ -15,6 +15,7 @@ from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Saving, Setup
 from moe_ckpt.sim.timeline import Outcome, Recovered
+from tests.properties import examples
 from tests.sim.setups import ckpt, cluster, job, setup
 
 SETUP = setup()  # 8 ranks, 2 a node, a stage a node; an iteration takes 10 s
@@ -271,7 +272,7 @@ def poisson(mtbf_s: float, seed: int, scope: str = "process", count: int = 100) 
     return poisson_kills(mtbf_s=mtbf_s, count=count, seed=seed, world_size=8, scope=scope)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     overrides=st.sampled_from(ALL),
     mtbf_s=st.floats(20.0, 5000.0),
@@ -294,7 +295,7 @@ def test_time_adds_up_and_the_same_seed_is_the_same_run(
     assert outcome.num_faults == sum(len(stretch.faults) for stretch in stretches)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(overrides=st.sampled_from(ALL), mtbf_s=st.floats(150.0, 600.0))
 def test_the_more_often_something_fails_the_less_time_is_of_use(overrides: tuple[str, ...], mtbf_s: float) -> None:
     saving = plan_saving(ckpt(*overrides), SETUP)
@@ -308,7 +309,7 @@ def test_the_more_often_something_fails_the_less_time_is_of_use(overrides: tuple
 
 
 @given(pp=st.sampled_from([1, 2, 4]), window=st.integers(1, 4), at_s=st.floats(0.0, 300.0), rank=st.integers(0, 7))
-@settings(deadline=None)
+@examples(100)
 def test_a_local_recovery_never_loses_a_committed_iteration(pp: int, window: int, at_s: float, rank: int) -> None:
     of = setup(of=job(pp=pp, dp=8 // pp, ep=2))
     saving = plan_saving(ckpt("ckpt=moevement", f"ckpt.window={window}", "ckpt.replicas=1"), of)

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.blobs import BlobFolder, held_path, is_key, own_path
 from moe_ckpt.store.memory import HostBuffers
+from tests.properties import examples
 from tests.ranks import RankFailedError, run_ranks
 
 KIB = 1 << 10
@@ -149,7 +150,7 @@ def test_freed_memory_leaves_the_file_system(folder: BlobFolder) -> None:
 
 
 @given(st.from_regex(r"[A-Za-z0-9._-]{1,200}", fullmatch=True))
-@settings(max_examples=50)
+@examples(50)
 def test_any_key_is_a_name_of_its_own(tmp_path_factory: pytest.TempPathFactory, key: str) -> None:
     folder = BlobFolder(tmp_path_factory.mktemp("blobs"))
     assert is_key(key)

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.store.boundary import BoundaryLog, Direction
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.memory import HostBuffers, PrivateMemory
+from tests.properties import examples
 from tests.store.test_copier import WAIT_S, held, held_until_waited_for
 
 ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
@@ -76,7 +77,7 @@ def test_each_direction_keeps_the_order_of_sending(logging_: Logging) -> None:
 
 
 @given(sent=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(Direction), st.integers(-99, 99)), max_size=40))
-@settings(max_examples=50)
+@examples(50)
 def test_any_order_of_sending_is_kept_by_iteration_and_direction(sent: list[tuple[int, Direction, int]]) -> None:
     parts = Logging()
     for iteration in range(1, 5):

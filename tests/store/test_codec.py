@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
@@ -31,6 +31,7 @@ from moe_ckpt.store.codec import (
     verify,
 )
 from moe_ckpt.types import ParallelLayout, RunIdentity
+from tests.properties import examples
 
 IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1))
 SHARD = ShardIdentity(global_rank=3, pp_rank=0, tp_rank=0, ep_rank=1, etp_rank=0, dp_rank=3)
@@ -363,7 +364,7 @@ def places(draw: st.DrawFn) -> list[str | int]:
 
 
 @given(places(), json_values)
-@settings(max_examples=500)
+@examples(500)
 def test_any_other_value_in_a_sealed_header_is_read_or_refused(way: list[str | int], value: object) -> None:
     header = snapshot_of(one_of_each_dtype()).header
 

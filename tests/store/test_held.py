@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.held import HeldFolder
+from tests.properties import examples
 from tests.store.test_blobs import buffers_of, content_of
 
 
@@ -110,7 +111,7 @@ def test_memory_of_another_folder_cannot_be_given_back(folder: HeldFolder, tmp_p
         folder.free(HeldFolder(tmp_path / "other").allocate(1))
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), max_size=40))
 def test_no_more_memory_is_kept_than_was_in_use_at_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
@@ -29,6 +29,7 @@ from moe_ckpt.store.memory import (
     WindowState,
 )
 from moe_ckpt.types import ParallelLayout, RunIdentity
+from tests.properties import examples
 
 IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1))
 SHARD = ShardIdentity(global_rank=0, pp_rank=0, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0)
@@ -365,7 +366,7 @@ def test_windows_of_drifting_sizes_need_no_more_than_the_largest_two() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 300_000), min_size=1, max_size=5), min_size=1, max_size=8))
-@settings(max_examples=50)
+@examples(50)
 def test_sizes_that_settle_after_a_drift_soon_need_no_new_buffers(windows: list[list[int]]) -> None:
     buffers = pool()
     memory, start = SnapshotMemory(buffers, 1), 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
@@ -19,6 +19,7 @@ from moe_ckpt.store.memory import HostBuffers, PrivateMemory
 from moe_ckpt.store.snapshot import Piece, SnapshotEngine, Wanted
 from moe_ckpt.store.updates import Gradients
 from moe_ckpt.types import ParallelLayout, RunIdentity
+from tests.properties import examples
 from tests.store.test_copier import WAIT_S, held, held_until_waited_for
 
 IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1))
@@ -139,7 +140,7 @@ TENSORS = st.tuples(
 
 
 @given(described=st.lists(TENSORS, max_size=6), num_changing=st.integers(0, 6))
-@settings(max_examples=60)
+@examples(60)
 def test_any_tensors_come_out_as_they_went_in(
     described: list[tuple[str, list[int], str, bool]], num_changing: int
 ) -> None:

@@ -1,0 +1,16 @@
+"""How many examples a property test tries: few in `make test`, the number that its author chose with `--full`."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+CI, FULL = "ci", "full"
+
+settings.register_profile(CI, deadline=None, max_examples=40, derandomize=True)
+settings.register_profile(FULL, deadline=None)
+
+
+def examples(number: int) -> settings:
+    """Decorate a property test: it tries `number` examples with `--full`, otherwise at most those of the profile."""
+    is_full = settings.get_current_profile_name() == FULL
+    return settings(max_examples=number if is_full else min(number, settings().max_examples))
