@@ -224,8 +224,10 @@ class RunConfig:
     name: str
     progress: str
     tensorboard: bool
+    digest_every_iters: int
 
     def __post_init__(self) -> None:
+        require_at_least("run.digest_every_iters", self.digest_every_iters, 0)
         require_choice("run.progress", self.progress, [AUTO, "bar", "lines", "none"])
         require(bool(re.fullmatch(r"[\w.-]+", self.name)), "run.name", self.name, "letters, digits, '_', '-' and '.'")
 

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from launcher.data import Batches
 from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
-from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
 from moe_ckpt.adapters.megatron_step import (
     advance_schedule,
     apply_update,
@@ -165,6 +165,10 @@ class Trainer:
             for chunk in self._state.model:
                 chunk.train()
         return self._mean_over_job(losses)
+
+    def digest(self) -> str:
+        """Return a SHA-256, in hex, of this rank's whole state."""
+        return digest_of(self._state)
 
     def _timed(self, hook: Callable[[], T]) -> T:
         started_s = time.monotonic()

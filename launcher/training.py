@@ -16,7 +16,7 @@ from launcher.loop import Trainer
 from launcher.progress import Display, Scalars, open_display
 from launcher.run_folder import RunFolder
 from moe_ckpt.errors import RolledBackError
-from moe_ckpt.events import Evaluated, EventLog, IterationCommitted
+from moe_ckpt.events import Evaluated, EventLog, IterationCommitted, StateDigest
 
 _NEVER = -1
 
@@ -68,6 +68,7 @@ class Training:
         prepared = self._trainer.prepared
         if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
             self._commit(prepared)  # others were lost before this rank could say so
+        self._log_digest_where_due(done)
         self._evaluate_where_due(done)
         while done < train.iterations:
             done = self._run_iteration(done + 1)
@@ -85,7 +86,9 @@ class Training:
             self._commit(self._trainer.run_iteration(iteration))
         except RolledBackError as back:
             self._note(f"iteration {iteration:>6}: {back}")
+            self._log_digest_where_due(back.iteration)
             return back.iteration
+        self._log_digest_where_due(iteration)
         if self._is_due(iteration):
             self._evaluate(iteration)
         return iteration
@@ -116,6 +119,11 @@ class Training:
             self._display.iteration(committed, tokens_per_s)
         if self._scalars:
             self._scalars.iteration(committed, tokens_per_s)
+
+    def _log_digest_where_due(self, iteration: int) -> None:
+        every = self._settings.run.digest_every_iters
+        if every and iteration and iteration % every == 0:
+            self._log.events.append(StateDigest(iteration=iteration, digest=self._trainer.digest()))
 
     def _evaluate_where_due(self, done: int) -> None:
         """Evaluate what a fault, or an earlier life, has left unevaluated on any rank."""

@@ -87,6 +87,14 @@ class IterationCommitted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateDigest:
+    """SHA-256 of this rank's whole training state after `iteration`; a rank logs it again after a recovery."""
+
+    iteration: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
     """Mean cross-entropy, nats per token, over the held-out batches."""
 
@@ -362,6 +370,7 @@ Event = (
     | CheckpointSkipped
     | LossNotFinite
     | IterationCommitted
+    | StateDigest
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -31,13 +32,13 @@ from tests.training import fast
 
 T = TypeVar("T")
 
-_QUICK = (
-    "runtime.heartbeat_s=2",
-    "runtime.progress_s=20",
-    "runtime.form_s=10",
-    "runtime.operation_s=25",
-    "runtime.join_s=60",
-    "runtime.copy_s=20",
+_PATIENT = (
+    "runtime.heartbeat_s=30",
+    "runtime.progress_s=60",
+    "runtime.form_s=60",
+    "runtime.operation_s=90",
+    "runtime.join_s=150",
+    "runtime.copy_s=60",
 )
 SHARED_MEMORY = Path("/dev/shm")
 _LOOK_EVERY_S = 0.002
@@ -46,6 +47,21 @@ _ENDING_S = 5.0
 
 class JobFailedError(AssertionError):
     """A job failed, hung, or left something behind; the message has what its processes said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A rank sends itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time, in its `life`."""
+
+    rank: int
+    phase: Phase
+    iteration: int
+    number: signal.Signals = signal.SIGKILL
+    skip: int = 0
+    life: int = 0
+
+    def order(self, job: ElasticJob) -> None:
+        job.order(self.rank, self.phase, iteration=self.iteration, skip=self.skip, number=self.number, life=self.life)
 
 
 class ElasticJob:
@@ -69,7 +85,7 @@ class ElasticJob:
         self._shared = Path(tempfile.mkdtemp(prefix="moe_ckpt-test-", dir=SHARED_MEMORY))
         self._folder.mkdir(exist_ok=True)
         where = (f"run.dir={self.run}", f"runtime.shared_memory={self._shared}")
-        settings = compose_settings(fast(f"ckpt={ckpt}", *where, *_QUICK, *overrides))
+        settings = compose_settings(fast(f"ckpt={ckpt}", *where, *_PATIENT, *overrides))
         self._process = _CONTEXT.Process(target=run_agent, args=(settings, world_size, folder, setup))
         self._deadline_s = time.monotonic() + timeout_s
         self._pages: dict[int, Page] = {}
@@ -149,8 +165,8 @@ class ElasticJob:
         """Kill these trainers; what their ranks had in memory, of their own and of others, is gone with them."""
         for rank in ranks:
             self.trainer(rank)
-        with nobody_replaced(self.run, ranks, wait_s=1.0) as trainers:
-            strike_node(self.run, trainers, wait_s=1.0)
+        with nobody_replaced(self.run, ranks, wait_s=30.0) as trainers:
+            strike_node(self.run, trainers, wait_s=30.0)
 
     def hold(self, rank: int, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0, life: int = 0) -> int:
         """Let a rank's trainer stand still at this point, and wait until it does; return its pid, for SIGCONT.

@@ -38,6 +38,7 @@ from moe_ckpt.events import (
     RunFinished,
     SnapshotTaken,
     StageRecovered,
+    StateDigest,
     StateLost,
     StateResharded,
     StateResumed,
@@ -122,6 +123,7 @@ EVENTS: tuple[Event, ...] = (
         executed_iters=2,
     ),
     ModelBuilt(seconds=0.125),
+    StateDigest(iteration=7, digest="00ff"),
     EventsLost(count=3),
     RunFinished(iteration=200, digest="00ff"),
 )

@@ -323,6 +323,7 @@ def test_an_override_that_leaves_no_value_is_named(override: str, names: str) ->
         ("data", {"eval_fraction": 0.0}, "data.eval_fraction: got 0.0, wanted between 0 and 1"),
         ("data", {"eval_fraction": 1.0}, "data.eval_fraction: got 1.0, wanted between 0 and 1"),
         ("data", {"seed": -1}, "data.seed: got -1, wanted at least 0"),
+        ("run", {"digest_every_iters": -1}, "run.digest_every_iters: got -1, wanted at least 0"),
         ("train", {"iterations": 0}, "train.iterations: got 0, wanted at least 1"),
         ("train", {"eval_batches": 0}, "train.eval_batches: got 0, wanted at least 1"),
         ("train", {"lr": -1.0}, "train.lr: got -1.0, wanted at least 0"),

@@ -1,18 +1,23 @@
-"""Any rank may die at any moment: the others stay, what is lost is rebuilt, and the run ends as if nothing had been.
+"""ckpt=moevement under faults: ranks that live stay, lost state is rebuilt, and the run ends as if nothing had been.
 
-Compared with the uninterrupted run, bit for bit: the digest of every rank's state, every loss, the evaluation. Real
-guards and trainers, real signals. Dropout is on throughout.
+Jobs of real supervisors, workers and replica daemons, each with a list of faults (tests/campaign.py), compared with the
+uninterrupted run bit for bit, after every iteration and recovery. Dropout is on throughout.
+
+With W = 2 a recovery to iteration t is followed by a snapshot of the whole state after t and by the windows t+1..t+2,
+t+3..t+4 and so on; every rank has a window once the gradients of the iteration after it are complete. So a rank that
+dies in iteration t+4, before its update, goes back to t+3 and runs two iterations again. Where every rank dies, all go
+back to the end of a window.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import re
-import signal
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, SIGUSR1
-from typing import cast
+from signal import SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, SIGUSR1
+from typing import Any, cast
 
 import pytest
 
@@ -20,324 +25,291 @@ from moe_ckpt.adapters.megatron_operators import RankOperators
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
     CheckpointSaved,
-    GenerationEnded,
+    IterationCommitted,
     Rejoined,
     ReplayDiffered,
     StageRecovered,
-    StateResumed,
-    TrainerStarted,
 )
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.store import replicate
 from moe_ckpt.store.link import Link
 from moe_ckpt.types import Phase
+from tests.campaign import Fault, Moment, Point, lose_nodes, survive
 from tests.elastic import ElasticJob
-from tests.references import outcome_of, uninterrupted
+from tests.scenarios import BIAS, FP16_SKIPPING, PP2, PP4, TIED, UNSHARDED
 from tests.training import events_of
 
+pytestmark = pytest.mark.timeout(330)
+
+BUILD, JOIN, RECOVERY, DONE = Phase.BUILD, Phase.JOIN, Phase.RECOVERY, Phase.DONE
 FORWARD, BACKWARD, REDUCE, STEP = Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP
-SNAPSHOT, BETWEEN, JOIN, RECOVERY = Phase.SNAPSHOT, Phase.BETWEEN, Phase.JOIN, Phase.RECOVERY
-PP2 = ("parallel.pp=2",)
-BIAS = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")
-PP4 = ("parallel.pp=4", "model.num_layers=4")
-FP16_SKIPPING = ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")
+SNAPSHOT, BETWEEN = Phase.SNAPSHOT, Phase.BETWEEN
+FORTY = ("train.iterations=40",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Death:
-    """A rank sends itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time, in its `life`."""
-
-    rank: int
-    phase: Phase
-    iteration: int
-    number: signal.Signals = SIGKILL
-    skip: int = 0
-    life: int = 0
-
-    def order(self, job: ElasticJob) -> None:
-        job.order(self.rank, self.phase, iteration=self.iteration, skip=self.skip, number=self.number, life=self.life)
+def fault(name: str, *at: Point, back_to: int, executed: int | None, dp: int = 2, **more: Any) -> Fault:
+    """Return a fault after which the stages of the dead ranks replay, and no others; `dp` ranks train a stage."""
+    described = Fault(name=name, at=at, back_to=back_to, executed=executed, replaying=None, **more)
+    stages = {rank // dp for rank in described.dead} if back_to else set()
+    return replace(described, replaying=[stage * dp + rank for stage in stages for rank in range(dp)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A job of 2 stages, unless overrides say other, and who dies in it, at least 4 iterations before its end."""
-
-    deaths: tuple[Death, ...] = (Death(rank=1, phase=BACKWARD, iteration=4), Death(rank=2, phase=STEP, iteration=6))
-    world: int = 4
-    overrides: tuple[str, ...] = ()
-    ckpt: tuple[str, ...] = ("ckpt.window=2",)
-    iterations: int = 10
-    num_stages: int = 2
-
-    @property
-    def training(self) -> tuple[str, ...]:
-        return (f"train.iterations={self.iterations}", *self.overrides)
-
-    def stage(self, rank: int) -> int:
-        return rank * self.num_stages // self.world
-
-
-def _deaths_at(phase: Phase, skip: int = 0) -> tuple[Death, ...]:
-    return tuple(Death(rank=r, phase=phase, iteration=i, skip=skip) for r, i in ((0, 4), (3, 6)))
-
-
-ONE_BY_ONE = {
-    # each phase, on rank 0 and on the last
-    "as an iteration begins": Case(deaths=_deaths_at(FORWARD)),
-    "in forward": Case(deaths=_deaths_at(FORWARD, skip=2)),
-    "in backward": Case(deaths=_deaths_at(BACKWARD)),
-    "while gradients are reduced": Case(deaths=_deaths_at(REDUCE)),
-    "after the vote": Case(deaths=_deaths_at(STEP)),
-    "between update and gather": Case(deaths=_deaths_at(STEP, skip=1)),
-    "as a snapshot is taken": Case(deaths=_deaths_at(SNAPSHOT)),
-    "between iterations": Case(deaths=_deaths_at(BETWEEN)),
-    # moments
-    "before the first window": Case(
-        deaths=(Death(rank=1, phase=FORWARD, iteration=1), Death(rank=3, phase=STEP, iteration=2)),
-        ckpt=("ckpt.window=4",),
-    ),
-    "in the last iteration": Case(
-        deaths=(Death(rank=2, phase=BACKWARD, iteration=10), Death(rank=0, phase=BETWEEN, iteration=10))
-    ),
-    "in the last evaluation": Case(deaths=(Death(rank=3, phase=FORWARD, iteration=10, skip=3),)),
-    "as digests are exchanged": Case(deaths=(Death(rank=1, phase=Phase.DONE, iteration=10),)),
-    # ways to die
-    "SEGV and TERM": Case(
-        deaths=(
-            Death(rank=2, phase=BACKWARD, iteration=4, number=SIGSEGV),
-            Death(rank=0, phase=FORWARD, iteration=6, number=SIGTERM),
-        )
-    ),
-    "a process stands still": Case(deaths=(Death(rank=3, phase=BACKWARD, iteration=4, number=SIGSTOP),)),
-    "a thread hangs": Case(
-        deaths=(Death(rank=1, phase=FORWARD, iteration=4, number=SIGUSR1, skip=1),),
-        ckpt=("ckpt.window=2", "runtime.progress_s=4"),
-    ),
-    # layouts
-    "PP 2, DP 1": Case(
-        world=2,
-        overrides=PP2,
-        deaths=(Death(rank=0, phase=STEP, iteration=4), Death(rank=1, phase=BACKWARD, iteration=6)),
-    ),
-    "PP 4, a stage in the middle": Case(
-        overrides=PP4,
-        num_stages=4,
-        deaths=(Death(rank=1, phase=BACKWARD, iteration=4), Death(rank=2, phase=REDUCE, iteration=6)),
-    ),
-    "DP 4": Case(
-        world=8,
-        overrides=("train.global_batch_size=16",),
-        deaths=(Death(rank=6, phase=BACKWARD, iteration=4),),
-    ),
-    # windows
-    "W 1": Case(ckpt=("ckpt.window=1",)),
-    "W 3": Case(ckpt=("ckpt.window=3",)),
-    "W chosen by the policy": Case(ckpt=("ckpt.profile_iters=2",)),
-    "no copies": Case(ckpt=("ckpt.window=2", "ckpt.replicas=0")),
-    "W 8, again before the next window": Case(
-        ckpt=("ckpt.window=8",),
-        iterations=20,
-        deaths=(Death(rank=2, phase=BACKWARD, iteration=16), Death(rank=2, phase=BACKWARD, iteration=16, life=1)),
-    ),
-    # arithmetic and models
-    "fp16 with skipped steps": Case(overrides=FP16_SKIPPING),
-    "optimizer not sharded": Case(overrides=("train.distributed_optimizer=false",)),
-    "tied embeddings": Case(overrides=("model.tied_embeddings=true",)),
-    "tied embeddings, before anything is kept": Case(
-        overrides=("model.tied_embeddings=true",), deaths=(Death(rank=1, phase=FORWARD, iteration=1),)
-    ),
-    "tied embeddings, optimizer not sharded": Case(
-        overrides=("model.tied_embeddings=true", "train.distributed_optimizer=false")
-    ),
-    "aux-loss-free bias, evaluated in between": Case(overrides=(*BIAS, "train.eval_every_iters=2")),
-    "aux-loss-free bias, while gradients are reduced": Case(overrides=BIAS, deaths=_deaths_at(REDUCE)),
-}
+def test_a_rank_dies_in_each_phase(tmp_path: Path) -> None:
+    faults = [
+        fault("as ranks join", Point(1, JOIN), back_to=0, executed=0),
+        fault("before the first iteration", Point(1, FORWARD, 1), back_to=0, executed=0),
+        fault("before the first window", Point(3, STEP, 2), back_to=2, executed=2),
+        fault("as an iteration begins, TERM", Point(0, FORWARD, 6, number=SIGTERM), back_to=5, executed=2),
+        fault("in forward", Point(3, FORWARD, 9, skip=2), back_to=8, executed=2),
+        fault("in backward, SEGV", Point(2, BACKWARD, 12, number=SIGSEGV), back_to=11, executed=2),
+        fault("again before the next window", Point(2, BACKWARD, 12), back_to=11, executed=None),
+        fault("as gradients are reduced", Point(1, REDUCE, 15), back_to=14, executed=2),
+        fault("after the vote", Point(0, STEP, 17), back_to=17, executed=2),
+        fault("between update and gather", Point(3, STEP, 20, skip=1), back_to=20, executed=2),
+        fault("before a snapshot", Point(2, SNAPSHOT, 23), back_to=23, executed=2),
+        fault("between iterations", Point(1, BETWEEN, 26), back_to=26, executed=2),
+        fault("both ranks of a stage", Point(3, REDUCE, 30), kills=(2, 3), back_to=29, executed=2),
+        fault("every rank", Point(3, REDUCE, 33), kills=(0, 1, 2, 3), back_to=31, executed=1),
+        fault("in the last iteration", Point(2, BACKWARD, 40), back_to=39, executed=None),
+        fault("in the last evaluation", Point(3, FORWARD, 40, skip=3), back_to=40, executed=1),
+        fault("as digests are exchanged", Point(1, DONE), back_to=40, executed=1),
+    ]
+    survive(tmp_path, faults, *FORTY, settings=["ckpt.window=2"])
 
 
-@pytest.mark.parametrize("case", ONE_BY_ONE.values(), ids=ONE_BY_ONE.keys())
-def test_ranks_die_one_by_one(case: Case, tmp_path: Path) -> None:
-    with ElasticJob(case.world, tmp_path, *case.training, *case.ckpt) as job:
-        for death in case.deaths:
-            death.order(job)
-        result = job.wait()
-
-    assert job.orders_obeyed == len(case.deaths)
-    assert result["faults_survived"] == len(case.deaths)
-    assert outcome_of(job.run, result) == uninterrupted(case.world, *case.training)
-    died = [death.rank for death in case.deaths]
-    for rank in range(case.world):
-        assert len(events_of(job.run, TrainerStarted, rank)) == 1 + died.count(rank)
-        for rejoined in events_of(job.run, Rejoined, rank):
-            (dead,) = _dead_ranks(rejoined)
-            assert dead == died[rejoined.generation - 2]
-            assert rejoined.executed_iters == 0 or case.stage(rank) == case.stage(dead), rejoined
-    replaying = {case.stage(death.rank) for death in case.deaths if death.iteration > 1}  # else all start over
-    assert _replaying(job) == {rank for rank in range(case.world) if case.stage(rank) in replaying}
-
-
-def _dead_ranks(rejoined: Rejoined) -> list[int]:
-    return [int(found[1]) for death in rejoined.deaths if (found := re.match(r"rank (\d+) \(pid \d+\)", death))]
-
-
-def _replaying(job: ElasticJob) -> set[int]:
-    """Return the ranks that have loaded a snapshot; no other has executed an iteration twice."""
-    ranks = range(job.world_size)
-    executed = {rank for rank in ranks if any(event.executed_iters for event in events_of(job.run, Rejoined, rank))}
-    loaded = {rank for rank in ranks if events_of(job.run, StageRecovered, rank)}
-    assert executed <= loaded
-    return loaded
+def test_a_rank_dies_while_a_recovery_goes_on(tmp_path: Path) -> None:
+    """With W = 3, router biases that have no gradients, and evaluations between iterations."""
+    replayed = functools.partial(Point, phase=RECOVERY, skip=2)
+    faults = [
+        fault("the bias of routers", Point(0, REDUCE, 5), back_to=4, executed=3),
+        fault("again while it is replayed", Point(2, BACKWARD, 9), replayed(2), back_to=8, executed=3),
+        fault("another rank of the stage", Point(2, BACKWARD, 13), replayed(3), back_to=12, executed=3),
+        fault("a neighbour as it sends logs", Point(2, STEP, 16), replayed(2), kills=[0], back_to=16, executed=3),
+        fault(
+            "as it is built and joins", Point(1, REDUCE, 21), Point(1, BUILD), Point(1, JOIN), back_to=20, executed=3
+        ),
+        fault(
+            "five times in a row",
+            Point(2, BACKWARD, 25),
+            *(Point(2, RECOVERY, skip=number % 4) for number in range(5)),
+            back_to=24,
+            executed=3,
+        ),
+        fault("both ranks of a stage", Point(3, REDUCE, 29), kills=[2, 3], back_to=28, executed=3),
+        fault("after the last iteration", Point(0, BETWEEN, 30), back_to=30, executed=2),
+    ]
+    training = ("train.iterations=30", *BIAS, "train.eval_every_iters=2")
+    survive(tmp_path, faults, *training, settings=["ckpt.window=3"])
 
 
-def _check_survived(job: ElasticJob, training: tuple[str, ...], *, dead: set[int], replaying: set[int]) -> None:
-    """Wait for the job, whose dead ranks have died at least once each."""
-    result = job.wait()
-    assert outcome_of(job.run, result) == uninterrupted(job.world_size, *training)
-    assert _replaying(job) == replaying
-    for rank in set(range(job.world_size)) - dead:
-        assert len(events_of(job.run, TrainerStarted, rank)) == 1
-        ended = [event.generation for event in events_of(job.run, GenerationEnded, rank)]
-        assert ended[0] == 1
-        assert ended == sorted(set(ended))
-    for rank in dead:
-        assert len(events_of(job.run, TrainerStarted, rank)) > 1
+def test_stages_are_lost_alone_together_and_with_their_nodes(tmp_path: Path) -> None:
+    stages = functools.partial(fault, dp=1, executed=2)
+    lost = {"then": lose_nodes, "fetched": True}
+    faults = [
+        stages("in the middle", Point(1, BACKWARD, 4), back_to=3),
+        stages("another in the middle", Point(2, REDUCE, 7), back_to=6),
+        stages("neighbours, replayed jointly", Point(2, REDUCE, 10), kills=[1, 2], back_to=9),
+        stages("not neighbours, in parallel", Point(2, REDUCE, 13), kills=[0, 2], back_to=12),
+        replace(stages("all", Point(3, REDUCE, 16), kills=[0, 1, 2, 3], back_to=14), executed=1),
+        stages("one that waits for another", Point(0, BACKWARD, 18), Point(0, RECOVERY, skip=2), kills=[3], back_to=17),
+        stages("a node of two stages", Point(3, BACKWARD, 21), kills=[2, 3], back_to=20, **lost),
+        stages("what it got back", Point(2, BACKWARD, 24), back_to=23),
+        stages("the other node", Point(0, FORWARD, 27), kills=[0, 1], back_to=26, **lost),
+    ]
+    settings = ["ckpt.window=2", "parallel.ranks_per_node=2", "ckpt.replicas=1"]
+    survive(tmp_path, faults, *PP4, "train.iterations=30", settings=settings)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "replaying"),
-    [
-        pytest.param((), (2, 3), {2, 3}, id="both ranks of a stage"),
-        pytest.param(PP4, (1, 2), {1, 2}, id="neighbouring stages, jointly"),
-        pytest.param(PP4, (0, 2), {0, 2}, id="separate stages, in parallel"),
-        pytest.param((), (0, 1, 2, 3), {0, 1, 2, 3}, id="every rank"),
-        pytest.param(BIAS, (2, 3), {2, 3}, id="both ranks of a stage, aux-loss-free bias"),
-    ],
-)
-def test_ranks_die_together(
-    layout: tuple[str, ...], ranks: tuple[int, ...], replaying: set[int], tmp_path: Path
-) -> None:
-    """The last of them as it reduces gradients: the others wait for it."""
-    training = ("train.iterations=10", *layout)
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2") as job:
-        job.hold(ranks[-1], REDUCE, iteration=5)
-        job.kill(*ranks)
-        _check_survived(job, training, dead=set(ranks), replaying=replaying)
+def test_host_memory_is_lost_or_damaged(tmp_path: Path) -> None:
+    lost = {"then": lose_nodes, "fetched": True}
+    faults = [
+        fault(
+            "a node before the first iteration is done",
+            Point(3, BACKWARD, 1),
+            kills=[1, 3],
+            then=lambda job, _: (job.lose_nodes(1), job.kill(3)),
+            back_to=0,
+            executed=0,
+        ),
+        fault("a node", Point(2, FORWARD, 4), kills=[2], back_to=3, executed=2, **lost),
+        fault("a rank that got its memory back", Point(2, BACKWARD, 7), back_to=6, executed=2),
+        fault("two nodes, not neighbours", Point(3, BACKWARD, 10), kills=[1, 3], back_to=9, executed=2, **lost),
+        fault(
+            "a rank whose memory is damaged",
+            Point(2, BACKWARD, 13),
+            kills=[2],
+            then=_damage_and_kill,
+            fetched=True,
+            back_to=12,
+            executed=2,
+        ),
+        fault("a replica daemon", Point(0, FORWARD, 16), kills=[], then=_kill_daemon_of_rank_3, back_to=15, executed=0),
+        fault("a node whose copies it has", Point(2, BACKWARD, 19), kills=[2], back_to=18, executed=2, **lost),
+        fault("a rank while its newest window has no copies", Point(3, BACKWARD, 23), back_to=22, executed=None),
+        Fault(
+            name="a node right after that",
+            at=[Point(0, FORWARD, 23)],
+            kills=[0],
+            then=lose_nodes,
+            fetched=True,
+            back_to=22,
+            replaying=None,  # stage 1, too, where it has just recovered from its newest window
+            executed=None,
+        ),
+        fault(
+            "a node, with a needless copy damaged",
+            Point(1, BACKWARD, 26),
+            kills=[1],
+            then=_damage_a_needless_copy,
+            fetched=True,
+            back_to=25,
+            executed=2,
+        ),
+        fault(
+            "a node while its copies change",
+            Point(1, BACKWARD, 29),
+            Point(1, Moment.VOTE, 29),
+            Point(1, Moment.COPYING),
+            kills=[1],
+            back_to=28,
+            executed=0,
+            **lost,
+        ),
+        fault("a rank after all that", Point(3, BACKWARD, 32), back_to=31, executed=2),
+    ]
+    job = survive(tmp_path, faults, *FORTY, settings=["ckpt.window=2"], setup=_copy_no_window_at_21_and_22)
+    said = job.said()
+    assert "checksum" in said
+    assert "done without: fetching record-" in said
+    starts = [event.window_start for event in events_of(job.run, StageRecovered, 1)]
+    assert 19 in starts, "the window without copies was preferred"
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_node", "ranks", "replaying"),
-    [
-        pytest.param(1, (2,), {2, 3}, id="one"),
-        pytest.param(1, (1, 3), {0, 1, 2, 3}, id="two, not neighbours"),
-        pytest.param(2, (2, 3), {2, 3}, id="one with a whole stage"),
-    ],
-)
-def test_nodes_are_lost_with_their_memory(
-    ranks_per_node: int, ranks: tuple[int, ...], replaying: set[int], tmp_path: Path
-) -> None:
-    training = ("train.iterations=12",)
-    nodes = f"parallel.ranks_per_node={ranks_per_node}"
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", "ckpt.replicas=1", nodes) as job:
-        job.wait_until(ranks[0], 6, FORWARD)
-        job.lose_nodes(*ranks)
-        job.order(ranks[0], BACKWARD, iteration=8, life=1)  # what it got back is kept, and copied, as its own was
-        _check_survived(job, training, dead=set(ranks), replaying=replaying)
-    assert job.orders_obeyed == 1
+def _damage_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
+    for buffer in (Path(job.trainer(2).memory) / "own" / "buffers").iterdir():
+        _flip_a_bit(buffer)
+    job.kill(*ranks)
 
 
-def test_a_node_is_lost_right_after_a_recovery_from_a_window_that_nobody_had_copied_yet(tmp_path: Path) -> None:
-    training = (*PP2, "train.iterations=12")
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", setup=_never_copy_the_windows_at_three_and_four) as job:
-        job.hold(3, BACKWARD, iteration=5)  # all have the window of 3 and 4, and nobody knows yet that it has no copies
-        job.order(0, FORWARD, number=SIGSTOP)
-        job.kill(3)
-        job.wait_for(lambda: job.orders_obeyed == 2 or None, "the recovery")
-        job.lose_nodes(0)
-        result = job.wait()
-    assert result["faults_survived"] == 2
-    replays = [event.window_start for event in events_of(job.run, StageRecovered, 0)]
-    assert replays == [1], "what had copies was kept"
-    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+def _kill_daemon_of_rank_3(job: ElasticJob, _: Sequence[int]) -> None:
+    """Also wait until other ranks have left the generation: until then the rank that stands still must not go on."""
+    generation = job.page(1).generation
+    os.kill(job.keeper_pid(3), SIGKILL)
+    job.wait_for(lambda: job.page(1).generation > generation or None, "the end of the generation")
 
 
-def _never_copy_the_windows_at_three_and_four() -> None:
+def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
+    index = Path(job.trainer(0).memory) / "held" / "rank0001" / "index"
+    oldest = min(index.glob("record-*.blob"), key=lambda path: int(path.stem.removeprefix("record-")))
+    oldest.write_bytes(b"garbage")
+    job.lose_nodes(*ranks)
+
+
+def _copy_no_window_at_21_and_22() -> None:
     put = replicate._Peer._put
 
     def put_others(self: replicate._Peer, link: Link, key: str) -> None:
-        if key.startswith(("snapshot-3-", "snapshot-4-")):  # the latter: everything, after the recovery
+        if key.startswith(("snapshot-21-", "snapshot-22-")):
             raise CheckpointSaveError("a test lets this copy fail")
         put(self, link, key)
 
     replicate._Peer._put = put_others
 
 
+def _flip_a_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+MODELS = {
+    "fp16 with skipped steps, W 1": ((*FP16_SKIPPING,), ("ckpt.window=1",)),
+    "tied embeddings, optimizer not sharded, W by the policy": ((*TIED, *UNSHARDED), ("ckpt.profile_iters=2",)),
+    "tied embeddings": (TIED, ("ckpt.window=2",)),
+    "optimizer not sharded": (UNSHARDED, ("ckpt.window=3",)),
+    "no copies, W 8": ((), ("ckpt.window=8", "ckpt.replicas=0")),
+    "PP 2, DP 1": (PP2, ("ckpt.window=2",)),
+    "DP 4": (("train.global_batch_size=16",), ("ckpt.window=2",)),
+}
+IN_MAKE_TEST = list(MODELS)[:2]
+WORLD_SIZES = {"PP 2, DP 1": 2, "DP 4": 8}
+
+
 @pytest.mark.parametrize(
-    ("replicas", "ranks"), [pytest.param(0, (2,), id="no copies"), pytest.param(1, (2, 3), id="with the only copy")]
+    "name", [pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.full) for name in MODELS]
 )
-def test_nothing_is_left_of_a_rank_and_the_job_says_so(replicas: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
+def test_models_windows_and_layouts(name: str, tmp_path: Path) -> None:
+    (model, settings), world_size = MODELS[name], WORLD_SIZES.get(name, 4)
+    dies = functools.partial(fault, dp=world_size // 2, executed=None)
+    last = world_size - 1
+    faults = [
+        dies("as all begin", Point(1, RECOVERY), back_to=0),
+        dies("before anything is kept", Point(1, FORWARD, 1), back_to=0),
+        dies("in backward", Point(0, BACKWARD, 4), back_to=3),
+        dies("between update and gather", Point(last, STEP, 7, skip=1), back_to=7),
+        dies("one of each stage", Point(last, REDUCE, 11), kills=[0, last], back_to=10),
+    ]
+    job = survive(
+        tmp_path, faults, *model, "train.iterations=14", world_size=world_size, settings=settings, timeout_s=320.0
+    )
+    skipped = [event.iteration for event in events_of(job.run, IterationCommitted) if event.skipped]
+    assert bool(skipped) == (model == FP16_SKIPPING)
+
+
+def test_a_process_stands_still_and_a_thread_hangs(tmp_path: Path) -> None:
+    faults = [
+        fault("stands still", Point(1, BACKWARD, 4, number=SIGSTOP), back_to=3, executed=2, dp=1),
+        fault("hangs", Point(0, FORWARD, 7, skip=1, number=SIGUSR1), back_to=6, executed=2, dp=1),
+    ]
+    settings = ["ckpt.window=2", "runtime.heartbeat_s=5", "runtime.progress_s=6"]
+    job = survive(tmp_path, faults, *PP2, "train.iterations=8", world_size=2, settings=settings)
+    (stopped,), (hung,) = (event.deaths for event in events_of(job.run, Rejoined, 0))
+    assert "no heartbeat for runtime.heartbeat_s=5" in stopped
+    assert "no progress for runtime.progress_s=6" in hung
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_without_copies_a_lost_node_leads_back_to_disk(asynchronous: bool, tmp_path: Path) -> None:
+    """A checkpoint that is written in the background has not been committed as the next iteration begins."""
+    dies = functools.partial(fault, dp=1, executed=2)
+    newest = 16 if asynchronous else 20
+    faults = [
+        dies("by its own memory", Point(0, BACKWARD, 4), back_to=3),
+        replace(dies("as a checkpoint is written", Point(1, FORWARD, 9), kills=[1], back_to=8), executed=None),
+        replace(dies("before a checkpoint is written", Point(0, SNAPSHOT, 12), kills=[1], back_to=12), executed=3),
+        Fault(
+            name="a node",
+            at=[Point(1, BETWEEN, 20)],
+            kills=[1],
+            then=lose_nodes,
+            back_to=newest,
+            resumed=f"iter_{newest:07}",
+            replaying=(),
+            executed=0,
+        ),
+        dies("after that", Point(1, BACKWARD, 24), back_to=23),
+    ]
+    durable = ["ckpt.durable_every_iters=4", f"ckpt.async_save={str(asynchronous).lower()}"]
+    settings = ["ckpt.window=2", "ckpt.replicas=0", *durable]
+    job = survive(tmp_path, faults, *PP2, "train.iterations=26", world_size=2, settings=settings)
+    assert {event.iteration for event in events_of(job.run, CheckpointSaved, 0)} >= {4, newest, 24}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks"),
+    [pytest.param(1, (2, 3), id="with the only copy"), pytest.param(0, (2,), id="no copies", marks=pytest.mark.full)],
+)
+def test_a_job_of_which_nothing_is_left_fails_once(replicas: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
     with ElasticJob(4, tmp_path, "train.iterations=200", "ckpt.window=2", f"ckpt.replicas={replicas}") as job:
-        job.wait_until(ranks[0], 6, FORWARD)
+        job.wait_until(ranks[0], 4, FORWARD)
         job.lose_nodes(*ranks)
         said = job.wait_for_failure()
     assert said.count("error: ") == 1, said
     assert "cannot be rebuilt at iteration" in said
 
 
-def test_without_copies_a_lost_node_takes_all_back_to_the_newest_checkpoint_on_disk(tmp_path: Path) -> None:
-    training = ("train.iterations=12",)
-    durable = ("ckpt.replicas=0", "ckpt.durable_every_iters=4", "ckpt.async_save=false")
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", *durable) as job:
-        job.wait_until(2, 6, FORWARD)
-        job.lose_nodes(2)
-        job.order(3, BACKWARD, iteration=8)
-        result = job.wait()
-    assert job.orders_obeyed == 1
-    assert outcome_of(job.run, result) == uninterrupted(4, *training)
-    assert [event.iteration for event in events_of(job.run, StateResumed, 0)] == [4]
-
-
-def test_a_node_is_lost_before_the_first_iteration_is_done(tmp_path: Path) -> None:
-    training = ("train.iterations=4",)
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2") as job:
-        job.hold(3, BACKWARD)
-        job.lose_nodes(1)
-        job.kill(3)
-        result = job.wait()
-    assert outcome_of(job.run, result) == uninterrupted(4, *training)
-
-
-def test_what_a_dead_rank_had_is_damaged_and_comes_from_its_copy(tmp_path: Path) -> None:
-    with _recovering_job(tmp_path) as job:
-        job.hold(2, BACKWARD, iteration=6)
-        for buffer in (Path(job.trainer(2).memory) / "own" / "buffers").iterdir():
-            _flip_a_bit(buffer)
-        job.kill(2)
-        _check_survived(job, RECOVERING, dead={2}, replaying={2, 3})
-    assert "checksum" in job.said()
-
-
-def test_a_keeper_that_dies_is_replaced_and_keeps_copies_again(tmp_path: Path) -> None:
-    training = ("train.iterations=16",)
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2") as job:
-        job.wait_until(2, 3)
-        os.kill(job.keeper_pid(3), SIGKILL)
-        job.wait_until(2, 8)
-        job.lose_nodes(2)
-        _check_survived(job, training, dead={2}, replaying={2, 3})
-
-
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_a_rank_dies_while_a_durable_checkpoint_is_written(asynchronous: str, tmp_path: Path) -> None:
-    training = ("train.iterations=12",)
-    durable = ("ckpt.durable_every_iters=4", f"ckpt.async_save={asynchronous}")
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2", *durable) as job:
-        directory = job.run / "checkpoints" / "iter_0000004"
-        job.wait_for(lambda: directory.exists() or None, "a checkpoint that is being written")
-        job.kill(1)
-        _check_survived(job, training, dead={1}, replaying={0, 1})
-    assert {event.iteration for event in events_of(job.run, CheckpointSaved, 0)} >= {8, 12}
-
-
-def test_a_bit_that_flips_in_a_rank_that_lives_is_told_with_rank_and_operator(tmp_path: Path) -> None:
+def test_a_bit_that_flips_in_a_living_rank_is_found_by_replay(tmp_path: Path) -> None:
     with ElasticJob(4, tmp_path, "train.iterations=200", "ckpt.window=3", setup=_flip_a_weight_of_rank_three) as job:
         job.order(2, BACKWARD, iteration=6)
         said = job.wait_for_failure()
@@ -358,85 +330,3 @@ def _flip_a_weight_of_rank_three() -> None:
             operators.parameters[0].weights()[0] += 1.0
 
     Session.step_committed = flipping  # type: ignore[method-assign]
-
-
-def _flip_a_bit(path: Path) -> None:
-    with path.open("r+b") as file:
-        byte = file.read(1)
-        file.seek(0)
-        file.write(bytes([byte[0] ^ 1]))
-
-
-RECOVERING = ("train.iterations=10",)
-
-
-def _recovering_job(folder: Path, *overrides: str) -> ElasticJob:
-    return ElasticJob(4, folder, *RECOVERING, "ckpt.window=3", *overrides)
-
-
-def test_a_rank_dies_again_while_it_is_replayed(tmp_path: Path) -> None:
-    with _recovering_job(tmp_path) as job:
-        job.order(2, BACKWARD, iteration=5)
-        job.order(2, RECOVERY, skip=2, life=1)
-        _check_survived(job, RECOVERING, dead={2}, replaying={2, 3})
-    assert job.orders_obeyed == 2
-
-
-def test_another_rank_of_the_stage_dies_while_it_is_replayed(tmp_path: Path) -> None:
-    with _recovering_job(tmp_path) as job:
-        job.wait_until(3, 2)
-        job.order(3, RECOVERY, skip=2)
-        job.order(2, BACKWARD, iteration=5)
-        _check_survived(job, RECOVERING, dead={2, 3}, replaying={2, 3})
-    assert job.orders_obeyed == 2
-
-
-def test_a_neighbour_dies_while_it_sends_logs(tmp_path: Path) -> None:
-    with _recovering_job(tmp_path) as job:
-        job.order(2, BACKWARD, iteration=5)
-        held = job.hold(2, RECOVERY, skip=2, life=1)
-        job.kill(0)
-        os.kill(held, SIGCONT)
-        _check_survived(job, RECOVERING, dead={0, 2}, replaying={0, 1, 2, 3})
-
-
-def test_a_rank_dies_that_waits_for_the_recovery_of_others(tmp_path: Path) -> None:
-    training = (*RECOVERING, *PP4)
-    with _recovering_job(tmp_path, *PP4) as job:
-        job.order(0, BACKWARD, iteration=5)
-        held = job.hold(0, RECOVERY, skip=2, life=1)
-        job.kill(3)
-        os.kill(held, SIGCONT)
-        _check_survived(job, training, dead={0, 3}, replaying={0, 3})
-
-
-def test_ten_deaths_in_a_row_during_recovery(tmp_path: Path) -> None:
-    with _recovering_job(tmp_path) as job:
-        job.order(2, BACKWARD, iteration=5)
-        for life in range(1, 11):
-            job.order(2, RECOVERY, skip=life % 4, life=life)
-        _check_survived(job, RECOVERING, dead={2}, replaying={2, 3})
-    assert job.orders_obeyed == 11
-
-
-@pytest.mark.parametrize("phase", [Phase.BUILD, JOIN, RECOVERY])
-def test_a_rank_dies_before_the_job_has_begun(phase: Phase, tmp_path: Path) -> None:
-    training = ("train.iterations=3",)
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2") as job:
-        if phase is Phase.BUILD:
-            job.kill(1)
-        else:
-            job.order(1, phase)
-        job.trainer(1, life=1)
-        result = job.wait()
-    assert outcome_of(job.run, result) == uninterrupted(4, *training)
-    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in (0, 2, 3)] == [1, 1, 1]
-    assert result["faults_survived"] == 1
-
-
-def test_a_replacement_dies_as_it_joins(tmp_path: Path) -> None:
-    with _recovering_job(tmp_path) as job:
-        job.order(1, REDUCE, iteration=5)
-        job.order(1, JOIN, life=1)
-        _check_survived(job, RECOVERING, dead={1}, replaying={0, 1})
-    assert job.orders_obeyed == 2

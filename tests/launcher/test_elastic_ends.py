@@ -15,9 +15,10 @@ from moe_ckpt.events import TrainerStarted
 from moe_ckpt.types import Phase
 from tests.elastic import ElasticJob
 from tests.references import outcome_of, uninterrupted
+from tests.scenarios import PP2
 from tests.training import events_of
 
-LONG = ("train.iterations=100000", "ckpt.window=2")
+LONG = (*PP2, "train.iterations=100000", "ckpt.window=2")
 
 
 def _kill_the_agent(job: ElasticJob) -> None:
@@ -41,50 +42,60 @@ def _kill_a_guard(job: ElasticJob) -> None:
 
 @pytest.mark.parametrize("end", [_kill_the_agent, _interrupt_all, _end_the_agent, _kill_a_guard])
 def test_nothing_is_left_of_a_job_that_was_ended(end: Callable[[ElasticJob], None], tmp_path: Path) -> None:
-    with ElasticJob(4, tmp_path, *LONG) as job:
-        job.wait_until(3, 3)
+    with ElasticJob(2, tmp_path, *LONG) as job:
+        job.wait_until(1, 3)
         end(job)
         job.wait_for_failure()  # fails where anything is left
 
 
-def test_nothing_is_left_of_a_job_whose_agent_is_killed_while_a_rank_is_replaced(tmp_path: Path) -> None:
-    with ElasticJob(4, tmp_path, *LONG) as job:
-        job.order(2, Phase.BACKWARD, iteration=4)
-        job.hold(2, Phase.RECOVERY, life=1)
+def test_nothing_is_left_where_the_agent_dies_during_a_recovery(tmp_path: Path) -> None:
+    with ElasticJob(2, tmp_path, *LONG) as job:
+        job.order(1, Phase.BACKWARD, iteration=4)
+        job.hold(1, Phase.RECOVERY, life=1)
         os.kill(job.agent_pid, signal.SIGKILL)
         job.wait_for_failure()
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(tmp_path: Path) -> None:
-    training = ("train.iterations=30",)
-    with ElasticJob(4, tmp_path, *training, "ckpt.window=2") as job:
-        job.wait_until(0, 2)
-        with ElasticJob(4, tmp_path / "second", *LONG, f"run.dir={job.run}") as second:
+    training = (*PP2, "train.iterations=10")
+    with ElasticJob(2, tmp_path, *training, "ckpt.window=2", "run.digest_every_iters=3") as job:
+        held = job.hold(0, Phase.FORWARD, iteration=3)
+        with ElasticJob(2, tmp_path / "second", *LONG, f"run.dir={job.run}") as second:
             said = second.wait_for_failure()
+        os.kill(held, signal.SIGCONT)
         result = job.wait()
     assert said.count("error: run.dir: got ") == 1, said
     assert "wanted a folder of its own for every run" in said
-    assert outcome_of(job.run, result) == uninterrupted(4, *training)
+    outcome, expected = outcome_of(job.run, result), uninterrupted(2, *training)
+    assert outcome == expected
+    assert outcome.digests == {iteration: expected.digests[iteration] for iteration in (3, 6, 9)}
 
 
 def test_an_error_in_training_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    with ElasticJob(4, tmp_path, *LONG, setup=_let_rank_one_fail) as job:
+    with ElasticJob(2, tmp_path, *LONG, setup=_let_rank_one_fail) as job:
         said = job.wait_for_failure()
     assert said.count("ZeroDivisionError: of the user") == 1, said
-    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(4)] == [1, 1, 1, 1]
+    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [1, 1]
 
 
 def test_a_trainer_that_dies_whenever_it_starts_ends_the_job(tmp_path: Path) -> None:
-    with ElasticJob(2, tmp_path, "parallel.pp=2", *LONG, "runtime.max_deaths=3", setup=_let_rank_one_die) as job:
+    with ElasticJob(2, tmp_path, *LONG, "runtime.max_deaths=3", setup=_let_rank_one_die) as job:
         said = job.wait_for_failure()
     assert said.count("error: rank 1 died 3 times in a row without progress (runtime.max_deaths=3), giving up") == 1
     assert said.count("died of SIGSEGV in build") == 4, "each death is told, and once more why no other follows"
 
 
-def test_a_trainer_that_fails_whenever_it_starts_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    with ElasticJob(2, tmp_path, "parallel.pp=2", *LONG, setup=_let_rank_one_not_start) as job:
+def test_a_worker_that_cannot_start_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    with ElasticJob(2, tmp_path, *LONG, setup=_let_rank_one_not_start) as job:
         said = job.wait_for_failure()
     assert said.count("ZeroDivisionError: at start") == 1, said
+
+
+def test_a_setting_that_cannot_be_is_one_error(tmp_path: Path) -> None:
+    with ElasticJob(2, tmp_path, *LONG, "parallel.pp=3") as job:
+        said = job.wait_for_failure()
+    assert said.count("error: parallel.pp * parallel.tp: got 3, wanted a divisor of 2 processes") == 1, said
+    assert said.count("error: ") == 1, said
 
 
 def _let_rank_one_fail() -> None:

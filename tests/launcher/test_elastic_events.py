@@ -20,10 +20,10 @@ from moe_ckpt.events import (
     WindowReplicated,
 )
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob
-from tests.launcher.test_elastic import Death
-from tests.launcher.test_elastic_partial import EIGHT, MOC, note_tokens
+from tests.elastic import Death, ElasticJob
+from tests.scenarios import EIGHT, MOC
 from tests.training import events_of
+from tests.witness import note_tokens
 
 TELLING = (0, 2)  # the first rank of each stage
 OTHERS = (1, 3)

@@ -36,9 +36,9 @@ from moe_ckpt.store.journal import Journal, read_units
 from moe_ckpt.store.unit_memory import name_of
 from moe_ckpt.store.updates import Gradients, update_from_bytes
 from moe_ckpt.types import CORE, Phase
-from tests.elastic import ElasticJob
-from tests.launcher.test_elastic import BIAS, FP16_SKIPPING, PP4, Death
+from tests.elastic import Death, ElasticJob
 from tests.references import outcome_of, uninterrupted
+from tests.scenarios import BIAS, FP16_SKIPPING, PP4
 from tests.training import events_of, fast
 
 EIGHT = ("model.num_experts=8",)

@@ -14,9 +14,9 @@ import pytest
 from moe_ckpt.adapters.megatron_operators import RankOperators
 from moe_ckpt.events import IntervalChosen, IterationCommitted, Rejoined, StageRecovered, TrainerStarted
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob
-from tests.launcher.test_elastic import BIAS, FP16_SKIPPING, PP4, Death
+from tests.elastic import Death, ElasticJob
 from tests.references import outcome_of, uninterrupted
+from tests.scenarios import BIAS, FP16_SKIPPING, PP4
 from tests.training import events_of
 
 EVERY_3 = ("ckpt.every_iters=3",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,11 +15,14 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.events import IterationCommitted, StateResumed, TrainerStarted
-from tests.training import FAST, events_of
+from tests.references import Outcome, uninterrupted
+from tests.scenarios import PP2
+from tests.training import events_of, fast
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = Path(sys.executable).with_name("torchrun")
-FASTER = tuple(setting for setting in FAST if setting != "run.progress=none")
+FASTER = tuple(setting for setting in fast() if setting != "run.progress=none")
+TWENTY = ("train.iterations=20",)
 
 
 def _start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
@@ -50,62 +54,29 @@ def _wait_for_iteration(folder: Path, iteration: int, process: subprocess.Popen[
     raise AssertionError(_finish(process))
 
 
-def test_all_ranks_killed_torchrun_restarts_them_and_the_result_is_the_same(tmp_path: Path) -> None:
-    command = (str(TORCHRUN), "--nproc-per-node=4", "--max-restarts=1", "launcher/train.py", *FASTER)
-    settings = ("+ckpt=dense", "ckpt.every_iters=5", "train.iterations=30")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    code, out, err = _run(*command, *settings, f"run.dir={whole}")
-    assert code == 0, err
-
-    process = _start(*command, *settings, f"run.dir={killed}")
-    _wait_for_iteration(killed, 12, process)
-    for rank in range(4):
-        os.kill(events_of(killed, TrainerStarted, rank)[-1].pid, signal.SIGKILL)
-    code, killed_out, err = _finish(process)
-
-    assert code == 0, err
-    assert killed_out == out, "the last line names the digest"
-    assert re.fullmatch(r"done: .* digest [0-9a-f]{64}\n", out)
-    assert [event.life for event in events_of(killed, TrainerStarted)] == [0, 1]
-    assert [event.iteration >= 10 for event in events_of(killed, StateResumed)] == [True]
-    result, expected = (json.loads((folder / "result.json").read_text()) for folder in (killed, whole))
-    assert result["digest_per_rank"] == expected["digest_per_rank"]
-    assert (result["faults_survived"], expected["faults_survived"]) == (1, 0)
+def _done(result: Outcome) -> str:
+    """Return how the last line of a run with this outcome ends."""
+    return f"digest {hashlib.sha256(chr(10).join(result.digest_per_rank).encode()).hexdigest()}\n"
 
 
-def test_a_rank_killed_by_the_script_is_replaced_and_the_result_is_the_same(tmp_path: Path) -> None:
-    command = (str(TORCHRUN), "--nproc-per-node=4", "launcher/train.py", *FASTER, "train.iterations=20")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    code, out, err = _run(*command, f"run.dir={whole}")
-    assert code == 0, err
-
-    process = _start(*command, "+ckpt=moevement", f"run.dir={killed}")
-    _wait_for_iteration(killed, 8, process)
-    code, said, err = _run("scripts/inject_fault.sh", "--run", str(killed))
-    assert code == 0, err
-    struck = re.fullmatch(r"killed rank (\d) \(pid (\d+)\) of \S+ in generation 1, iteration \d+, \w+\n", said)
-    assert struck, said
-    code, killed_out, err = _finish(process)
-
-    assert code == 0, err
-    assert killed_out.splitlines()[-1] == out.splitlines()[-1], "the last line names the digest"
-    assert f"rank {struck[1]} (pid {struck[2]}) died of SIGKILL" in killed_out + err
-    assert [len(events_of(killed, TrainerStarted, rank)) for rank in range(4)] == [
-        1 + (str(rank) == struck[1]) for rank in range(4)
-    ]
-
-
-def test_one_folder_for_all_ranks_and_lives_with_everything_in_it(tmp_path: Path) -> None:
+def test_killed_ranks_are_restarted_in_one_folder_with_the_same_result(tmp_path: Path) -> None:
     command = (str(TORCHRUN), "--nproc-per-node=2", "--max-restarts=1", str(ROOT / "launcher" / "train.py"), *FASTER)
-    process = _start(*command, "ckpt=dense", "ckpt.every_iters=5", "train.iterations=20", cwd=tmp_path)
+    process = _start(*command, "ckpt=dense", "ckpt.every_iters=5", *TWENTY, cwd=tmp_path)
     while process.poll() is None and not (tmp_path / "outputs" / "latest").exists():
-        time.sleep(0.02)
+        time.sleep(0.02)  # the only signal another process gives is its file
     latest = (tmp_path / "outputs" / "latest").resolve()
     _wait_for_iteration(latest, 7, process)
-    os.kill(events_of(latest, TrainerStarted, 1)[-1].pid, signal.SIGKILL)
-    code, _, err = _finish(process)
+    for rank in range(2):
+        os.kill(events_of(latest, TrainerStarted, rank)[-1].pid, signal.SIGKILL)
+    code, out, err = _finish(process)
 
     assert code == 0, err
+    assert out.startswith("done: ")
+    assert out.endswith(_done(uninterrupted(2, *TWENTY)))
+    assert out.count("\n") == 1
+    assert [event.life for event in events_of(latest, TrainerStarted)] == [0, 1]
+    assert [event.iteration >= 5 for event in events_of(latest, StateResumed)] == [True]
+    assert json.loads((latest / "result.json").read_text())["faults_survived"] == 1
     assert [path.name for path in (tmp_path / "outputs").iterdir() if path.name != "latest"] == [latest.parent.name]
     assert list(latest.parent.iterdir()) == [latest]
     assert re.fullmatch(r"\d\d-\d\d-\d\d-tiny", latest.name)
@@ -118,6 +89,25 @@ def test_one_folder_for_all_ranks_and_lives_with_everything_in_it(tmp_path: Path
     assert {path.name for path in (latest / "events").iterdir()} == {"rank0000.jsonl", "rank0001.jsonl"}
 
 
+def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(tmp_path: Path) -> None:
+    command = (str(TORCHRUN), "--nproc-per-node=2", "launcher/train.py", *FASTER, *PP2, *TWENTY)
+    process = _start(*command, "+ckpt=moevement", f"run.dir={tmp_path}")
+    _wait_for_iteration(tmp_path, 8, process)
+    code, said, err = _run("scripts/inject_fault.sh", "--run", str(tmp_path))
+    assert code == 0, err
+    struck = re.fullmatch(r"killed rank (\d) \(pid (\d+)\) of \S+ in generation 1, iteration \d+, \w+\n", said)
+    assert struck, said
+    code, out, err = _finish(process)
+
+    assert code == 0, err
+    assert out.endswith(_done(uninterrupted(2, *PP2, *TWENTY)))
+    assert f"rank {struck[1]} (pid {struck[2]}) died of SIGKILL" in out + err
+    assert [len(events_of(tmp_path, TrainerStarted, rank)) for rank in range(2)] == [
+        1 + (str(rank) == struck[1]) for rank in range(2)
+    ]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

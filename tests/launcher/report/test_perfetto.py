@@ -16,7 +16,7 @@ import pytest
 from playwright.sync_api import Page
 
 from tests.browser import ARTEFACTS, chromium
-from tests.launcher.report.test_timeline import RUNS, trace_of
+from tests.launcher.report.traces import RUNS, trace_of
 
 LOADED_MS = 120_000
 QUERY = """async (sql) => {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,15 +10,10 @@ from typing import Any
 
 import pytest
 
-from launcher.report.facts import gather
-from launcher.report.read import read_runs
-from launcher.report.timeline import to_trace
-from launcher.simulate import main as simulate
-from moe_ckpt.events import CheckpointSaved, SnapshotTaken, WindowPersisted, WindowReplicated
 from moe_ckpt.types import Phase
 from tests.elastic import ElasticJob
-from tests.launcher.test_elastic import Death
-from tests.report_runs import Story, committed, write_events, write_run
+from tests.launcher.report.traces import RUNS, trace_of
+from tests.scenarios import PP2
 
 LANES = ["compute", "copy", "replication", "log", "recovery", "disk", "checkpoint"]
 NEEDED = {
@@ -31,35 +25,6 @@ NEEDED = {
 METADATA = {"process_name": str, "process_sort_index": int, "thread_name": str, "thread_sort_index": int}
 
 
-def simulated(folder: Path) -> list[Path]:
-    run = folder / "run"
-    assert simulate(["duration_s=100", "mtbf_s=30", "runs=1", f"out={run}"]) == 0
-    return [run]
-
-
-def two_stories(folder: Path) -> list[Path]:
-    return [write_run(folder / name, Story(ranks=2)) for name in ("a", "b")]
-
-
-def overlapping(folder: Path) -> list[Path]:
-    """Return a run that tells of things which cannot all have been at once in one lane."""
-    snapshot = SnapshotTaken(iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=5.0)
-    sent = WindowReplicated(window_start=1, size_bytes=8, num_peers=1, seconds=1.0, span_s=9.0, ago_s=0.1)
-    saved = CheckpointSaved(iteration=1, directory="x", size_bytes=8, seconds=3.0, stall_s=0.0)
-    persisted = WindowPersisted(window_start=1, seconds=9.0)
-    told = [snapshot, sent, saved, persisted]
-    events = [(float(second), event) for second in (4, 6, 7) for event in (*told, committed(second, seconds=4.0))]
-    write_events(folder, 0, events)
-    return [folder]
-
-
-RUNS: dict[str, Callable[[Path], list[Path]]] = {
-    "a simulated run": simulated,
-    "two runs": two_stories,
-    "what overlaps": overlapping,
-}
-
-
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
 def test_traces_are_valid(runs: Callable[[Path], list[Path]], tmp_path: Path) -> None:
     _require_valid(trace_of(runs(tmp_path)))
@@ -67,20 +32,16 @@ def test_traces_are_valid(runs: Callable[[Path], list[Path]], tmp_path: Path) ->
 
 def test_the_trace_of_a_real_run_is_valid_and_fills_its_lanes(tmp_path: Path) -> None:
     saves = ("ckpt.disk_every_iters=2", "ckpt.durable_every_iters=4", "ckpt.window=2")
-    with ElasticJob(4, tmp_path, "train.iterations=10", *saves, timeout_s=120.0) as job:
-        Death(rank=2, phase=Phase.BACKWARD, iteration=5).order(job)
+    with ElasticJob(2, tmp_path, *PP2, "train.iterations=10", *saves, timeout_s=120.0) as job:
+        job.order(1, Phase.BACKWARD, iteration=5)
         job.wait()
     trace = trace_of([job.run])
     _require_valid(trace)
-    for rank in range(4):
+    for rank in range(2):
         mine = [event for event in trace["traceEvents"] if event["pid"] == rank + 1]
         names = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
         filled = {names[event["tid"]] for event in mine if event["ph"] == "X" and event["dur"] > 0}
         assert filled >= set(LANES) - ({"checkpoint"} if rank else set())
-
-
-def trace_of(runs: list[Path]) -> dict[str, Any]:
-    return json.loads(to_trace([gather(run) for run in read_runs(runs)]), parse_constant=_no_number)
 
 
 def _require_valid(trace: dict[str, Any]) -> None:
@@ -94,10 +55,6 @@ def _require_valid(trace: dict[str, Any]) -> None:
     assert len({event["args"]["name"] for event in names}) == len(processes)
     for pid in processes:
         _require_lanes([event for event in events if event["pid"] == pid])
-
-
-def _no_number(constant: str) -> None:
-    raise AssertionError(f"{constant} is no JSON")
 
 
 def _require_form(event: dict[str, Any]) -> None:

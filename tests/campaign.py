@@ -1,0 +1,455 @@
+"""A campaign: one job that lives through many faults, each at an exact point and each with its own expectation.
+
+All points are known to all ranks before the job starts, so nothing depends on how fast the test reads or writes. A
+fault is one of two kinds:
+
+    Fault(at=[Point(2, BACKWARD, 5)], ...)                rank 2 sends itself SIGKILL there
+    Fault(at=[Point(2, REDUCE, 5)], kills=[2, 3], ...)    rank 2 stands still there, then the test kills both ranks
+
+Points after the first are reached in the generations that the earlier points have begun: a death during a recovery.
+After the job, each fault is checked by itself: the `Rejoined` event of every rank, the ranks that replayed, and each
+loss and each digest of the state up to the next fault. A failure names the fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import re
+import signal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from launcher import entry
+from launcher.proc import stands_still
+from moe_ckpt.events import (
+    Event,
+    GenerationEnded,
+    IterationCommitted,
+    LossNotFinite,
+    Rejoined,
+    StageRecovered,
+    StateDigest,
+    StateResumed,
+    TokensLost,
+    TrainerStarted,
+    read_events,
+)
+from moe_ckpt.runtime.kept import KeptCopies
+from moe_ckpt.runtime.page import ANY_ITERATION, Page
+from moe_ckpt.runtime.session import Session
+from moe_ckpt.types import Phase
+from tests.elastic import ElasticJob, JobFailedError
+from tests.references import Outcome, uninterrupted
+from tests.training import events_of
+
+
+class Moment(Enum):
+    """Points that no phase marks.
+
+    VOTE: the rank is ready for the vote on its gradients, so all ranks have its last snapshot. COPYING: after a
+    recovery, the rank has begun to send copies, and trains no further.
+    """
+
+    VOTE = "vote"
+    COPYING = "copying"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a rank receives `number`: as it enters `phase` of `iteration` for the (skip + 1)th time.
+
+    Phases of a recovery (JOIN, RECOVERY) and BUILD, which begins with the process, take no iteration.
+    """
+
+    rank: int
+    phase: Phase | Moment
+    iteration: int = ANY_ITERATION
+    skip: int = 0
+    number: signal.Signals = signal.SIGKILL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault, and the recovery from it.
+
+    `kills`: ranks that `then` kills while the rank of the last point stands still there, which then goes on if it
+    lives. Without `kills`, the rank of the last point dies by itself.
+
+    `back_to`: the iteration that all ranks go on from, or those of which one must be it, where it is the timing of
+    copies that decides. `replaying`: ranks that load a snapshot. `executed`: iterations that each of these runs again;
+    the others run none. Neither is checked where it is None: there it depends on timing. `fetched`: whether any rank
+    reads a peer's copies. `resumed`: the place on disk that all ranks load, `local disk` or a checkpoint's name.
+
+    `steps_down`: states that are loaded after that and turn out corrupt, as (iteration of the loss, source); the state
+    and the losses are compared from the load of the last source on. `diverges`: iterations in which the test lets the
+    loss be NaN.
+    """
+
+    name: str
+    at: Sequence[Point]
+    back_to: int | Collection[int]
+    replaying: Collection[int] | None
+    executed: int | None
+    fetched: bool = False
+    resumed: str = ""
+    steps_down: Sequence[tuple[int, str]] = ()
+    diverges: Collection[int] = ()
+    kills: Sequence[int] | None = None
+    then: Callable[[ElasticJob, Sequence[int]], object] = lambda job, ranks: job.kill(*ranks)
+
+    @property
+    def may_go_back_to(self) -> Collection[int]:
+        return (self.back_to,) if isinstance(self.back_to, int) else self.back_to
+
+    @property
+    def is_held(self) -> bool:
+        return self.kills is not None
+
+    @property
+    def dead(self) -> list[int]:
+        """Ranks that die, each as often as it does."""
+        points = self.at[:-1] if self.is_held else self.at
+        return [*(point.rank for point in points), *(self.kills or ())]
+
+    @property
+    def num_generations(self) -> int:
+        """How many generations it ends: a process that dies while it builds its model is part of none yet."""
+        return sum(point.phase is not Phase.BUILD for point in self.at)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A point in one generation of the job and one life of the rank, and the signal that the rank sends to itself."""
+
+    generation: int
+    life: int
+    point: Point
+    number: signal.Signals
+
+    def is_due(self, page: Page, phase: Phase | Moment) -> bool:
+        """Return whether the calling process has come to the point, not counting `skip`."""
+        here = (self.generation, self.point.rank, self.point.phase) == (page.generation, _own_rank(), phase)
+        return here and self.point.iteration in (ANY_ITERATION, page.iteration)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A rank's events from one generation that trained to the next: `recovery` led to `rejoined`, `events` followed."""
+
+    global_rank: int
+    recovery: list[Event]
+    rejoined: Rejoined | None
+    events: list[Event]
+
+    @property
+    def generation(self) -> int:
+        return self.rejoined.generation if self.rejoined else 1
+
+    @property
+    def dead(self) -> list[int]:
+        """Ranks that the generation before has lost."""
+        deaths = self.rejoined.deaths if self.rejoined else []
+        return [int(found[1]) for death in deaths if (found := re.match(r"rank (\d+) \(pid \d+\)", death))]
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the rank has loaded a snapshot in the recovery."""
+        return any(isinstance(event, StageRecovered | TokensLost) for event in self.recovery)
+
+    @property
+    def resumed(self) -> list[str]:
+        """The places on disk that the rank has loaded in the recovery."""
+        return [Path(event.source).name for event in self.recovery if isinstance(event, StateResumed)]
+
+    @property
+    def stepped_down(self) -> list[tuple[int, str]]:
+        """The sources that the rank has left because of a loss that was not finite, with the iteration of the loss."""
+        return [(event.iteration, event.source) for event in self.events if isinstance(event, LossNotFinite)]
+
+    @property
+    def trusted_events(self) -> list[Event]:
+        """What happened from the last load of a source on."""
+        loads = [index for index, event in enumerate(self.events) if isinstance(event, StateResumed)]
+        return self.events[loads[-1] :] if loads else self.events
+
+
+def lose_nodes(job: ElasticJob, ranks: Sequence[int]) -> None:
+    """Kill ranks, and delete their host memory: what `Fault.then` does where nodes are lost."""
+    job.lose_nodes(*ranks)
+
+
+def all_go_back(name: str, to: int | Collection[int], *at: Point, world_size: int = 4, **more: Any) -> Fault:
+    """Return a fault after which all ranks load the snapshot of this iteration, or of one of these."""
+    options: dict[str, Any] = {"replaying": range(world_size)} | more
+    return Fault(name=name, at=at, back_to=to, executed=0, **options)
+
+
+def call_is_a_point(
+    owner: type, name: str, phase: Phase, *, is_after: bool = False, when: Callable[..., bool] = lambda *_: True
+) -> None:
+    """Let a rank enter `phase` once more whenever it calls this method, before the call or after it; in a setup."""
+    pages: list[Page] = []
+    join, call = Page.join, getattr(owner, name)
+
+    def remember(self: Page, generation: int) -> None:
+        pages[:] = [self]
+        join(self, generation)
+
+    def enter_and_call(*arguments: Any) -> Any:
+        is_point = when(*arguments)
+        if is_point and not is_after:
+            pages[0].enter(phase)
+        returned = call(*arguments)
+        if is_point and is_after:
+            pages[0].enter(phase)
+        return returned
+
+    Page.join = remember  # type: ignore[method-assign]
+    setattr(owner, name, enter_and_call)
+
+
+class CampaignError(AssertionError):
+    """A fault did not go as expected; the message names it."""
+
+
+def survive(
+    folder: Path,
+    faults: Sequence[Fault],
+    *training: str,
+    world_size: int = 4,
+    ckpt: str = "moevement",
+    settings: Sequence[str] = (),
+    setup: Callable[[], None] | None = None,
+    is_exact: bool = True,
+    timeout_s: float = 300.0,
+) -> ElasticJob:
+    """Run a job of these overrides through all faults, check each, and return the job, which has ended.
+
+    `settings` do not change the training, so the uninterrupted run is without them. Where the policy may lose
+    something (`is_exact` is false), only the training before the first fault is compared with that run.
+    """
+    prepare = functools.partial(_prepare, list(_orders(faults)), setup)
+    overrides = (*training, *settings, "run.digest_every_iters=1")
+    with ElasticJob(world_size, folder, *overrides, ckpt=ckpt, timeout_s=timeout_s, setup=prepare) as job:
+        try:
+            _carry_out(job, faults)
+            result = job.wait()
+        except JobFailedError as error:
+            raise CampaignError(f"the job failed {_last_fault(job, faults)}: {error}") from error
+    stretches = [stretches_of(job.run, rank) for rank in range(world_size)]
+    reference = uninterrupted(world_size, *training)
+    _check_legs(faults, stretches, reference, is_exact=is_exact)
+    _check_whole_run(job, result, faults, reference if is_exact else None)
+    return job
+
+
+def stretches_of(run: Path, global_rank: int) -> list[Stretch]:
+    """Return a rank's events, cut where a generation began to train. Recoveries that were cut off are left out."""
+    stretches = [Stretch(global_rank=global_rank, recovery=[], rejoined=None, events=[])]
+    recovery: list[Event] = []
+    for logged in read_events(run / "events" / f"rank{global_rank:04d}.jsonl"):
+        event = logged.event
+        if isinstance(event, Rejoined):
+            stretches.append(Stretch(global_rank=global_rank, recovery=recovery, rejoined=event, events=[]))
+            recovery = stretches[-1].events
+        elif isinstance(event, GenerationEnded | TrainerStarted):
+            recovery = [] if stretches[0].events else stretches[0].events
+        recovery.append(event)
+    return stretches
+
+
+def _orders(faults: Sequence[Fault]) -> Iterator[Order]:
+    dead: list[int] = []
+    for generation, fault in _numbered(faults):
+        before = list(dead)
+        for position, point in enumerate(fault.at):
+            holds = fault.is_held and position == len(fault.at) - 1
+            number = signal.SIGSTOP if holds else point.number
+            yield Order(generation, before.count(point.rank), point, number)
+            before.append(point.rank)
+            generation += point.phase is not Phase.BUILD
+        dead += fault.dead
+
+
+def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
+    """Let every process that the agent forks obey the orders for its rank."""
+    if setup:
+        setup()
+    skips = {order: order.point.skip for order in orders}
+    enter, vote, resume, train = Page.enter, Session._vote, KeptCopies.resume_copying, entry.run_guarded
+
+    def obey(due: Sequence[Order]) -> None:
+        for order in due:
+            skips[order] -= 1
+            if skips[order] == -1:
+                os.kill(os.getpid(), order.number)
+
+    def enter_and_obey(page: Page, phase: Phase, iteration: int | None = None) -> None:
+        enter(page, phase, iteration)
+        obey([order for order in orders if order.is_due(page, phase)])
+
+    def obey_and_vote(session: Session, *arguments: Any) -> None:
+        assert session._elastic is not None
+        obey([order for order in orders if order.is_due(session._elastic.page, Moment.VOTE)])
+        vote(session, *arguments)
+
+    def resume_and_obey(copies: KeptCopies) -> None:
+        resume(copies)
+        due = [order for order in orders if order.is_due(copies._elastic.page, Moment.COPYING)]
+        if due and copies._elastic.keeper is not None:
+            copies._elastic.keeper.copy([]).result()  # peers have done what they were asked for
+        obey(due)
+
+    def obey_and_train(settings: Any, place: Any, life: int) -> Any:
+        building = [order for order in orders if order.point.phase is Phase.BUILD]
+        obey([order for order in building if (order.point.rank, order.life) == (_own_rank(), life)])
+        return train(settings, place, life)
+
+    Page.enter = enter_and_obey  # type: ignore[method-assign]
+    Session._vote = obey_and_vote  # type: ignore[method-assign]
+    KeptCopies.resume_copying = resume_and_obey  # type: ignore[method-assign]
+    entry.run_guarded = obey_and_train
+
+
+def _own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _numbered(faults: Sequence[Fault]) -> Iterator[tuple[int, Fault]]:
+    """Yield each fault with the generation that it ends first; they count from 1."""
+    generation = 1
+    for fault in faults:
+        yield generation, fault
+        generation += fault.num_generations
+
+
+def _carry_out(job: ElasticJob, faults: Sequence[Fault]) -> None:
+    """Wait for each fault in which a rank stands still, and do what is due then."""
+    dead: list[int] = []
+    for fault in faults:
+        points = [point.rank for point in fault.at]
+        if fault.kills is not None:
+            held = points.pop()
+            pid = job.trainer(held, life=[*dead, *points].count(held)).pid
+            job.wait_for(lambda pid=pid: stands_still(pid) or None, f"rank {held} to stand still for '{fault.name}'")
+            fault.then(job, fault.kills)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        dead += fault.dead
+
+
+def _last_fault(job: ElasticJob, faults: Sequence[Fault]) -> str:
+    """Return which fault a job that failed had come to."""
+    reached = 0
+    for path in (job.run / "events").glob("*.jsonl"):
+        ended = [logged.event for logged in read_events(path) if isinstance(logged.event, GenerationEnded)]
+        reached = max([reached, *(event.generation for event in ended)])
+    begun = [fault.name for generation, fault in _numbered(faults) if generation <= reached]
+    return f"in or after '{begun[-1]}'" if begun else "before the first fault"
+
+
+def _check_legs(
+    faults: Sequence[Fault], stretches: Sequence[Sequence[Stretch]], reference: Outcome, *, is_exact: bool
+) -> None:
+    """Raise CampaignError for the first fault after which something was not as expected."""
+    of_each = [{stretch.generation: stretch for stretch in of_rank} for of_rank in stretches]
+    generations = [found + fault.num_generations for found, fault in _numbered(faults)]
+    gone_on_from = [_iteration_of(of_each[0].get(generation)) for generation in generations]
+    untils = [*gone_on_from, max(reference.losses) + 1]
+    wrong = [*_check_leg([of_rank.pop(1) for of_rank in of_each], 1, untils[0], reference)]
+    _require_none(wrong, "before the first fault")
+    for (found, fault), until in zip(_numbered(faults), untils[1:], strict=True):
+        generation = found + fault.num_generations
+        cut_off = [of_rank.pop(g) for of_rank in of_each for g in range(found + 1, generation) if g in of_rank]
+        leg = [of_rank.pop(generation, None) for of_rank in of_each]
+        missing = [
+            f"rank {rank}: no Rejoined event in generation {generation}" for rank, of in enumerate(leg) if not of
+        ]
+        _require_none(missing, f"fault '{fault.name}'")
+        whole = [stretch for stretch in leg if stretch]
+        wrong = [*_check_recovery(fault, whole, [*cut_off, *whole])]
+        if is_exact:
+            for stretch in cut_off:
+                wrong += _check_leg([stretch], 0, 0, reference)
+            wrong += _check_leg(whole, max(1, _iteration_of(whole[0])), until, reference, fault.diverges)
+        _require_none(wrong, f"fault '{fault.name}'")
+    more = [f"rank {rank}: generation {g}, and no fault" for rank, of in enumerate(of_each) for g in of]
+    _require_none(more, "after the last fault")
+
+
+def _iteration_of(stretch: Stretch | None) -> int:
+    return stretch.rejoined.iteration if stretch and stretch.rejoined else 0
+
+
+def _require_none(wrong: Sequence[str], where: str) -> None:
+    if wrong:
+        raise CampaignError("\n".join([f"{where}:", *wrong]))
+
+
+def _check_recovery(fault: Fault, leg: Sequence[Stretch], all_of_fault: Sequence[Stretch]) -> Iterator[str]:
+    told = [rank for stretch in all_of_fault for rank in stretch.dead]
+    if set(told) != set(fault.dead):
+        yield f"dead: got {sorted(set(told))}, wanted {sorted(set(fault.dead))}"
+    replaying = {rank for rank, stretch in enumerate(leg) if stretch.loaded}
+    if fault.replaying is not None and replaying != set(fault.replaying):
+        yield f"ranks that load a snapshot: got {sorted(replaying)}, wanted {sorted(fault.replaying)}"
+    fetched_bytes = sum(stretch.rejoined.fetched_bytes for stretch in leg if stretch.rejoined)
+    if bool(fetched_bytes) != fault.fetched:
+        yield f"bytes fetched: got {fetched_bytes}, wanted {'some' if fault.fetched else 'none'}"
+    for rank, stretch in enumerate(leg):
+        rejoined = stretch.rejoined
+        assert rejoined is not None
+        if rejoined.iteration not in fault.may_go_back_to or rejoined.iteration != _iteration_of(leg[0]):
+            yield f"rank {rank}: goes on from iteration {rejoined.iteration}, wanted {fault.back_to}, as rank 0"
+        if stretch.resumed != [fault.resumed] * bool(fault.resumed):
+            yield f"rank {rank}: loads {stretch.resumed} from disk, wanted {fault.resumed or 'nothing'}"
+        if stretch.stepped_down != list(fault.steps_down):
+            yield f"rank {rank}: steps down from {stretch.stepped_down}, wanted {list(fault.steps_down)}"
+        wanted = fault.executed if rank in replaying else 0
+        if wanted not in (None, rejoined.executed_iters):
+            yield f"rank {rank}: runs {rejoined.executed_iters} iterations again, wanted {wanted}"
+
+
+def _check_leg(
+    leg: Sequence[Stretch], first: int, until: int, reference: Outcome, diverges: Collection[int] = ()
+) -> Iterator[str]:
+    """Yield how losses and states differ from the reference's, and which of the iterations up to `until` are missing.
+
+    A rank that dies has not logged its last iteration, so `until` itself may be missing.
+    """
+    for stretch in leg:
+        seen: set[int] = set()
+        for event in stretch.trusted_events:
+            if isinstance(event, StateDigest):
+                seen.add(event.iteration)
+                if event.digest != reference.digests[event.iteration][stretch.global_rank]:
+                    yield f"rank {stretch.global_rank}: another state after iteration {event.iteration}"
+            if isinstance(event, IterationCommitted):
+                wanted = math.nan if event.iteration in diverges else reference.losses[event.iteration]
+                if repr(event.loss) == repr(wanted):
+                    continue
+                yield f"rank {stretch.global_rank}: loss {event.loss} in iteration {event.iteration}, wanted {wanted}"
+        missing = set(range(first, until)) - seen
+        if missing:
+            yield f"rank {stretch.global_rank}: no digest of iterations {sorted(missing)}"
+
+
+def _check_whole_run(
+    job: ElasticJob, result: dict[str, Any], faults: Sequence[Fault], reference: Outcome | None
+) -> None:
+    dead = [rank for fault in faults for rank in fault.dead]
+    built = [point.rank for fault in faults for point in fault.at if point.phase is Phase.BUILD]
+    assert result["faults_survived"] == len(dead)
+    for rank in range(job.world_size):
+        started = events_of(job.run, TrainerStarted, rank)
+        assert len(started) == 1 + dead.count(rank) - built.count(rank), f"rank {rank}"
+        ended = [event.generation for event in events_of(job.run, GenerationEnded, rank)]
+        assert ended == sorted(set(ended)), f"rank {rank}"
+    if reference:
+        assert (result["digest_per_rank"], result["eval_loss"]) == (reference.digest_per_rank, reference.eval_loss)
