@@ -1,4 +1,4 @@
-"""A job of small real processes, to inject faults into: a guard and a trainer per rank, without torch or training.
+"""A job of small real processes, to inject faults into: a guard and a trainer per rank, forked, without training.
 
 A trainer walks through the phases of its iterations and keeps writing into its host memory. It parks where it is told
 to, until an order stands in its page. A guard notes how and where each trainer died, then replaces it.
@@ -10,19 +10,20 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from launcher.live import remove_live, write_live
 from moe_ckpt.runtime.page import Page, Phase
+from tests.ranks import _CONTEXT
+from tests.waits import START_S, WAIT_S
 
-ROOT = Path(__file__).parents[1]
 RECOVERS_AT = 8
 ITERATION = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)
 _STEP_S = 0.001
@@ -56,10 +57,12 @@ class Died:
 class Job:
     """A running job: what a test may ask of it."""
 
-    def __init__(self, run: Path, walks: list[Walk], guards: list[subprocess.Popen[str]]) -> None:
+    def __init__(self, run: Path, walks: list[Walk]) -> None:
         self.run = run
         self._walks = walks
-        self._guards = guards
+        self._guards = [_Guard(walk) for walk in walks]
+        for guard in self._guards:
+            assert guard.hear() == "ready"
 
     def memory(self, rank: int) -> Path:
         return Path(self._walks[rank].memory)
@@ -68,11 +71,15 @@ class Job:
         return Page(self.memory(rank) / "page")
 
     def guard_pid(self, rank: int) -> int:
-        return self._guards[rank].pid
+        return self._guards[rank].process.pid
+
+    def kill_guard(self, rank: int) -> None:
+        """Kill a guard with its trainer; nothing of them is left to be replaced."""
+        self._guards[rank].kill()
 
     def next_word(self, rank: int) -> str:
         """Wait for what a rank says next: `parked PID`, `died PID`, or nothing once it has ended."""
-        return _open(self._guards[rank].stdout).readline().strip()
+        return self._guards[rank].hear()
 
     def parked_pids(self) -> list[int]:
         """Wait until each rank's trainer parks."""
@@ -87,9 +94,7 @@ class Job:
 
     def release(self, rank: int) -> None:
         """Let a guard that holds replace its trainer."""
-        stdin = _open(self._guards[rank].stdin)
-        stdin.write("\n")
-        stdin.flush()
+        self._guards[rank].connection.send("go on")
 
     def deaths(self, rank: int) -> list[Died]:
         path = _deaths(self.run, rank)
@@ -97,7 +102,37 @@ class Job:
 
     def wait_for_end(self) -> None:
         for guard in self._guards:
-            assert guard.wait(30) == 0
+            guard.process.join(WAIT_S)
+            assert guard.process.exitcode == 0
+
+    def end(self) -> None:
+        for guard in self._guards:
+            guard.kill()
+            guard.process.join()
+            guard.process.close()
+            guard.connection.close()
+
+
+class _Guard:
+    """A guard's process, the leader of a process group with its trainer, and a connection to both."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.connection, theirs = _CONTEXT.Pipe()
+        self.process: Any = _CONTEXT.Process(target=_guard, args=(walk, theirs))
+        self.process.start()
+        theirs.close()
+
+    def hear(self) -> str:
+        assert self.connection.poll(START_S), "a rank says nothing"
+        try:
+            return self.connection.recv()
+        except EOFError:
+            return ""
+
+    def kill(self) -> None:
+        if self.process.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -123,16 +158,11 @@ def running_job(
         hold=hold,
     )
     walks = [replace(walk, global_rank=rank, memory=str(folder / f"rank{rank:04d}")) for rank in range(world_size)]
-    guards = [_start_guard(walk) for walk in walks]
+    job = Job(run, walks)
     try:
-        yield Job(run, walks, guards)
+        yield job
     finally:
-        for guard in guards:
-            if guard.returncode is None:  # not reaped yet: the number is still its own
-                os.killpg(guard.pid, signal.SIGKILL)
-                guard.wait()
-            _open(guard.stdin).close()
-            _open(guard.stdout).close()
+        job.end()
 
 
 def make_run(run: Path, world_size: int) -> Path:
@@ -142,31 +172,13 @@ def make_run(run: Path, world_size: int) -> Path:
     return run
 
 
-def _start_guard(walk: Walk) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.jobs", json.dumps(asdict(walk))],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _open(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
-
-
 def _deaths(run: Path, rank: int) -> Path:
     return run / f"deaths{rank}.jsonl"
 
 
-def _say(word: str) -> None:
-    os.write(1, f"{word} {os.getpid()}\n".encode())
-
-
-def _guard(walk: Walk) -> int:
+def _guard(walk: Walk, connection: Connection) -> None:
+    os.setsid()
+    connection.send("ready")
     memory = Path(walk.memory)
     memory.mkdir()
     page = Page(memory / "page")
@@ -175,11 +187,11 @@ def _guard(walk: Walk) -> int:
         page.reset()
         pid = os.fork()
         if pid == 0:
-            _train(walk, page, life)
+            _train(walk, page, life, connection)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if os.WIFEXITED(status):
-            return os.WEXITSTATUS(status)
+            sys.exit(os.WEXITSTATUS(status))
         died = Died(
             pid=pid,
             signal=signal.Signals(os.WTERMSIG(status)).name,
@@ -189,13 +201,13 @@ def _guard(walk: Walk) -> int:
         )
         with _deaths(Path(walk.run), walk.global_rank).open("a") as file:
             file.write(json.dumps(asdict(died)) + "\n")
-        _say("died")
+        connection.send(f"died {pid}")
         if walk.hold:
-            sys.stdin.readline()
+            connection.recv()
         life += 1
 
 
-def _train(walk: Walk, page: Page, life: int) -> None:
+def _train(walk: Walk, page: Page, life: int, connection: Connection) -> None:
     run, memory, rank = Path(walk.run), Path(walk.memory), walk.global_rank
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     page.join(generation := life + 1)
@@ -209,7 +221,7 @@ def _train(walk: Walk, page: Page, life: int) -> None:
             page.enter(phase, iteration)
             _work(memory, page, life)
             if (iteration, phase.name.lower()) == (walk.park_iteration, walk.park_phase):
-                _say("parked")
+                connection.send(f"parked {os.getpid()}")
                 while not page.has_order:
                     _work(memory, page, life)
     remove_live(run, rank)
@@ -220,8 +232,4 @@ def _work(memory: Path, page: Page, life: int) -> None:
         (memory / part).mkdir(exist_ok=True)
         (memory / part / f"life{life}").write_text("state")
     page.beat()
-    time.sleep(_STEP_S)
-
-
-if __name__ == "__main__":
-    sys.exit(_guard(Walk(**json.loads(sys.argv[1]))))
+    time.sleep(_STEP_S)  # as training does, it leaves processors to others

@@ -305,9 +305,7 @@ class ThreadJob:
         self.models: dict[int, Model] = {}
         self.struck: list[Fault] = []
         self.on_worker: list[Callable[[int, Session], None]] = []
-        self.upsets: dict[
-            tuple[int, int], Callable[[Model], None]
-        ] = {}  # by rank and iteration: done to the model once
+        self.upsets: dict[tuple[int, int], Callable[[Model], object]] = {}  # once, by rank and iteration
         self._faults = list(faults)
         self._replicas = replicas if config and config.replicas == "auto" else int(config.replicas) if config else 0
         self._ranks_per_node = ranks_per_node

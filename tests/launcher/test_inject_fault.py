@@ -12,10 +12,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -27,17 +28,22 @@ from launcher.live import LiveTrainer, read_live, read_written
 from launcher.proc import stands_still
 from moe_ckpt.faults import Kill, has_come, poisson_kills
 from moe_ckpt.runtime.page import Phase
-from tests.jobs import RECOVERS_AT, ROOT, Job, make_run, running_job
+from tests.jobs import RECOVERS_AT, Died, Job, make_run, running_job
+from tests.waits import WAIT_S
 
-PARKED = "generation 1, iteration 3, backward"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A job for tests that leave it as it is: two ranks on two nodes, parked."""
-    with running_job(tmp_path_factory.mktemp("untouched"), 2) as job:
+def parked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Two ranks on two nodes, parked, which each test leaves as it found them, though with other trainers."""
+    with running_job(tmp_path_factory.mktemp("parked"), 2) as job:
         job.parked_pids()
         yield job
+
+
+def pids_of(job: Job) -> list[int]:
+    return [trainer.pid for trainer in read_live(job.run)]
 
 
 def inject(job: Job, *arguments: str) -> int:
@@ -48,72 +54,63 @@ def wait_for_death(job: Job, rank: int) -> None:
     assert job.next_word(rank).startswith("died")
 
 
-@contextmanager
-def injecting(job: Job, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command as a process of its own, whose lines come as it says them."""
-    command = [sys.executable, "-m", "launcher.inject_fault", "--run", str(job.run), *arguments]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
+def wait_for_successor(job: Job, rank: int) -> Died:
+    """Wait until a trainer has died and the next one is parked; return how it died."""
+    wait_for_death(job, rank)
+    assert job.next_word(rank).startswith("parked")
+    return job.deaths(rank)[-1]
 
 
 def test_without_arguments_a_random_trainer_of_the_newest_run_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, parked: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with running_job(tmp_path, 2) as job:
-        pids = job.parked_pids()
-        (tmp_path / "outputs").mkdir()
-        (tmp_path / "outputs" / "latest").symlink_to("../run")
-        monkeypatch.chdir(tmp_path)
-        before_s = time.time()
-        assert main([]) == 0
-        match = re.fullmatch(rf"killed rank (\d) \(pid (\d+)\) of {job.run} in {PARKED}\n", capsys.readouterr().out)
-        assert match
-        rank, pid = int(match[1]), int(match[2])
-        wait_for_death(job, rank)
-        assert [(death.pid, death.signal) for death in job.deaths(rank)] == [(pid, "SIGKILL")]
-        assert pid == pids[rank]
-        assert job.deaths(1 - rank) == []
-        (fault,) = read_faults(job.run)
-        assert before_s <= fault.unix_s <= time.time()
-        assert asdict(fault) == {
-            "unix_s": fault.unix_s,
-            "rank": rank,
-            "pid": pid,
-            "signal": "KILL",
-            "scope": "process",
-            "generation": 1,
-            "iteration": 3,
-            "phase": "backward",
-            "ordered": False,
-        }
+    pids, before, other = pids_of(parked), read_faults(parked.run), [len(parked.deaths(rank)) for rank in (0, 1)]
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "latest").symlink_to(parked.run)
+    monkeypatch.chdir(tmp_path)
+    before_s = time.time()
+    assert main([]) == 0
+    where = r"generation \d+, iteration 3, backward"
+    match = re.fullmatch(rf"killed rank (\d) \(pid (\d+)\) of {parked.run} in {where}\n", capsys.readouterr().out)
+    assert match
+    rank, pid = int(match[1]), int(match[2])
+    death = wait_for_successor(parked, rank)
+    assert (death.pid, death.signal, pid) == (pids[rank], "SIGKILL", pids[rank])
+    assert len(parked.deaths(1 - rank)) == other[1 - rank]
+    (fault,) = read_faults(parked.run)[len(before) :]
+    assert before_s <= fault.unix_s <= time.time()
+    assert asdict(fault) == {
+        "unix_s": fault.unix_s,
+        "rank": rank,
+        "pid": pid,
+        "signal": "KILL",
+        "scope": "process",
+        "generation": 1 + other[rank],
+        "iteration": 3,
+        "phase": "backward",
+        "ordered": False,
+    }
 
 
 @pytest.mark.parametrize("name", ["KILL", "SEGV", "TERM"])
-def test_a_rank_dies_of_the_signal_asked_for(tmp_path: Path, name: str) -> None:
+def test_a_rank_dies_of_the_signal_asked_for(parked: Job, name: str) -> None:
+    pids, others = pids_of(parked), len(parked.deaths(0))
+    assert inject(parked, "--rank", "1", "--signal", name) == 0
+    death = wait_for_successor(parked, 1)
+    assert (death.pid, death.signal, len(parked.deaths(0))) == (pids[1], f"SIG{name}", others)
+
+
+def test_a_stopped_rank_hangs_at_once_or_at_its_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running_job(tmp_path, 2) as job:
         pids = job.parked_pids()
-        assert inject(job, "--rank", "1", "--signal", name) == 0
-        wait_for_death(job, 1)
-        assert [(death.pid, death.signal) for death in job.deaths(1)] == [(pids[1], f"SIG{name}")]
-        assert job.deaths(0) == []
-
-
-def test_a_stopped_rank_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_job(tmp_path, 1) as job:
-        (pid,) = job.parked_pids()
-        assert inject(job, "--signal", "STOP") == 0
-        while not stands_still(pid):
+        assert inject(job, "--rank", "0", "--signal", "STOP") == 0
+        said = capsys.readouterr().out
+        assert said == f"stopped rank 0 (pid {pids[0]}) of {job.run} in generation 1, iteration 3, backward\n"
+        assert inject(job, "--rank", "1", "--at-iteration", "5", "--phase", "step", "--signal", "STOP") == 0
+        while not all(map(stands_still, pids)):
             os.sched_yield()
-        assert capsys.readouterr().out == f"stopped rank 0 (pid {pid}) of {job.run} in {PARKED}\n"
-        assert len(read_live(job.run)) == 1
+        assert (job.page(1).iteration, job.page(1).phase.name) == (5, "STEP")
+        assert len(read_live(job.run)) == 2
 
 
 def host_memory(job: Job, rank: int) -> list[str]:
@@ -154,32 +151,21 @@ def test_a_lost_node_takes_the_host_memory_of_its_ranks(tmp_path: Path, capsys: 
     ],
 )
 def test_an_order_is_carried_out_at_exactly_its_point(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], iteration: int, phase: str
+    parked: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], iteration: int, phase: str
 ) -> None:
-    with running_job(tmp_path, 2) as job:
-        pids = job.parked_pids()
-        before_s = time.time()
-        assert inject(job, "--rank", "1", *arguments) == 0
-        wait_for_death(job, 1)
-        (death,) = job.deaths(1)
-        assert (death.pid, death.signal, death.iteration, death.phase) == (pids[1], "SIGKILL", iteration, phase)
-        assert job.deaths(0) == []
-        (fault,) = read_faults(job.run)
-        assert (fault.pid, fault.ordered, fault.generation, fault.phase) == (pids[1], True, 1, phase)
-        assert fault.iteration == (iteration if "--at-iteration" in arguments else None)
-        assert before_s <= fault.unix_s <= time.time()
-        ordered, done = capsys.readouterr().out.splitlines()
-        assert ordered.startswith(f"ordered from pid {pids[1]}: SIGKILL to rank 1 ")
-        assert done == ordered.replace("ordered from", "carried out by")
-
-
-def test_an_order_to_stop_is_carried_out(tmp_path: Path) -> None:
-    with running_job(tmp_path, 1) as job:
-        (pid,) = job.parked_pids()
-        assert inject(job, "--at-iteration", "5", "--phase", "step", "--signal", "STOP") == 0
-        while not stands_still(pid):
-            os.sched_yield()
-        assert (job.page(0).iteration, job.page(0).phase.name) == (5, "STEP")
+    pid, others, life = pids_of(parked)[1], len(parked.deaths(0)), len(parked.deaths(1))
+    before_s = time.time()
+    assert inject(parked, "--rank", "1", *arguments) == 0
+    death = wait_for_successor(parked, 1)
+    assert (death.pid, death.signal, death.iteration, death.phase) == (pid, "SIGKILL", iteration, phase)
+    assert len(parked.deaths(0)) == others
+    fault = read_faults(parked.run)[-1]
+    assert (fault.pid, fault.ordered, fault.generation, fault.phase) == (pid, True, 1 + life, phase)
+    assert fault.iteration == (iteration if "--at-iteration" in arguments else None)
+    assert before_s <= fault.unix_s <= time.time()
+    ordered, done = capsys.readouterr().out.splitlines()
+    assert ordered.startswith(f"ordered from pid {pid}: SIGKILL to rank 1 ")
+    assert done == ordered.replace("ordered from", "carried out by")
 
 
 def test_an_order_that_the_run_does_not_live_to_see_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,26 +180,29 @@ def test_an_order_that_the_run_does_not_live_to_see_is_said(tmp_path: Path, caps
 
 
 def test_an_order_is_given_again_when_its_trainer_dies_of_something_else(tmp_path: Path) -> None:
-    with running_job(tmp_path, 1) as job:
+    said: SimpleQueue[str] = SimpleQueue()
+    with running_job(tmp_path, 1) as job, ThreadPoolExecutor(1) as beside:
         (pid,) = job.parked_pids()
-        with injecting(job, "--at-iteration", "1000000") as process:
-            assert line_of(process).startswith(f"ordered from pid {pid}: ")
-            assert job.page(0).has_order
-            os.kill(pid, signal.SIGKILL)
-            wait_for_death(job, 0)
-            _, parked = job.next_word(0).split()
-            assert line_of(process).startswith(f"ordered from pid {parked}: ")
+        kills = [Kill(rank=0, iteration=1_000_000)]
+        over = beside.submit(carry_out, kills, job.run, ranks_per_node=1, say=said.put, patience_s=0.2)
+        assert said.get(timeout=WAIT_S).startswith(f"ordered from pid {pid}: ")
+        assert job.page(0).has_order
+        os.kill(pid, signal.SIGKILL)
+        wait_for_death(job, 0)
+        _, parked = job.next_word(0).split()
+        assert said.get(timeout=WAIT_S).startswith(f"ordered from pid {parked}: ")
+        job.kill_guard(0)
+        assert not over.result(WAIT_S)
         assert [(fault.pid, fault.ordered) for fault in read_faults(job.run)] == [(pid, True), (int(parked), True)]
 
 
 def test_an_order_is_given_again_when_the_plan_itself_has_killed_its_trainer(tmp_path: Path) -> None:
-    said: list[str] = []
     with running_job(tmp_path, 1, park=(1, "forward")) as job:
-        kills = [Kill(rank=0, iteration=100), Kill(rank=0, after_s=0.02)]
-        assert carry_out(kills, job.run, ranks_per_node=1, say=said.append)
+        kills = [Kill(rank=0, iteration=30), Kill(rank=0, after_s=0.0)]
+        assert carry_out(kills, job.run, ranks_per_node=1)
         wait_for_deaths(job, 0, 2)
-        assert job.deaths(0)[0].iteration < 100
-        assert (job.deaths(0)[1].iteration, job.deaths(0)[1].phase) == (100, "forward")
+        assert job.deaths(0)[0].iteration < 30
+        assert (job.deaths(0)[1].iteration, job.deaths(0)[1].phase) == (30, "forward")
         assert [fault.ordered for fault in read_faults(job.run)] == [True, False, True]
 
 
@@ -240,10 +229,10 @@ def test_orders_to_one_rank_are_for_one_life_after_the_other(tmp_path: Path) -> 
 def test_an_order_waits_for_one_that_stands_already(tmp_path: Path) -> None:
     with running_job(tmp_path, 1) as job:
         job.parked_pids()
-        job.page(0).order(signal.SIGTERM, Phase.STEP, iteration=60)
+        job.page(0).order(signal.SIGTERM, Phase.STEP, iteration=12)
         assert carry_out([Kill(rank=0, iteration=9)], job.run, ranks_per_node=1)
         wait_for_deaths(job, 0, 2)
-        assert [(death.signal, death.iteration) for death in job.deaths(0)] == [("SIGTERM", 60), ("SIGKILL", 9)]
+        assert [(death.signal, death.iteration) for death in job.deaths(0)] == [("SIGTERM", 12), ("SIGKILL", 9)]
 
 
 @pytest.mark.parametrize("kill", [Kill(rank=1, iteration=20, phase="step", scope="node"), Kill(rank=0, iteration=9)])
@@ -392,7 +381,7 @@ def test_time_counts_from_when_the_run_begins(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=inject_beside)
     thread.start()
-    assert asked.wait(30)
+    assert asked.wait(WAIT_S)
     now_s[0] = 1000.0
     with running_job(tmp_path, 2) as job:
         wait_for_deaths(job, 1, 1)
@@ -400,7 +389,7 @@ def test_time_counts_from_when_the_run_begins(tmp_path: Path) -> None:
         assert job.deaths(0) == []
         now_s[0] = 1500.0
         wait_for_deaths(job, 0, 1)
-        thread.join(30)
+        thread.join(WAIT_S)
     assert not thread.is_alive()
 
 
@@ -419,7 +408,7 @@ def test_it_waits_for_the_run_to_begin_and_ends_with_it(tmp_path: Path) -> None:
         assert job.next_word(0).startswith("parked")
         job.let_go()
         job.wait_for_end()
-        thread.join(30)
+        thread.join(WAIT_S)
     assert outcome == [False]
     assert said[-1] == "the run ended before: SIGKILL to rank 0 after 1000000000.0 s"
 
@@ -439,7 +428,7 @@ def test_a_run_whose_processes_have_died_counts_as_ended_after_a_while(tmp_path:
         def hear(message: str) -> None:
             said.append(message)
             if message.startswith("killed"):
-                os.killpg(job.guard_pid(0), signal.SIGKILL)
+                job.kill_guard(0)
 
         kills = [Kill(rank=0, after_s=0.0), Kill(rank=0, after_s=1000.0)]
         assert not carry_out(kills, job.run, ranks_per_node=1, say=hear, patience_s=0.2)
@@ -487,30 +476,30 @@ def contents(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_a_dry_run_prints_the_plan_and_touches_nothing(
-    tmp_path: Path, untouched: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], plan: str
+    tmp_path: Path, parked: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], plan: str
 ) -> None:
     (tmp_path / "trace.csv").write_text("1000,add,a\n10000,remove,a")
     arguments = [argument.replace("TRACE", str(tmp_path / "trace.csv")) for argument in arguments]
-    before, alive = contents(untouched.run), read_live(untouched.run)
-    assert inject(untouched, "--seed", "7", "--dry-run", *arguments) == 0
+    before, alive = contents(parked.run), read_live(parked.run)
+    assert inject(parked, "--seed", "7", "--dry-run", *arguments) == 0
     first, _, rest = capsys.readouterr().out.partition("\n")
-    assert first == f"plan for {untouched.run}, seed 7:"
+    assert first == f"plan for {parked.run}, seed 7:"
     assert re.fullmatch(plan, rest.strip())
-    assert contents(untouched.run) == before
-    assert read_live(untouched.run) == alive
+    assert contents(parked.run) == before
+    assert read_live(parked.run) == alive
     assert len(alive) == 2
-    assert not any(untouched.page(rank).has_order for rank in (0, 1))
+    assert not any(parked.page(rank).has_order for rank in (0, 1))
 
 
 @pytest.mark.parametrize("arguments", [["--mtbf", "1h", "--count", "9"], ["--trace", "TRACE"], []])
 def test_the_same_seed_is_the_same_plan(
-    tmp_path: Path, untouched: Job, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    tmp_path: Path, parked: Job, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     (tmp_path / "trace.csv").write_text("0,add,a\n" + "".join(f"{at},remove,n{at}\n" for at in range(9)))
     arguments = [argument.replace("TRACE", str(tmp_path / "trace.csv")) for argument in arguments]
 
     def plan_of(seed: str) -> str:
-        assert inject(untouched, *arguments, "--dry-run", "--seed", seed) == 0
+        assert inject(parked, *arguments, "--dry-run", "--seed", seed) == 0
         return capsys.readouterr().out.partition("\n")[2]
 
     assert plan_of("3") == plan_of("3")
@@ -572,15 +561,16 @@ def test_no_run_is_an_error(
     ],
 )
 def test_wrong_use_is_one_line(
-    untouched: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+    parked: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    assert status_of(untouched, arguments) == 2
+    before = read_faults(parked.run)
+    assert status_of(parked, arguments) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"error: {says}")
     assert said.err.count("\n") == 1
     assert said.out == ""
-    assert read_faults(untouched.run) == []
-    assert len(read_live(untouched.run)) == 2
+    assert read_faults(parked.run) == before
+    assert len(read_live(parked.run)) == 2
 
 
 def status_of(job: Job, arguments: list[str]) -> object:
@@ -595,30 +585,29 @@ def test_an_interruption_is_one_line(tmp_path: Path) -> None:
         job.parked_pids()
         command = [sys.executable, "-m", "launcher.inject_fault", "--run", str(job.run), "--at-iteration", "1000000"]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert line_of(process).startswith("ordered ")
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("ordered ")
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=WAIT_S)
         assert process.returncode == 130
         assert err == "error: interrupted: what was ordered stays ordered, the rest is left undone\n"
 
 
-def test_the_script_shows_help_from_anywhere(tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "inject_fault.sh"
-    shown = subprocess.run([script, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
-    assert shown.stderr == ""
-    for word in ("--rank", "--signal", "--scope", "--at-iteration", "--phase", "--mtbf", "--count", "--trace"):
-        assert word in shown.stdout
-    for word in ("--speedup", "--seed", "--run", "--dry-run", "examples:", "exit status"):
-        assert word in shown.stdout
+def test_help_names_all_that_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    options = "--rank --signal --scope --at-iteration --phase --mtbf --count --trace --speedup --seed --run --dry-run"
+    assert [word for word in (*options.split(), "examples:", "exit status") if word not in shown] == []
 
 
-def test_the_script_kills(tmp_path: Path) -> None:
-    with running_job(tmp_path, 1) as job:
-        (pid,) = job.parked_pids()
-        script = ROOT / "scripts" / "inject_fault.sh"
-        done = subprocess.run([script, "--run", job.run], capture_output=True, text=True, check=True, timeout=60)
-        assert done.stdout == f"killed rank 0 (pid {pid}) of {job.run} in {PARKED}\n"
-        wait_for_death(job, 0)
+def test_the_script_kills_from_anywhere(tmp_path: Path, parked: Job) -> None:
+    pids = pids_of(parked)
+    command = [ROOT / "scripts" / "inject_fault.sh", "--run", parked.run, "--rank", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=WAIT_S)
+    assert done.stdout.startswith(f"killed rank 0 (pid {pids[0]}) of {parked.run} in generation ")
+    assert done.stderr == ""
+    wait_for_successor(parked, 0)
 
 
 def test_faults_are_added_to_the_file_in_the_order_in_which_they_come(tmp_path: Path) -> None:

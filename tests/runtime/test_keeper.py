@@ -24,8 +24,8 @@ from moe_ckpt.store.fetch import fetch_blobs, list_held
 from moe_ckpt.store.keeper_client import KeeperClient, keeper_socket
 from moe_ckpt.store.messages import Address, Ticket, parse_address
 from tests.ranks import RankFailedError, run_ranks
+from tests.store.blobs import buffers_of, content_of, publish
 from tests.store.proxy import Proxy
-from tests.store.test_blobs import buffers_of, content_of, publish
 
 TICKET = Ticket(run_id="run-1", token="secret")
 WAIT_S = 30.0

@@ -1,19 +1,18 @@
-"""Work for the copying thread: its order, its failures, and its end."""
+"""Work for the copying thread: its order, its failures, its end, and how long copies take."""
 
 from __future__ import annotations
 
-import sys
+import math
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from moe_ckpt.store.copier import HostCopier
-
-WAIT_S = 60.0
+from moe_ckpt.store.copy_times import CopyTimes, Sent
+from tests.store.copiers import finish, held
+from tests.waits import WAIT_S
 
 
 @pytest.fixture
@@ -23,66 +22,16 @@ def copier() -> Iterator[HostCopier]:
     copier.close()
 
 
-@contextmanager
-def held(copier: HostCopier) -> Iterator[None]:
-    """Keep the thread of a copier from everything that is submitted inside, until the end."""
-    go = threading.Event()
-    holding = copier.run(lambda: go.wait(WAIT_S))
-    try:
-        yield
-    finally:
-        go.set()
-    assert holding.result()
-
-
-@contextmanager
-def held_until_waited_for(copier: HostCopier) -> Iterator[threading.Event]:
-    """Keep the thread of a copier busy until this thread waits for a future; the event tells that it has."""
-    go, left, waiting_thread = threading.Event(), threading.Event(), threading.get_ident()
-
-    def watch() -> None:
-        while not left.is_set():
-            if _waits_for_a_future(waiting_thread):
-                go.set()
-                return
-
-    holding = copier.run(lambda: go.wait(WAIT_S) or left.is_set())
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield go
-    finally:
-        left.set()
-        watcher.join()
-        go.set()
-    assert holding.result()
-
-
-def _waits_for_a_future(thread_id: int) -> bool:
-    frame = sys._current_frames().get(thread_id)
-    while frame is not None and frame.f_code is not Future.result.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
-def test_what_is_submitted_first_is_done_first(copier: HostCopier) -> None:
-    done: list[int] = []
+def test_work_is_done_in_order_in_a_thread_of_its_own(copier: HostCopier) -> None:
+    done: list[tuple[int, int]] = []
     with held(copier):
         for number in range(20):
             submit = copier.run if number % 3 else copier.then
-            submit(lambda number=number: done.append(number))
+            submit(lambda number=number: done.append((number, threading.get_ident())))
         assert done == []
-    copier.then(lambda: None).result(WAIT_S)
-    assert done == list(range(20))
-
-
-def test_work_is_done_one_after_another_in_a_thread_of_its_own(copier: HostCopier) -> None:
-    threads = {work(threading.get_ident).result(WAIT_S) for work in (copier.run, copier.then) for _ in range(5)}
-    assert len(threads) == 1
-    assert threading.get_ident() not in threads
-
-
-def test_work_gives_its_result(copier: HostCopier) -> None:
+    finish(copier)
+    assert [number for number, _ in done] == list(range(20))
+    assert len({thread for _, thread in done} - {threading.get_ident()}) == 1
     assert copier.run(lambda: 5).result(WAIT_S) == 5
     assert copier.then(lambda: 6).result(WAIT_S) == 6
 
@@ -124,8 +73,7 @@ def test_closing_finishes_what_is_queued(copier: HostCopier) -> None:
     futures = [copier.run(lambda: go.wait(WAIT_S)), copier.run(lambda: 1), copier.then(lambda: 2)]
     go.set()
     copier.close()
-    assert [future.done() for future in futures] == [True, True, True]
-    assert [future.result() for future in futures] == [True, 1, 2]
+    assert [future.done() and future.result() for future in futures] == [True, 1, 2]
     with pytest.raises(RuntimeError, match="shutdown"):
         copier.run(lambda: 3)
 
@@ -140,3 +88,56 @@ def test_a_copy_sees_what_was_computed_before_it_was_submitted(copier: HostCopie
     expected = source[0].clone()
     copier.run(lambda: copier.copy_now([(target, source[0])])).result(WAIT_S)
     assert torch.equal(target, expected.cpu())
+
+
+Copies = Sequence[tuple[float, float]]
+
+
+def times_of(copies: Copies) -> tuple[CopyTimes, list[float]]:
+    """Return the times of copies of 8 bytes each, and their clock."""
+    clock = [0.0]
+    times = CopyTimes(lambda: clock[0])
+    for number, (since_s, until_s) in enumerate(copies):
+        clock[0] = until_s
+        times.ended(str(number), 8, since_s=since_s)
+    return times, clock
+
+
+@pytest.mark.parametrize(
+    ("copies", "seconds", "span_s"),
+    [
+        pytest.param([(1, 3)], 2, 2, id="one"),
+        pytest.param([(1, 3), (6, 7)], 3, 6, id="one after the other, with a pause"),
+        pytest.param([(1, 3), (2, 4), (6, 7)], 4, 6, id="overlapping"),
+        pytest.param([(1, 9), (2, 4), (5, 10)], 9, 9, id="one within another"),
+    ],
+)
+def test_what_it_took_to_send_some(copies: Copies, seconds: float, span_s: float) -> None:
+    times, clock = times_of(copies)
+    clock[0] = max(until_s for _, until_s in copies) + 0.5
+    keys = [str(number) for number in range(len(copies))]
+    assert times.of([*keys, "not sent"]) == Sent(size_bytes=8 * len(copies), seconds=seconds, span_s=span_s, ago_s=0.5)
+
+
+def test_what_was_never_sent_or_is_forgotten_took_nothing() -> None:
+    times = CopyTimes(lambda: 5.0)
+    assert times.of(["a"]) is None
+    assert times.bytes_per_s() == math.inf
+    times.ended("a", 8, since_s=3.0)
+    assert times.bytes_per_s() == 4.0
+    times.forget("a")
+    assert times.of(["a"]) is None
+    assert times.bytes_per_s() == 4.0, "still how fast they are"
+
+
+@pytest.mark.parametrize(
+    ("copies", "bytes_per_s"),
+    [
+        pytest.param([(0, 1), (0, 2), (0, 4)], 6.0, id="each waits for the one before it"),
+        pytest.param([(0, 4), (1, 4), (2, 4)], 6.0, id="all are there at once"),
+        pytest.param([(0, 1), (2, 4), (5, 9)], 4.0, id="one at a time"),
+        pytest.param([(0, 1), (2, 6), (3, 8), (9, 10)], 8.0, id="some together"),
+    ],
+)
+def test_copies_that_wait_for_each_other_are_no_slower(copies: Copies, bytes_per_s: float) -> None:
+    assert times_of(copies)[0].bytes_per_s() == bytes_per_s

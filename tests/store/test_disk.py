@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +26,10 @@ from moe_ckpt.store.disk import (
     seal_files,
     verify_files,
 )
-from moe_ckpt.types import FileRecord, ParallelLayout, RunIdentity
+from moe_ckpt.types import FileRecord
+from tests.store.blobs import largest_file
+from tests.store.samples import IDENTITY
 
-IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1))
 CHUNK_BYTES = 1 << 20  # files are read in pieces of this size
 
 
@@ -58,49 +58,40 @@ def iterations_of(folder: CheckpointFolder) -> tuple[list[int], list[int]]:
     return [ref.iteration for ref in folder.committed()], [ref.iteration for ref in folder.torn()]
 
 
-def test_a_committed_manifest_is_read_back(tmp_path: Path) -> None:
-    directory = write(CheckpointFolder(tmp_path), 50)
-    manifest = manifest_of(directory, 50)
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path)
+
+
+@pytest.fixture
+def saved(folder: CheckpointFolder) -> Path:
+    """The directory of a committed checkpoint of iteration 1."""
+    return save(folder, 1)
+
+
+def test_a_checkpoint_counts_from_its_marker_on(folder: CheckpointFolder) -> None:
+    directory = write(folder, 5)
+    manifest = manifest_of(directory, 5)
+    assert not is_committed(directory)
+    assert iterations_of(folder) == ([], [5])
+    with pytest.raises(CheckpointLoadError, match=rf"{directory}: no readable {MARKER} \(No such file"):
+        read_manifest(directory)
+    with largest_file(10), pytest.raises(OSError, match="File too large"):
+        commit(directory, manifest)
+    assert iterations_of(folder) == ([], [5])
     commit(directory, manifest)
+    assert is_committed(directory)
+    assert iterations_of(folder) == ([5], [])
     assert read_manifest(directory) == manifest
-    assert [file.name for file in manifest.files] == ["a.distcp", "sub/b.distcp"]
     assert manifest.size_bytes == len(b"weights") + len(b"moments")
+    present = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert present == {"a.distcp", "sub/b.distcp", MARKER}
+    assert file_names(directory) == [file.name for file in manifest.files] == ["a.distcp", "sub/b.distcp"]
 
 
 def test_the_checksum_is_crc32(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"123456789")
     assert seal_files(tmp_path, ["f"]) == [FileRecord(name="f", size_bytes=9, crc32=0xCBF43926)]  # the check value
-
-
-def test_commit_leaves_the_files_and_the_marker_and_nothing_else(tmp_path: Path) -> None:
-    directory = save(CheckpointFolder(tmp_path), 1)
-    present = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
-    assert present == {"a.distcp", "sub/b.distcp", MARKER}
-    assert file_names(directory) == ["a.distcp", "sub/b.distcp"]
-
-
-def test_a_checkpoint_counts_from_its_marker_on(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    directory = write(folder, 5)
-    assert not is_committed(directory)
-    assert iterations_of(folder) == ([], [5])
-    commit(directory, manifest_of(directory, 5))
-    assert is_committed(directory)
-    assert iterations_of(folder) == ([5], [])
-
-
-def test_a_commit_that_cannot_write_its_marker_leaves_the_checkpoint_torn(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    directory = write(folder, 5)
-    manifest = manifest_of(directory, 5)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            commit(directory, manifest)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert iterations_of(folder) == ([], [5])
 
 
 def test_all_is_on_the_disk_before_the_marker_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,20 +116,15 @@ def test_all_is_on_the_disk_before_the_marker_appears(tmp_path: Path, monkeypatc
     assert steps[at + 1 :] == [f"sync {directory}", "sync ."]
 
 
-def test_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
+def test_checkpoints_are_listed_newest_first(folder: CheckpointFolder, tmp_path: Path) -> None:
     for iteration in (9, 12345678, 100):
         save(folder, iteration)
     for iteration in (8, 99999999, 200):
         write(folder, iteration)
+    (tmp_path / "iter_0000007").write_text("not a directory")
     assert iterations_of(folder) == ([12345678, 100, 9], [99999999, 200, 8])
-    assert (
-        [ref.directory for ref in folder.committed()][-1] == str(folder.directory(9)) == str(tmp_path / "iter_0000009")
-    )
-
-
-def test_a_folder_that_is_not_there_holds_no_checkpoints(tmp_path: Path) -> None:
-    assert iterations_of(CheckpointFolder(tmp_path / "checkpoints")) == ([], [])
+    assert folder.committed()[-1].directory == str(folder.directory(9)) == str(tmp_path / "iter_0000009")
+    assert iterations_of(CheckpointFolder(tmp_path / "missing")) == ([], [])
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, [30]), (2, [30, 20]), (3, [30, 20, 10]), (4, [30, 20, 10])])
@@ -153,34 +139,23 @@ def test_keep_newest_drops_older_committed_checkpoints_only(tmp_path: Path, coun
     assert {path.name for path in tmp_path.iterdir()} == {f"iter_{iteration:07d}" for iteration in (*kept, 40)}
 
 
-def test_keep_newest_leaves_later_ones_alone_and_never_drops_the_one_just_saved(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
+def test_keep_newest_never_drops_later_ones_or_the_one_just_saved(folder: CheckpointFolder) -> None:
     for iteration in (40, 50, 60):  # 60 was refused as damaged, 40 loaded, 50 just saved
         save(folder, iteration)
     folder.keep_newest(1, up_to=50)
     assert iterations_of(folder) == ([60, 50], [])
 
 
-def test_prepare_makes_the_folders_that_are_missing(tmp_path: Path) -> None:
-    directory = CheckpointFolder(tmp_path / "run" / "checkpoints").prepare(3)
-    assert directory == tmp_path / "run" / "checkpoints" / "iter_0000003"
-    assert directory.is_dir()
-
-
-def test_prepare_drops_what_a_torn_save_left(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    left = write(folder, 3)
-    assert list(left.iterdir())
-    assert folder.prepare(3) == left
-    assert list(left.iterdir()) == []
-
-
-def test_prepare_for_a_committed_iteration_leaves_an_empty_torn_one(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    directory = save(folder, 3)
-    folder.prepare(3)
-    assert iterations_of(folder) == ([], [3])
-    assert list(directory.iterdir()) == []
+def test_prepare_leaves_an_empty_torn_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    for make in (lambda _: None, lambda iteration: write(folder, iteration), lambda iteration: save(folder, iteration)):
+        make(3)
+        directory = folder.prepare(3)
+        assert directory == tmp_path / "run" / "checkpoints" / "iter_0000003"
+        assert list(directory.iterdir()) == []
+        assert iterations_of(folder) == ([], [3])
+    remove_checkpoint(save(folder, 3))
+    assert not directory.exists()
 
 
 def test_what_we_did_not_write_is_ignored_and_survives(tmp_path: Path) -> None:
@@ -201,60 +176,26 @@ def test_what_we_did_not_write_is_ignored_and_survives(tmp_path: Path) -> None:
     assert all((tmp_path / name / MARKER).read_text() == "{}" for name in theirs)
 
 
-def test_a_file_with_a_checkpoint_s_name_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000007").write_text("not a directory")
-    assert iterations_of(CheckpointFolder(tmp_path)) == ([], [])
-
-
-def test_a_dropped_checkpoint_is_gone(tmp_path: Path) -> None:
-    directory = save(CheckpointFolder(tmp_path), 4)
-    remove_checkpoint(directory)
-    assert not directory.exists()
-
-
-def test_unchanged_files_are_verified(tmp_path: Path) -> None:
-    directory = save(CheckpointFolder(tmp_path), 1, {"empty": b"", "large": b"x" * (CHUNK_BYTES + 1), "d/small": b"y"})
-    verify_files(directory, read_manifest(directory).files)
-
-
-def test_files_that_the_marker_does_not_list_are_not_verified(tmp_path: Path) -> None:
-    directory = save(CheckpointFolder(tmp_path), 1)
+def test_unchanged_files_are_verified(folder: CheckpointFolder) -> None:
+    directory = save(folder, 1, {"empty": b"", "large": b"x" * (CHUNK_BYTES + 1), "d/small": b"y"})
     (directory / "editor.swp").write_text("not ours")
     verify_files(directory, read_manifest(directory).files)
 
 
-def _delete(path: Path) -> None:
-    path.unlink()
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "No such file": lambda path: path.unlink(),
+    "got 6 bytes .* wanted 7 bytes": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "got 8 bytes .* wanted 7 bytes": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "Is a directory": lambda path: (path.unlink(), path.mkdir()),
+}
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def _extend(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def _replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (_delete, "No such file"),
-        (_truncate, "got 6 bytes .* wanted 7 bytes"),
-        (_extend, "got 8 bytes .* wanted 7 bytes"),
-        (_replace_by_folder, "Is a directory"),
-    ],
-)
+@pytest.mark.parametrize("says", DAMAGES)
 @pytest.mark.parametrize("name", ["a.distcp", "sub/b.distcp"])
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[Path], None], says: str) -> None:
-    directory = save(CheckpointFolder(tmp_path), 1)
-    damage(directory / name)
-    with pytest.raises(CheckpointLoadError, match=rf"{directory}/{name}: .*{says}"):
-        verify_files(directory, read_manifest(directory).files)
+def test_a_damaged_file_is_named(saved: Path, name: str, says: str) -> None:
+    DAMAGES[says](saved / name)
+    with pytest.raises(CheckpointLoadError, match=rf"{saved}/{name}: .*{says}"):
+        verify_files(saved, read_manifest(saved).files)
 
 
 @given(content=st.binary(min_size=1, max_size=200), data=st.data())
@@ -280,28 +221,21 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_missing_marker_is_named(tmp_path: Path) -> None:
-    directory = write(CheckpointFolder(tmp_path), 1)
-    with pytest.raises(CheckpointLoadError, match=rf"{directory}: no readable {MARKER} \(No such file"):
+def assert_refused(directory: Path, marker: bytes, reason: str = "") -> None:
+    (directory / MARKER).write_bytes(marker)
+    with pytest.raises(CheckpointLoadError, match=f"{directory}/{MARKER}: not a commit marker.*{reason}"):
         read_manifest(directory)
 
 
-@given(data=st.data())
-def test_a_marker_truncated_anywhere_is_refused(data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as root:
-        directory = save(CheckpointFolder(Path(root)), 1)
-        content = (directory / MARKER).read_bytes()
-        (directory / MARKER).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-        with pytest.raises(CheckpointLoadError, match=f"{directory}/{MARKER}: not a commit marker"):
-            read_manifest(directory)
+def test_a_marker_truncated_anywhere_is_refused(saved: Path) -> None:
+    content = (saved / MARKER).read_bytes()
+    for length in range(len(content)):
+        assert_refused(saved, content[:length])
 
 
-@pytest.mark.parametrize("content", [b"", b"COMMITTED", b"\xff\xfe", b"\0" * 100, b"[]", b"null", b"3", b'"x"', b"{}"])
-def test_a_marker_that_is_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
-    directory = save(CheckpointFolder(tmp_path), 1)
-    (directory / MARKER).write_bytes(content)
-    with pytest.raises(CheckpointLoadError, match=f"{directory}/{MARKER}: not a commit marker"):
-        read_manifest(directory)
+@pytest.mark.parametrize("content", [b"COMMITTED", b"\xff\xfe", b"\0" * 100, b"[]", b"null", b"3", b'"x"', b"{}"])
+def test_a_marker_that_is_something_else_is_refused(saved: Path, content: bytes) -> None:
+    assert_refused(saved, content)
 
 
 RECORD = {"name": "a.distcp", "size_bytes": 7, "crc32": 1}
@@ -332,19 +266,8 @@ RECORD = {"name": "a.distcp", "size_bytes": 7, "crc32": 1}
         ("files", [{**RECORD, "crc32": "cbf43926"}]),
     ],
 )
-def test_a_marker_with_a_wrong_field_is_refused(tmp_path: Path, field: str, value: Any) -> None:
-    directory = save(CheckpointFolder(tmp_path), 1)
-    content = json.loads((directory / MARKER).read_text())
-    (directory / MARKER).write_text(json.dumps({**content, field: value}))
-    with pytest.raises(CheckpointLoadError, match=f"{directory}/{MARKER}: not a commit marker"):
-        read_manifest(directory)
-
-
-@pytest.mark.parametrize("field", ["iteration", "identity", "files"])
-def test_a_marker_without_a_field_is_refused(tmp_path: Path, field: str) -> None:
-    directory = save(CheckpointFolder(tmp_path), 1)
-    content = json.loads((directory / MARKER).read_text())
+def test_a_marker_with_a_wrong_field_is_refused(saved: Path, field: str, value: Any) -> None:
+    content = json.loads((saved / MARKER).read_text())
+    assert_refused(saved, json.dumps({**content, field: value}).encode())
     del content[field]
-    (directory / MARKER).write_text(json.dumps(content))
-    with pytest.raises(CheckpointLoadError, match=f"not a commit marker.*{field}"):
-        read_manifest(directory)
+    assert_refused(saved, json.dumps(content).encode(), field)

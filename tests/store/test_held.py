@@ -6,15 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.held import HeldFolder
-from tests.properties import examples
-from tests.store.test_blobs import buffers_of, content_of
+from tests.store.blobs import buffers_of, content_of, deposit
 
 
 @pytest.fixture
@@ -22,15 +20,12 @@ def folder(tmp_path: Path) -> HeldFolder:
     return HeldFolder(tmp_path / "held")
 
 
-def deposit(folder: BlobFolder, key: str, content: bytes) -> torch.Tensor:
-    payload = folder.allocate(len(content))
-    payload.numpy()[:] = bytearray(content)
-    folder.deposit(key, b"header", payload, len(content))
-    return payload
+def sizes_of(folder: BlobFolder) -> list[int]:
+    return sorted(path.stat().st_size for path in (folder.path / "buffers").iterdir())
 
 
-def bytes_of(folder: BlobFolder) -> int:
-    return sum(path.stat().st_size for path in (folder.path / "buffers").iterdir())
+def contents_of(folder: BlobFolder, *keys: str) -> list[bytes | None]:
+    return [content_of(BlobFolder(folder.path), key)[1] for key in keys]
 
 
 def test_what_is_discarded_or_replaced_or_given_back_is_used_again(folder: HeldFolder) -> None:
@@ -43,15 +38,15 @@ def test_what_is_discarded_or_replaced_or_given_back_is_used_again(folder: HeldF
     assert filling is second
     folder.free(filling)
     assert deposit(folder, "c", b"ten") is second
-    assert [content_of(BlobFolder(folder.path), key)[1] for key in ("b", "c")] == [b"six", b"ten"]
+    assert contents_of(folder, "b", "c") == [b"six", b"ten"]
     assert len(buffers_of(folder)) == 2
 
 
 def test_a_blob_without_a_payload_has_nothing_to_give_back(folder: HeldFolder) -> None:
-    folder.deposit("a", b"1", None, 0)
-    folder.deposit("a", b"2", None, 0)
-    folder.discard("a")
-    folder.discard("a")
+    for header in (b"1", b"2"):
+        folder.deposit("a", header, None, 0)
+    for _ in range(2):
+        folder.discard("a")
     assert folder.keys() == []
 
 
@@ -61,12 +56,12 @@ def test_another_size_takes_the_place_of_what_is_free_for_longest(folder: HeldFo
     for key in ("a", "b", "c"):
         folder.discard(key)
     deposit(folder, "d", bytes(150))
-    assert sorted(path.stat().st_size for path in (folder.path / "buffers").iterdir()) == [150, 300]
+    assert sizes_of(folder) == [150, 300]
 
 
 def test_clearing_gives_back_all_that_is_not_being_filled(folder: HeldFolder) -> None:
-    deposit(folder, "a", b"one")
-    deposit(folder, "a", b"two")
+    for content in (b"one", b"two"):
+        deposit(folder, "a", content)
     filling = folder.allocate(3)
     folder.clear()
     assert (folder.keys(), len(buffers_of(folder))) == ([], 1)
@@ -75,8 +70,8 @@ def test_clearing_gives_back_all_that_is_not_being_filled(folder: HeldFolder) ->
 
 
 def test_what_is_there_is_adopted_and_what_was_free_is_not(folder: HeldFolder) -> None:
-    deposit(folder, "a", b"one")
-    deposit(folder, "a", b"two")
+    for content in (b"one", b"two"):
+        deposit(folder, "a", content)
     successor = HeldFolder(folder.path)
     assert content_of(successor, "a") == (b"header", b"two")
     assert len(buffers_of(successor)) == 1
@@ -92,10 +87,10 @@ def test_free_memory_that_was_deleted_is_not_used(folder: HeldFolder) -> None:
     shutil.rmtree(folder.path)
     deposit(folder, "c", b"six")
     deposit(folder, "b", b"ten")
-    assert [content_of(BlobFolder(folder.path), key)[1] for key in ("c", "b")] == [b"six", b"ten"]
+    assert contents_of(folder, "c", "b") == [b"six", b"ten"]
 
 
-def test_what_could_not_be_deposited_stays_the_callers(folder: HeldFolder) -> None:
+def test_what_could_not_be_deposited_stays_the_callers(folder: HeldFolder, tmp_path: Path) -> None:
     before = deposit(folder, "a", b"one")
     payload = folder.allocate(3)
     (folder.path / "buffers" / buffers_of(folder)[1]).unlink()
@@ -104,14 +99,10 @@ def test_what_could_not_be_deposited_stays_the_callers(folder: HeldFolder) -> No
     assert folder.get("a").payload is before
     folder.free(payload)
     assert folder.allocate(3) is not payload
-
-
-def test_memory_of_another_folder_cannot_be_given_back(folder: HeldFolder, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not allocated in this folder"):
         folder.free(HeldFolder(tmp_path / "other").allocate(1))
 
 
-@examples(50)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), max_size=40))
 def test_no_more_memory_is_kept_than_was_in_use_at_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
@@ -127,5 +118,5 @@ def test_no_more_memory_is_kept_than_was_in_use_at_once(
         most = max(most, sum(map(len, held.values())) + len(content))  # the one that is replaced is there until then
         deposit(folder, key, content)
         held[key] = content
-        assert bytes_of(folder) <= most
+        assert sum(sizes_of(folder)) <= most
     assert {key: content_of(folder, key)[1] for key in folder.keys()} == held  # noqa: SIM118

@@ -17,86 +17,20 @@ from hypothesis import strategies as st
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.footprint import forecast
 from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.codec import ROLES, PartKey, ShardIdentity, Snapshot, SnapshotHeader, layout_parts
+from moe_ckpt.store.codec import ROLES, Snapshot
 from moe_ckpt.store.memory import (
     BYTES_OF_ROLE,
     HostBuffers,
     HostMemory,
     PrivateMemory,
-    SnapshotKeeper,
     SnapshotMemory,
     Window,
     WindowState,
 )
-from moe_ckpt.types import ParallelLayout, RunIdentity
-from tests.properties import examples
-
-IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1))
-SHARD = ShardIdentity(global_rank=0, pp_rank=0, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0)
-KIB = 1 << 10
-Items = list[tuple[PartKey, torch.Tensor, tuple[int, int]]]
-
-
-def pool(limit_bytes: int | None = None) -> HostBuffers:
-    return HostBuffers(PrivateMemory(pinned=False), limit_bytes)
-
-
-def snapshot_of(buffers: HostBuffers, place: tuple[int, int, int], items: Items | None = None) -> Snapshot:
-    """Take the snapshot of a (window start, slot, number of slots)."""
-    start, slot, num_slots = place
-    parts, payload_bytes = layout_parts(items or [item_of("master", torch.zeros(250))])
-    header = SnapshotHeader(
-        identity=IDENTITY,
-        shard=SHARD,
-        iteration=start + slot,
-        window_start=start,
-        slot=slot,
-        num_slots=num_slots,
-        full=(),
-        compute=(),
-        adam_steps=(),
-        parts=parts,
-        payload_bytes=payload_bytes,
-        checksum=0,
-    )
-    return Snapshot(header=header, payload=buffers.acquire(payload_bytes))
-
-
-def item_of(role: str, tensor: torch.Tensor) -> tuple[PartKey, torch.Tensor, tuple[int, int]]:
-    return PartKey(operator="layer 0", tensor=f"{role} {tensor.dtype}", role=role), tensor, (0, tensor.numel())
-
-
-def take_window(
-    memory: SnapshotMemory,
-    buffers: HostBuffers,
-    start: int,
-    num_slots: int = 2,
-    *,
-    keeper: SnapshotKeeper | None = None,
-) -> None:
-    """Take a whole window without confirming it."""
-    memory.begin(start, num_slots)
-    for slot in range(num_slots):
-        snapshot = snapshot_of(buffers, (start, slot, num_slots))
-        if keeper:
-            keeper.add_snapshot(snapshot)
-        memory.add(snapshot)
-
-
-def persist_window(
-    memory: SnapshotMemory,
-    buffers: HostBuffers,
-    start: int,
-    num_slots: int = 2,
-    *,
-    keeper: SnapshotKeeper | None = None,
-) -> None:
-    take_window(memory, buffers, start, num_slots, keeper=keeper)
-    memory.confirm()
-
-
-def starts_of(memory: SnapshotMemory) -> list[int]:
-    return [window.start for window in memory.windows()]
+from tests.store.blobs import KIB
+from tests.store.samples import piece
+from tests.store.windows import persist_window, pool, snapshot_of, starts_of, take_window
+from tests.waits import WAIT_S
 
 
 def num_held(memory: SnapshotMemory) -> int:
@@ -114,11 +48,6 @@ def test_a_released_buffer_is_used_again() -> None:
     assert (buffers.in_use_bytes, buffers.total_bytes) == (0, 1000)
     assert buffers.acquire(900) is first
     assert (buffers.in_use_bytes, buffers.total_bytes) == (1000, 1000)
-
-
-def test_a_buffer_belongs_to_one_holder() -> None:
-    buffers = pool()
-    assert buffers.acquire(10) is not buffers.acquire(10)
     assert buffers.acquire(0).numel() == 0
 
 
@@ -135,95 +64,11 @@ def test_a_buffer_belongs_to_one_holder() -> None:
         ([4097], 0, 0),
     ],
 )
-def test_the_smallest_buffer_that_fits_is_taken_and_none_that_is_far_too_large(
-    free: list[int], nbytes: int, taken: int
-) -> None:
+def test_the_smallest_buffer_that_fits_and_is_not_far_too_large(free: list[int], nbytes: int, taken: int) -> None:
     buffers = pool()
     for buffer in [buffers.acquire(size) for size in free]:
         buffers.release(buffer)
     assert buffers.acquire(nbytes).numel() == taken
-
-
-def test_free_buffers_beyond_what_was_ever_needed_at_once_are_dropped_longest_free_first() -> None:
-    buffers = pool()
-    large, small = buffers.acquire(600 * KIB), buffers.acquire(200 * KIB)  # 800 at once
-    buffers.release(large)
-    buffers.release(small)
-    buffers.acquire(100 * KIB)  # 900 would be more than was ever needed
-    assert buffers.total_bytes == 300 * KIB
-    assert buffers.acquire(190 * KIB) is small
-
-
-def test_free_buffers_are_kept_as_long_as_they_are_no_more_than_was_needed() -> None:
-    buffers = pool()
-    sizes = [400 * KIB, 300 * KIB, 100 * KIB]
-    for buffer in [buffers.acquire(size) for size in sizes]:
-        buffers.release(buffer)
-    buffers.release(buffers.acquire(50 * KIB))  # 850 > 800: the 400 goes
-    buffers.release(buffers.acquire(350 * KIB))  # 450 + 350 fit in 800
-    assert buffers.total_bytes == 800 * KIB
-
-
-def test_memory_that_is_released_twice_or_is_not_ours_is_a_bug() -> None:
-    buffers = pool()
-    buffer = buffers.acquire(10)
-    with pytest.raises(AssertionError):
-        buffers.release(buffer[:5])
-    buffers.release(buffer)
-    with pytest.raises(AssertionError):
-        buffers.release(buffer)
-
-
-def test_the_budget_is_kept_and_named() -> None:
-    buffers = pool(limit_bytes=1000 * KIB)
-    held = buffers.acquire(600 * KIB)
-    with pytest.raises(CheckpointSaveError) as caught:
-        buffers.acquire(401 * KIB)
-    assert str(caught.value) == (
-        "host memory for snapshots: got 614400 bytes in use and 410624 more to hold, "
-        "wanted at most ckpt.memory_budget_bytes=1024000"
-    )
-    assert buffers.total_bytes == 600 * KIB
-    assert buffers.acquire(400 * KIB).numel() == 400 * KIB
-    buffers.release(held)
-    assert buffers.total_bytes == 1000 * KIB
-
-
-def test_free_buffers_make_room_before_the_budget_refuses() -> None:
-    buffers = pool(limit_bytes=1000 * KIB)
-    buffers.release(buffers.acquire(600 * KIB))
-    assert buffers.acquire(1000 * KIB).numel() == 1000 * KIB
-    assert buffers.total_bytes == 1000 * KIB
-
-
-def test_memory_that_the_machine_does_not_have_is_a_failed_save() -> None:
-    buffers = pool()
-    with pytest.raises(CheckpointSaveError, match="no host memory for a snapshot of 4611686018427387904 bytes"):
-        buffers.acquire(2**62)
-    assert buffers.total_bytes == 0
-
-
-@pytest.fixture(params=["private", "folder"])
-def memory(request: pytest.FixtureRequest, tmp_path: Path) -> HostMemory:
-    return BlobFolder(tmp_path) if request.param == "folder" else PrivateMemory(pinned=False)
-
-
-def test_memory_is_bytes_of_its_own(memory: HostMemory) -> None:
-    tensors = [memory.allocate(nbytes) for nbytes in (1000, 1, 0, 1000)]
-    for number, tensor in enumerate(tensors):
-        assert (tensor.dtype, tensor.dim(), tensor.is_contiguous()) == (torch.uint8, 1, True)
-        tensor.fill_(number)
-    assert [tensor.numel() for tensor in tensors] == [1000, 1, 0, 1000]
-    assert [set(tensor.tolist()) for tensor in tensors] == [{0}, {1}, set(), {3}]
-    memory.free(tensors.pop(0))
-    assert [set(tensor.tolist()) for tensor in tensors] == [{1}, set(), {3}]
-    assert memory.allocate(1000).numel() == 1000
-
-
-def test_memory_that_there_is_not_is_a_failed_save_and_no_harm(memory: HostMemory) -> None:
-    with pytest.raises(CheckpointSaveError, match=f"{2**62} bytes"):
-        memory.allocate(2**62)
-    assert memory.allocate(10).numel() == 10
 
 
 class CountingMemory:
@@ -240,16 +85,74 @@ class CountingMemory:
         self.allocated = [other for other in self.allocated if other is not tensor]
 
 
-def test_a_dropped_buffer_goes_back_to_its_memory() -> None:
+def test_free_buffers_beyond_the_peak_go_back_longest_free_first() -> None:
     memory = CountingMemory()
     buffers = HostBuffers(memory)
-    large, small = buffers.acquire(600 * KIB), buffers.acquire(200 * KIB)
-    buffers.release(large)
-    buffers.release(small)
+    large, small = buffers.acquire(600 * KIB), buffers.acquire(200 * KIB)  # 800 at once
+    for buffer in (large, small):
+        buffers.release(buffer)
     assert memory.allocated == [large, small]
-    fresh = buffers.acquire(100 * KIB)  # 900 would be more than was ever needed
+    buffers.acquire(100 * KIB)  # 900 would be more than was ever needed
     assert [tensor.numel() for tensor in memory.allocated] == [200 * KIB, 100 * KIB]
-    assert memory.allocated[1] is fresh
+    assert buffers.acquire(190 * KIB) is small
+
+
+def test_free_buffers_are_kept_as_long_as_they_are_no_more_than_was_needed() -> None:
+    buffers = pool()
+    for buffer in [buffers.acquire(size * KIB) for size in (400, 300, 100)]:
+        buffers.release(buffer)
+    buffers.release(buffers.acquire(50 * KIB))  # 850 > 800: the 400 goes
+    buffers.release(buffers.acquire(350 * KIB))  # 450 + 350 fit in 800
+    assert buffers.total_bytes == 800 * KIB
+
+
+def test_memory_that_is_released_twice_or_is_not_ours_is_a_bug() -> None:
+    buffers = pool()
+    buffer = buffers.acquire(10)
+    with pytest.raises(AssertionError):
+        buffers.release(buffer[:5])
+    buffers.release(buffer)
+    with pytest.raises(AssertionError):
+        buffers.release(buffer)
+
+
+def test_the_budget_is_kept_and_named_once_free_buffers_have_made_room() -> None:
+    buffers = pool(limit_bytes=1000 * KIB)
+    buffers.release(buffers.acquire(900 * KIB))
+    held = buffers.acquire(600 * KIB)
+    assert buffers.total_bytes == 600 * KIB
+    with pytest.raises(CheckpointSaveError) as caught:
+        buffers.acquire(401 * KIB)
+    assert str(caught.value) == (
+        "host memory for snapshots: got 614400 bytes in use and 410624 more to hold, "
+        "wanted at most ckpt.memory_budget_bytes=1024000"
+    )
+    assert buffers.acquire(400 * KIB).numel() == 400 * KIB
+    buffers.release(held)
+    assert buffers.total_bytes == 1000 * KIB
+
+
+@pytest.fixture(params=["private", "folder"])
+def memory(request: pytest.FixtureRequest, tmp_path: Path) -> HostMemory:
+    return BlobFolder(tmp_path) if request.param == "folder" else PrivateMemory(pinned=False)
+
+
+def test_memory_is_bytes_of_its_own(memory: HostMemory) -> None:
+    tensors = [memory.allocate(nbytes) for nbytes in (1000, 1, 0, 1000)]
+    for number, tensor in enumerate(tensors):
+        assert (tensor.dtype, tensor.dim(), tensor.is_contiguous()) == (torch.uint8, 1, True)
+        tensor.fill_(number)
+    assert [(tensor.numel(), set(tensor.tolist())) for tensor in tensors] == [
+        (1000, {0}),
+        (1, {1}),
+        (0, set()),
+        (1000, {3}),
+    ]
+    memory.free(tensors.pop(0))
+    assert [set(tensor.tolist()) for tensor in tensors] == [{1}, set(), {3}]
+    with pytest.raises(CheckpointSaveError, match=f"{2**62} bytes"):
+        memory.allocate(2**62)
+    assert memory.allocate(1000).numel() == 1000
 
 
 def test_an_adopted_buffer_is_one_in_use() -> None:
@@ -307,12 +210,12 @@ def test_threads_never_share_a_buffer() -> None:
     def use(number: int) -> bool:
         untouched = True
         for _ in range(200):
-            barrier.wait(timeout=30)
+            barrier.wait(WAIT_S)
             buffer = buffers.acquire(2000)
             buffer[0] = number
-            barrier.wait(timeout=30)
+            barrier.wait(WAIT_S)
             untouched = untouched and int(buffer[0]) == number
-            barrier.wait(timeout=30)
+            barrier.wait(WAIT_S)
             buffers.release(buffer)
         return untouched
 
@@ -325,27 +228,21 @@ def test_threads_never_share_a_buffer() -> None:
     assert buffers.in_use_bytes == 0
 
 
-def sizes_of_slots(num_slots: int, scale: float = 1.0) -> list[int]:
-    """Return the bytes of the snapshots of a window: fewer and fewer compute weights."""
-    return [int(scale * (500_000 + 40_000 * (num_slots - slot))) for slot in range(num_slots)]
-
-
 def run_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, sizes: list[int]) -> set[int]:
     """Take and confirm a window of snapshots of these sizes; return the ids of the buffers that it used."""
     memory.begin(start, len(sizes))
     for slot, size in enumerate(sizes):
-        items = [item_of("master", torch.empty(size, dtype=torch.uint8))]
-        memory.add(snapshot_of(buffers, (start, slot, len(sizes)), items))
+        memory.add(snapshot_of(buffers, (start, slot, len(sizes)), [piece(torch.empty(size, dtype=torch.uint8))]))
     memory.confirm()
     return {id(snapshot.payload) for snapshot in memory.windows()[0].snapshots}
 
 
 @pytest.mark.parametrize("keep_windows", [1, 2])
-def test_500_windows_of_the_same_sizes_use_the_memory_of_the_first(keep_windows: int) -> None:
+def test_windows_of_the_same_sizes_use_the_memory_of_the_first(keep_windows: int) -> None:
     buffers = pool()
-    memory, sizes = SnapshotMemory(buffers, keep_windows), sizes_of_slots(4)
+    memory, sizes = SnapshotMemory(buffers, keep_windows), [660_000, 620_000, 580_000, 540_000]
     used: set[int] = set()
-    for window in range(500):
+    for window in range(50):
         now = run_window(memory, buffers, 1 + 4 * window, sizes)
         assert window <= keep_windows or now <= used, "a buffer was allocated"
         used |= now
@@ -356,17 +253,16 @@ def test_windows_of_drifting_sizes_need_no_more_than_the_largest_two() -> None:
     buffers = pool()
     memory, chooser = SnapshotMemory(buffers, 1), random.Random(1)
     start, two_windows_bytes, last_bytes = 1, 0, 0
-    for window in range(500):
-        num_slots = chooser.randrange(2, 6)
-        sizes = sizes_of_slots(num_slots, scale=1.0 + 0.002 * window + chooser.random() / 2)
+    for window in range(200):
+        scale = 1.0 + 0.005 * window + chooser.random() / 2
+        sizes = [int(scale * (500_000 + 40_000 * left)) for left in range(chooser.randrange(2, 6), 0, -1)]
         run_window(memory, buffers, start, sizes)
         two_windows_bytes = max(two_windows_bytes, last_bytes + sum(sizes))
-        start, last_bytes = start + num_slots, sum(sizes)
+        start, last_bytes = start + len(sizes), sum(sizes)
         assert buffers.total_bytes <= 1.25 * two_windows_bytes + 10 * 4096
 
 
 @given(st.lists(st.lists(st.integers(1, 300_000), min_size=1, max_size=5), min_size=1, max_size=8))
-@examples(50)
 def test_sizes_that_settle_after_a_drift_soon_need_no_new_buffers(windows: list[list[int]]) -> None:
     buffers = pool()
     memory, start = SnapshotMemory(buffers, 1), 1
@@ -385,6 +281,7 @@ def test_a_window_is_taken_slot_by_slot_and_then_persisted() -> None:
     assert memory.in_flight() is None
     assert not memory.complete
     memory.begin(11, 3)
+    assert str(memory.in_flight()) == "the window from 11 (0 of 3 slots, in flight)"
     snapshots = {slot: snapshot_of(buffers, (11, slot, 3)) for slot in (1, 0, 2)}
     for slot, complete in ((1, False), (0, False), (2, True)):
         memory.add(snapshots[slot])
@@ -397,12 +294,6 @@ def test_a_window_is_taken_slot_by_slot_and_then_persisted() -> None:
     assert memory.in_flight() is None
     assert memory.windows() == [replace(window, state=WindowState.PERSISTED)]
     assert buffers.in_use_bytes == 3000
-
-
-def test_a_window_names_itself() -> None:
-    memory = SnapshotMemory(pool(), 1)
-    memory.begin(11, 3)
-    assert str(memory.in_flight()) == "the window from 11 (0 of 3 slots, in flight)"
 
 
 @pytest.mark.parametrize("keep_windows", [1, 2, 3])
@@ -420,31 +311,54 @@ def test_the_newest_windows_are_kept_and_the_buffers_of_others_released(keep_win
         assert buffers.in_use_bytes == 2000 * kept
 
 
-def test_a_window_that_was_not_completed_is_dropped_by_the_next() -> None:
+def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
+    """Do what a script says; after each step, buffers in use are those of the snapshots held."""
     buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
-    persist_window(memory, buffers, 1)
-    memory.begin(3, 2)
-    memory.add(snapshot_of(buffers, (3, 0, 2)))
-    memory.begin(4, 2)
-    assert buffers.in_use_bytes == 2000
-    assert starts_of(memory) == [1]
-    in_flight = memory.in_flight()
-    assert in_flight is not None
-    assert (in_flight.start, in_flight.snapshots) == (4, ())
-    assert memory.oldest_needed_iteration() == 1
+    memory = SnapshotMemory(buffers, keep_windows)
+    for order in script.split(", "):
+        name, *numbers = order.split()
+        starts = [int(number) for number in numbers]
+        if name == "persist":
+            persist_window(memory, buffers, *starts)
+        elif name == "take":
+            take_window(memory, buffers, *starts)
+        elif name == "begin":
+            memory.begin(starts[0], 2)
+        elif name == "add":
+            memory.add(snapshot_of(buffers, (starts[0], 0, 2)))
+        elif name == "keep_only":
+            memory.keep_only(starts)
+        else:
+            getattr(memory, name)(*starts)
+        assert buffers.in_use_bytes == 1000 * num_held(memory)
+    return memory
 
 
-def test_a_window_can_be_abandoned() -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
-    persist_window(memory, buffers, 1)
-    take_window(memory, buffers, 3)
-    memory.abandon()
-    memory.abandon()
-    assert memory.in_flight() is None
-    assert starts_of(memory) == [1]
-    assert buffers.in_use_bytes == 2000
+@pytest.mark.parametrize(
+    ("keep_windows", "script", "starts", "in_flight"),
+    [
+        (1, "persist 1, begin 3, add 3, begin 4", [1], (4, 0)),  # never completed: dropped by the next
+        (1, "persist 1, take 3, abandon, abandon", [1], None),
+        (3, "persist 1, persist 3, persist 5, take 7, drop 3", [5, 1], (7, 2)),
+        (3, "persist 1, persist 3, persist 5, take 7, drop 7, drop 1", [5, 3], None),
+        (2, "persist 1, persist 3, persist 5, take 3", [5, 3], (3, 2)),  # nothing goes before there is better
+        (2, "persist 1, persist 3, persist 5, take 3, confirm", [3], None),  # taken again after a rollback
+        (1, "persist 4, take 6, keep_complete", [6, 4], None),
+        (1, "persist 4, take 6, keep_complete, begin 8, add 8, keep_complete", [6, 4], None),
+        (1, "persist 4, take 6, keep_complete, keep_only 6 4", [6], None),  # the first that is wanted
+        (2, "persist 4, persist 6, keep_only 4 2", [4], None),  # those that others have too
+        (2, "persist 4, take 4, keep_complete", [4], None),  # the same window again
+    ],
+)
+def test_what_is_held_after(
+    keep_windows: int, script: str, starts: list[int], in_flight: tuple[int, int] | None
+) -> None:
+    memory = carry_out(script, keep_windows)
+    window = memory.in_flight()
+    assert (window and (window.start, len(window.snapshots))) == in_flight
+    assert starts_of(memory) == starts
+    assert memory.oldest_needed_iteration() == starts[-1]
+    assert all(window.complete for window in memory.windows())
 
 
 def test_a_snapshot_of_the_same_slot_is_replaced() -> None:
@@ -452,98 +366,48 @@ def test_a_snapshot_of_the_same_slot_is_replaced() -> None:
     memory = SnapshotMemory(buffers, 1)
     memory.begin(1, 2)
     old, new = snapshot_of(buffers, (1, 0, 2)), snapshot_of(buffers, (1, 0, 2))
-    memory.add(old)
-    memory.add(new)
+    for snapshot in (old, new):
+        memory.add(snapshot)
     in_flight = memory.in_flight()
     assert in_flight is not None
-    assert in_flight.snapshots == (new,)
-    assert not memory.complete
-    assert buffers.in_use_bytes == 1000
+    assert (in_flight.snapshots, memory.complete, buffers.in_use_bytes) == ((new,), False, 1000)
     assert buffers.acquire(1000) is old.payload
-
-
-def test_the_same_buffer_under_a_new_header_stays_in_use() -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
-    memory.begin(1, 1)
-    snapshot = snapshot_of(buffers, (1, 0, 1))
-    memory.add(snapshot)
-    memory.add(Snapshot(header=replace(snapshot.header, checksum=1), payload=snapshot.payload))
-    assert buffers.in_use_bytes == 1000
+    memory.add(Snapshot(header=replace(new.header, checksum=1), payload=new.payload))
+    assert buffers.in_use_bytes == 2000, "the same buffer under another header"
 
 
 @pytest.mark.parametrize(
-    "place",
-    [(3, 0, 2), (1, 0, 3), (1, 2, 2), (1, -1, 2)],
-    ids=["other window", "other length", "too late", "too early"],
+    ("place", "wrong"),
+    [
+        ((3, 0, 2), {}),
+        ((1, 0, 3), {}),
+        ((1, 2, 2), {}),
+        ((1, -1, 2), {}),
+        ((1, 1, 2), {"iteration": 1}),
+        ((1, 1, 2), {"window_start": 0}),
+    ],
 )
-def test_a_snapshot_that_does_not_belong_into_the_window_is_a_bug(place: tuple[int, int, int]) -> None:
+def test_a_snapshot_that_does_not_belong_is_a_bug(place: tuple[int, int, int], wrong: dict[str, int]) -> None:
     buffers = pool()
     memory = SnapshotMemory(buffers, 1)
     memory.begin(1, 2)
+    snapshot = snapshot_of(buffers, place)
     with pytest.raises(AssertionError):
-        memory.add(snapshot_of(buffers, place))
+        memory.add(Snapshot(header=replace(snapshot.header, **wrong), payload=snapshot.payload))
     assert num_held(memory) == 0
 
 
-@pytest.mark.parametrize("wrong", [{"iteration": 1}, {"window_start": 0}], ids=lambda wrong: next(iter(wrong)))
-def test_a_snapshot_whose_numbers_disagree_is_a_bug(wrong: dict[str, int]) -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
-    memory.begin(1, 2)
-    snapshot = snapshot_of(buffers, (1, 1, 2))
+@pytest.mark.parametrize("script", ["add 1", "confirm", "begin 1, add 1, confirm", "begin 1, add 1, drop 2"])
+def test_calls_out_of_order_are_bugs(script: str) -> None:
     with pytest.raises(AssertionError):
-        memory.add(Snapshot(header=replace(snapshot.header, **wrong), payload=snapshot.payload))
+        carry_out(script, 1)
 
 
-def test_calls_out_of_order_are_bugs() -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
+def test_numbers_from_zero_are_bugs() -> None:
     with pytest.raises(AssertionError):
-        memory.add(snapshot_of(buffers, (1, 0, 2)))
+        SnapshotMemory(pool(), 1).begin(1, 0)
     with pytest.raises(AssertionError):
-        memory.confirm()
-    memory.begin(1, 2)
-    memory.add(snapshot_of(buffers, (1, 0, 2)))
-    with pytest.raises(AssertionError):
-        memory.confirm()
-    with pytest.raises(AssertionError):
-        memory.drop(2)
-    with pytest.raises(AssertionError):
-        memory.begin(1, 0)
-    with pytest.raises(AssertionError):
-        SnapshotMemory(buffers, 0)
-
-
-def test_a_damaged_window_can_be_dropped_wherever_it_is() -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 3)
-    for start in (1, 3, 5):
-        persist_window(memory, buffers, start)
-    take_window(memory, buffers, 7)
-    memory.drop(3)
-    assert starts_of(memory) == [5, 1]
-    assert memory.complete
-    memory.drop(7)
-    assert memory.in_flight() is None
-    memory.drop(1)
-    assert starts_of(memory) == [5]
-    assert memory.oldest_needed_iteration() == 5
-    assert buffers.in_use_bytes == 2000
-
-
-def test_after_a_rollback_the_windows_taken_again_replace_those_from_before() -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 2)
-    for start in (1, 3, 5):
-        persist_window(memory, buffers, start)
-    take_window(memory, buffers, 3)
-    assert starts_of(memory) == [5, 3], "nothing goes before there is better"
-    again = memory.in_flight()
-    memory.confirm()
-    assert again is not None
-    assert memory.windows() == [replace(again, state=WindowState.PERSISTED)]
-    assert buffers.in_use_bytes == 2000
+        SnapshotMemory(pool(), 0)
 
 
 def test_bytes_are_counted_by_role_over_all_windows() -> None:
@@ -552,10 +416,10 @@ def test_bytes_are_counted_by_role_over_all_windows() -> None:
     assert set(BYTES_OF_ROLE) == set(ROLES)
     assert memory.bytes_by_role() == {"full_bytes": 0, "compute_bytes": 0, "buffer_bytes": 0}
     sizes = {"master": 100, "exp_avg": 10, "exp_avg_sq": 1, "compute": 1000, "buffer": 10_000}
-    items = [item_of(role, torch.empty(size)) for role, size in sizes.items()]
+    pieces = [piece(torch.empty(size), role=role) for role, size in sizes.items()]
     for start in (1, 2):
         memory.begin(start, 1)
-        memory.add(snapshot_of(buffers, (start, 0, 1), items))
+        memory.add(snapshot_of(buffers, (start, 0, 1), pieces))
         if start == 1:
             memory.confirm()
     assert memory.bytes_by_role() == {"full_bytes": 2 * 444, "compute_bytes": 2 * 4000, "buffer_bytes": 2 * 40_000}
@@ -584,9 +448,7 @@ def test_every_buffer_in_use_is_held_and_every_other_is_free(calls: list[str], k
         assert starts_of(memory) == sorted(starts_of(memory), reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("num_slots", "per_parameter"), [(1, 12), (2, 13), (3, 14), (4, 15), (6, 17)], ids=lambda number: str(number)
-)
+@pytest.mark.parametrize(("num_slots", "per_parameter"), [(1, 12), (2, 13), (3, 14), (4, 15), (6, 17)])
 def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots: int, per_parameter: int) -> None:
     num_parameters = 1200
     buffers = pool()
@@ -596,8 +458,8 @@ def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots
         for slot in range(num_slots):
             active = torch.empty(num_parameters // num_slots)
             frozen = torch.empty(num_parameters * (num_slots - 1 - slot) // num_slots, dtype=torch.bfloat16)
-            items = [item_of(role, active) for role in ("master", "exp_avg", "exp_avg_sq")]
-            memory.add(snapshot_of(buffers, (start, slot, num_slots), [*items, item_of("compute", frozen)]))
+            pieces = [piece(active, role=role) for role in ("master", "exp_avg", "exp_avg_sq")]
+            memory.add(snapshot_of(buffers, (start, slot, num_slots), [*pieces, piece(frozen, role="compute")]))
         if start == 1:
             memory.confirm()
     wanted = forecast(
@@ -611,31 +473,3 @@ def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots
     assert sum(memory.bytes_by_role().values()) == buffers.in_use_bytes == wanted.snapshots_bytes
     assert wanted.snapshots_bytes == 2 * (12 + (num_slots - 1)) * num_parameters
     assert wanted.double_buffered_dense_bytes == 24 * num_parameters
-
-
-def test_a_complete_window_is_kept_beside_the_confirmed_one_when_its_taking_is_cut_off() -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
-    persist_window(memory, buffers, 4)
-    take_window(memory, buffers, 6)
-    memory.keep_complete()
-    assert starts_of(memory) == [6, 4]
-    memory.begin(8, 2)
-    memory.add(snapshot_of(buffers, (8, 0, 2)))
-    memory.keep_complete()
-    assert starts_of(memory) == [6, 4], "an incomplete one is good for nothing"
-    memory.keep_only([6, 4])
-    assert starts_of(memory) == [6], "the first that is wanted"
-    assert sum(len(window.snapshots) for window in memory.windows()) == 2
-
-
-def test_only_windows_that_others_have_too_are_kept() -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 2)
-    persist_window(memory, buffers, 4)
-    persist_window(memory, buffers, 6)
-    memory.keep_only([4, 2])
-    assert starts_of(memory) == [4]
-    take_window(memory, buffers, 4)
-    memory.keep_complete()
-    assert starts_of(memory) == [4], "the same window again"

@@ -45,14 +45,10 @@ def test_both_start_and_record_are_needed() -> None:
     assert log.reaches(1) == -1
 
 
-def test_what_was_logged_is_returned() -> None:
+def test_what_was_logged_last_is_returned() -> None:
     log = log_of(3, 6)
     assert log.record(4).gradients.total_norm == 4.0
     assert log.start(7)["rng"].tolist() == [7] * 16
-
-
-def test_a_second_entry_replaces_the_first() -> None:
-    log = log_of(3, 6)
     log.note_start(4, {"rng": torch.zeros(2)})
     newer = record(4, tied_gradient=torch.ones(3))
     log.add(newer)
@@ -60,24 +56,19 @@ def test_a_second_entry_replaces_the_first() -> None:
     assert log.record(4) is newer
 
 
-def test_old_iterations_are_dropped() -> None:
+def test_old_iterations_and_what_came_after_a_rollback_are_dropped() -> None:
     log = log_of(3, 6)
     log.drop_up_to(4)
-    assert log.reaches(5) == 6
     for get in (log.start, log.record):
         with pytest.raises(CheckpointLoadError):
             get(4)
     log.drop_up_to(2)
     assert log.reaches(5) == 6
+    log.drop_after(5)
+    assert log.reaches(5) == 5
+    assert not log.has_start(6)
     log.drop_up_to(9)
     assert log.size_bytes == 0
-
-
-def test_what_came_after_a_rollback_is_dropped() -> None:
-    log = log_of(3, 6)
-    log.drop_after(4)
-    assert log.reaches(3) == 4
-    assert not log.has_start(5)
 
 
 def test_an_iteration_that_is_missing_is_named_with_those_that_are_there() -> None:
@@ -92,15 +83,15 @@ def test_an_iteration_that_is_missing_is_named_with_those_that_are_there() -> No
 
 def test_the_size_is_that_of_all_tensors() -> None:
     log = StepLog()
-    assert log.size_bytes == 0
+    sizes = [log.size_bytes]
     log.note_start(1, started(1))
-    assert log.size_bytes == 24
-    log.add(record(1))
-    assert log.size_bytes == 24
-    log.add(record(1, tied_gradient=torch.ones(5, dtype=torch.bfloat16)))
-    log.add(record(2, tied_gradient=torch.ones(3)))
-    assert log.size_bytes == 46
-    log.add(record(2))
-    assert log.size_bytes == 34
+    for each in (
+        record(1),
+        record(1, tied_gradient=torch.ones(5, dtype=torch.bfloat16)),
+        record(2, tied_gradient=torch.ones(3)),
+        record(2),
+    ):
+        log.add(each)
+        sizes.append(log.size_bytes)
     log.drop_up_to(1)
-    assert log.size_bytes == 0
+    assert [*sizes, log.size_bytes] == [0, 24, 34, 46, 34, 0]

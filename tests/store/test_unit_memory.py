@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.store.codec import Snapshot, SnapshotHeader, UnitTag
+from moe_ckpt.store.codec import Snapshot, UnitTag
 from moe_ckpt.store.memory import HostBuffers
 from moe_ckpt.store.unit_memory import Kept, UnitMemory, compose, name_of, without_torn
 from moe_ckpt.store.updates import Gradients
 from moe_ckpt.types import CORE, Version
-from tests.store.test_memory import IDENTITY, SHARD, pool
+from tests.store.samples import HEADER
+from tests.store.windows import pool
 
 NAMES = (CORE, "a", "b", "c")
 
@@ -38,27 +39,13 @@ def unit(
         complete_with=NAMES if name == CORE else (),
         taken_with=taken_with if name == CORE else (0, 0, 0),
     )
-    header = SnapshotHeader(
-        identity=IDENTITY,
-        shard=SHARD,
-        iteration=iteration,
-        window_start=iteration,
-        slot=0,
-        num_slots=1,
-        full=(name,),
-        compute=(),
-        adam_steps=(),
-        parts=(),
-        payload_bytes=0,
-        checksum=0,
-        unit=tag,
-    )
+    header = replace(HEADER, iteration=iteration, window_start=iteration, slot=0, num_slots=1, full=(name,), unit=tag)
     return Snapshot(header=header, payload=torch.empty(8, dtype=torch.uint8) if payload is None else payload)
 
 
 @dataclass(kw_only=True)
 class Rank:
-    """A rank's memory, with its buffers, and a keeper that hears of what is dropped."""
+    """A rank's memory, with its buffers, and a keeper that notes what is dropped."""
 
     buffers: HostBuffers = field(default_factory=pool)
     dropped: list[str] = field(default_factory=list)
@@ -72,19 +59,36 @@ class Rank:
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         self.dropped.append(said(snapshot))
 
-    def take(self, iteration: int, units: dict[str, str], *, lineage: int = 0) -> None:
+    def begin(self, iteration: int, units: dict[str, str], *, lineage: int = 0) -> None:
         """Take units, each kept at places."""
-        self.memory.begin(Version(lineage=lineage, iteration=iteration), len(units))
+        self.memory.begin(at(iteration, lineage), len(units))
         for name, places in units.items():
             payload = self.buffers.acquire(8)
             self.memory.add(unit(name, iteration, lineage=lineage, places=places, payload=payload))
 
+    def take(self, iteration: int, units: dict[str, str], *, lineage: int = 0) -> None:
+        """Take units, and confirm them."""
+        self.begin(iteration, units, lineage=lineage)
+        self.memory.confirm()
+
     def base(self, iteration: int = 0, *, lineage: int = 0) -> None:
         self.take(iteration, dict.fromkeys(NAMES, "pd"), lineage=lineage)
-        self.memory.confirm()
 
     def kept(self) -> set[str]:
         return {said(snapshot) for snapshot in self.memory.snapshots()}
+
+    def composed(self, iteration: int, lineage: int = 0) -> set[str]:
+        return {said(snapshot) for snapshot in self.memory.checkpoint(at(iteration, lineage))}
+
+    def starts(self) -> list[int]:
+        return [window.start for window in self.memory.windows()]
+
+
+@pytest.fixture
+def rank() -> Rank:
+    rank = Rank()
+    rank.base()
+    return rank
 
 
 def said(snapshot: Snapshot) -> str:
@@ -95,52 +99,34 @@ def at(iteration: int, lineage: int = 0) -> Version:
     return Version(lineage=lineage, iteration=iteration)
 
 
-def composed(rank: Rank, version: Version) -> set[str]:
-    return {said(snapshot) for snapshot in rank.memory.checkpoint(version)}
-
-
-def test_a_checkpoint_has_each_unit_as_it_was_last_taken() -> None:
-    rank = Rank()
-    rank.base()
+def test_a_checkpoint_has_each_unit_as_it_was_last_taken(rank: Rank) -> None:
     rank.take(1, {CORE: "", "a": ""})
-    rank.memory.confirm()
     rank.take(2, {CORE: "", "b": ""})
-    rank.memory.confirm()
-    assert composed(rank, at(2)) == {"core@2", "a@1", "b@2", "c@0"}
-    assert composed(rank, at(1)) == set(), "its core is not kept any more"
+    assert rank.composed(2) == {"core@2", "a@1", "b@2", "c@0"}
+    assert rank.composed(1) == set(), "its core is not kept any more"
 
 
-def test_what_has_been_replaced_is_dropped() -> None:
-    rank = Rank()
-    rank.base()
-    rank.take(1, dict.fromkeys(NAMES, "pd"))
-    rank.memory.confirm()
+def test_what_has_been_replaced_is_dropped(rank: Rank) -> None:
+    rank.base(1)
     assert rank.dropped == ["core@0", "a@0", "b@0", "c@0"]
     assert rank.kept() == {"core@1", "a@1", "b@1", "c@1"}
 
 
-def test_what_peers_and_disk_need_is_kept_beside_what_is_newer() -> None:
-    rank = Rank()
-    rank.base()
+def test_what_peers_and_disk_need_is_kept_beside_what_is_newer(rank: Rank) -> None:
     rank.take(1, {CORE: "p", "a": "p", "b": ""})
-    rank.memory.confirm()
-    assert composed(rank, at(1)) == {"core@1", "a@1", "b@1", "c@0"}
+    assert rank.composed(1) == {"core@1", "a@1", "b@1", "c@0"}
     assert rank.kept() == {"core@1", "a@1", "b@1", "c@0"} | {"b@0"} | {"core@0", "a@0"}, "peers have b@0, the disk all"
 
 
-def test_the_checkpoint_on_disk_stays_whole_in_memory() -> None:
-    rank = Rank()
-    rank.base()
+def test_the_checkpoint_on_disk_stays_whole_in_memory(rank: Rank) -> None:
     for iteration in (1, 2, 3):
-        rank.take(iteration, {CORE: "d" if iteration == 2 else "", "a": ""})
+        rank.begin(iteration, {CORE: "d" if iteration == 2 else "", "a": ""})
         rank.memory.confirm(also=[at(2)] if iteration == 3 else [])
-    assert composed(rank, at(2)) == {"core@2", "a@2", "b@0", "c@0"}
-    assert composed(rank, at(3)) == {"core@3", "a@3", "b@0", "c@0"}
+    assert rank.composed(2) == {"core@2", "a@2", "b@0", "c@0"}
+    assert rank.composed(3) == {"core@3", "a@3", "b@0", "c@0"}
 
 
-def test_an_unfinished_snapshot_makes_no_checkpoint() -> None:
-    rank = Rank()
-    rank.base()
+def test_an_unfinished_snapshot_makes_no_checkpoint(rank: Rank) -> None:
     rank.memory.begin(at(1), 2)
     rank.memory.add(unit(CORE, 1, payload=rank.buffers.acquire(8)))
     window = rank.memory.in_flight()
@@ -148,41 +134,32 @@ def test_an_unfinished_snapshot_makes_no_checkpoint() -> None:
     assert not window.complete
     rank.memory.keep_complete()
     assert rank.memory.in_flight() is None
-    assert rank.dropped == ["core@1"]
-    assert [window.start for window in rank.memory.windows()] == [0]
+    assert (rank.dropped, rank.starts()) == (["core@1"], [0])
 
 
-def test_a_complete_snapshot_is_kept_beside_the_one_before_until_the_next() -> None:
-    rank = Rank()
-    rank.base()
-    rank.take(1, {CORE: "", "a": ""})
+def test_a_complete_snapshot_is_kept_beside_the_one_before_until_the_next(rank: Rank) -> None:
+    rank.begin(1, {CORE: "", "a": ""})
     rank.memory.keep_complete()
-    assert [window.start for window in rank.memory.windows()] == [1, 0]
-    rank.take(2, dict.fromkeys(NAMES, "pd"))
-    rank.memory.confirm()
-    assert [window.start for window in rank.memory.windows()] == [2]
+    assert rank.starts() == [1, 0]
+    rank.base(2)
+    assert rank.starts() == [2]
 
 
-def test_lines_do_not_mix() -> None:
-    rank = Rank()
-    rank.base()
+def test_lines_do_not_mix(rank: Rank) -> None:
     rank.take(5, {CORE: "", "a": ""})
-    rank.memory.confirm()
-    rank.take(3, {CORE: "pd", "b": "pd"}, lineage=1)
+    rank.begin(3, {CORE: "pd", "b": "pd"}, lineage=1)
     rank.memory.keep_complete()
-    assert composed(rank, at(3, lineage=1)) == set(), "units of the line before do not count"
-    assert composed(rank, at(5)) == {"core@5", "a@5", "b@0", "c@0"}
+    assert rank.composed(3, 1) == set(), "units of the line before do not count"
+    assert rank.composed(5) == {"core@5", "a@5", "b@0", "c@0"}
     rank.base(3, lineage=2)
     assert rank.kept() == {"core@3", "a@3", "b@3", "c@3"}
 
 
-def test_what_an_earlier_process_has_kept_is_taken_over() -> None:
-    first, second = Rank(), Rank()
-    first.base()
-    first.take(1, {CORE: "", "a": ""})
-    first.memory.confirm()
-    second.memory.adopt(first.memory.snapshots())
-    assert composed(second, at(1)) == composed(first, at(1))
+def test_what_an_earlier_process_has_kept_is_taken_over(rank: Rank) -> None:
+    rank.take(1, {CORE: "", "a": ""})
+    second = Rank()
+    second.memory.adopt(rank.memory.snapshots())
+    assert second.composed(1) == rank.composed(1)
     second.memory.clear()
     assert second.buffers.in_use_bytes == 0
 
@@ -203,9 +180,8 @@ def test_a_core_of_which_the_snapshot_is_torn_does_not_count(place: Kept) -> Non
     torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("b", 1)]
     for number in range(1, 4):
         found = without_torn([*older, *torn[:number]], place)
-        assert (at(1) in [each.header.version for each in found if name_of(each) == CORE]) == (
-            number >= TAKEN_WITH[place]
-        )
+        cores = [each.header.version for each in found if name_of(each) == CORE]
+        assert (at(1) in cores) == (number >= TAKEN_WITH[place])
         assert {said(each) for each in found} >= {said(each) for each in [*older, *torn[1:number]]}
 
 
@@ -217,37 +193,33 @@ def test_a_unit_that_is_there_twice_does_not_stand_for_another() -> None:
 def test_what_an_earlier_process_has_torn_is_given_up() -> None:
     rank = Rank()
     rank.memory.adopt([*(unit(name, 0) for name in NAMES), unit(CORE, 1, taken_with=TAKEN_WITH)])
-    assert [window.start for window in rank.memory.windows()] == [0]
+    assert rank.starts() == [0]
 
 
 PLACES = st.sampled_from(["", "p", "d", "pd"])
-SNAPSHOTS = st.lists(st.tuples(PLACES, st.dictionaries(st.sampled_from(NAMES[1:]), PLACES)), max_size=12)
 
 
-@given(snapshots=SNAPSHOTS, data=st.data())
-def test_every_place_can_always_make_a_checkpoint_and_nothing_else_is_kept(
-    snapshots: list[tuple[str, dict[str, str]]], data: st.DataObject
+@given(st.lists(st.tuples(PLACES, st.dictionaries(st.sampled_from(NAMES[1:]), PLACES)), max_size=12))
+def test_every_place_can_make_a_checkpoint_and_nothing_else_is_kept(
+    snapshots: list[tuple[str, dict[str, str]]],
 ) -> None:
     rank, taken = Rank(), {name: {place: [0] for place in ("", "p", "d")} for name in NAMES}
     rank.base()
     for iteration, (places, others) in enumerate(snapshots, start=1):
         units = {CORE: places, **others}
         rank.take(iteration, units)
-        rank.memory.confirm()
         for name, where in units.items():
             for place in ("", *where):
                 taken[name][place].append(iteration)
         newest = {f"{name}@{versions[-1]}" for name, places in taken.items() for versions in places.values()}
         assert rank.kept() == newest
-        assert composed(rank, at(iteration)) == {f"{name}@{places[''][-1]}" for name, places in taken.items()}
+        assert rank.composed(iteration) == {f"{name}@{places[''][-1]}" for name, places in taken.items()}
     assert rank.buffers.in_use_bytes == 8 * len(rank.memory.snapshots())
 
 
 @pytest.mark.parametrize("also", [(), (at(0),)])
-def test_memory_is_bounded(also: tuple[Version, ...]) -> None:
-    rank = Rank()
-    rank.base()
+def test_memory_is_bounded(rank: Rank, also: tuple[Version, ...]) -> None:
     for iteration in range(1, 50):
-        rank.take(iteration, {CORE: "p", NAMES[1 + iteration % 3]: "p"})
+        rank.begin(iteration, {CORE: "p", NAMES[1 + iteration % 3]: "p"})
         rank.memory.confirm(also)
         assert len(rank.memory.snapshots()) <= 3 * len(NAMES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,34 +16,23 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.codec import EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, Snapshot, SnapshotHeader, UnitTag
+from moe_ckpt.store.codec import EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, UnitTag
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.journal import Journal
 from moe_ckpt.store.memory import HostBuffers
 from moe_ckpt.store.replicate import Replicator
 from moe_ckpt.store.snapshot import SnapshotEngine, Wanted
 from moe_ckpt.store.updates import AdamStep, Gradients, is_update, update_from_bytes
-from tests.store.test_blobs import buffers_of
-from tests.store.test_memory import IDENTITY, SHARD
-from tests.store.test_replicate import WAIT_S, Ranks
+from tests.store import samples
+from tests.store.blobs import buffers_of, content_of
+from tests.store.peers import Ranks, ranks_in
+from tests.store.samples import SHARD, Piece
+from tests.waits import WAIT_S
 
 UNIT = "layer 0 expert 1"
 SIZES = {"fc1": 1003, "fc2": 70_001}
-HEADER = SnapshotHeader(
-    identity=IDENTITY,
-    shard=SHARD,
-    iteration=0,
-    window_start=0,
-    slot=0,
-    num_slots=1,
-    full=(UNIT,),
-    compute=(),
-    adam_steps=(),
-    parts=(),
-    payload_bytes=0,
-    checksum=0,
-    unit=UnitTag(name=UNIT, lineage=0, on_peers=True, on_disk=False, seen_tokens=0),
-)
+TAG = UnitTag(name=UNIT, lineage=0, on_peers=True, on_disk=False, seen_tokens=0)
+HEADER = replace(samples.HEADER, iteration=0, window_start=0, slot=0, num_slots=1, full=(UNIT,), unit=TAG)
 
 
 class Asked:
@@ -80,8 +68,8 @@ class Owner:
         self.header = HEADER
         self._step()
 
-    def train(self, *, lineage: int = 0, learning_rate_told: float | None = None) -> Snapshot:
-        """Take a step and a snapshot, wait for its copies, and return it."""
+    def train(self, *, lineage: int = 0, learning_rate_told: float | None = None) -> str:
+        """Take a step and a snapshot, wait for its copies, which are exact, and return their key."""
         group = self.optimizer.param_groups[0]
         group["lr"] *= 0.9
         told = AdamStep(
@@ -95,21 +83,16 @@ class Owner:
         )
         self._step()
         iteration = self.header.iteration + 1
-        unit = replace(HEADER.unit, lineage=lineage) if HEADER.unit else None
-        self.header = replace(HEADER, iteration=iteration, window_start=iteration, unit=unit)
+        self.header = replace(HEADER, iteration=iteration, window_start=iteration, unit=replace(TAG, lineage=lineage))
         self.engine.capture([Wanted(self.header, self._pieces, (), self._gradients(told))])
         taken = self.engine.collect(wait=True)
         assert taken
         (snapshot,) = taken.snapshots
         assert self.journal.has_copies([snapshot])
-        return snapshot
-
-    def of_peer(self, iteration: int) -> bytes:
-        """Return the payload of the peer's copy of an iteration, exactly."""
         (key,) = (key for key in self.peer.keys() if key.startswith(f"snapshot-{iteration}-"))  # noqa: SIM118
-        blob = self.peer.get(key)
-        assert blob.payload is not None
-        return blob.payload[: blob.payload_bytes].numpy().tobytes()
+        own = snapshot.payload[: snapshot.header.payload_bytes].numpy().tobytes()
+        assert content_of(self.peer, key)[1] == own, "the peer's copy is not the owner's state"
+        return key
 
     def _draw(self, size: int) -> torch.Tensor:
         return torch.randn(size, generator=self._random)
@@ -119,7 +102,7 @@ class Owner:
             weight.grad = self._draw(weight.numel())
         self.optimizer.step()
 
-    def _pieces(self) -> list[tuple[PartKey, torch.Tensor, tuple[int, int]]]:
+    def _pieces(self) -> list[Piece]:
         return [
             (PartKey(operator=UNIT, tensor=name, role=role), tensor.detach(), (0, tensor.numel()))
             for name, weight in self.weights.items()
@@ -140,12 +123,14 @@ class Owner:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    with ExitStack() as stack:
-        yield Ranks(tmp_path, stack)
+    with ranks_in(tmp_path) as ranks:
+        yield ranks
 
 
-def payload(snapshot: Snapshot) -> bytes:
-    return snapshot.payload[: snapshot.header.payload_bytes].numpy().tobytes()
+@pytest.fixture
+def owner(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> Owner:
+    caplog.set_level(logging.WARNING)
+    return Owner(ranks, torch.optim.AdamW)
 
 
 ADAMS = {
@@ -160,67 +145,50 @@ ADAMS = {
 def test_a_peer_takes_the_steps_itself_and_comes_to_the_same_bits(name: str, ranks: Ranks) -> None:
     adam, options = ADAMS[name]
     owner = Owner(ranks, adam, **options)
-    for iteration in range(1, 6):
-        snapshot = owner.train()
-        assert owner.of_peer(iteration) == payload(snapshot)
+    for _ in range(5):
+        owner.train()
     assert [is_update(key) for key in owner.asked.keys] == [False, True, True, True, True]
     assert not any(is_update(key) for key in owner.peer.keys())  # noqa: SIM118 - not a mapping
     earlier = [key for key in owner.own.keys() if "-5-" not in key]  # noqa: SIM118 - not a mapping
     assert not any(map(is_update, earlier)), "of no use any more"
 
 
-def test_memory_of_gradients_is_used_again_on_both_sides(ranks: Ranks) -> None:
-    owner = Owner(ranks, torch.optim.AdamW)
+def test_memory_of_gradients_is_used_again_on_both_sides(owner: Owner) -> None:
     for _ in range(9):
         owner.train()
     assert max(map(int, buffers_of(owner.peer))) == 9 + 1
     assert max(map(int, buffers_of(owner.own))) <= 9 + 2  # the next may be packed before the last is known to be there
 
 
-def test_a_gap_is_noticed_and_the_whole_state_sent(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    owner = Owner(ranks, torch.optim.AdamW)
+def test_a_gap_is_noticed_and_the_whole_state_sent(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
     owner.train()
     owner.peer.clear()
-    with caplog.at_level(logging.WARNING):
-        second = owner.train()
-    assert owner.of_peer(2) == payload(second)
+    owner.train()
     assert "wanted that of iteration 1" in caplog.text
-    third = owner.train()
-    assert owner.of_peer(3) == payload(third)
+    owner.train()
     assert [is_update(key) for key in owner.asked.keys] == [False, True, True], "the stream goes on"
     assert len(caplog.records) == 1
 
 
-def test_a_copy_that_was_damaged_is_not_built_upon(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    owner = Owner(ranks, torch.optim.AdamW)
-    owner.train()
-    (key,) = owner.peer.keys()
-    damaged = owner.peer.get(key).payload
+def test_a_copy_that_was_damaged_is_not_built_upon(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+    damaged = owner.peer.get(owner.train()).payload
     assert damaged is not None
     damaged[100] ^= 1
-    with caplog.at_level(logging.WARNING):
-        second = owner.train()
-    assert owner.of_peer(2) == payload(second)
+    owner.train()
     assert "got a state with checksum" in caplog.text
 
 
 def test_a_peer_that_never_comes_to_the_same_is_sent_whole_states(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
+    owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    owner = Owner(ranks, torch.optim.AdamW)
-    with caplog.at_level(logging.WARNING):
-        for iteration in range(1, 7):
-            snapshot = owner.train(learning_rate_told=1.0)
-            assert owner.of_peer(iteration) == payload(snapshot)
-    assert len(caplog.records) == 3, "then nobody tries again"
+    for _ in range(6):
+        owner.train(learning_rate_told=1.0)
+    assert len(caplog.records) == 3, "then there is no other attempt"
 
 
-def test_another_line_is_no_base(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    owner = Owner(ranks, torch.optim.AdamW)
+def test_another_line_is_no_base(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
     owner.train()
-    with caplog.at_level(logging.WARNING):
-        second = owner.train(lineage=1)
-    assert owner.of_peer(2) == payload(second)
+    owner.train(lineage=1)
     assert "wanted the iteration before" in caplog.text
 
 
