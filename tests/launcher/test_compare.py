@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from launcher.compare import main, plan_variants
 from moe_ckpt.errors import ConfigError
-from tests.report_runs import write_run
+from tests.report_runs import Story, committed, write_run
+from tests.stand_in_torchrun import StandIn
 from tests.training import fast
 
 AT = ("fault=at", "fault.at=[{iteration: 3, rank: 1, phase: backward}]")
 
 
-def test_guarded_policies_strike_themselves_and_the_others_are_struck_from_outside() -> None:
+def test_policies_without_guards_are_struck_from_outside() -> None:
     dense, moevement = plan_variants(["dense", "moevement", *AT, "model.num_layers=2"], 4)
     assert moevement.overrides == ("ckpt=moevement", *AT, "model.num_layers=2")
     assert moevement.kills == ()
@@ -78,10 +80,48 @@ def test_runs_that_are_there_are_not_touched(tmp_path: Path, capsys: pytest.Capt
     assert "wanted a folder without runs" in capsys.readouterr().err
 
 
+SETTINGS = tuple(setting for setting in fast("train.iterations=6") if setting != "run.progress=none")
+
+
+def test_runs_are_started_struck_and_reported_on_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in = StandIn(tmp_path / "bin", monkeypatch)
+    stand_in.wait_for_strike("1-none", 1, [(1.0, committed(1)), (2.0, committed(2))])
+    write_run(stand_in.run_of("1-none"), Story(ranks=2, fault_after=None), policy="none")
+    write_run(stand_in.run_of("2-gemini"), Story(ranks=2), policy="gemini")
+    stand_in.fail("3-dense")
+    folder = tmp_path / "runs"
+    assert main(["none", "gemini", "dense", *SETTINGS, *AT, "--ranks", "2", "-o", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert stand_in.struck_by == signal.SIGKILL
+    starts = [("none", 1, ("fault=none",)), ("gemini", 0, AT), ("dense", 1, ("fault=none",))]
+    for number, (command, (policy, restarts, faults)) in enumerate(zip(stand_in.commands, starts, strict=True), 1):
+        first, last = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"], f"run.dir={folder}/"
+        assert command[:3] == first
+        assert command[3].endswith("launcher/train.py")
+        assert command[4] == f"ckpt={policy}"
+        assert {*SETTINGS, *faults} <= set(command)
+        assert command[-1] == f"{last}{number}-{policy}"
+    assert "| run | 1-none | 2-gemini |" in said
+    assert "| state | finished | finished |" in said
+    assert f"ended with status 1; {folder}/3-dense.log says why" in said
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_where_no_run_has_begun_there_is_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StandIn(tmp_path / "bin", monkeypatch).fail("1-gemini")
+    assert main(["gemini", *AT, "-o", str(tmp_path / "runs")]) == 1
+    assert "error: no run has begun" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "report.html").exists()
+
+
+@pytest.mark.full
 @pytest.mark.timeout(400)  # three starts of torchrun
-def test_two_policies_under_the_same_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [setting for setting in fast("train.iterations=6") if setting != "run.progress=none"]
-    assert main(["none", "gemini", *settings, *AT, "--ranks", "2", "-o", str(tmp_path)]) == 0
+def test_two_real_policies_under_the_same_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["none", "gemini", *SETTINGS, *AT, "--ranks", "2", "-o", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "| run | 1-none | 2-gemini |" in said
     assert "| state | finished | finished |" in said

@@ -59,7 +59,7 @@ def logged(rank: int, *told: tuple[float, Event]) -> list[LoggedEvent]:
     return [LoggedEvent(t_s=t_s, global_rank=rank, event=event) for t_s, event in told]
 
 
-def test_a_fault_costs_all_from_the_last_iteration_before_it_to_the_next_new_one() -> None:
+def test_a_fault_costs_all_between_iterations_before_and_after_it() -> None:
     start = [(float(number), committed(number)) for number in (1, 2, 3)]
     survivor = logged(0, (0, born(0)), *start, (6, rejoined(1, 2)), (8, committed(3)), (9, committed(4)))
     dead_first = [(t_s + 0.1, event) for t_s, event in start]
