@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.codec import SnapshotHeader, header_from_json, header_to_json
 from moe_ckpt.store.entry import entry_from_bytes, entry_to_bytes
+from moe_ckpt.types import CORE
+
+Choice = Callable[[SnapshotHeader], bool]
 
 
 def flip_a_bit(folder: Path) -> None:
@@ -29,3 +33,39 @@ def rewrite_headers(folder: Path, change: Callable[[SnapshotHeader], SnapshotHea
         entry = entry_from_bytes(path.stem, path.read_bytes())
         header = header_to_json(change(header_from_json(entry.header)))
         path.write_bytes(entry_to_bytes(replace(entry, header=header)))
+
+
+def is_unit(name: str, iteration: int | None = None) -> Choice:
+    """Choose a unit by its name, in one version or in all."""
+    return lambda header: header.unit is not None and header.unit.name == name and iteration in (None, header.iteration)
+
+
+def is_expert_at(iteration: int) -> Choice:
+    """Choose the experts that a partial snapshot of this iteration took."""
+    return lambda header: header.unit is not None and header.unit.name != CORE and header.iteration == iteration
+
+
+def snapshots_in(path: Path, is_chosen: Choice = lambda _: True) -> dict[str, SnapshotHeader]:
+    """Return the headers of snapshots in a blob folder, by key."""
+    folder = BlobFolder(path)
+    blobs = {key: folder.get(key) for key in folder.keys()}  # noqa: SIM118 - not a mapping
+    headers = {key: header_from_json(blob.header) for key, blob in blobs.items() if blob.payload is not None}
+    return {key: header for key, header in headers.items() if is_chosen(header)}
+
+
+def drop_snapshots(path: Path, is_chosen: Choice) -> None:
+    """Remove the chosen snapshots, at least one, from a blob folder."""
+    chosen = snapshots_in(path, is_chosen)
+    assert chosen, f"nothing to drop in {path}"
+    for key in chosen:
+        BlobFolder(path).discard(key)
+
+
+def flip_a_bit_of(path: Path, is_chosen: Choice) -> None:
+    """Flip a bit in the payload of the chosen snapshots, at least one, of a blob folder."""
+    chosen = snapshots_in(path, is_chosen)
+    assert chosen, f"nothing to damage in {path}"
+    for key in chosen:
+        payload = BlobFolder(path).get(key).payload
+        assert payload is not None
+        payload[0] ^= 1

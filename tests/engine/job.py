@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from moe_ckpt.runtime.keeper import TrainerDoor
 from moe_ckpt.runtime.membership import Member
 from moe_ckpt.runtime.page import ANY_ITERATION, Page
 from moe_ckpt.runtime.session import Session
-from moe_ckpt.runtime.stage import Place
+from moe_ckpt.runtime.stage import Boost, Place
 from moe_ckpt.runtime.tokens import TokenRate
 from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.codec import ShardIdentity
@@ -224,11 +224,13 @@ class _Training:
         self.job.notes[self.rank] = notes
         if self.prepared and self.prepared[0] == done:  # a recovery has finished its step
             self.job.note_loss(*self.prepared)
+        self.job.note_start(done, self.rank, self.model)
         while done < self.job.iterations:
             try:
                 done = self._run_iteration(done + 1)
             except RolledBackError as back:
                 done = back.iteration
+                self.job.note_start(done, self.rank, self.model)
 
     def _run_iteration(self, iteration: int) -> int:
         model, hooks = self.model, self.session
@@ -255,7 +257,7 @@ class _Training:
         if hooks:
             hooks.step_committed(iteration)
         self._log(iteration, loss, gradients)
-        self.job.note_digest(iteration, self.rank, model.digest())
+        self.job.note_state(iteration, self.rank, model)
         return iteration
 
     def _mean_over_job(self, losses: list[float], iteration: int) -> float:
@@ -281,8 +283,24 @@ class _Training:
         )
 
 
+class Observer(Protocol):
+    """Sees the models of all ranks, from their threads."""
+
+    def started(self, iteration: int, rank: int, model: Model) -> None:
+        """All ranks go on from the state after `iteration`."""
+        ...
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        """The rank has finished an iteration."""
+        ...
+
+
 class ThreadJob:
-    """A job of `shape` that trains `iterations` under `config`, or without a session, while faults strike in order."""
+    """A job of `shape` that trains `iterations` under `config`, or without a session, while faults strike in order.
+
+    `lossless`: all states and losses are compared with those of the job without faults; by default by the policy.
+    `settles`: after each iteration ranks wait until its snapshot is in memory and on peers, and the one before on disk.
+    """
 
     def __init__(
         self,
@@ -296,6 +314,9 @@ class ThreadJob:
         ranks_per_node: int = 1,
         losses: Sequence[Any] = (),
         run_id: str = "run",
+        lossless: bool | None = None,
+        settles: bool = False,
+        boost_of: Callable[[Model], Boost] | None = None,
     ) -> None:
         self.folder, self.config, self.shape = folder, config, shape or Shape()
         self.iterations = iterations
@@ -303,9 +324,17 @@ class ThreadJob:
         self.notes: dict[int, Sequence[str]] = {}
         self.sessions: dict[int, Session] = {}
         self.models: dict[int, Model] = {}
+        self.files: dict[int, ModelFiles] = {}
         self.struck: list[Fault] = []
         self.on_worker: list[Callable[[int, Session], None]] = []
         self.upsets: dict[tuple[int, int], Callable[[Model], object]] = {}  # once, by rank and iteration
+        self.observers: list[Observer] = []
+        is_partial = config is not None and config.policy in ("moc", "moetion")
+        self._lossless = not is_partial if lossless is None else lossless
+        self.checks_digests = config is not None and self._lossless
+        self._settles = settles
+        self._boost_of = boost_of
+        self.before_fetch: Callable[[int, int], None] = lambda rank, holder: None
         self._faults = list(faults)
         self._replicas = replicas if config and config.replicas == "auto" else int(config.replicas) if config else 0
         self._ranks_per_node = ranks_per_node
@@ -323,7 +352,7 @@ class ThreadJob:
         self._pages = {
             rank: Page(self._made(folder / "pages") / str(rank), strike=self._striker(rank)) for rank in self.ranks
         }
-        self.checks_digests = config is not None and config.policy not in ("moc", "moetion")
+        self.suspect_iters, self.saves_slowly = 2, False
         self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
 
     @property
@@ -353,20 +382,31 @@ class ThreadJob:
 
     def events(self, kind: type[T], rank: int = 0) -> list[T]:
         """Return one rank's events of a kind, over all its workers."""
-        return [entry.event for entry in read_events(self._event_path(rank)) if isinstance(entry.event, kind)]
+        return [entry.event for entry in read_events(self.event_path(rank)) if isinstance(entry.event, kind)]
 
     def note_loss(self, iteration: int, loss: float) -> None:
         with self._lock:
             if np.isfinite(loss):
-                assert self._losses.setdefault(iteration, loss) == loss, f"another loss of iteration {iteration}"
+                assert not self._lossless or self._losses.get(iteration, loss) == loss, f"another loss of {iteration}"
+                self._losses[iteration] = loss
 
-    def note_digest(self, iteration: int, rank: int, digest: str) -> None:
+    def note_start(self, iteration: int, rank: int, model: Model) -> None:
+        for observer in self.observers:
+            observer.started(iteration, rank, model)
+
+    def note_state(self, iteration: int, rank: int, model: Model) -> None:
         """Compare with the state of the same rank after the same iteration, where recoveries lose nothing."""
         if self.config is None:
-            self.digests.setdefault(iteration, {})[rank] = digest
+            self.digests.setdefault(iteration, {})[rank] = model.digest()
         elif self.checks_digests:
             expected = _reference(self.shape, self.iterations)[1][iteration][rank]
-            assert digest == expected, f"rank {rank} after iteration {iteration}, after {len(self.struck)} faults"
+            assert model.digest() == expected, (
+                f"rank {rank} after iteration {iteration}, after {len(self.struck)} faults"
+            )
+        for observer in self.observers:
+            observer.committed(iteration, rank, model)
+        if self._settles:
+            _settle(self.sessions[rank])
 
     def diverges_now(self, iteration: int) -> bool:
         """Return whether the loss of this attempt at an iteration is infinite."""
@@ -407,7 +447,7 @@ class ThreadJob:
         page = self._pages[rank]
         rendezvous = _Rendezvous(rank, self._generations, page, ranks, stage_ranks)
         model = self.models[rank] = Model(self.shape, rank, ranks, stage_ranks)
-        events = EventLog(self._event_path(rank), global_rank=rank, clock_origin_unix_s=0.0)
+        events = EventLog(self.event_path(rank), global_rank=rank, clock_origin_unix_s=0.0)
         closing.callback(events.close)
         if self.config is None:
             rendezvous.join()
@@ -435,15 +475,17 @@ class ThreadJob:
             page=page,
             memory=self.memory(rank),
             keeper=KeeperClient(self.memory(rank), timeout_s=_WAIT_S) if has_daemon else None,
-            address_of=self._address_of,
+            address_of=lambda peer: self._address_of(rank, peer),
             ticket=TICKET,
             replicas=self._replicas,
             ranks_per_node=self._ranks_per_node,
             copy_s=_WAIT_S,
         )
 
-    def _address_of(self, rank: int) -> Address:
-        return self._daemons[rank].server.address
+    def _address_of(self, rank: int, peer: int) -> Address:
+        if self._pages[rank].phase == Phase.RECOVERY:
+            self.before_fetch(rank, peer)
+        return self._daemons[peer].server.address
 
     def _session(
         self, rank: int, model: Model, ranks: ThreadRanks, stage: ThreadRanks, elastic: Elastic, events: EventLog
@@ -481,19 +523,21 @@ class ThreadJob:
             boundary_log_bytes=neighbours * MICRO_BATCHES * BOUNDARY_BYTES,
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
             tied_gradient_bytes=tied.master.nbytes if tied else 0,
+            boost=self._boost_of(model) if self._boost_of else None,
         )
         assembly = InMemoryAssembly(
             self.config, attached, events, elastic, self.folder / "snapshots", self._losses_of_config
         )
         folder = CheckpointFolder(self.folder / "checkpoints")
-        durable = DurableTier(ModelFiles(model, ranks), folder, self.identity, ranks, events, keep=self.config.keep)
+        files = self.files[rank] = ModelFiles(model, ranks, is_slow=self.saves_slowly)
+        durable = DurableTier(files, folder, self.identity, ranks, events, keep=self.config.keep)
         return Session(
             assembly.build_parts,
             durable,
             ranks,
             events,
             strict=self.config.strict,
-            suspect_iters=2,
+            suspect_iters=self.suspect_iters,
             elastic=elastic,
         )
 
@@ -550,7 +594,7 @@ class ThreadJob:
                 self._incarnations[victim] += 1
                 self._start(victim)
 
-    def _event_path(self, rank: int) -> Path:
+    def event_path(self, rank: int) -> Path:
         return self.folder / "events" / f"rank{rank:04d}.jsonl"
 
     @staticmethod
@@ -570,6 +614,15 @@ def _reference(shape: Shape, iterations: int) -> tuple[Result, Mapping[int, Mapp
 def uninterrupted(shape: Shape, iterations: int) -> Result:
     """Return the result of a job without faults and sessions."""
     return _reference(shape, iterations)[0]
+
+
+def _settle(session: Session) -> None:
+    assert session.sparse is not None
+    session.sparse.tier.settle()
+    window, journal = session.sparse.stores.memory.in_flight(), session.sparse.stores.journal
+    if window and journal:
+        journal.has_copies(window.snapshots)
+    session.sparse.tier.finish_persisting()
 
 
 def _close_copiers(session: Session) -> None:

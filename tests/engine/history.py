@@ -1,0 +1,144 @@
+"""The states that all ranks of a job went through, and which partial checkpoint a recovery must have loaded.
+
+The events that chose experts for snapshots say how old each expert must be, and the model itself counts tokens: nothing
+here uses what a recovery plans or accounts for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from moe_ckpt.events import ExpertsChosen, Rejoined, TokensLost, read_events
+from moe_ckpt.store.codec import COMPUTE, MASTER, MOMENTS
+from moe_ckpt.types import OperatorKind
+from tests.engine.job import ThreadJob
+from tests.engine.model import MICRO_BATCHES, TOKENS, Model, Weight
+
+ROLES = {"both": (MASTER, COMPUTE, *MOMENTS), "weights": (MASTER, COMPUTE), "moments": MOMENTS}
+"""By the setting `partial`: what of an expert is as old as its unit."""
+
+PlaceOf = Callable[[int, int], str]
+"""By stage and expert: the field of `ExpertsChosen` that names the place which its unit came from."""
+
+
+def from_memory(_stage: int, _expert: int) -> str:
+    return "memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """One rank's state after `iteration`: hashes by expert and role, and of all else; `tokens` of that iteration."""
+
+    iteration: int
+    experts: Mapping[tuple[int, str], str]
+    others: str
+    tokens: Sequence[int]
+
+
+class History:
+    """By rank: the states of each epoch, the one that it begins with first."""
+
+    def __init__(self, job: ThreadJob) -> None:
+        self._job = job
+        self.epochs: dict[int, list[list[State]]] = {rank: [] for rank in job.ranks}
+        self._lost: dict[int, int] = defaultdict(int)
+        job.observers.append(self)
+
+    def started(self, iteration: int, rank: int, model: Model) -> None:
+        self.epochs[rank].append([_state(iteration, model)])
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        self.epochs[rank][-1].append(_state(iteration, model))
+
+    def check_recovery(self, epoch: int = 1, place_of: PlaceOf = from_memory, partial: str = "both") -> int:
+        """Compare the state that an epoch begins with, and the tokens that it lost, with the epoch before.
+
+        Epochs are checked in order: losses add up. Return how many experts are older than the rest, over all stages.
+        """
+        shape, num_old, back_to = self._job.shape, 0, self.epochs[0][epoch][0].iteration
+        lost: dict[int, list[int]] = {}
+        for stage in range(shape.pp):
+            ranks = [rank for rank in self._job.ranks if shape.stage_of(rank) == stage]
+            versions = {
+                expert: self._saved_at(ranks[0], expert, place_of(stage, expert), epoch - 1, back_to)
+                for expert in range(shape.experts)
+            }
+            self._check_states(ranks, epoch, versions, ROLES[partial])
+            states = [self._by_iteration(rank, epoch - 1) for rank in ranks]
+            lost[stage] = [
+                sum(state[i].tokens[expert] for state in states for i in range(version + 1, back_to + 1))
+                for expert, version in versions.items()
+            ]
+            num_old += sum(version < back_to for version in versions.values())
+        self._check_account(epoch, back_to, lost)
+        return num_old
+
+    def _check_states(
+        self, ranks: Iterable[int], epoch: int, versions: Mapping[int, int], roles: Sequence[str]
+    ) -> None:
+        for rank in ranks:
+            first, before = self.epochs[rank][epoch][0], self._by_iteration(rank, epoch - 1)
+            assert first.others == before[first.iteration].others, f"rank {rank}: all but experts"
+            for (expert, role), digest in first.experts.items():
+                iteration = versions[expert] if role in roles else first.iteration
+                assert digest == before[iteration].experts[expert, role], f"rank {rank}: {role} of expert {expert}"
+
+    def _check_account(self, epoch: int, back_to: int, lost: Mapping[int, list[int]]) -> None:
+        shape = self._job.shape
+        for stage, of_experts in lost.items():
+            self._lost[stage] += sum(of_experts)
+        given = back_to * MICRO_BATCHES * TOKENS * shape.dp
+        shares = [self._lost[stage] / given if given else 0.0 for stage in lost]
+        for rank in self._job.ranks:
+            (told,) = (event for event in self._events(rank, epoch - 1) if isinstance(event, TokensLost))
+            of_stage = lost[shape.stage_of(rank)]
+            assert (told.iteration, told.lost_by_expert, told.lost_by_layer) == (back_to, [of_stage], [sum(of_stage)])
+            assert (told.plt, told.mlt) == pytest.approx((sum(shares) / len(shares), sum(shares)), rel=1e-12)
+
+    def _saved_at(self, rank: int, expert: int, place: str, epoch: int, back_to: int) -> int:
+        """Return when an expert was last saved in a place, no later than the iteration gone back to."""
+        chosen = [event for event in self._events(rank, epoch) if isinstance(event, ExpertsChosen)]
+        return max(each.iteration for each in chosen if each.iteration <= back_to and expert in getattr(each, place)[0])
+
+    def _by_iteration(self, rank: int, epoch: int) -> dict[int, State]:
+        return {state.iteration: state for state in self.epochs[rank][epoch]}
+
+    def _events(self, rank: int, epoch: int) -> list[object]:
+        """Return a rank's events of an epoch, with those of the recovery that ended it."""
+        epochs: list[list[object]] = [[]]
+        for entry in read_events(self._job.event_path(rank)):
+            epochs[-1].append(entry.event)
+            if isinstance(entry.event, Rejoined):
+                epochs.append([])
+        return epochs[epoch]
+
+
+def _state(iteration: int, model: Model) -> State:
+    is_expert = {weight: weight.operator.kind is OperatorKind.EXPERT for weight in model.weights.values()}
+    experts = {
+        (weight.operator.expert or 0, role): _hash([tensor])
+        for weight, is_one in is_expert.items()
+        if is_one
+        for role, tensor in _tensors(model, weight).items()
+    }
+    others = [t for weight, is_one in is_expert.items() if not is_one for t in _tensors(model, weight).values()]
+    steps = [model.adam.state[weight.master]["step"] for weight in model.owned]
+    others += [*steps, *model.buffers.values(), model.loss_scale, model.schedule, model.generator.get_state()]
+    tokens = [int(count) for count in model.counts().hard]
+    return State(iteration=iteration, experts=experts, others=_hash(others), tokens=tokens)
+
+
+def _tensors(model: Model, weight: Weight) -> dict[str, torch.Tensor]:
+    moments = model.adam.state.get(weight.master, {})
+    return {MASTER: weight.master, COMPUTE: weight.values, **{role: moments[role] for role in MOMENTS if moments}}
+
+
+def _hash(tensors: Sequence[torch.Tensor]) -> str:
+    content = b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,351 @@
+"""Whole checkpoints: the marker comes last and names every file, and only what it describes is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt.collectives import Ranks
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResharded, StateResumed
+from moe_ckpt.store.disk import MARKER, CheckpointFolder, is_committed, read_manifest, seal_files
+from moe_ckpt.types import CheckpointRef, ParallelLayout, Phase, RunIdentity
+from tests.engine.configs import config
+from tests.engine.job import Fault, ThreadJob, uninterrupted
+from tests.engine.model import Shape
+from tests.engine.thread_ranks import run_threads
+from tests.engine.tiers import IDENTITY, LAYOUT, OneFileEach, events_of, open_tier
+
+PAIR = Shape(pp=2, dp=1)
+
+
+def _save(folder: Path, *iterations: int, keep: int = 9) -> None:
+    def save(ranks: Ranks) -> None:
+        tier, _ = open_tier(folder, OneFileEach(ranks), keep=keep)
+        for iteration in iterations:
+            tier.save(iteration)
+
+    run_threads(2, save)
+
+
+def _directory(folder: Path, iteration: int) -> Path:
+    return CheckpointFolder(folder).directory(iteration)
+
+
+def _committed(folder: Path) -> list[int]:
+    return sorted(ref.iteration for ref in CheckpointFolder(folder).committed())
+
+
+def _reasons(function: Callable[[Ranks], object], error: type[Exception]) -> list[str]:
+    """Return the reason why the function fails on each of two ranks."""
+
+    def fail(ranks: Ranks) -> str:
+        with pytest.raises(error) as failure:
+            function(ranks)
+        return str(failure.value)
+
+    return run_threads(2, fail)
+
+
+# One tier
+
+
+def test_the_marker_lists_the_files_of_all_ranks_and_unnamed_ones(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    directory = _directory(tmp_path, 1)
+    assert list(read_manifest(directory).files) == seal_files(directory, ["metadata", "rank0", "rank1"])
+    for rank in range(2):
+        (saved,) = events_of(tmp_path, CheckpointSaved, rank)
+        assert (saved.iteration, saved.directory, saved.size_bytes) == (1, str(directory), 7)
+
+
+def test_a_file_that_changes_before_the_commit_is_not_accepted(tmp_path: Path) -> None:
+    def save_and_load(ranks: Ranks) -> None:
+        state = OneFileEach(ranks)
+        state.spoils = ranks.rank == 1
+        tier, _ = open_tier(tmp_path, state)
+        tier.save(1)
+        tier.resume(CheckpointRef(iteration=1, directory=str(_directory(tmp_path, 1))))
+
+    assert all("rank1: got 1 bytes with CRC-32" in reason for reason in _reasons(save_and_load, CheckpointLoadError))
+
+
+class OnDiskOfItsOwn(OneFileEach):
+    """Rank 1's directory is not that of rank 0: it is not on a file system that both share."""
+
+    def start_save(self, directory: Path, iteration: int) -> None:
+        own = directory.parent / f"of-rank{self.ranks.rank}"
+        own.mkdir()
+        super().start_save(directory if self.ranks.rank == 0 else own, iteration)
+
+
+def test_a_file_that_rank_zero_does_not_see_fails_the_save_everywhere(tmp_path: Path) -> None:
+    reasons = _reasons(lambda ranks: open_tier(tmp_path, OnDiskOfItsOwn(ranks))[0].save(1), CheckpointSaveError)
+    assert all("iter_0000001: rank1: written, and not there" in reason for reason in reasons)
+    assert not is_committed(_directory(tmp_path, 1))
+    for rank in range(2):
+        (failed,) = events_of(tmp_path, CheckpointFailed, rank)
+        assert failed.iteration == 1
+
+
+def test_a_folder_that_cannot_be_made_fails_the_save_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001").write_text("in the way")
+    reasons = _reasons(lambda ranks: open_tier(tmp_path, OneFileEach(ranks))[0].save(1), CheckpointSaveError)
+    assert all("Not a directory" in reason for reason in reasons)
+    assert [len(events_of(tmp_path, CheckpointFailed, rank)) for rank in range(2)] == [1, 1]
+
+
+def test_a_save_is_committed_once_it_is_written_everywhere(tmp_path: Path) -> None:
+    def save(ranks: Ranks) -> list[bool]:
+        tier, _ = open_tier(tmp_path, OneFileEach(ranks, is_slow=True))
+        seen = []
+        for step in (lambda: tier.save(1), lambda: tier.poll(wait=False), lambda: tier.poll(wait=True)):
+            step()
+            seen.append(is_committed(_directory(tmp_path, 1)))
+            ranks.barrier()
+        return seen
+
+    assert run_threads(2, save) == [[False, False, True]] * 2
+
+
+def test_an_abandoned_save_is_never_committed(tmp_path: Path) -> None:
+    def save(ranks: Ranks) -> list[int]:
+        state = OneFileEach(ranks, is_slow=True)
+        tier, _ = open_tier(tmp_path, state)
+        tier.save(1)
+        tier.abandon()
+        tier.poll(wait=True)
+        return [ref.iteration for ref in tier.committed()]
+
+    assert run_threads(2, save) == [[], []]
+    for rank in range(2):
+        (skipped,) = events_of(tmp_path, CheckpointSkipped, rank)
+        assert skipped.source == str(_directory(tmp_path, 1))
+        assert skipped.reason == f"no {MARKER}: the save was not finished"
+
+
+def test_no_save_starts_while_any_rank_writes_an_abandoned_one(tmp_path: Path) -> None:
+    """Its files would get into the directory of the next."""
+
+    def save(ranks: Ranks) -> None:
+        state = OneFileEach(ranks, is_slow=True)
+        tier, _ = open_tier(tmp_path, state)
+        tier.save(1)
+        tier.abandon()
+        if ranks.rank == 0:
+            state.finish_save(wait=True)
+        tier.save(1)
+
+    reasons = _reasons(save, CheckpointSaveError)
+    assert reasons == ["rank 1 still writes a checkpoint that was abandoned"] * 2
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_older_checkpoints_are_dropped_and_later_ones_stay(keep: int, tmp_path: Path) -> None:
+    """A later one is there because it could not be used, and a torn one below the newest is of no use."""
+    _save(tmp_path, 9)
+    _directory(tmp_path, 1).mkdir()
+    _directory(tmp_path, 8).mkdir()
+    _save(tmp_path, 2, 3, 4, keep=keep)
+    assert _committed(tmp_path) == [*[2, 3, 4][-keep:], 9]
+    assert not _directory(tmp_path, 1).exists()
+    assert _directory(tmp_path, 8).exists()
+
+
+def test_a_torn_directory_is_emptied_before_it_is_written_again(tmp_path: Path) -> None:
+    _directory(tmp_path, 1).mkdir()
+    (_directory(tmp_path, 1) / "left over").touch()
+    _save(tmp_path, 1)
+    assert [file.name for file in read_manifest(_directory(tmp_path, 1)).files] == ["metadata", "rank0", "rank1"]
+
+
+def _cut(directory: Path) -> None:
+    (directory / "metadata").write_bytes(b"name")
+
+
+def _flip(directory: Path) -> None:
+    (directory / "metadata").write_bytes(b"Names")
+
+
+def _edit(directory: Path, **changes: Any) -> None:
+    marker = json.loads((directory / MARKER).read_text())
+    (directory / MARKER).write_text(json.dumps(marker | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_flip, "metadata: got 5 bytes with CRC-32"),
+        (_cut, "metadata: got 4 bytes"),
+        (lambda directory: (directory / "rank1").unlink(), "rank1: No such file"),
+        (lambda directory: (directory / MARKER).unlink(), f"no readable {MARKER}"),
+        (lambda directory: (directory / MARKER).write_text("{"), "not a commit marker"),
+        (lambda directory: _edit(directory, iteration="1"), "not a commit marker"),
+        (lambda directory: (directory / "rank0").write_text("2") and _reseal(directory), "wanted 1"),
+    ],
+    ids=["flipped bit", "cut", "missing", "no marker", "garbage", "wrong type", "another iteration"],
+)
+def test_what_the_marker_does_not_describe_is_not_loaded(
+    damage: Callable[[Path], object], reason: str, tmp_path: Path
+) -> None:
+    _save(tmp_path, 1)
+    directory = _directory(tmp_path, 1)
+    damage(directory)
+    ref = CheckpointRef(iteration=1, directory=str(directory))
+    reasons = _reasons(lambda ranks: open_tier(tmp_path, OneFileEach(ranks))[0].resume(ref), CheckpointLoadError)
+    assert all(reason in each for each in reasons), reasons
+
+
+def _reseal(directory: Path) -> None:
+    files = seal_files(directory, ["metadata", "rank0", "rank1"])
+    _edit(directory, files=[{"name": f.name, "size_bytes": f.size_bytes, "crc32": f.crc32} for f in files])
+
+
+OTHER_RUN, OTHER_MODEL = replace(IDENTITY, run_id="run-2"), replace(IDENTITY, model="f00d")
+
+
+@pytest.mark.parametrize(
+    ("identity", "by_path", "reason"),
+    [
+        (OTHER_RUN, False, "saved by run run-1, wanted run run-2"),
+        (OTHER_RUN, True, None),
+        (OTHER_MODEL, False, "saved by model 0123abcd, wanted model f00d"),
+        (OTHER_MODEL, True, "saved by model 0123abcd, wanted model f00d"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_loaded_by_its_path_only(
+    identity: RunIdentity, by_path: bool, reason: str | None, tmp_path: Path
+) -> None:
+    _save(tmp_path, 3)
+    directory = _directory(tmp_path, 3)
+
+    def load(ranks: Ranks) -> int:
+        tier, _ = open_tier(tmp_path, OneFileEach(ranks), identity)
+        if by_path:
+            return tier.resume_from(directory)
+        tier.resume(CheckpointRef(iteration=3, directory=str(directory)))
+        return 3
+
+    if reason:
+        assert all(reason in each for each in _reasons(load, CheckpointLoadError))
+        return
+    assert run_threads(2, load) == [3, 3]
+    (resumed,) = events_of(tmp_path, StateResumed, 1)
+    assert (resumed.iteration, resumed.source) == (3, str(directory))
+
+
+def test_a_state_of_another_layout_is_loaded_as_such_and_reported(tmp_path: Path) -> None:
+    _save(tmp_path, 3)
+    wanted = ParallelLayout(pp=2, dp=1, ep=1, tp=1)
+
+    def load(ranks: Ranks) -> list[tuple[str, ParallelLayout | None]]:
+        state = OneFileEach(ranks)
+        tier, _ = open_tier(tmp_path, state, replace(IDENTITY, layout=wanted))
+        tier.resume(CheckpointRef(iteration=3, directory=str(_directory(tmp_path, 3))))
+        return state.loaded
+
+    assert run_threads(2, load) == [[("iter_0000003", LAYOUT)]] * 2
+    (resharded,) = events_of(tmp_path, StateResharded, 1)
+    assert (resharded.iteration, resharded.saved_at, resharded.loaded_at) == (3, str(LAYOUT), str(wanted))
+
+
+# In a job
+
+
+def _job(folder: Path, *faults: Fault, policy: str = "gemini", **settings: Any) -> ThreadJob:
+    """Return a job with checkpoints after iterations 2, 4 and 6, whose nodes keep no copies."""
+    extra = {"every_iters": 3, "replicas": 0} if policy == "gemini" else {"window": 2, "replicas": 0}
+    made = config(policy, **{"durable_every_iters": 2, "keep": 3} | extra | settings)
+    return ThreadJob(folder, made, PAIR, iterations=6, faults=faults)
+
+
+def _all_lost(before_restart: Callable[[ThreadJob], None], iteration: int = 5) -> Fault:
+    return Fault(
+        rank=1,
+        phase=Phase.BACKWARD,
+        iteration=iteration,
+        also=(0,),
+        loses_memory=True,
+        before_restart=before_restart,
+    )
+
+
+def _checkpoint(job: ThreadJob, iteration: int) -> Path:
+    return _directory(job.folder / "checkpoints", iteration)
+
+
+def _from_another_run(job: ThreadJob) -> None:
+    identity = replace(job.identity, run_id="other").as_json()
+    _edit(_checkpoint(job, 4), identity=identity)
+
+
+@pytest.mark.parametrize("policy", ["gemini", "moevement"])
+@pytest.mark.parametrize(
+    ("spoil", "back_to", "reason"),
+    [
+        (lambda job: None, 4, None),
+        (lambda job: (_checkpoint(job, 4) / MARKER).unlink(), 2, f"no {MARKER}: the save was not finished"),
+        (lambda job: (_checkpoint(job, 4) / "rank1").write_bytes(b"damaged"), 2, "CRC-32"),
+        (_from_another_run, 2, "saved by run other, wanted run run"),
+    ],
+    ids=["whole", "torn", "damaged", "another run"],
+)
+def test_when_all_memory_is_lost_the_newest_usable_one_is_loaded(
+    policy: str, spoil: Callable[[ThreadJob], None], back_to: int, reason: str | None, tmp_path: Path
+) -> None:
+    job = _job(tmp_path, _all_lost(spoil), policy=policy)
+    assert job.run() == uninterrupted(PAIR, 6)
+    for rank in job.ranks:
+        (resumed,) = job.events(StateResumed, rank)
+        assert (resumed.iteration, resumed.source) == (back_to, str(_checkpoint(job, back_to)))
+        skipped = [event for event in job.events(CheckpointSkipped, rank) if event.source == str(_checkpoint(job, 4))]
+        assert bool(skipped) == (reason is not None)
+        assert all(reason is not None and reason in event.reason for event in skipped)
+
+
+def test_without_a_usable_checkpoint_the_error_says_what_was_tried(tmp_path: Path) -> None:
+    def damage(job: ThreadJob) -> None:
+        for iteration in (2, 4):
+            (_checkpoint(job, iteration) / "rank1").unlink()
+
+    job = _job(tmp_path, _all_lost(damage))
+    with pytest.raises(CheckpointLoadError, match=r"(?s)no usable checkpoint.*iter_0000004/rank1.*iter_0000002/rank1"):
+        job.run()
+    assert _checkpoint(job, 4).exists(), "nothing that was saved is removed"
+
+
+def test_a_save_that_a_fault_cuts_off_is_abandoned(tmp_path: Path) -> None:
+    """Writers finish when they are waited for: the save of iteration 2 is under way when rank 1 dies in 3."""
+    job = _job(tmp_path, Fault(rank=1, phase=Phase.BACKWARD, iteration=3), policy="moevement")
+    job.saves_slowly = True
+    assert job.run() == uninterrupted(PAIR, 6)
+    assert [[event.iteration for event in job.events(CheckpointSaved, rank)] for rank in job.ranks] == [[4, 6], [4, 6]]
+    assert not _checkpoint(job, 2).exists(), "what was abandoned is cleaned up"
+
+
+def test_a_save_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    job = _job(tmp_path)
+    assert job.run() == uninterrupted(PAIR, 6)
+    assert [[event.iteration for event in job.events(CheckpointFailed, rank)] for rank in job.ranks] == [[2, 4, 6]] * 2
+
+
+def test_strict_ends_the_job_when_a_save_fails(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointSaveError, match="Not a directory"):
+        _job(tmp_path, strict=True).run()
+
+
+def test_the_next_start_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    _job(tmp_path).run()
+    shutil.rmtree(tmp_path / "memory")
+    shutil.rmtree(tmp_path / "checkpoints" / "iter_0000006")
+    job = _job(tmp_path)
+    assert job.run().digests == uninterrupted(PAIR, 6).digests
+    assert [event.iteration for event in job.events(StateResumed)] == [4]

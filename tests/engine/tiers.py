@@ -1,0 +1,82 @@
+"""Durable tiers of ranks that are threads, over a state that is one small file a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from moe_ckpt.collectives import Ranks, gather_results
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.events import EventLog, read_events
+from moe_ckpt.runtime.durable import DurableTier
+from moe_ckpt.store.disk import CheckpointFolder, is_committed, seal_files
+from moe_ckpt.types import FileRecord, ParallelLayout, RunIdentity
+
+E = TypeVar("E")
+
+LAYOUT = ParallelLayout(pp=1, dp=2, ep=1, tp=1)
+IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=LAYOUT)
+
+
+class OneFileEach:
+    """Implements `ports.DurableState`: each rank writes the iteration to a file; rank 0 writes one more, unnamed.
+
+    A save that `is_slow` finishes when it is waited for; until then `is_writing`, also after it was abandoned.
+    """
+
+    def __init__(self, ranks: Ranks, *, is_slow: bool = False) -> None:
+        self.ranks = ranks
+        self.is_slow = is_slow
+        self.spoils = False
+        self.loaded: list[tuple[str, ParallelLayout | None]] = []
+        self._files: Sequence[FileRecord] = ()
+        self._is_writing = False
+
+    @property
+    def name(self) -> str:
+        return f"rank{self.ranks.rank}"
+
+    def start_save(self, directory: Path, iteration: int) -> None:
+        (directory / self.name).write_text(str(iteration))
+        if self.ranks.rank == 0:
+            (directory / "metadata").write_bytes(b"names")
+        self._files = seal_files(directory, [self.name])
+        self._is_writing = self.is_slow
+        assert not is_committed(directory)
+        if self.spoils:
+            (directory / self.name).write_text("9")
+
+    def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
+        if self.is_slow and not wait:
+            return None
+        self._is_writing = False
+        return self._files
+
+    def abandon_save(self) -> None:
+        """What is being written is still being written."""
+
+    def is_writing(self) -> bool:
+        return self._is_writing
+
+    def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
+        self.loaded.append((directory.name, resharded_from))
+        read = lambda: int((directory / self.name).read_text())  # noqa: E731
+        return gather_results(self.ranks, read, CheckpointLoadError)[0]
+
+
+def open_tier(
+    folder: Path, state: OneFileEach, identity: RunIdentity = IDENTITY, *, keep: int = 1
+) -> tuple[DurableTier, EventLog]:
+    """Return what saves and loads through `state`, and its events."""
+    rank = state.ranks.rank
+    events = EventLog(event_path(folder, rank), global_rank=rank, clock_origin_unix_s=0.0)
+    return DurableTier(state, CheckpointFolder(folder), identity, state.ranks, events, keep=keep), events
+
+
+def event_path(folder: Path, rank: int) -> Path:
+    return folder / "events" / f"{rank}.jsonl"
+
+
+def events_of(folder: Path, kind: type[E], rank: int = 0) -> list[E]:
+    return [entry.event for entry in read_events(event_path(folder, rank)) if isinstance(entry.event, kind)]
