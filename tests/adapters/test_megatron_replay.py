@@ -104,7 +104,6 @@ class _Job:
         self.boundary.begin(LAST)
         self.replay.replay(self.records[LAST], self.starts[LAST], ends, whole_model=whole_model)
         self.boundary.end()
-        self.replay.restore_start(self.starts[LAST + 1])
         return digest_of(self.state)
 
 

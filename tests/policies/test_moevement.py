@@ -449,6 +449,18 @@ def test_auto_takes_no_longer_window_than_the_budget_allows(max_slots: int) -> N
     assert_is_window(slots, 6, max_slots, 6)
 
 
+@pytest.mark.parametrize(("has_budget", "in_slots"), [(False, {1: 0, 2: 0, 0: 1}), (True, {0: 0, 1: 1, 2: 1})])
+def test_an_order_that_exceeds_the_forecast_is_not_taken(has_budget: bool, in_slots: dict[int, int]) -> None:
+    """The largest expert is the most popular: frozen longest, its compute weights would be taken once more."""
+    stages = [profile([[3, 1, 1]], num_experts=3)]
+    budget = SparseWindows(config(window=2), stages, 0).forecast(2).total_bytes
+    policy = SparseWindows(config(window=2, memory_budget_bytes=budget if has_budget else None), stages, 0)
+    policy.plan(0, nothing_yet)
+    choice, slots = next_window(policy, 1, Meter(1.0, popularity=[(9.0, 1.0, 1.0)]))
+    assert choice.reordered is not has_budget
+    assert slot_of_each(slots) == in_slots
+
+
 MIB = 1 << 20
 
 

@@ -97,6 +97,13 @@ def test_lines_are_not_mixed() -> None:
         assert (plan.version, plan.units["a"]) == (version, unit)
 
 
+def test_a_unit_of_an_older_line_does_not_complete_a_newer_core() -> None:
+    places, names = {"memory": {CORE: [at(6), at(4, 1)], "a": [at(3)]}}, frozenset({CORE, "a"})
+    plan = plan_units([UnitInventory(global_rank=0, places=places, needed={at(6): names, at(4, 1): names})])
+    assert plan is not None
+    assert plan.units == {CORE: at(6), "a": at(3)}
+
+
 def test_where_nothing_is_common_there_is_no_plan() -> None:
     assert plan_units([rank(0, {"memory": {CORE: [6]}}), rank(1, {"memory": {CORE: [9]}})]) is None
     assert plan_units([rank(0, {}), rank(1, {})]) is None

@@ -359,6 +359,7 @@ class HeldTransport:
         self.closing_s: float | None = 0.5
         self.held = threading.Event()
         self.made_by: list[threading.Thread] = []
+        self.when_formed: Callable[[], object] = lambda: None
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
         self.made_by.append(threading.current_thread())
@@ -367,7 +368,8 @@ class HeldTransport:
 
     def begin(self) -> None: ...
 
-    def formed(self) -> None: ...
+    def formed(self) -> None:
+        self.when_formed()
 
     def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None: ...
 
@@ -401,3 +403,17 @@ def form_beside_threads_that_are_late() -> tuple[str, list[int], int]:
 def test_a_thread_that_is_late_in_forming_ends_with_its_generation() -> None:
     [(outcome, made, formed)] = run_ranks(1, form_beside_threads_that_are_late)
     assert (outcome, set(made), formed) == ("PeersLostError", {1}, 8)
+
+
+def form_while_the_generation_ends() -> str:
+    transport = HeldTransport()
+    transport.held.set()
+    groups = ElasticGroups(transport, GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S), lambda waiting: None)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
+    transport.when_formed = groups.cut
+    return outcome_of(lambda: groups.form(dist.HashStore(), 1))
+
+
+def test_groups_of_a_generation_that_ended_meanwhile_are_not_used() -> None:
+    assert run_ranks(1, form_while_the_generation_ends) == ["PeersLostError"]

@@ -227,10 +227,22 @@ class LatePeers(Peers):
         self.meanwhile()
         super().forget(keys)
 
-    def answer(self) -> None:
-        answers, self._unanswered = self._unanswered, []
+    def answer(self, most: int = 100) -> None:
+        answers, self._unanswered = self._unanswered[:most], self._unanswered[most:]
         for answer in answers:
             answer.set_result(None)
+
+
+def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path) -> None:
+    peers = LatePeers()
+    life = Life(tmp_path, peers)
+    life.persist(6)
+    peers.held = {"snapshot-4-0-aa"}
+    life.begin(set(peers.held))
+    peers.held = {"snapshot-4-0-aa"}
+    for held in ({"snapshot-4-0-aa"}, set()):
+        peers.answer(len(life.journal.folder.keys()) - 1)
+        assert peers.held == held
 
 
 @pytest.mark.parametrize("while_peers", ["confirm older copies", "are told what to forget"])
