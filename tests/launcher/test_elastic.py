@@ -68,13 +68,33 @@ def test_a_rank_dies_in_each_phase(tmp_path: Path) -> None:
         fault("between update and gather", Point(3, STEP, 20, skip=1), back_to=20, executed=2),
         fault("before a snapshot", Point(2, SNAPSHOT, 23), back_to=23, executed=2),
         fault("between iterations", Point(1, BETWEEN, 26), back_to=26, executed=2),
-        fault("both ranks of a stage", Point(3, REDUCE, 30), kills=(2, 3), back_to=29, executed=2),
+        fault(
+            "while others wait for a vote",
+            Point(1, Moment.VOTE, 30),
+            kills=[3],
+            then=_kill_once_others_wait,
+            back_to=29,
+            executed=2,
+        ),
         fault("every rank", Point(3, REDUCE, 33), kills=(0, 1, 2, 3), back_to=31, executed=1),
         fault("in the last iteration", Point(2, BACKWARD, 40), back_to=39, executed=None),
         fault("in the last evaluation", Point(3, FORWARD, 40, skip=3), back_to=40, executed=1),
         fault("as digests are exchanged", Point(1, DONE), back_to=40, executed=1),
     ]
     survive(tmp_path, faults, *FORTY, settings=["ckpt.window=2"])
+
+
+def _kill_once_others_wait(job: ElasticJob, ranks: Sequence[int]) -> None:
+    """Kill ranks as soon as all but rank 1 wait for it, and do not just pass through a collective operation."""
+    pages = [job.page(rank) for rank in (0, 2, 3)]
+    looks: list[list[float]] = []
+
+    def stand_still() -> bool | None:
+        looks.append([page.progress_s if page.waiting else 0.0 for page in pages])
+        return (len(looks) >= 50 and all(looks[-1]) and looks[-50:] == [looks[-1]] * 50) or None
+
+    job.wait_for(stand_still, "all others to wait for rank 1")
+    job.kill(*ranks)
 
 
 def test_a_rank_dies_while_a_recovery_goes_on(tmp_path: Path) -> None:
@@ -175,7 +195,7 @@ def test_host_memory_is_lost_or_damaged(tmp_path: Path) -> None:
             executed=0,
             **lost,
         ),
-        fault("a rank after all that", Point(3, BACKWARD, 32), back_to=31, executed=2),
+        fault("a node after the vote", Point(3, STEP, 32), kills=[3], back_to=32, executed=3, **lost),
     ]
     job = survive(tmp_path, faults, *FORTY, settings=["ckpt.window=2"], setup=_copy_no_window_at_21_and_22)
     said = job.said()
