@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -232,6 +233,7 @@ def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
         asked[fetch.source_rank] += 1
 
 
+@pytest.mark.full  # the jobs of seeds below are as random, and 100 times as fast
 @examples(500)
 @given(random=st.randoms(use_true_random=False))
 def test_any_plan_is_the_smallest_and_can_be_carried_out(random: Random) -> None:
@@ -260,9 +262,10 @@ def outcome_of(job: Job, plan: RecoveryPlan | None) -> list[str]:
     return [name for name, is_so in names.items() if is_so]
 
 
-def test_all_kinds_of_plans_are_the_smallest_and_can_be_carried_out() -> None:
+@pytest.mark.parametrize(("num_jobs", "least"), [(1500, 3), pytest.param(6000, 50, marks=pytest.mark.full)])
+def test_all_kinds_of_plans_are_the_smallest_and_can_be_carried_out(num_jobs: int, least: int) -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(6000):
+    for seed in range(num_jobs):
         job = job_of(Random(seed))
         plan = assert_as_expected(job)
         if plan is not None:
@@ -270,23 +273,23 @@ def test_all_kinds_of_plans_are_the_smallest_and_can_be_carried_out() -> None:
             assert_fetches_are_needed_and_even(job, plan)
         outcomes.update(outcome_of(job, plan))
     assert len(outcomes) == 10, outcomes
-    assert min(outcomes.values()) > 50, outcomes
+    assert min(outcomes.values()) > least, outcomes
 
 
 def test_where_little_is_lost_any_choice_that_works_holds_the_smallest() -> None:
     """Why nothing is lost by taking in one neighbour after the other."""
     several = 0
-    for seed in range(1000):
+    for seed in range(500):
         job = job_of(Random(seed))
         found = [] if job.target is None else list(choices(job, job.target))
         stages = [{stage for run, _ in choice for stage in run} for choice in found]
         assert all(stages[0] <= larger for larger in stages)
         several += len(stages) > 1
-    assert several > 100
+    assert several > 20
 
 
 def test_every_rank_comes_to_the_same_plan() -> None:
-    for seed in range(500):
+    for seed in range(200):
         job = job_of(Random(seed))
         shuffled = [
             replace(
