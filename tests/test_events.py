@@ -228,7 +228,7 @@ def test_reopening_cuts_the_half_written_line_off_the_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("room_bytes", [0, 1, 40], ids=lambda room: f"{room}_bytes_of_room")
-def test_events_that_cannot_be_written_are_counted_once_writing_works_again(tmp_path: Path, room_bytes: int) -> None:
+def test_events_that_were_not_written_are_counted_once_writing_works(tmp_path: Path, room_bytes: int) -> None:
     path = tmp_path / "rank.jsonl"
     log = open_log(path)
     log.append(evaluated(1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_ckpt.footprint import MemoryForecast, forecast
 
 
-def test_a_forecast_counts_the_logs_of_all_windows_and_of_the_iteration_that_runs() -> None:
+def test_a_forecast_counts_the_logs_of_all_windows_and_of_this_iteration() -> None:
     wanted = forecast(
         window_bytes=1000,
         num_slots=5,

@@ -162,7 +162,7 @@ def test_modules_are_saved_once_and_adaptive_is_never_worse(modules: IntArray, l
 
 
 @given(modules=MODULES, dp=st.integers(1, 6))
-def test_equal_modules_lie_together_and_exceed_an_even_share_by_a_module_at_most(modules: IntArray, dp: int) -> None:
+def test_equal_modules_lie_together_within_a_module_of_an_even_share(modules: IntArray, dp: int) -> None:
     shares = equal_modules(modules, dp=dp)
     assert [share.dp_rank for share in shares] == sorted(share.dp_rank for share in shares)
     largest = int(modules.max(initial=0))

@@ -74,7 +74,7 @@ def batches_of(global_batch_size: int, micro_batch_size: int, dp: int) -> list[B
 # --- files
 
 
-def test_the_standard_library_is_its_sorted_sources_without_tests_and_packages() -> None:
+def test_the_standard_library_is_its_sorted_sources_without_tests() -> None:
     files = standard_library_files()
     inside = {path.relative_to(LIBRARY) for path in files}
     assert {Path("ast.py"), Path("json/decoder.py"), Path("email/mime/text.py")} <= inside
@@ -122,7 +122,7 @@ def test_a_sample_is_a_window_of_its_part_and_always_the_same(number: int, lengt
     assert again.eval_sample(number).tolist() == held_out.tolist()
 
 
-def test_samples_come_from_everywhere_and_from_other_places_with_another_seed() -> None:
+def test_samples_come_from_everywhere_and_follow_the_seed() -> None:
     starts = [int(flat_text().train_sample(number)[0]) for number in range(2000)]
     assert min(starts) < 50
     assert max(starts) > 940

@@ -196,7 +196,7 @@ def test_an_order_is_given_again_when_its_trainer_dies_of_something_else(tmp_pat
         assert [(fault.pid, fault.ordered) for fault in read_faults(job.run)] == [(pid, True), (int(parked), True)]
 
 
-def test_an_order_is_given_again_when_the_plan_itself_has_killed_its_trainer(tmp_path: Path) -> None:
+def test_an_order_is_given_again_when_the_plan_has_killed_its_trainer(tmp_path: Path) -> None:
     with running_job(tmp_path, 1, park=(1, "forward")) as job:
         kills = [Kill(rank=0, iteration=30), Kill(rank=0, after_s=0.0)]
         assert carry_out(kills, job.run, ranks_per_node=1)

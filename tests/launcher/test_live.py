@@ -107,7 +107,7 @@ def test_a_zombie_is_dead_and_only_its_guard_keeps_the_run_going(run: Path, othe
     assert not is_running(read_written(run))
 
 
-def test_a_dead_trainers_file_that_lacks_its_guards_start_is_no_running_job(run: Path) -> None:
+def test_a_dead_trainers_file_without_its_guards_start_is_no_job(run: Path) -> None:
     (trainer,) = read_written(run)
     record = asdict(trainer) | {"start_ticks": 1}
     del record["guard_start_ticks"]

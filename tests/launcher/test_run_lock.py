@@ -83,7 +83,7 @@ def test_of_another_machines_job_it_is_said_what_to_remove(tmp_path: Path, job: 
         (ELSEWHERE, "", False, False),  # not of torchrun's
     ],
 )
-def test_the_same_job_of_another_agent_is_known_by_its_name_where_no_store_tells(
+def test_without_a_store_another_agents_job_is_known_by_its_name(
     tmp_path: Path, job: pytest.MonkeyPatch, holder: Holder, name: str, has_store: bool, passes: bool
 ) -> None:
     job.setenv("TORCHELASTIC_RUN_ID", name)

@@ -84,7 +84,7 @@ def test_guards_of_other_ranks_are_left_alone(tmp_path: Path) -> None:
             assert [stands_still(job.guard_pid(rank)) for rank in (0, 1)] == [False, True]
 
 
-def test_a_trainer_that_died_by_itself_loses_its_memory_before_the_next_is_born(tmp_path: Path) -> None:
+def test_a_dead_trainers_memory_is_lost_before_its_successor_starts(tmp_path: Path) -> None:
     with running_job(tmp_path, 1) as job:
         (pid,) = job.parked_pids()
         with nobody_replaced(job.run, [0], wait_s=WAIT_S) as trainers:

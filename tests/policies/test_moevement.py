@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,9 +17,9 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.profile import StageProfile
 from moe_ckpt.schedule import fitting_window, fixed_order, order_operators
-from moe_ckpt.types import Measured, OperatorId, OperatorKind, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
+from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan, WindowChoice
+from tests.policies.profiles import NOTHING, equal, nothing_yet, profile, unasked
 
-NOTHING = SnapshotPlan()
 SIX_SLOTS = {72: 1, 71: 2, 42: 2, 41: 3, 32: 3, 31: 4, 30: 4, 29: 5, 28: 5, 27: 6, 22: 6, 21: 6}
 """Bytes that a rank can copy in an iteration -> slots that fit, for six operators of one parameter (12 and 2 bytes)."""
 
@@ -53,21 +52,6 @@ def config(**changes: Any) -> MoevementConfig:
     return MoevementConfig(**(defaults | changes))
 
 
-def profile(
-    parameters: Sequence[Sequence[int]], num_experts: int = 0, boundary_log_bytes: int = 0, step_log_bytes: int = 0
-) -> StageProfile:
-    """A stage of operators with these parameters [ranks][operators]: blocks, then a layer's experts."""
-    full_bytes = 12 * np.array(parameters, np.int64)
-    blocks = [OperatorId(kind=OperatorKind.BLOCK, layer=i) for i in range(full_bytes.shape[1] - num_experts)]
-    experts = [OperatorId(kind=OperatorKind.EXPERT, layer=0, expert=i) for i in range(num_experts)]
-    table = OperatorTable(operators=[*blocks, *experts], full_bytes=full_bytes, compute_bytes=full_bytes // 6)
-    return StageProfile(table=table, boundary_log_bytes=boundary_log_bytes, step_log_bytes=step_log_bytes)
-
-
-def equal(num_operators: int, **logs: int) -> StageProfile:
-    return profile([[1] * num_operators], **logs)
-
-
 class Meter:
     """Answers one measurement after another (the last for ever) and counts how often it was asked."""
 
@@ -81,14 +65,6 @@ class Meter:
         popularity = self._popularity[min(self.asked, len(self._popularity) - 1)]
         self.asked += 1
         return Measured(iteration_s=2.0, copy_bytes_per_s=budget_bytes / 2, popularity=np.array(popularity, np.float64))
-
-
-def unasked() -> Measured:
-    raise AssertionError("no window begins here")
-
-
-def nothing_yet() -> Measured:
-    return Measured(iteration_s=0.0, copy_bytes_per_s=math.inf, popularity=np.zeros(0))
 
 
 def slots_of(plans: Sequence[SnapshotPlan]) -> list[SlotPlan]:
@@ -159,7 +135,7 @@ def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) ->
     assert_is_window(slots, 41 + profile_iters, 3, 6)
 
 
-def test_auto_goes_on_without_profiling_where_iterations_were_measured_before_a_fault() -> None:
+def test_auto_does_not_profile_again_after_a_fault() -> None:
     policy = SparseWindows(config(), [equal(6)], 0)
     meter = Meter(41)
     assert policy.plan(40, meter).sparse is not None
@@ -229,7 +205,7 @@ def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
     assert measure.asked == 4
 
 
-def test_an_iteration_that_was_planned_already_takes_nothing_and_changes_nothing() -> None:
+def test_an_iteration_that_was_planned_already_changes_nothing() -> None:
     policy = SparseWindows(config(window=3), [equal(6)], 0)
     policy.plan(10, nothing_yet)
     measure = Meter(1.0)
@@ -263,7 +239,7 @@ def test_the_first_window_is_the_fitting_one_whatever_the_drift(
         (100.0, [2] * 7),
     ],
 )
-def test_the_window_changes_when_the_fitting_one_is_off_by_more_than_the_drift(drift: float, chosen: list[int]) -> None:
+def test_the_window_changes_when_it_is_off_by_more_than_the_drift(drift: float, chosen: list[int]) -> None:
     policy = SparseWindows(config(window_drift=drift), [equal(6)], 0)
     policy.plan(0, nothing_yet)
     measure, begin, found = Meter(42, 41, 31, 29, 27, 29, 31), 6, []
@@ -300,7 +276,7 @@ def test_the_stage_that_needs_most_slots_decides() -> None:
 # Order
 
 
-def test_without_popularity_the_order_is_that_of_the_table_and_blocks_come_last_from_the_back() -> None:
+def test_without_popularity_the_order_is_the_tables_and_blocks_come_last() -> None:
     policy = SparseWindows(config(window=5), [profile([[1] * 5], num_experts=3)], 0)
     policy.plan(0, nothing_yet)
     _, slots = next_window(policy, 1, Meter(1.0, popularity=[[0.0] * 3]))
@@ -477,7 +453,7 @@ def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
     assert [line.split()[-2:] for line in lines] == [[size, "MiB"] for size in sizes]
 
 
-def test_a_fixed_window_that_does_not_fit_is_refused_even_if_a_shorter_one_would() -> None:
+def test_a_fixed_window_that_does_not_fit_is_refused() -> None:
     budget = SparseWindows(config(), [equal(6)], 0).forecast(3).total_bytes
     assert SparseWindows(config(window=3, memory_budget_bytes=budget), [equal(6)], 0).max_slots == 3
     with pytest.raises(

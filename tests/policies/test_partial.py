@@ -180,7 +180,7 @@ def test_popular_experts_go_first_and_each_place_has_its_own_count() -> None:
     assert third.on_peers == ((2, 3), ()), "9 and 2 tokens of these have not gone to peers"
 
 
-def test_peers_are_sent_gradients_of_experts_that_they_have_of_the_snapshot_before() -> None:
+def test_peers_are_sent_gradients_of_experts_in_their_last_snapshot() -> None:
     policy = PopularExperts(moetion(experts=4), [stage()], 0, num_copies=1)
     assert chosen(policy, 0, measuring()).by_gradient == ((), ())
     tokens = (9.0, 1.0, 0.0, 0.0, 9.0, 8.0, 0.0, 0.0)

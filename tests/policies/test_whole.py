@@ -13,9 +13,7 @@ from moe_ckpt.config import CheckfreqConfig, GeminiConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.whole import WholeSnapshots
 from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan
-from tests.policies.test_moevement import equal, nothing_yet, profile, unasked
-
-NOTHING = SnapshotPlan()
+from tests.policies.profiles import NOTHING, equal, nothing_yet, profile, unasked
 
 
 def config(**changes: Any) -> GeminiConfig:
@@ -104,7 +102,7 @@ def test_the_interval_is_chosen_once_iterations_have_been_measured() -> None:
     assert taken(policy, range(6, 36), measuring(cost_s=2.0)) == [15, 25, 35]
 
 
-def test_until_the_cost_of_a_snapshot_is_known_there_is_one_every_few_iterations() -> None:
+def test_until_its_cost_is_known_there_is_a_snapshot_every_few_iterations() -> None:
     policy = WholeSnapshots(config(profile_iters=3), [equal(3)], 0)
     assert taken(policy, range(10), measuring(cost_s=None)) == [0, 3, 6, 9]
 

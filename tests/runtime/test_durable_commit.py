@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, EventLog, read_events
-from moe_ckpt.runtime.durable import DurableTier
+from moe_ckpt.events import CheckpointFailed, read_events
 from moe_ckpt.store.disk import CheckpointFolder, is_committed, read_manifest, seal_files
-from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, RunIdentity
-from tests.ranks import rank_store, run_ranks
-
-IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=1, dp=2, ep=1, tp=1))
-
-
-class OneFileEach:
-    """Implements `ports.DurableState`: every rank writes a file, rank 0 one more, of which it does not tell."""
-
-    def __init__(self, spoiling: str = "") -> None:
-        self._spoiling = spoiling
-        self._files: Sequence[FileRecord] = ()
-
-    def start_save(self, directory: Path, iteration: int) -> None:
-        mine = directory / f"rank{dist.get_rank()}"
-        mine.write_bytes(b"weights")
-        if dist.get_rank() == 0:
-            (directory / "metadata").write_bytes(b"names")
-        self._files = seal_files(directory, [mine.name])
-        if mine.name == self._spoiling:
-            mine.write_bytes(b"Weights")
-
-    def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
-        return self._files
-
-    def abandon_save(self) -> None:
-        pass
-
-    def is_writing(self) -> bool:
-        return False
-
-    def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
-        return 1
+from moe_ckpt.types import CheckpointRef
+from tests.ranks import run_ranks
+from tests.runtime.durable_files import OneFileEach, open_tier
 
 
 class OnDiskOfItsOwn(OneFileEach):
@@ -58,19 +24,11 @@ class OnDiskOfItsOwn(OneFileEach):
         super().start_save(directory if dist.get_rank() == 0 else own, iteration)
 
 
-def open_tier(folder: Path, state: OneFileEach, keep: int = 1) -> DurableTier:
-    """Join the others and return what saves and loads through `state`; inside `run_ranks`."""
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", store=rank_store(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    events = EventLog(folder / "events" / f"{rank}.jsonl", global_rank=rank, clock_origin_unix_s=0.0)
-    return DurableTier(state, CheckpointFolder(folder), IDENTITY, TorchRanks(), events, keep=keep)
-
-
 def _save(folder: Path) -> None:
     open_tier(folder, OneFileEach()).save(1)
 
 
-def test_the_marker_lists_every_rank_s_files_and_those_that_nobody_tells_of(tmp_path: Path) -> None:
+def test_the_marker_lists_the_files_of_every_rank_and_all_others(tmp_path: Path) -> None:
     run_ranks(2, _save, tmp_path)
     directory = CheckpointFolder(tmp_path).directory(1)
     assert list(read_manifest(directory).files) == seal_files(directory, ["metadata", "rank0", "rank1"])

@@ -22,14 +22,14 @@ from moe_ckpt.runtime.keeper import KeeperPlace, run_keeper
 from moe_ckpt.store.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.store.fetch import fetch_blobs, list_held
 from moe_ckpt.store.keeper_client import KeeperClient, keeper_socket
-from moe_ckpt.store.messages import Address, Ticket, parse_address
+from moe_ckpt.store.messages import Address, parse_address
 from tests.ranks import RankFailedError, run_ranks
 from tests.store.blobs import buffers_of, content_of, publish
+from tests.store.peers import TICKET
 from tests.store.proxy import Proxy
+from tests.waits import START_S
 
-TICKET = Ticket(run_id="run-1", token="secret")
 WAIT_S = 30.0
-START_S = 90.0  # the first process of a test run imports torch and Megatron
 MIB = 1 << 20
 LARGE = bytes(range(250)) * (5 * MIB // 250)
 
@@ -284,9 +284,7 @@ def test_a_lost_node_starts_from_nothing_with_the_same_keeper(ranks: list[Rank])
     assert lost.held(1).keys() == ["c"]
 
 
-def test_a_dead_keeper_fails_what_it_was_asked_for_and_its_successor_knows_the_peers(
-    ranks: list[Rank], stack: ExitStack
-) -> None:
+def test_a_dead_keeper_fails_its_copies_and_its_successor_has_the_peers(ranks: list[Rank], stack: ExitStack) -> None:
     proxy = Proxy(ranks[1].address)
     stack.callback(proxy.close)
     proxy.may_pass.clear()

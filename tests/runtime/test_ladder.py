@@ -11,7 +11,7 @@ from moe_ckpt.events import EventLog
 from moe_ckpt.runtime.ladder import HOST_MEMORY, Found, Ladder, Source, Suspects
 from moe_ckpt.store.disk import CheckpointFolder
 from tests.ranks import run_ranks
-from tests.runtime.test_durable_commit import OneFileEach, open_tier
+from tests.runtime.durable_files import OneFileEach, open_tier
 
 
 def _open(folder: Path) -> Ladder:

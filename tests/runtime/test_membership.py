@@ -25,8 +25,7 @@ from moe_ckpt.runtime.transport import GlooTransport
 from moe_ckpt.types import Phase
 from tests.ranks import run_ranks
 from tests.runtime.trainers import GRACE_S, WAIT_S, meet, open_membership, open_store, own_rank
-
-START_S = 90.0  # the first process of a test run imports torch and Megatron
+from tests.waits import START_S
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory, take_ove
 from moe_ckpt.runtime.processes import start_ticks
 from moe_ckpt.store.blobs import held_path, own_path
 from tests.ranks import rank_store, run_ranks
+from tests.waits import START_S
 
-START_S = 90.0  # the first process of a test run imports torch and Megatron
 WAIT_S = 30.0
 
 
@@ -266,7 +266,7 @@ def test_numbers_that_go_round_lose_nothing(tmp_path: Path) -> None:
     }
 
 
-def test_what_was_taken_over_once_is_not_taken_again_when_a_rank_has_thrown_its_own_away(tmp_path: Path) -> None:
+def test_memory_is_taken_over_once_even_if_a_rank_drops_its_own(tmp_path: Path) -> None:
     fill(tmp_path, {"rank0000/own": "newer", "rank0002/held/rank0000": "older"})
     take_over(tmp_path, range(2))
     shutil.rmtree(own_path(tmp_path / "rank0000"))
@@ -289,7 +289,7 @@ def start_as_guard(root: str) -> None:
     (own / "new").touch()
 
 
-def test_guards_of_a_node_take_over_at_once_and_a_trainer_that_is_quick_hides_nothing(tmp_path: Path) -> None:
+def test_guards_of_a_node_take_over_at_once_before_a_quick_trainer(tmp_path: Path) -> None:
     before = {f"rank{4 + rank:04d}/held/rank{rank:04d}": f"{rank}" for rank in range(4)}
     before |= {f"rank0007/held/rank{rank:04d}": f"{rank}" for rank in range(100, 100 + NUM_HELD)}
     fill(tmp_path, before)

@@ -145,7 +145,7 @@ def test_a_page_that_is_reset_is_a_newborns(page: Page) -> None:
     assert min(page.heartbeat_s, page.progress_s) >= before_s, "a newborn looked as if it had hung"
 
 
-def test_copies_yield_to_training_that_waits_for_ranks_and_not_to_one_that_waits_for_copies(page: Page) -> None:
+def test_copies_yield_to_training_unless_it_waits_for_copies(page: Page) -> None:
     seen = [(page.waiting, page.communicates)]
     for act in (page.wait, page.wait_for_copies):
         act(True)

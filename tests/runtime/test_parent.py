@@ -31,7 +31,7 @@ else:
 """
 
 
-def test_an_agent_that_is_killed_while_its_processes_import_leaves_no_orphan(tmp_path: Path) -> None:
+def test_an_agent_killed_while_its_processes_import_leaves_no_orphan(tmp_path: Path) -> None:
     (tmp_path / "hydra.py").write_text(NEVER_IMPORTED)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", AGENT, str(ROOT / "launcher" / "train.py")]

@@ -209,7 +209,7 @@ def test_where_memory_is_lost_a_disk_is_next() -> None:
     assert (recovered.iteration, recovered.source, recovered.lost_iters) == (8, "disk", 1)
 
 
-def test_what_is_in_memory_counts_while_it_is_written_and_on_disk_once_it_is() -> None:
+def test_memory_counts_until_its_snapshot_is_on_disk() -> None:
     whole_bytes = SETUP.total_full_bytes
     slow = setup(machines=cluster(disk_bytes_per_s=whole_bytes / 25.0))
     saving = plan_saving(ckpt("ckpt=checkfreq", "ckpt.every_iters=3"), slow)

@@ -41,7 +41,7 @@ def test_all_parts_are_scaled_to_a_measured_iteration() -> None:
     assert derived.sync_s > 0
 
 
-def test_a_stage_alone_replays_without_bubbles_and_frozen_operators_save_a_third() -> None:
+def test_replay_of_one_stage_has_no_bubbles_and_frozen_operators_cost_less() -> None:
     costs = setup().costs
     whole, alone = costs.replay_s(range(4), 1.0), costs.replay_s(range(1, 2), 1.0)
     assert whole == pytest.approx(10.0)

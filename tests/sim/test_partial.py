@@ -82,7 +82,7 @@ def test_who_keeps_memory_loses_what_was_not_in_the_newest_snapshot() -> None:
     assert found.lost.mlt == pytest.approx(8 * found.lost.plt)
 
 
-def test_a_lost_node_comes_back_from_disk_and_only_its_experts_are_as_old_as_there() -> None:
+def test_only_the_experts_of_a_lost_node_are_as_old_as_on_disk() -> None:
     saving, _, line = told(*MOC)
     found = go_back(SETUP, saving, [kept(line, 11)], kept(line, 8), lost_memory(2))
     assert found is not None

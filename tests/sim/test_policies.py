@@ -101,7 +101,7 @@ def test_the_papers_window_is_algorithm_1_over_the_whole_model() -> None:
     assert saving.later.repeat[0].num_slots == expected > 1
 
 
-def test_more_of_the_work_is_active_slot_by_slot_and_popular_experts_come_last() -> None:
+def test_more_is_active_slot_by_slot_and_popular_experts_come_last() -> None:
     of = job(pp=1, dp=2, ep=2, shape=shape(popularity=(0.01, 0.01, 0.08, 0.9)))
 
     def active(switches: Switches) -> tuple[float, ...]:

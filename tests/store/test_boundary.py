@@ -203,7 +203,7 @@ def test_many_iterations_use_the_memory_of_the_first(written: Written, micro_bat
 # While it is copied
 
 
-def test_a_tensor_may_be_freed_or_given_another_storage_once_it_is_recorded(written: Written) -> None:
+def test_a_recorded_tensor_may_be_freed_or_given_another_storage(written: Written) -> None:
     log, swapped, freed = written.log, torch.arange(5000), torch.arange(5000) + 1
     source = weakref.ref(freed)
     with held(written.copier):

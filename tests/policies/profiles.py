@@ -1,0 +1,36 @@
+"""Stages for tests of policies, and answers to what a policy asks to be measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_ckpt.policies.profile import StageProfile
+from moe_ckpt.types import Measured, OperatorId, OperatorKind, OperatorTable, SnapshotPlan
+
+NOTHING = SnapshotPlan()
+
+
+def profile(
+    parameters: Sequence[Sequence[int]], num_experts: int = 0, boundary_log_bytes: int = 0, step_log_bytes: int = 0
+) -> StageProfile:
+    """A stage of operators with these parameters [ranks][operators]: blocks, then a layer's experts."""
+    full_bytes = 12 * np.array(parameters, np.int64)
+    blocks = [OperatorId(kind=OperatorKind.BLOCK, layer=i) for i in range(full_bytes.shape[1] - num_experts)]
+    experts = [OperatorId(kind=OperatorKind.EXPERT, layer=0, expert=i) for i in range(num_experts)]
+    table = OperatorTable(operators=[*blocks, *experts], full_bytes=full_bytes, compute_bytes=full_bytes // 6)
+    return StageProfile(table=table, boundary_log_bytes=boundary_log_bytes, step_log_bytes=step_log_bytes)
+
+
+def equal(num_operators: int, **logs: int) -> StageProfile:
+    return profile([[1] * num_operators], **logs)
+
+
+def unasked() -> Measured:
+    raise AssertionError("no window begins here")
+
+
+def nothing_yet() -> Measured:
+    return Measured(iteration_s=0.0, copy_bytes_per_s=math.inf, popularity=np.zeros(0))

@@ -1,0 +1,92 @@
+"""Rules for the tests themselves, read from their syntax: their imports, their names, and that none sleeps."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LONGEST_NAME = 70
+SLEEPERS = {
+    "tests/agent.py": "an agent that does nothing until it is killed, and looks for what other processes write",
+    "tests/elastic.py": "the only signs that other processes give are their files and pages",
+    "tests/jobs.py": "a trainer leaves processors to others, as training does",
+    "tests/launcher/test_elastic_long.py": "faults come at moments that nothing marks",
+    "tests/launcher/test_torchrun.py": "the only sign that another process gives is its file",
+    "tests/runtime/test_memory_root.py": "a janitor gives no sign but the folder that it removes",
+    "tests/runtime/trainers.py": "waits for what no other thread or process announces",
+    "tests/test_ranks.py": "a rank that never ends is the subject",
+}
+IMPORTERS = {  # until their helpers have modules of their own
+    "tests/launcher/test_elastic_whole.py",
+    "tests/launcher/test_elastic_events.py",
+    "tests/launcher/test_elastic_partial.py",
+    "scripts/write_golden.py",
+}
+LONG_NAMED = {  # until they are shortened
+    "tests/adapters/test_megatron_durable.py",
+    "tests/adapters/test_megatron_write.py",
+    "tests/launcher/test_compare.py",
+    "tests/launcher/test_elastic.py",
+    "tests/launcher/test_elastic_ends.py",
+    "tests/launcher/test_ladder.py",
+    "tests/launcher/test_real_run.py",
+    "tests/launcher/test_recovery_damage.py",
+    "tests/launcher/test_sparse_bytes.py",
+    "tests/launcher/test_torchrun.py",
+    "tests/runtime/test_durable.py",
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    files = [path for folder in ("tests", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(files)}
+
+
+def imported(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_a_test_module(module: ast.Module) -> bool:
+    names = [name.split(".") for name in imported(module)]
+    return any(parts[0] == "tests" and any(part.startswith("test_") for part in parts[1:]) for parts in names)
+
+
+def sleeps(module: ast.Module) -> bool:
+    calls = [node.func for node in ast.walk(module) if isinstance(node, ast.Call)]
+    return any(isinstance(call, ast.Attribute) and call.attr == "sleep" for call in calls) or (
+        "time.sleep" in imported(module)
+    )
+
+
+def names_of_tests(module: ast.Module) -> list[str]:
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [function.name for function in functions if function.name.startswith("test_")]
+
+
+def test_no_module_imports_a_test_module() -> None:
+    found = {path for path, module in modules().items() if imports_a_test_module(module)}
+    assert found - IMPORTERS == set()
+
+
+def test_only_modules_with_a_reason_sleep() -> None:
+    found = {path for path, module in modules().items() if path.startswith("tests/") and sleeps(module)}
+    assert found - SLEEPERS.keys() == set()
+
+
+def test_names_of_tests_are_short() -> None:
+    long = [
+        f"{path}: {name}"
+        for path, module in modules().items()
+        if path not in LONG_NAMED
+        for name in names_of_tests(module)
+        if len(name) > LONGEST_NAME
+    ]
+    assert long == []
