@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.adapters.megatron_operators import RankOperators
+from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import IntervalChosen, WindowPersisted
+from moe_ckpt.store import replicate
+from moe_ckpt.store.link import Link
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, all_go_back, call_is_a_point, lose_nodes, stretches_of, survive
 from tests.elastic import ElasticJob
@@ -22,8 +25,17 @@ EVERY_3 = ("ckpt.every_iters=3",)
 SYNC = "ckpt.async_save=false"
 
 
-def loading_is_a_point() -> None:
+def loading_is_a_point_and_copies_fail() -> None:
+    """Let a rank enter RECOVERY once more when it loads a snapshot. No copy of a snapshot of iteration 18 arrives."""
     call_is_a_point(RankOperators, "load", Phase.RECOVERY)
+    put = replicate._Peer._put
+
+    def put_others(self: replicate._Peer, link: Link, key: str) -> None:
+        if key.startswith("snapshot-18-"):
+            raise CheckpointSaveError("a test lets this copy fail")
+        put(self, link, key)
+
+    replicate._Peer._put = put_others
 
 
 def gemini_faults() -> list[Fault]:
@@ -36,8 +48,10 @@ def gemini_faults() -> list[Fault]:
         all_go_back("between update and gather", 9, Point(0, Phase.STEP, 12, skip=1)),
         all_go_back("between iterations", 12, Point(3, Phase.BETWEEN, 14)),
         all_go_back("again while all go back", 15, Point(1, Phase.BACKWARD, 18), again),
-        all_go_back("a node", (15, 18), Point(0, Phase.REDUCE, 20), kills=[2], then=lose_nodes, fetched=True),
-        all_go_back("two nodes", (18, 21), Point(3, Phase.REDUCE, 23), kills=[1, 2], then=lose_nodes, fetched=True),
+        all_go_back(
+            "a node without the newest copy", 15, Point(0, Phase.REDUCE, 20), kills=[2], then=lose_nodes, fetched=True
+        ),
+        all_go_back("two nodes", (15, 21), Point(3, Phase.REDUCE, 23), kills=[1, 2], then=lose_nodes, fetched=True),
         Fault(
             name="all copies of a rank",
             at=[Point(3, Phase.REDUCE, 26)],
@@ -55,7 +69,9 @@ def gemini_faults() -> list[Fault]:
 def test_gemini_goes_back_to_memory_or_peers_or_a_checkpoint(tmp_path: Path) -> None:
     training = ("train.iterations=30", *FP16_SKIPPING, *TIED, *UNSHARDED)
     settings = (*EVERY_3, "ckpt.durable_every_iters=8", SYNC)
-    survive(tmp_path, gemini_faults(), *training, ckpt="gemini", settings=settings, setup=loading_is_a_point)
+    survive(
+        tmp_path, gemini_faults(), *training, ckpt="gemini", settings=settings, setup=loading_is_a_point_and_copies_fail
+    )
 
 
 def test_checkfreq_goes_back_to_memory_or_local_disks(tmp_path: Path) -> None:
