@@ -13,8 +13,8 @@ import pytest
 from hypothesis import settings
 
 import tests.preload  # noqa: F401
+from tests.made_once import FOLDER
 from tests.properties import CI, FULL
-from tests.references import FOLDER
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose how much to run, and make the folder that all workers share; they inherit its name."""
     settings.load_profile(FULL if config.getoption("--full") else CI)
     if not hasattr(config, "workerinput"):
-        os.environ[FOLDER] = tempfile.mkdtemp(prefix="moe_ckpt-references-")
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="moe_ckpt-tests-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -10,7 +10,6 @@ import warnings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core.datasets.gpt_dataset  # noqa: F401
-    import torch.distributed.checkpoint
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
     import launcher.entry  # noqa: F401

@@ -64,7 +64,9 @@ def _rank_main(
     rank: int, world_size: int, folder: str, sender: Connection, function: Callable[..., Any], arguments: Any
 ) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    # one thread a rank: with a core for each, threads that wait for each other stand still beside other processes
+    os.environ |= {"LOCAL_WORLD_SIZE": str(max(world_size, os.cpu_count() or 1))}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ["TEST_STORE"] = str(Path(folder) / "store")
     warnings.simplefilter("ignore")
     try:

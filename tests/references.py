@@ -1,31 +1,17 @@
-"""Reference runs: the outcome of a training without faults, run once for each configuration and read by all workers.
-
-Outcomes are files of a folder that lives as long as the test session, named by a hash of the overrides. A lock beside
-each file lets one worker run the training while the others wait for its result.
-"""
+"""Reference runs: outcomes of trainings without faults, each of which is run once in a test session."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
-import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from moe_ckpt.events import IterationCommitted, StateDigest
+from tests.made_once import made_once
 from tests.training import events_of, train
-
-FOLDER = "MOE_CKPT_TEST_REFERENCES"
-"""The environment variable that names the session's folder of outcomes; tests/conftest.py sets it."""
-
-_BY_ITERATION = ("losses", "digests")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +41,12 @@ def outcome_of(run: Path, result: Mapping[str, Any]) -> Outcome:
     )
 
 
-@functools.cache
 def uninterrupted(world_size: int, *overrides: str) -> Outcome:
     """Return the outcome of a run of these overrides without faults, supervisors and checkpoints."""
-    content = json.dumps([world_size, *overrides])
-    path = Path(os.environ[FOLDER]) / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
-    with FileLock(path.with_suffix(".lock")):
-        if not path.exists():
-            with tempfile.TemporaryDirectory() as folder:
-                result = train(world_size, Path(folder), *overrides, "run.digest_every_iters=1", timeout_s=240.0)
-                outcome = outcome_of(Path(folder), result)
-            path.write_text(json.dumps(asdict(outcome)))
-    stored = json.loads(path.read_text())
-    by_iteration = {name: {int(iteration): of for iteration, of in stored[name].items()} for name in _BY_ITERATION}
-    return Outcome(**stored | by_iteration)
+    return made_once(_uninterrupted, world_size, *overrides)
+
+
+def _uninterrupted(world_size: int, *overrides: str) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        result = train(world_size, Path(folder), *overrides, "run.digest_every_iters=1", timeout_s=240.0)
+        return outcome_of(Path(folder), result)

@@ -13,8 +13,8 @@ GPT_STYLE = (
     "model.position_embedding=learned",
     "model.normalization=LayerNorm",
     "model.activation=gelu",
-    "model.linear_bias=true",
 )
 EIGHT = ("model.num_experts=8",)
 MOC = ("ckpt.k_snapshot=2", "ckpt.k_persist=1")
 """Two of the experts of each layer to memory, one to storage."""
+LINEAR_BIAS = ("model.linear_bias=true",)

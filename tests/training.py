@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from launcher.run import run
 from moe_ckpt.events import IterationCommitted, read_events
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import ReadyGradients
+from tests.made_once import made_once
 from tests.ranks import rank_store, run_ranks
 
 T = TypeVar("T")
@@ -106,8 +107,24 @@ def train(
 
     With `max_file_bytes` the kernel refuses to let any file grow larger, as a full disk would.
     """
-    settings = compose_settings((*fast(*overrides), f"run.dir={folder}"))
+    settings = job_settings(folder, *overrides)
     return run_ranks(world_size, _run_rank, settings, kill, folder, max_file_bytes, timeout_s=timeout_s)[0]
+
+
+def job_settings(folder: Path, *overrides: str) -> Settings:
+    """Return the settings of a small run in `folder`."""
+    settings = small_settings(*overrides)
+    composed_yaml = settings.composed_yaml.replace("  dir: null\n", f"  dir: {folder}\n")
+    return replace(settings, run=replace(settings.run, dir=str(folder)), composed_yaml=composed_yaml)
+
+
+def small_settings(*overrides: str) -> Settings:
+    """Return the settings of a small run; Hydra needs longer to compose them than a rank for an iteration."""
+    return made_once(_compose, *overrides)
+
+
+def _compose(*overrides: str) -> Settings:
+    return compose_settings(fast(*overrides))
 
 
 def fast(*overrides: str) -> tuple[str, ...]:

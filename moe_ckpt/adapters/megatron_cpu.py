@@ -180,5 +180,10 @@ def _stay_active_in_backward() -> None:
     functions.apply = apply  # type: ignore[method-assign]
 
 
+def for_a_hook() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which a hook of backward finds the stand-in, if it is active: the mode is off meanwhile."""
+    return _active or contextlib.nullcontext()
+
+
 def _is_not_shared_generator_note(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()  # the two generators are one here

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from moe_ckpt.adapters import megatron_cpu
 from moe_ckpt.adapters.megatron_operators import bare_model
 from moe_ckpt.adapters.megatron_state import TrainingState, optimizer_tensors, restore_small_state, small_state
 
@@ -39,11 +40,15 @@ class StateWiper:
             handle.remove()
             callback()
 
+        def came_back(_: torch.Tensor) -> None:
+            with megatron_cpu.for_a_hook():
+                callback()
+
         def left(_: Any, __: Any, outputs: Any) -> None:
             hidden = outputs[0] if isinstance(outputs, tuple) else outputs
             if hidden.requires_grad and torch.is_grad_enabled():  # not in a pass that is recomputed later
                 handle.remove()
-                hidden.register_hook(lambda _: callback())
+                hidden.register_hook(came_back)
 
         forward = phase == "forward"
         handle = self._layer.register_forward_pre_hook(entered) if forward else self._layer.register_forward_hook(left)

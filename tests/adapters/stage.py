@@ -10,7 +10,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
-from launcher.config import compose_settings
 from launcher.data import Batches, open_source
 from launcher.launch import read_launch
 from launcher.layout import fit_layout
@@ -21,7 +20,7 @@ from launcher.parameters import padded_vocab_size
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state
 from moe_ckpt.types import ReadyGradients
 from tests.ranks import rank_store
-from tests.training import fast
+from tests.training import small_settings
 
 
 class NoHooks:
@@ -45,7 +44,7 @@ class NoHooks:
 
 def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple[TrainingState, Trainer]:
     """Return this rank's state and a trainer for it. Call inside `run_ranks`."""
-    settings = compose_settings(fast(*overrides))
+    settings = small_settings(*overrides)
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
     join_job(launch, on_gpu=choose_device(launch, deterministic=True), store=rank_store())

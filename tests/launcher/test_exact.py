@@ -1,137 +1,136 @@
-"""The first promise: a run that was killed and resumed ends, bit for bit, where the uninterrupted one ends.
+"""The first promise: a run that loses its state, or is killed, ends bit for bit where the uninterrupted run ends.
 
-Compared are the digest of every rank's parameters, master weights, moments, step counts, buffers, loss scaler and RNG
-states, and the loss of every iteration. Dropout is on throughout.
+Compared are the digest of every rank's parameters, master weights, moments, step counts, buffers, loss scaler, schedule
+and generators, the loss of every iteration, and the evaluation. Dropout is on throughout. Jobs that live on when their
+ranks are killed are those of tests/launcher/test_elastic.py.
 """
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateResumed
+from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateLost, StateResumed
+from tests.exact_rows import (
+    ITERATIONS_AFTER_THE_LAST_LOSS,
+    LONG_JOBS,
+    TRAINING,
+    Job,
+    Row,
+    full_rows,
+    job_of,
+    name_of,
+    pairs_of,
+    possible_pairs,
+    resumed_rows,
+    rows,
+)
 from tests.ranks import RankFailedError
-from tests.training import Kill, events_of, losses, train
-
-DENSE = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=5")
-
-VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one process": (1, ()),
-    "two processes": (2, ()),
-    "eight processes": (8, ("train.global_batch_size=16",)),
-    "four stages": (4, ("parallel.pp=4", "model.num_layers=4")),
-    "fp32": (4, ("precision=fp32",)),
-    "fp16 with skipped steps": (
-        4,
-        ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1"),
-    ),
-    "fp16, every step skipped": (4, ("precision=fp16", "precision.initial_loss_scale=4294967296.0")),
-    "fp16, every step skipped, optimizer not sharded": (
-        4,
-        ("precision=fp16", "precision.initial_loss_scale=4294967296.0", "train.distributed_optimizer=false"),
-    ),
-    "optimizer not sharded": (4, ("train.distributed_optimizer=false",)),
-    "fp32, optimizer not sharded": (4, ("train.distributed_optimizer=false", "precision=fp32")),
-    "aux-loss-free bias": (4, ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")),
-    "global aux loss": (4, ("model.moe_balancing=global_aux_loss",)),
-    "shared experts": (4, ("model.shared_expert_ffn_hidden_size=32",)),
-    "no experts on the first stage": (4, ("model.num_dense_layers=1", "model.dense_ffn_hidden_size=64")),
-    "tied embeddings": (4, ("model.tied_embeddings=true",)),
-    "capacity": (4, ("model.moe_capacity_factor=1.0", "model.moe_pad_to_capacity=true")),
-    "full recompute": (4, ("train.recompute=full",)),
-    "no clipping": (4, ("train.clip_grad=0",)),
-    "GPT style": (
-        4,
-        (
-            "model.position_embedding=learned",
-            "model.normalization=LayerNorm",
-            "model.activation=gelu",
-            "model.linear_bias=true",
-        ),
-    ),
-    "dense model, tensor parallel": (4, ("model.num_experts=0", "parallel.ep=1", "parallel.tp=2")),
-    "asynchronous save": (4, ("ckpt.async_save=true",)),
-}
+from tests.references import outcome_of, uninterrupted
+from tests.scenarios import FP16_SKIPPING, PP2, UNSHARDED
+from tests.training import Kill, events_of, losing, train
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict[int, float]]:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    result = train(4, folder, *DENSE)
-    return result, losses(folder)
+def test_rows_hold_every_possible_pair_of_settings() -> None:
+    assert possible_pairs() == {pair for row in rows() for pair in pairs_of(row)}
 
 
-@pytest.mark.parametrize(("world_size", "overrides"), VARIANTS.values(), ids=VARIANTS.keys())
-def test_resumed_run_equals_the_uninterrupted_one(world_size: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    expected = train(world_size, whole, *DENSE, "ckpt.keep=9", *overrides)
-    shutil.copytree(whole, resumed)
-    for later in ("iter_0000004", "iter_0000005"):
-        shutil.rmtree(resumed / "checkpoints" / later)
-
-    result = train(world_size, resumed, *DENSE, *overrides)
-
-    assert [event.iteration for event in events_of(resumed, StateResumed)] == [2]
-    assert result["digest_per_rank"] == expected["digest_per_rank"]
-    assert result["eval_loss"] == expected["eval_loss"]
-    assert losses(resumed) == losses(whole)
+def test_resumed_rows_hold_every_setting_of_a_training() -> None:
+    held = {value for row in resumed_rows() for value in row.items()}
+    assert held >= {(axis, value) for axis, values in TRAINING.items() for value in values}
 
 
-def test_fp16_variants_really_skip_steps(tmp_path: Path) -> None:
-    some = VARIANTS["fp16 with skipped steps"][1]
-    every = VARIANTS["fp16, every step skipped"][1]
-    train(4, tmp_path / "some", "train.iterations=5", *some)
-    train(4, tmp_path / "every", "train.iterations=5", *every)
-    skipped = [event.skipped for event in events_of(tmp_path / "some", IterationCommitted)]
-    assert skipped[0]
-    assert not skipped[-1]
-    assert all(event.skipped for event in events_of(tmp_path / "every", IterationCommitted))
+@pytest.mark.parametrize("job", [pytest.param(job_of(row), id=name_of(row)) for row in rows()])
+def test_recovered_run_equals_the_uninterrupted_one(job: Job, tmp_path: Path) -> None:
+    _check_recovery(job, tmp_path)
 
 
-def test_the_same_command_twice_ends_in_the_same_digest(tmp_path: Path, uninterrupted: tuple[dict, dict]) -> None:
-    assert train(4, tmp_path, *DENSE)["digest_per_rank"] == uninterrupted[0]["digest_per_rank"]
+@pytest.mark.full
+@pytest.mark.parametrize("job", [pytest.param(job_of(row), id=name_of(row)) for row in full_rows()])
+def test_recovered_run_is_exact_at_any_loss(job: Job, tmp_path: Path) -> None:
+    _check_recovery(job, tmp_path)
 
 
-def test_saving_does_not_change_training(tmp_path: Path, uninterrupted: tuple[dict, dict]) -> None:
-    result = train(4, tmp_path, "ckpt=none", "train.iterations=5")
-    assert result["digest_per_rank"] == uninterrupted[0]["digest_per_rank"]
+@pytest.mark.full
+@pytest.mark.parametrize("job", LONG_JOBS.values(), ids=LONG_JOBS.keys())
+def test_recovered_run_is_exact_after_many_losses(job: Job, tmp_path: Path) -> None:
+    _check_recovery(job, tmp_path)
+
+
+def _check_recovery(job: Job, folder: Path) -> None:
+    result = train(job.world_size, folder, *losing(*job.lost), *job.snapshots, *job.training)
+
+    lost = [
+        (loss.iteration, loss.phase) for rank in range(job.world_size) for loss in events_of(folder, StateLost, rank)
+    ]
+    assert set(lost) == {(iteration, phase) for iteration, _, phase, *_ in job.lost}
+    assert result["iteration"] == job.lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS
+    skipped = {event.skipped for event in events_of(folder, IterationCommitted)}
+    assert skipped == ({True, False} if set(FP16_SKIPPING) <= set(job.training) else {False})
+    assert outcome_of(folder, result) == uninterrupted(job.world_size, *job.training)
+
+
+# --- a run that has ended goes on from a checkpoint on disk
+
+
+@pytest.mark.parametrize("row", resumed_rows(), ids=name_of)
+def test_resumed_run_equals_the_uninterrupted_one(row: Row, tmp_path: Path) -> None:
+    job = job_of(row)
+    dense = ("ckpt=dense", "ckpt.every_iters=3", *job.training)
+    kill = Kill(ranks=tuple(range(job.world_size)), iteration=5, phase="start")
+    with pytest.raises(RankFailedError, match="died"):
+        train(job.world_size, tmp_path, *dense, kill=kill)
+
+    result = train(job.world_size, tmp_path, *dense)
+
+    assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [3]
+    assert outcome_of(tmp_path, result) == uninterrupted(job.world_size, *job.training)
+
+
+@pytest.mark.parametrize("optimizer", [(), UNSHARDED], ids=["sharded", "not sharded"])
+def test_a_run_resumes_exactly_before_its_first_update(optimizer: tuple[str, ...], tmp_path: Path) -> None:
+    training = (*PP2, *FP16_SKIPPING, *optimizer, "train.lr_decay_iters=6")
+    saving = ("ckpt=dense", "ckpt.async_save=true", *training)
+    train(2, tmp_path, *saving, "train.iterations=1")
+    assert [event.skipped for event in events_of(tmp_path, IterationCommitted)] == [True]
+
+    result = train(2, tmp_path, *saving, "train.iterations=6")
+
+    assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [1]
+    assert not events_of(tmp_path, IterationCommitted)[-1].skipped
+    assert outcome_of(tmp_path, result) == uninterrupted(2, *training, "train.iterations=6")
 
 
 @pytest.mark.parametrize(
     ("ranks", "iteration", "phase", "resumes_after"),
     [
-        ((0, 1, 2, 3), 1, "gradients", None),  # before anything was saved: from the beginning
-        ((0, 1, 2, 3), 3, "start", 2),
-        ((0, 1, 2, 3), 3, "gradients", 2),
-        ((0, 1, 2, 3), 4, "before-save", 2),
-        ((0, 1, 2, 3), 4, "while-saving", 2),
-        ((0, 1, 2, 3), 4, "after-save", 4),
-        ((0, 1, 2, 3), 5, "after-save", 5),
+        ((0, 1), 1, "gradients", None),  # before anything was saved: from the beginning
+        ((0, 1), 4, "while-saving", 2),
+        ((0, 1), 5, "after-save", 5),
         ((0,), 4, "while-saving", 2),
-        ((3,), 3, "gradients", 2),
+        ((1,), 3, "gradients", 2),
+        pytest.param((0, 1), 3, "start", 2, marks=pytest.mark.full),
+        pytest.param((0, 1), 4, "before-save", 2, marks=pytest.mark.full),
+        pytest.param((0, 1), 4, "after-save", 4, marks=pytest.mark.full),
     ],
 )
 def test_killed_run_resumes_exactly(
-    ranks: tuple[int, ...],
-    iteration: int,
-    phase: str,
-    resumes_after: int | None,
-    tmp_path: Path,
-    uninterrupted: tuple[dict, dict[int, float]],
+    ranks: tuple[int, ...], iteration: int, phase: str, resumes_after: int | None, tmp_path: Path
 ) -> None:
+    training = (*PP2, "train.iterations=5")
+    dense = ("ckpt=dense", "ckpt.every_iters=2", *training)
     with pytest.raises(RankFailedError, match="died"):
-        train(4, tmp_path, *DENSE, kill=Kill(ranks=ranks, iteration=iteration, phase=phase))
+        train(2, tmp_path, *dense, kill=Kill(ranks=ranks, iteration=iteration, phase=phase))
 
-    result = train(4, tmp_path, *DENSE)
+    result = train(2, tmp_path, *dense)
 
-    assert [event.iteration for event in events_of(tmp_path, StateResumed)] == (
-        [resumes_after] if resumes_after else []
-    )
+    resumed = [event.iteration for event in events_of(tmp_path, StateResumed)]
+    assert resumed == ([resumes_after] if resumes_after else [])
     assert result["faults_survived"] == 1
-    assert result["digest_per_rank"] == uninterrupted[0]["digest_per_rank"]
+    expected, found = uninterrupted(2, *training), outcome_of(tmp_path, result)
+    assert (found.digest_per_rank, found.eval_loss) == (expected.digest_per_rank, expected.eval_loss)
     unlogged = {iteration} if phase == "after-save" else set()  # died between its save and its event
-    assert losses(tmp_path) == {i: loss for i, loss in uninterrupted[1].items() if i not in unlogged}
+    assert found.losses == {i: loss for i, loss in expected.losses.items() if i not in unlogged}
     torn = [event.source for event in events_of(tmp_path, CheckpointSkipped)]
     assert [Path(source).name for source in torn] == (["iter_0000004"] if phase == "while-saving" else [])
