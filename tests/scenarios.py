@@ -6,6 +6,13 @@ PP2 = ("parallel.pp=2",)
 PP4 = ("parallel.pp=4", "model.num_layers=4", "train.global_batch_size=8")
 BIAS = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")
 FP16_SKIPPING = ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")
+FP16_SKIPPING_AT_FIRST = (
+    "precision=fp16",
+    "precision.initial_loss_scale=1048576.0",
+    "precision.loss_scale_hysteresis=1",
+)
+"""Overflows in the first iteration of any of the small models, not in the last."""
+
 TIED = ("model.tied_embeddings=true",)
 UNSHARDED = ("train.distributed_optimizer=false",)
 DENSE_TP2 = ("model.num_experts=0", "parallel.ep=1", "parallel.tp=2")

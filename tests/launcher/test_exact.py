@@ -28,7 +28,7 @@ from tests.exact_rows import (
 )
 from tests.ranks import RankFailedError
 from tests.references import outcome_of, uninterrupted
-from tests.scenarios import FP16_SKIPPING, PP2, UNSHARDED
+from tests.scenarios import FP16_SKIPPING_AT_FIRST, PP2, UNSHARDED
 from tests.training import Kill, events_of, losing, train
 
 
@@ -67,7 +67,7 @@ def _check_recovery(job: Job, folder: Path) -> None:
     assert set(lost) == {(iteration, phase) for iteration, _, phase, *_ in job.lost}
     assert result["iteration"] == job.lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS
     skipped = {event.skipped for event in events_of(folder, IterationCommitted)}
-    assert skipped == ({True, False} if set(FP16_SKIPPING) <= set(job.training) else {False})
+    assert skipped == ({True, False} if set(FP16_SKIPPING_AT_FIRST) <= set(job.training) else {False})
     assert outcome_of(folder, result) == uninterrupted(job.world_size, *job.training)
 
 
@@ -90,7 +90,7 @@ def test_resumed_run_equals_the_uninterrupted_one(row: Row, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("optimizer", [(), UNSHARDED], ids=["sharded", "not sharded"])
 def test_a_run_resumes_exactly_before_its_first_update(optimizer: tuple[str, ...], tmp_path: Path) -> None:
-    training = (*PP2, *FP16_SKIPPING, *optimizer, "train.lr_decay_iters=6")
+    training = (*PP2, *FP16_SKIPPING_AT_FIRST, *optimizer, "train.lr_decay_iters=6")
     saving = ("ckpt=dense", "ckpt.async_save=true", *training)
     train(2, tmp_path, *saving, "train.iterations=1")
     assert [event.skipped for event in events_of(tmp_path, IterationCommitted)] == [True]
