@@ -159,9 +159,14 @@ def resumed_rows() -> Sequence[Row]:
     """Return some of the rows, which hold every value of the axes that a training without recovery has."""
     left, found = {(axis, value) for axis, values in TRAINING.items() for value in values}, list[Row]()
     while left:
-        found.append(max(rows(), key=lambda row: len(left & row.items())))
+        found.append(max(filter(_can_be_saved, rows()), key=lambda row: len(left & row.items())))
         left -= found[-1].items()
     return found
+
+
+def _can_be_saved(row: Row) -> bool:
+    """Megatron saves no whole optimizer with a bias that took fewer steps: that of an expert without any token."""
+    return not {"style": "GPT biased", "optimizer": "whole"}.items() <= row.items()
 
 
 def _choose_rows() -> Sequence[Row]:
