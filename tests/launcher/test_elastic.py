@@ -78,7 +78,7 @@ def test_a_rank_dies_in_each_phase(tmp_path: Path) -> None:
             back_to=(29, 30),  # rank 1 may have its gradients ready before it notices the death
             executed=None,
         ),
-        fault("every rank", Point(3, REDUCE, 33), kills=(0, 1, 2, 3), back_to=31, executed=1),
+        fault("every rank", Point(3, REDUCE, 33), kills=(0, 1, 2, 3), back_to=(31, 32), executed=1),
         fault("in the last iteration", Point(2, BACKWARD, 40), back_to=39, executed=None),
         fault("in the last evaluation", Point(3, FORWARD, 40, skip=3), back_to=40, executed=1),
         fault("as digests are exchanged", Point(1, DONE), back_to=40, executed=1),
