@@ -157,9 +157,15 @@ class ElasticJob:
         self.wait_for(lambda: (page.iteration, page.phase) >= at or None, f"iteration {iteration} of rank {rank}")
 
     def kill(self, *ranks: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to the trainers of these ranks, now and all at once."""
-        for trainer in [self.trainer(rank) for rank in ranks]:
-            os.kill(trainer.pid, number)
+        """Send a signal to the workers of these ranks, all at once: none acts on the death of another."""
+        pids = [self.trainer(rank).pid for rank in ranks]
+        if len(pids) > 1:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            for pid in pids:
+                self.wait_for(lambda pid=pid: stands_still(pid) or None, f"process {pid} to stand still")
+        for pid in pids:
+            os.kill(pid, number)
 
     def lose_nodes(self, *ranks: int) -> None:
         """Kill these trainers; what their ranks had in memory, of their own and of others, is gone with them."""

@@ -43,6 +43,7 @@ class KeeperClient:
         self._lock = Lock()
         self._connection: _Connection | None = None
         self._peers: UsePeers | None = None
+        self._is_closed = False
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
         """Let the keeper, and its successors, copy to these from now on; waits for a keeper that is being replaced.
@@ -82,11 +83,15 @@ class KeeperClient:
                 _log.warning("copies stay that are not needed any more: %s", error)
 
     def close(self) -> None:
-        """Close the socket; what was not answered fails. What the keeper was asked for, it still does."""
+        """Close the socket for good: unanswered requests fail, and so do all later ones.
+
+        The daemon still carries out what it was asked for.
+        """
         with self._lock:
-            if self._connection:
-                self._connection.close()
-                self._connection = None
+            self._is_closed = True
+            connection, self._connection = self._connection, None
+        if connection:  # without the lock: callbacks of requests that fail now may ask for more
+            connection.close()
 
     def _ask(self, request: Callable[[int], Message]) -> Future[None]:
         with self._lock:
@@ -99,6 +104,8 @@ class KeeperClient:
             return future
 
     def _connected(self, wait_s: float = 0.0) -> _Connection:
+        if self._is_closed:
+            raise CheckpointSaveError("the connection to the keeper was closed")
         if self._connection and self._connection.is_over:
             self._connection.close()
             self._connection = None

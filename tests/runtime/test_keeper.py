@@ -311,6 +311,8 @@ def test_where_there_is_no_keeper_the_trainer_is_told(tmp_path: Path) -> None:
         with pytest.raises(CheckpointSaveError, match=r"keeper\.sock: got no keeper: .*No such file"):
             use()
     client.close()
+    with pytest.raises(CheckpointSaveError, match="was closed"):
+        client.copy(["a"]).result(0)
 
 
 def test_a_trainer_waits_for_a_keeper_that_is_being_replaced(ranks: list[Rank]) -> None:
