@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from moe_ckpt.adapters import cpu_matmul
 
 _CPU: Final = torch.device("cpu")
+_DEVICE_METHODS: Final = frozenset((torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to))
 _active: _CudaNamesOnCpu | None = None
 
 
@@ -32,19 +33,23 @@ class _CudaNamesOnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func in _DEVICE_METHODS:  # few of the thousand calls of an iteration
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+                args = (args[0], _CPU, *args[2:])
+        if not kwargs:
+            return func(*args)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
         return func(*args, **kwargs)
 
 
 def _is_cuda(device: Any) -> bool:
+    if device is None:
+        return False
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and device.startswith("cuda")
@@ -120,7 +125,9 @@ def enable() -> bool:
     if torch.cuda.is_available():
         return False
     if _active is None:
-        torch._dynamo.config.disable = True  # torch.compile would build C++ kernels for a few fused point-wise ops
+        torch.compiler.set_stance(
+            "force_eager"
+        )  # else half a second of deciding to compile nothing
         for path, stand_in in _CUDA_STAND_INS.items():
             _replace(path, stand_in)
         _take_plain_split_sizes()
