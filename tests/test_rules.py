@@ -33,7 +33,6 @@ LONG_NAMED = {  # until they are shortened
     "tests/launcher/test_elastic_ends.py",
     "tests/launcher/test_ladder.py",
     "tests/launcher/test_real_run.py",
-    "tests/launcher/test_recovery_damage.py",
     "tests/launcher/test_sparse_bytes.py",
     "tests/launcher/test_torchrun.py",
     "tests/runtime/test_durable.py",

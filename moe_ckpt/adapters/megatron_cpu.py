@@ -125,9 +125,7 @@ def enable() -> bool:
     if torch.cuda.is_available():
         return False
     if _active is None:
-        torch.compiler.set_stance(
-            "force_eager"
-        )  # else half a second of deciding to compile nothing
+        torch.compiler.set_stance("force_eager")  # else half a second of deciding to compile nothing
         for path, stand_in in _CUDA_STAND_INS.items():
             _replace(path, stand_in)
         _take_plain_split_sizes()

@@ -1,0 +1,209 @@
+"""Memory that cannot be trusted is refused by name, and the next better source is taken; failing copies stop nothing.
+
+Rank 1, the second of two stages, loses its state in iteration 11; windows 1 to 3, 4 to 6 and 7 to 9 are complete.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, StageRecovered
+from moe_ckpt.faults import StateLoss
+from moe_ckpt.runtime.sparse import SparseStores
+from moe_ckpt.store.boundary import Direction
+from moe_ckpt.store.codec import SnapshotHeader
+from moe_ckpt.store.memory import Window
+from tests.engine.configs import config
+from tests.engine.job import ThreadJob, uninterrupted
+from tests.engine.model import Model, Shape
+
+PAIR = Shape(pp=2, dp=1)
+
+
+def job_of(folder: Path, iteration: int = 11, phase: str = "forward", stage: int = 1, **settings: Any) -> ThreadJob:
+    """Return a job of 12 iterations with one loss of state."""
+    losses = [StateLoss(iteration=iteration, stage=stage, phase=phase)]
+    return ThreadJob(folder, config("moevement", **{"window": 3} | settings), PAIR, iterations=12, losses=losses)
+
+
+def stores_of(job: ThreadJob, rank: int) -> SparseStores:
+    sparse = job.sessions[rank].sparse
+    assert sparse is not None
+    return sparse.stores
+
+
+def recovered_from(job: ThreadJob, rank: int = 1) -> list[int]:
+    return [event.window_start for event in job.events(StageRecovered, rank)]
+
+
+def _newest(stores: SparseStores) -> Window:
+    return stores.memory.windows()[0]
+
+
+def flip_a_byte(stores: SparseStores) -> None:
+    snapshot = _newest(stores).snapshots[1]
+    snapshot.payload[snapshot.header.payload_bytes // 2] ^= 1
+
+
+def lose_a_slot(stores: SparseStores) -> None:
+    window = _newest(stores)
+    object.__setattr__(window, "snapshots", window.snapshots[:1] + window.snapshots[2:])
+
+
+def with_header(change: Callable[[SnapshotHeader], SnapshotHeader]) -> Callable[[SparseStores], None]:
+    def inflict(stores: SparseStores) -> None:
+        snapshot = _newest(stores).snapshots[2]
+        object.__setattr__(snapshot, "header", change(snapshot.header))
+
+    return inflict
+
+
+def _of_another_layout(header: SnapshotHeader) -> SnapshotHeader:
+    return replace(header, identity=replace(header.identity, layout=replace(header.identity.layout, ep=2)))
+
+
+@pytest.mark.parametrize(
+    ("inflict", "reason"),
+    [
+        (flip_a_byte, "rank 1's snapshot of iteration 8 .*checksum"),
+        (with_header(lambda h: replace(h, identity=replace(h.identity, run_id="another"))), "iteration 9 .*another"),
+        (with_header(_of_another_layout), "iteration 9 .*EP=2"),
+        (with_header(lambda h: replace(h, shard=replace(h.shard, pp_rank=0))), "iteration 9 .*pp 0"),
+        (lose_a_slot, "slot"),
+    ],
+    ids=["a byte", "another run", "another layout", "another shard", "a slot"],
+)
+def test_a_damaged_window_is_refused_and_an_older_one_used(
+    inflict: Callable[[SparseStores], None], reason: str, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, keep_windows=2)
+    job.upsets[1, 11] = lambda _: inflict(stores_of(job, 1))
+    assert job.run() == uninterrupted(PAIR, 12)
+    (skipped,) = job.events(CheckpointSkipped, 1)
+    assert re.search("window.*7", skipped.source)
+    assert re.search(reason, skipped.reason), skipped.reason
+    assert recovered_from(job) == [4]
+
+
+def test_with_nothing_left_the_error_says_what_was_looked_for(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    job.upsets[1, 11] = lambda _: flip_a_byte(stores_of(job, 1))
+    with pytest.raises(
+        CheckpointLoadError, match=r"stages \[1\] cannot be rebuilt at iteration 10: looked for a compl"
+    ):
+        job.run()
+
+
+def _flip_a_byte_of_the_boundary_log(stores: SparseStores) -> None:
+    assert stores.boundary is not None
+    stores.boundary.sent(9, Direction.ACTIVATION)[0][5] ^= 1
+
+
+def _have_no_memory_for_the_boundary_log(stores: SparseStores) -> None:
+    """Refuse the memory of one tensor of the boundary log, that of the iteration under way."""
+    buffers = stores.buffers[0]
+    acquire = buffers.acquire
+
+    def refuse_once(nbytes: int) -> Any:
+        buffers.acquire = acquire  # type: ignore[method-assign]
+        raise CheckpointSaveError(f"no memory for {nbytes} bytes")
+
+    buffers.acquire = refuse_once  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("at", "inflict"), [(11, _flip_a_byte_of_the_boundary_log), (9, _have_no_memory_for_the_boundary_log)]
+)
+def test_a_gap_in_the_boundary_log_makes_all_stages_roll_back(
+    at: int, inflict: Callable[[SparseStores], None], tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, window=4)  # windows 1 to 4 and 5 to 8
+    job.upsets[0, at] = lambda _: inflict(stores_of(job, 0))
+    assert job.run() == uninterrupted(PAIR, 12)
+    assert [event.first_stage for event in job.events(StageRecovered)] == [0]
+
+
+def _let_copies_fail(model: Model, first: int, last: int) -> None:
+    """Let the copies of snapshots `first` to `last` fail, counted from 1, the initial one of everything."""
+    take, num_taken = model.pieces, 0
+
+    def pieces(*arguments: Any) -> Any:
+        nonlocal num_taken
+        num_taken += 1
+        if first <= num_taken <= last:
+            raise RuntimeError("out of memory")
+        return take(*arguments)
+
+    model.pieces = pieces  # type: ignore[method-assign]
+
+
+def test_a_snapshot_that_fails_stops_nothing_and_no_rank_keeps_its_window(tmp_path: Path) -> None:
+    job = job_of(tmp_path, iteration=8, phase="step", stage=0)
+    job.on_worker.append(lambda rank, _: _let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)
+    assert job.run() == uninterrupted(PAIR, 12)
+    (failure,) = job.events(CheckpointFailed, 1)
+    assert (failure.iteration, "out of memory" in failure.reason) == (5, True)
+    assert recovered_from(job, 0) == [1], "the window of 4 to 6 is complete on rank 0 only"
+
+
+def test_a_snapshot_that_fails_ends_a_strict_job(tmp_path: Path) -> None:
+    job = job_of(tmp_path, strict=True)
+    job.on_worker.append(lambda rank, _: _let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)
+    with pytest.raises(CheckpointSaveError, match="a snapshot is not complete on every rank"):
+        job.run()
+
+
+def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
+    """Nothing leads from the initial snapshot to a late iteration any more, so nothing of the logs is needed."""
+
+    def logged_after(iterations: int) -> list[int]:
+        folder = tmp_path / str(iterations)
+        job = ThreadJob(folder, config("moevement", window=2), PAIR, iterations=iterations)
+        job.on_worker.append(lambda rank, _: _let_copies_fail(job.models[rank], 2, 999) if rank == 1 else None)
+        job.run()
+        boundary = stores_of(job, 1).boundary
+        assert boundary is not None
+        return [boundary.size_bytes, stores_of(job, 1).steps.size_bytes]
+
+    assert logged_after(24) == logged_after(30)
+
+
+@pytest.mark.parametrize(("phase", "number", "again"), [("forward", 5, 5), ("between", 6, 6)])
+def test_a_snapshot_that_the_loss_tears_is_not_kept(phase: str, number: int, again: int, tmp_path: Path) -> None:
+    """Rank 1's copy waits until its state is lost; a second loss would start from the torn snapshot."""
+    losses = [
+        StateLoss(iteration=5, stage=1, phase=phase),
+        StateLoss(iteration=again, stage=1, phase="step"),
+    ]
+    job = ThreadJob(tmp_path, config("moevement", window=1), PAIR, losses=losses)
+
+    def hold(rank: int, _: object) -> None:
+        if rank != 1:
+            return
+        model, lost = job.models[1], threading.Event()
+        take, wipe, num_taken = model.pieces, model.wipe, 0
+
+        def pieces(*arguments: Any) -> Any:
+            nonlocal num_taken
+            num_taken += 1
+            engine = stores_of(job, 1).engine
+            while num_taken == number and engine._capture is not None and not lost.wait(0.001):
+                pass  # until the capture is discarded, or the state under it is gone
+            return take(*arguments)
+
+        def wipe_first() -> None:
+            wipe()
+            lost.set()
+
+        model.pieces, model.wipe = pieces, wipe_first  # type: ignore[method-assign]
+
+    job.on_worker.append(hold)
+    assert job.run() == uninterrupted(PAIR, 8)
