@@ -26,34 +26,49 @@ Pair = frozenset[tuple[str, str]]
 Loss = tuple[int, int, str] | tuple[int, int, str, int]
 """Iteration, stage, phase and, where one rank of the stage loses its state, its data-parallel rank."""
 
-ITERATIONS_AFTER_THE_LAST_LOSS = 4
+ITERATIONS_AFTER_THE_LAST_LOSS = 3
 _SEQUENCES_OF_A_MICRO_BATCH = 2
 _NUM_EXPERTS = 4
 _ROUNDS = 100
 
 
+PHASES = ("forward", "backward", "step", "between")
+
+LOST = {
+    "first": lambda pp: [(0,)],
+    "last": lambda pp: [(pp - 1,)],
+    "middle": lambda pp: [(stage,) for stage in range(1, pp - 1)],
+    "ends": lambda pp: [(0,), (pp - 1,)],
+    "one rank": lambda pp: [(pp - 1, 1)],
+}
+"""Which stages lose their state at once, each with the data-parallel rank where it is one rank only."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism, and a model with as many layers as they divide."""
+    """Degrees of parallelism, a model with as many layers as they divide, and the stages lost in each of `PHASES`."""
 
     pp: int
     dp: int = 1
     tp: int = 1
     num_layers: int
     overrides: tuple[str, ...] = ()
+    lost: tuple[str, str, str, str]
 
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
 
 
+_EP2 = ("parallel.ep=2",)
+
 LAYOUTS = {
-    "PP1": Layout(pp=1, num_layers=2),
-    "PP2": Layout(pp=2, dp=2, num_layers=2, overrides=("parallel.ep=2",)),
-    "PP3": Layout(pp=3, num_layers=3),
-    "PP4": Layout(pp=4, num_layers=4),
-    "DP4": Layout(pp=1, dp=4, num_layers=2, overrides=("parallel.ep=2",)),
-    "TP2": Layout(pp=2, tp=2, num_layers=2, overrides=DENSE_TP2),
+    "PP1": Layout(pp=1, num_layers=2, lost=("first", "first", "first", "first")),
+    "PP2": Layout(pp=2, dp=2, num_layers=2, overrides=_EP2, lost=("one rank", "first", "last", "ends")),
+    "PP3": Layout(pp=3, num_layers=3, lost=("last", "ends", "first", "middle")),
+    "PP4": Layout(pp=4, num_layers=4, lost=("middle", "last", "ends", "first")),
+    "DP4": Layout(pp=1, dp=4, num_layers=2, overrides=_EP2, lost=("first", "one rank", "one rank", "first")),
+    "TP2": Layout(pp=2, tp=2, num_layers=2, overrides=DENSE_TP2, lost=("ends", "last", "first", "last")),
 }
 
 TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
@@ -77,9 +92,7 @@ TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 RECOVERY: dict[str, dict[str, tuple[str, ...]]] = {
-    "lost": {"first stage": (), "last stage": (), "middle stages": (), "both ends": (), "one rank": ()},
-    "in": {"forward": (), "backward": (), "step": (), "between": ()},
-    "window": {"1": (), "3": (), "operators": (), "auto": ("ckpt.profile_iters=2",)},
+    "window": {"1": (), "3": (), "auto": ("ckpt.profile_iters=2",)},
     "order": {
         "hard": (),
         "soft": ("ckpt.popularity=soft",),
@@ -91,15 +104,8 @@ RECOVERY: dict[str, dict[str, tuple[str, ...]]] = {
 
 AXES = {name: tuple(values) for name, values in {**RECOVERY, **TRAINING}.items()}
 
-_ENDS = {"first stage", "last stage", "both ends"}
-
 RULES: list[tuple[Row, dict[str, set[str]]]] = [
-    ({"layout": "PP1"}, {"lost": {"first stage"}}),
-    ({"layout": "PP2"}, {"lost": {*_ENDS, "one rank"}}),
-    ({"layout": "PP3"}, {"lost": {*_ENDS, "middle stages"}}),
-    ({"layout": "PP4"}, {"lost": {*_ENDS, "middle stages"}}),
-    ({"layout": "DP4"}, {"lost": {"first stage", "one rank"}}),
-    ({"layout": "TP2"}, {"lost": _ENDS, "experts": {"none"}}),
+    ({"layout": "TP2"}, {"experts": {"none"}}),
     ({"experts": "none"}, {"layout": {"TP2"}, "balancing": {"loss"}, "first layer": {"experts"}}),
     # Megatron has no biases in shared experts, and in others only where each rank has some of them
     ({"experts": "shared"}, {"style": {"Llama", "GPT"}}),
@@ -144,15 +150,6 @@ def pairs_of(row: Row) -> set[Pair]:
 def rows() -> Sequence[Row]:
     """Return rows that hold every possible pair of values."""
     return made_once(_choose_rows)
-
-
-def full_rows() -> Sequence[Row]:
-    """Return a row for each layout, loss and phase that go together."""
-    chosen = (
-        {"layout": layout, "lost": lost, "in": phase, "window": "3"}
-        for layout, lost, phase in product(AXES["layout"], AXES["lost"], AXES["in"])
-    )
-    return [_completed(row) for row in chosen if can_be_completed(row)]
 
 
 def resumed_rows() -> Sequence[Row]:
@@ -239,24 +236,50 @@ class Job:
 
 
 def job_of(row: Row) -> Job:
-    """Return the job that a row describes; it ends a few iterations after the last loss."""
-    layout, window = LAYOUTS[row["layout"]], _window(row)
-    first = 6 if window is None else window + 2  # the newest complete window is one iteration old
-    if window is not None and window <= 3 and row["windows kept"] == "two":
-        first += window
-    lost = _losses(row["lost"], layout, first, row["in"])
-    num_sequences = _SEQUENCES_OF_A_MICRO_BATCH * layout.dp * int(row["micro-batches"])
+    """Return the job that a row describes: it loses state in each phase, and ends a few iterations after that."""
+    layout, window = LAYOUTS[row["layout"]], row["window"]
+    first = 6 if window == "auto" else int(window) + 2  # the newest complete window is one iteration old
+    if window == "3" and row["windows kept"] == "two":
+        first += 3
+    iterations = (first, first, first + 1, first + 1)
+    lost = [
+        loss
+        for it, phase, kind in zip(iterations, PHASES, layout.lost, strict=True)
+        for loss in _losses(it, phase, kind, layout)
+    ]
+    return _job(
+        layout,
+        lost,
+        training=_overrides(TRAINING, row),
+        snapshots=(f"ckpt.window={window}", *_overrides(RECOVERY, row)),
+        micro_batches=int(row["micro-batches"]),
+    )
+
+
+def _losses(iteration: int, phase: str, kind: str, layout: Layout) -> Iterable[Loss]:
+    for stage, *dp_rank in LOST[kind](layout.pp):
+        yield (iteration, stage, phase, *dp_rank)
+
+
+def _job(
+    layout: Layout,
+    lost: Sequence[Loss],
+    *,
+    training: tuple[str, ...],
+    snapshots: tuple[str, ...],
+    micro_batches: int = 2,
+) -> Job:
     return Job(
         world_size=layout.world_size,
         training=(
             f"parallel.pp={layout.pp}",
             f"model.num_layers={layout.num_layers}",
-            f"train.global_batch_size={num_sequences}",
+            f"train.global_batch_size={_SEQUENCES_OF_A_MICRO_BATCH * layout.dp * micro_batches}",
             f"train.iterations={lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS}",
-            *_overrides(TRAINING, row),
+            *training,
         ),
-        snapshots=(f"ckpt.window={window or 'auto'}", *_overrides(RECOVERY, row)),
-        lost=lost,
+        snapshots=snapshots,
+        lost=tuple(lost),
     )
 
 
@@ -264,61 +287,34 @@ def _overrides(axes: Mapping[str, Mapping[str, tuple[str, ...]]], row: Row) -> t
     return tuple(override for axis, values in axes.items() for override in values[row[axis]])
 
 
-def _losses(lost: str, layout: Layout, first: int, phase: str) -> tuple[Loss, ...]:
-    """Return the losses, the first of which is in iteration `first`; in some jobs another one follows a recovery."""
-    last_stage = layout.pp - 1
-    match lost:
-        case "first stage":
-            return (first, 0, phase), (first + 1, 0, "step")
-        case "last stage":
-            return (first, last_stage, phase), (first + 1, last_stage - 1, "step")
-        case "middle stages":
-            return tuple((first, stage, phase) for stage in range(1, last_stage))
-        case "both ends":
-            return (first, 0, phase), (first, last_stage, phase)
-        case _:
-            return (first, last_stage, phase, 1), (first + 1, 0, "step", 0)
-
-
-def _window(row: Row) -> int | None:
-    """Return the number of snapshots of a window; None where the policy chooses it."""
-    if row["window"] == "auto":
-        return None
-    return max(_num_operators(row)) if row["window"] == "operators" else int(row["window"])
-
-
-def _num_operators(row: Row) -> list[int]:
-    """Return how many operators each stage has."""
-    layout = LAYOUTS[row["layout"]]
-    layers = [1 if row["experts"] == "none" else 2 + _NUM_EXPERTS] * layout.num_layers  # with the gate
-    if row["first layer"] == "dense":
-        layers[0] = 1
-    per_stage = layout.num_layers // layout.pp
-    stages = [sum(layers[first : first + per_stage]) for first in range(0, layout.num_layers, per_stage)]
-    stages[0] += 1  # embedding
-    stages[-1] += 1 if layout.pp == 1 and row["embeddings"] == "tied" else 2  # final norm, output
-    return stages
-
-
 def _long_job(layout: Layout, *lost: Loss, window: int = 3) -> Job:
-    training = (
-        f"parallel.pp={layout.pp}",
-        f"model.num_layers={layout.num_layers}",
-        f"train.global_batch_size={_SEQUENCES_OF_A_MICRO_BATCH * layout.dp * 2}",
-        f"train.iterations={lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS}",
-    )
-    return Job(world_size=layout.world_size, training=training, snapshots=(f"ckpt.window={window}",), lost=lost)
+    return _job(layout, lost, training=layout.overrides, snapshots=(f"ckpt.window={window}",))
 
 
 _PP2, _PP4 = LAYOUTS["PP2"], LAYOUTS["PP4"]
 
+_EIGHT_RANKS = Layout(pp=4, dp=2, num_layers=4, lost=_PP4.lost)
+
+_OPERATORS_OF_A_STAGE = 2 + _NUM_EXPERTS + 2
+"""A layer with its gate and experts, and the final norm and the output of the last stage."""
+
 LONG_JOBS = {
-    "eight ranks": _long_job(Layout(pp=4, dp=2, num_layers=4), (5, 2, "backward")),
+    "window of all operators": _long_job(_PP2, (10, 1, "step"), window=_OPERATORS_OF_A_STAGE),
+    "eight ranks": _long_job(_EIGHT_RANKS, (5, 2, "backward")),
     "each stage in turn": _long_job(_PP4, (5, 0, "forward"), (6, 1, "backward"), (8, 2, "step"), (9, 3, "between")),
-    "each phase": _long_job(_PP2, (5, 0, "forward"), (5, 1, "backward"), (5, 0, "step"), (5, 1, "between")),
     "one stage again": _long_job(_PP2, (5, 1, "step"), (5, 1, "between"), (6, 1, "forward"), (6, 1, "step")),
     "neighbours in a row": _long_job(_PP2, (5, 1, "step"), (5, 0, "between"), (6, 1, "backward")),
     "single ranks": _long_job(_PP2, (5, 1, "forward", 0), (6, 0, "step", 1), (6, 1, "between", 1)),
     "window of 5": _long_job(_PP2, (12, 1, "forward"), (14, 0, "step"), window=5),
 }
-"""Jobs that lose state more often than those of the rows."""
+"""Jobs that lose state in another order than those of the rows, or have another window."""
+
+
+def single_losses() -> dict[str, Job]:
+    """Return a job for each layout, phase and choice of stages that go together."""
+    found: dict[str, Job] = {}
+    for (name, layout), phase, kind in product(LAYOUTS.items(), PHASES, LOST):
+        lost = list(_losses(5, phase, kind, layout))
+        if lost and (layout.dp > 1 or kind != "one rank") and (layout.pp > 1 or kind in ("first", "one rank")):
+            found[f"{name}, {kind}, {phase}"] = _long_job(layout, *lost)
+    return found

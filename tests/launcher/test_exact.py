@@ -18,13 +18,13 @@ from tests.exact_rows import (
     TRAINING,
     Job,
     Row,
-    full_rows,
     job_of,
     name_of,
     pairs_of,
     possible_pairs,
     resumed_rows,
     rows,
+    single_losses,
 )
 from tests.ranks import RankFailedError
 from tests.references import outcome_of, uninterrupted
@@ -46,15 +46,14 @@ def test_recovered_run_equals_the_uninterrupted_one(job: Job, tmp_path: Path) ->
     _check_recovery(job, tmp_path)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("job", [pytest.param(job_of(row), id=name_of(row)) for row in full_rows()])
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=name, marks=() if name == "window of all operators" else pytest.mark.full)
+        for name, job in {**LONG_JOBS, **single_losses()}.items()
+    ],
+)
 def test_recovered_run_is_exact_at_any_loss(job: Job, tmp_path: Path) -> None:
-    _check_recovery(job, tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("job", LONG_JOBS.values(), ids=LONG_JOBS.keys())
-def test_recovered_run_is_exact_after_many_losses(job: Job, tmp_path: Path) -> None:
     _check_recovery(job, tmp_path)
 
 
