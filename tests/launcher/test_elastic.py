@@ -246,15 +246,15 @@ def _flip_a_bit(path: Path) -> None:
 
 
 MODELS = {
+    "all of them, W by the policy": ((*FP16_SKIPPING, *TIED, *UNSHARDED), ("ckpt.profile_iters=2",)),
     "fp16 with skipped steps, W 1": ((*FP16_SKIPPING,), ("ckpt.window=1",)),
-    "tied embeddings, optimizer not sharded, W by the policy": ((*TIED, *UNSHARDED), ("ckpt.profile_iters=2",)),
     "tied embeddings": (TIED, ("ckpt.window=2",)),
     "optimizer not sharded": (UNSHARDED, ("ckpt.window=3",)),
     "no copies, W 8": ((), ("ckpt.window=8", "ckpt.replicas=0")),
     "PP 2, DP 1": (PP2, ("ckpt.window=2",)),
     "DP 4": (("train.global_batch_size=16",), ("ckpt.window=2",)),
 }
-IN_MAKE_TEST = list(MODELS)[:2]
+IN_MAKE_TEST = list(MODELS)[:1]
 WORLD_SIZES = {"PP 2, DP 1": 2, "DP 4": 8}
 
 
@@ -276,7 +276,7 @@ def test_models_windows_and_layouts(name: str, tmp_path: Path) -> None:
         tmp_path, faults, *model, "train.iterations=14", world_size=world_size, settings=settings, timeout_s=320.0
     )
     skipped = [event.iteration for event in events_of(job.run, IterationCommitted) if event.skipped]
-    assert bool(skipped) == (model == FP16_SKIPPING)
+    assert bool(skipped) == (set(FP16_SKIPPING) <= set(model))
 
 
 def test_a_process_stands_still_and_a_thread_hangs(tmp_path: Path) -> None:

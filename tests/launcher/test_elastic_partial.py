@@ -66,6 +66,7 @@ def lossless(*, copies: bool) -> list[Fault]:
     ]
 
 
+@pytest.mark.full
 def test_moc_with_all_experts_loses_nothing(tmp_path: Path) -> None:
     training = ("train.iterations=24", *FP16_SKIPPING, *TIED)
     settings = (*ALL_EXPERTS["moc"], "ckpt.every_iters=2", "ckpt.partial=moments")

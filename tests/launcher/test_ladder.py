@@ -153,7 +153,7 @@ def test_states_saved_since_a_bad_load_are_not_used(ckpt: str, tmp_path: Path) -
         all_go_back("after the step down", 3, Point(2, Phase.REDUCE, 4)),
     ]
     setup = make_four_wrong_and_diverge_in_nine
-    job = survive(tmp_path, faults, "train.iterations=24", ckpt=ckpt, settings=settings, setup=setup)
+    job = survive(tmp_path, faults, "train.iterations=12", ckpt=ckpt, settings=settings, setup=setup)
     checkpoints = job.run / "checkpoints"
     (told,) = events_of(job.run, LossNotFinite, 1)
     assert told.action == f"back to {checkpoints}/iter_0000003 at iteration 3"
@@ -206,7 +206,7 @@ def test_a_rank_dies_while_all_step_down(
     ]
     setup = functools.partial(loading_from_disk_is_a_point, owner, name, tmp_path / "loads")
     settings = ("ckpt.every_iters=3", "ckpt.async_save=false", *settings)
-    survive(tmp_path, faults, "train.iterations=24", ckpt="gemini", settings=settings, setup=setup)
+    survive(tmp_path, faults, "train.iterations=12", ckpt="gemini", settings=settings, setup=setup)
 
 
 @pytest.mark.full

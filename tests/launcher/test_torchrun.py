@@ -59,12 +59,51 @@ def _done(result: Outcome) -> str:
     return f"digest {hashlib.sha256(chr(10).join(result.digest_per_rank).encode()).hexdigest()}\n"
 
 
+def _wait_for_run_folder(work_dir: Path, process: subprocess.Popen[str]) -> Path:
+    while process.poll() is None and not (work_dir / "outputs" / "latest").exists():
+        time.sleep(0.02)  # the only signal another process gives is its file
+    return (work_dir / "outputs" / "latest").resolve()
+
+
+def _check_run_folder(work_dir: Path, latest: Path, choice: str) -> None:
+    assert [path.name for path in (work_dir / "outputs").iterdir() if path.name != "latest"] == [latest.parent.name]
+    assert list(latest.parent.iterdir()) == [latest]
+    assert re.fullmatch(r"\d\d-\d\d-\d\d-tiny", latest.name)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", latest.parent.name)
+    described = json.loads((latest / "run.json").read_text())
+    assert described["packages"]["torch"]
+    assert described["packages"]["megatron-core"]
+    assert choice in described["command"]
+    assert "iterations: 20" in (latest / "config.yaml").read_text()
+    assert {path.name for path in (latest / "events").iterdir()} == {"rank0000.jsonl", "rank0001.jsonl"}
+
+
+def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(tmp_path: Path) -> None:
+    command = (str(TORCHRUN), "--nproc-per-node=2", str(ROOT / "launcher" / "train.py"), *FASTER, *PP2, *TWENTY)
+    process = _start(*command, "+ckpt=moevement", cwd=tmp_path)
+    latest = _wait_for_run_folder(tmp_path, process)
+    _wait_for_iteration(latest, 8, process)
+    code, said, err = _run("scripts/inject_fault.sh", "--run", str(latest))
+    assert code == 0, err
+    struck = re.fullmatch(r"killed rank (\d) \(pid (\d+)\) of \S+ in generation 1, iteration \d+, \w+\n", said)
+    assert struck, said
+    code, out, err = _finish(process)
+
+    assert code == 0, err
+    assert out.endswith(_done(uninterrupted(2, *PP2, *TWENTY)))
+    assert f"rank {struck[1]} (pid {struck[2]}) died of SIGKILL" in out + err
+    assert [len(events_of(latest, TrainerStarted, rank)) for rank in range(2)] == [
+        1 + (str(rank) == struck[1]) for rank in range(2)
+    ]
+    assert json.loads((latest / "result.json").read_text())["faults_survived"] == 1
+    _check_run_folder(tmp_path, latest, "+ckpt=moevement")
+
+
+@pytest.mark.full
 def test_killed_ranks_are_restarted_in_one_folder_with_the_same_result(tmp_path: Path) -> None:
     command = (str(TORCHRUN), "--nproc-per-node=2", "--max-restarts=1", str(ROOT / "launcher" / "train.py"), *FASTER)
     process = _start(*command, "ckpt=dense", "ckpt.every_iters=5", *TWENTY, cwd=tmp_path)
-    while process.poll() is None and not (tmp_path / "outputs" / "latest").exists():
-        time.sleep(0.02)  # the only signal another process gives is its file
-    latest = (tmp_path / "outputs" / "latest").resolve()
+    latest = _wait_for_run_folder(tmp_path, process)
     _wait_for_iteration(latest, 7, process)
     for rank in range(2):
         os.kill(events_of(latest, TrainerStarted, rank)[-1].pid, signal.SIGKILL)
@@ -77,34 +116,7 @@ def test_killed_ranks_are_restarted_in_one_folder_with_the_same_result(tmp_path:
     assert [event.life for event in events_of(latest, TrainerStarted)] == [0, 1]
     assert [event.iteration >= 5 for event in events_of(latest, StateResumed)] == [True]
     assert json.loads((latest / "result.json").read_text())["faults_survived"] == 1
-    assert [path.name for path in (tmp_path / "outputs").iterdir() if path.name != "latest"] == [latest.parent.name]
-    assert list(latest.parent.iterdir()) == [latest]
-    assert re.fullmatch(r"\d\d-\d\d-\d\d-tiny", latest.name)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", latest.parent.name)
-    described = json.loads((latest / "run.json").read_text())
-    assert described["packages"]["torch"]
-    assert described["packages"]["megatron-core"]
-    assert "ckpt=dense" in described["command"]
-    assert "every_iters: 5" in (latest / "config.yaml").read_text()
-    assert {path.name for path in (latest / "events").iterdir()} == {"rank0000.jsonl", "rank0001.jsonl"}
-
-
-def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(tmp_path: Path) -> None:
-    command = (str(TORCHRUN), "--nproc-per-node=2", "launcher/train.py", *FASTER, *PP2, *TWENTY)
-    process = _start(*command, "+ckpt=moevement", f"run.dir={tmp_path}")
-    _wait_for_iteration(tmp_path, 8, process)
-    code, said, err = _run("scripts/inject_fault.sh", "--run", str(tmp_path))
-    assert code == 0, err
-    struck = re.fullmatch(r"killed rank (\d) \(pid (\d+)\) of \S+ in generation 1, iteration \d+, \w+\n", said)
-    assert struck, said
-    code, out, err = _finish(process)
-
-    assert code == 0, err
-    assert out.endswith(_done(uninterrupted(2, *PP2, *TWENTY)))
-    assert f"rank {struck[1]} (pid {struck[2]}) died of SIGKILL" in out + err
-    assert [len(events_of(tmp_path, TrainerStarted, rank)) for rank in range(2)] == [
-        1 + (str(rank) == struck[1]) for rank in range(2)
-    ]
+    _check_run_folder(tmp_path, latest, "ckpt=dense")
 
 
 @pytest.mark.full
