@@ -41,11 +41,19 @@ def _by_role(memory: SnapshotMemory | UnitMemory) -> list[dict[str, int]]:
     return slots
 
 
-@pytest.mark.parametrize("sharding", ["sharded", "not sharded"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_slot_i_holds_12_bytes_a_parameter_of_its_share_and_the_compute_weights_of_those_to_come(
+@pytest.mark.parametrize(
+    ("dtype", "sharding"),
+    [
+        ("bf16", "sharded"),
+        ("fp32", "not sharded"),
+        pytest.param("bf16", "not sharded", marks=pytest.mark.full),
+        pytest.param("fp32", "sharded", marks=pytest.mark.full),
+    ],
+)
+def test_a_slot_holds_its_share_in_full_and_later_operators_as_weights(
     dtype: str, sharding: str, tmp_path: Path
 ) -> None:
+    """12 bytes a parameter of the operators of its share, and the compute weights of those of later slots."""
     settings = compose_settings(
         (
             *fast("parallel.pp=2", f"precision={dtype}", "train.iterations=7", "ckpt=moevement", "ckpt.window=3"),
@@ -65,25 +73,29 @@ def test_slot_i_holds_12_bytes_a_parameter_of_its_share_and_the_compute_weights_
         assert max(shares) < 0.5, shares  # a = 1/3, as far as operators allow
 
 
-def test_snapshots_are_reported_beside_dense_ones(tmp_path: Path) -> None:
-    train(2, tmp_path, "parallel.pp=2", "train.iterations=8", "ckpt=moevement", "ckpt.window=3")
-    base, *sparse = events_of(tmp_path, SnapshotTaken)
+@pytest.fixture(scope="module")
+def ten_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of two stages that has taken ten windows of three snapshots."""
+    folder = tmp_path_factory.mktemp("job")
+    train(2, folder, "parallel.pp=2", "train.iterations=30", "ckpt=moevement", "ckpt.window=3")
+    return folder
+
+
+def test_snapshots_are_reported_beside_dense_ones(ten_windows: Path) -> None:
+    base, *sparse = events_of(ten_windows, SnapshotTaken)
     assert base.size_bytes == base.dense_bytes
     assert all(taken.size_bytes < 0.75 * taken.dense_bytes for taken in sparse)
     assert [(taken.iteration, taken.slot) for taken in sparse[:4]] == [(1, 0), (2, 1), (3, 2), (4, 0)]
 
 
-def test_host_memory_is_reused_and_does_not_grow(tmp_path: Path) -> None:
-    train(1, tmp_path, "train.iterations=90", "train.global_batch_size=2", "ckpt=moevement", "ckpt.window=3")
-    used = events_of(tmp_path, HostMemoryUsed)
-    assert len(used) == 30
+def test_host_memory_is_reused_and_does_not_grow(ten_windows: Path) -> None:
+    used = events_of(ten_windows, HostMemoryUsed)
+    assert len(used) == 10
     assert len({memory.allocated_bytes for memory in used[4:]}) == 1
-    assert used[-1].boundary_log_bytes == 0  # one stage
 
 
-def test_logs_end_with_the_window_that_needs_them(tmp_path: Path) -> None:
-    train(2, tmp_path, "parallel.pp=2", "train.iterations=30", "ckpt=moevement", "ckpt.window=3")
-    used = events_of(tmp_path, HostMemoryUsed)[1:]
+def test_logs_end_with_the_window_that_needs_them(ten_windows: Path) -> None:
+    used = events_of(ten_windows, HostMemoryUsed)[1:]
     per_iteration = 4 * (16 * 2 * 32 * 2)  # micro-batches x tokens x sequences x hidden x bf16, sent downstream
     assert {memory.boundary_log_bytes for memory in used} == {3 * per_iteration}  # iterations after the window's start
 
