@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,10 @@ ALL_LOST = Fault(rank=1, phase=Phase.FORWARD, iteration=5, also=(0,), loses_memo
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A job with all experts in each snapshot, and the iterations that its ranks go back to."""
+    """A job with all experts in each snapshot, and the iterations that its ranks go back to, or may go back to."""
 
     faults: Sequence[Fault]
-    back_to: Sequence[int]
+    back_to: Sequence[int | Collection[int]]
     shape: Shape = APART
     policies: Sequence[str] = ("moc",)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ WHOLE = {
     "before the update": Whole(faults=[_dies(Phase.STEP)], back_to=[3], shape=TOGETHER),
     "between update and gather": Whole(faults=[_dies(Phase.STEP, skip=1)], back_to=[3], shape=TOGETHER, policies=BOTH),
     "before the snapshot": Whole(faults=[_dies(Phase.SNAPSHOT)], back_to=[3]),
-    "during the snapshot": Whole(faults=[_dies(Phase.BETWEEN)], back_to=[4], policies=BOTH),
+    "during the snapshot": Whole(faults=[_dies(Phase.BETWEEN)], back_to=[(3, 4)], policies=BOTH),
     "in the first iteration": Whole(faults=[_dies(Phase.BACKWARD, 1)], back_to=[0], policies=BOTH),
     "in the first step": Whole(faults=[_dies(Phase.STEP, 1, skip=1)], back_to=[0], shape=TOGETHER),
     "again while all go back": Whole(
@@ -125,7 +125,8 @@ WHOLE = {
 def test_with_all_experts_nothing_is_lost(policy: str, case: Whole, tmp_path: Path) -> None:
     job = _whole(tmp_path, policy, case.shape, case.faults, **case.settings)
     assert job.run() == uninterrupted(case.shape, 6)
-    assert _back_to(job) == case.back_to
+    for found, wanted in zip(_back_to(job), case.back_to, strict=True):
+        assert found in ((wanted,) if isinstance(wanted, int) else wanted)
     for rank in job.ranks:
         assert all(event.plt == 0.0 and not any(event.lost_by_layer) for event in job.events(TokensLost, rank))
         assert not list((job.memory(rank) / "fetched").rglob("*.blob")), "units that came from peers were left behind"
