@@ -81,11 +81,11 @@ class Result:
 class _Daemon:
     """The replica daemon of one rank: a server for its peers, senders to them, and a socket for its workers."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, may_send: Callable[[], bool]) -> None:
         folder.mkdir(exist_ok=True)
         self.server = CopyServer(folder, rank, TICKET, host="127.0.0.1", timeout_s=_WAIT_S)
         own = BlobFolder(own_path(folder))
-        self._replicator = Replicator(own, rank, TICKET, may_send=lambda: True, deadline_s=_WAIT_S)
+        self._replicator = Replicator(own, rank, TICKET, may_send=may_send, deadline_s=_WAIT_S)
         self._door = TrainerDoor(folder, self._replicator, timeout_s=_WAIT_S)
 
     def close(self) -> None:
@@ -349,10 +349,10 @@ class ThreadJob:
         self._incarnations = dict.fromkeys(self.ranks, 0)
         self._workers: list[threading.Thread] = []
         self._outcomes: dict[int, str] = {}
-        self._pages = {
+        self.pages = {
             rank: Page(self._made(folder / "pages") / str(rank), strike=self._striker(rank)) for rank in self.ranks
         }
-        self.suspect_iters, self.saves_slowly = 2, False
+        self.suspect_iters, self.saves_slowly, self.sends_slowly = 2, False, False
         self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
 
     @property
@@ -367,7 +367,7 @@ class ThreadJob:
         """Run to the end. Raises the error of the first rank that failed."""
         try:
             for rank in self.ranks:
-                self._daemons[rank] = _Daemon(self.memory(rank), rank)
+                self._daemons[rank] = _Daemon(self.memory(rank), rank, lambda: not self.sends_slowly)
             self._arm_next()
             for rank in self.ranks:
                 self._start(rank)
@@ -419,7 +419,7 @@ class ThreadJob:
         """Lose a node's memory, while its worker is dead: own blobs, and copies of others."""
         self._daemons[rank].close()
         shutil.rmtree(self.memory(rank))
-        self._daemons[rank] = _Daemon(self.memory(rank), rank)
+        self._daemons[rank] = _Daemon(self.memory(rank), rank, lambda: not self.sends_slowly)
 
     def _start(self, rank: int) -> None:
         thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -444,7 +444,7 @@ class ThreadJob:
     def _train(self, rank: int, closing: contextlib.ExitStack) -> str:
         ranks = ThreadRanks(rank, self._killed[rank])
         stage_ranks = ThreadRanks(rank % self.shape.dp, self._killed[rank])
-        page = self._pages[rank]
+        page = self.pages[rank]
         rendezvous = _Rendezvous(rank, self._generations, page, ranks, stage_ranks)
         model = self.models[rank] = Model(self.shape, rank, ranks, stage_ranks)
         events = EventLog(self.event_path(rank), global_rank=rank, clock_origin_unix_s=0.0)
@@ -483,7 +483,7 @@ class ThreadJob:
         )
 
     def _address_of(self, rank: int, peer: int) -> Address:
-        if self._pages[rank].phase == Phase.RECOVERY:
+        if self.pages[rank].phase == Phase.RECOVERY:
             self.before_fetch(rank, peer)
         return self._daemons[peer].server.address
 
@@ -554,12 +554,12 @@ class ThreadJob:
     def _arm_next(self) -> None:
         if self._faults:
             fault = self._faults[0]
-            self._pages[fault.rank].order(SIGKILL, fault.phase, iteration=fault.iteration, skip=fault.skip)
+            self.pages[fault.rank].order(SIGKILL, fault.phase, iteration=fault.iteration, skip=fault.skip)
 
     def _bury(self, rank: int) -> None:
         """Do what supervisors do: note the death, and once all that die together are dead, start new workers."""
         with self._lock:
-            fault, page = self._faults[0], self._pages[rank]
+            fault, page = self._faults[0], self.pages[rank]
             death = Death(
                 global_rank=rank,
                 pid=0,

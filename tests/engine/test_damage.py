@@ -177,8 +177,8 @@ def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("phase", "number", "again"), [("forward", 5, 5), ("between", 6, 6)])
-def test_a_snapshot_that_the_loss_tears_is_not_kept(phase: str, number: int, again: int, tmp_path: Path) -> None:
-    """Rank 1's copy waits until its state is lost; a second loss would start from the torn snapshot."""
+def test_a_snapshot_that_the_loss_tears_is_taken_again(phase: str, number: int, again: int, tmp_path: Path) -> None:
+    """Rank 1's copy waits until its state is lost; a second loss starts from the same snapshot, taken again."""
     losses = [
         StateLoss(iteration=5, stage=1, phase=phase),
         StateLoss(iteration=again, stage=1, phase="step"),
@@ -207,3 +207,4 @@ def test_a_snapshot_that_the_loss_tears_is_not_kept(phase: str, number: int, aga
 
     job.on_worker.append(hold)
     assert job.run() == uninterrupted(PAIR, 8)
+    assert recovered_from(job) == [number - 2, number - 1]

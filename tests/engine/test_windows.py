@@ -17,8 +17,10 @@ from allpairspy import AllPairs
 
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, Rejoined, StageRecovered
+from moe_ckpt.runtime.session import Session
+from moe_ckpt.store.blobs import BlobFolder, held_path
 from moe_ckpt.store.codec import SnapshotHeader
-from moe_ckpt.types import Phase
+from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.configs import config
 from tests.engine.damage import flip_a_bit, rewrite_headers
 from tests.engine.job import Fault, ThreadJob, uninterrupted
@@ -143,6 +145,50 @@ def test_the_vote_decides_to_which_iteration_all_come(
     assert [event.iteration for event in rejoined(job)] == [iteration, iteration]
     if not skip:
         assert replayed(job) == {1: executed}
+
+
+def test_a_rank_votes_once_its_peers_hold_the_step(tmp_path: Path) -> None:
+    """Else a rank that dies with its node after the vote could not be brought to the iteration that others come to."""
+    job = ThreadJob(tmp_path, config("moevement", window=2), PAIR, iterations=4)
+    job.sends_slowly = True
+    missing: list[tuple[int, str]] = []
+
+    def look_before_votes(rank: int, session: Session) -> None:
+        prepare = session._state.prepare
+
+        def look_and_prepare(gradients: ReadyGradients) -> None:
+            iteration = job.pages[rank].iteration
+            held = set(BlobFolder(held_path(job.memory(1 - rank), rank)).keys())
+            missing.extend((rank, key) for key in {f"start-{iteration}", f"record-{iteration}"} - held)
+            prepare(gradients)
+
+        session._state.prepare = look_and_prepare
+
+    job.on_worker.append(look_before_votes)
+    assert job.run() == uninterrupted(PAIR, 4)
+    assert missing == []
+
+
+def test_a_rank_whose_vote_a_death_cuts_off_finishes_the_step(tmp_path: Path) -> None:
+    """Rank 2 takes the step, rank 1 dies before it, and rank 0 has not returned from the vote by then."""
+    fault = Fault(rank=1, phase=Phase.STEP, iteration=5)
+    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, faults=[fault])
+
+    def stay_in_the_vote(rank: int, session: Session) -> None:
+        vote = session._ranks.barrier
+
+        def wait_for_the_cut() -> None:
+            vote()
+            if job.pages[rank].iteration == 5:
+                vote()
+
+        if rank == 0:
+            session._ranks.barrier = wait_for_the_cut  # type: ignore[method-assign]
+
+    job.on_worker.append(stay_in_the_vote)
+    assert job.run() == uninterrupted(PIPE, 8)
+    assert [event.iteration for event in rejoined(job)] == [5, 5, 5]
+    assert replayed(job) == {1: 2}
 
 
 def test_without_survivors_all_ranks_go_to_the_end_of_the_newest_window(tmp_path: Path) -> None:
