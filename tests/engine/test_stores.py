@@ -1,0 +1,61 @@
+"""What ranks keep in host memory through recoveries: no log of an iteration that comes again, none that nothing needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.runtime.sparse import SparseStores
+from moe_ckpt.types import Phase
+from tests.engine.configs import config
+from tests.engine.job import Fault, ThreadJob, uninterrupted
+from tests.engine.model import Model, Shape
+
+PIPE = Shape(pp=3, dp=1)
+
+
+class Keeping:
+    """Checks the stores of every rank where all go on from a state, and after each iteration."""
+
+    def __init__(self, job: ThreadJob) -> None:
+        self._job = job
+        self.began_anew = 0
+        job.observers.append(self)
+
+    def started(self, iteration: int, rank: int, model: Model) -> None:
+        stores = self._stores(rank)
+        self._check(stores, iteration)
+        if iteration == 0:
+            self.began_anew += 1
+            assert (stores.memory.windows(), stores.steps.size_bytes) == ([], 0)
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        stores = self._stores(rank)
+        self._check(stores, iteration)
+        oldest = stores.memory.oldest_needed_iteration()
+        if oldest is not None:
+            assert not any(stores.steps.has_start(earlier) for earlier in range(oldest + 1)), oldest
+            assert min(stores.steps.gradients, default=iteration) > oldest
+
+    def _check(self, stores: SparseStores, iteration: int) -> None:
+        assert not any(stores.steps.has_start(later) for later in range(iteration + 2, self._job.iterations + 2))
+        assert max(stores.steps.gradients, default=0) <= iteration
+
+    def _stores(self, rank: int) -> SparseStores:
+        sparse = self._job.sessions[rank].sparse
+        assert sparse is not None
+        return sparse.stores
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_logs_lead_from_the_oldest_window_to_the_state(window: int, tmp_path: Path) -> None:
+    faults = [
+        Fault(rank=2, phase=Phase.REDUCE, iteration=1),  # all begin anew
+        Fault(rank=1, phase=Phase.REDUCE, iteration=6, loses_memory=True),
+        Fault(rank=0, phase=Phase.STEP, iteration=9, also=(1, 2)),  # all go back
+    ]
+    job = ThreadJob(tmp_path, config("moevement", window=window), PIPE, iterations=12, faults=faults)
+    keeping = Keeping(job)
+    assert job.run() == uninterrupted(PIPE, 12)
+    assert keeping.began_anew == 2 * PIPE.world_size
