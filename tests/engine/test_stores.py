@@ -1,4 +1,4 @@
-"""What ranks keep in host memory through recoveries: no log of an iteration that comes again, none that nothing needs."""
+"""Host memory through recoveries: logs end with the state, and begin with the oldest window."""
 
 from __future__ import annotations
 
