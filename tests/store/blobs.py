@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.store.blobs import Blob, BlobFolder
 
 KIB = 1 << 10
 
@@ -46,6 +46,12 @@ def deposit(folder: BlobFolder, key: str, content: bytes, header: bytes = b"head
     payload = filled(folder, content)
     folder.deposit(key, header, payload, len(content))
     return payload
+
+
+def payload_of(blob: Blob) -> torch.Tensor:
+    """Return the whole buffer of a blob that has one."""
+    assert blob.payload is not None
+    return blob.payload
 
 
 def content_of(folder: BlobFolder, key: str) -> tuple[bytes, bytes | None]:

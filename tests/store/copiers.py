@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from moe_ckpt.store.bubbles import PipelineBubbles
 from moe_ckpt.store.codec import Snapshot, verify
 from moe_ckpt.store.copier import HostCopier
-from moe_ckpt.store.memory import SnapshotKeeper
+from moe_ckpt.store.memory import HostBuffers, SnapshotKeeper
 from moe_ckpt.store.snapshot import SnapshotEngine, Wanted
 from tests.store.samples import HEADER, IDENTITY, SHARD, Piece
 from tests.store.windows import pool
@@ -73,9 +73,10 @@ class Engine:
         limit_bytes: int | None = None,
         keeper: SnapshotKeeper | None = None,
         bubbles: PipelineBubbles | None = None,
+        buffers: HostBuffers | None = None,
     ) -> None:
         self.copier = HostCopier()
-        self.buffers = pool(limit_bytes)
+        self.buffers = buffers or pool(limit_bytes)
         self.engine = SnapshotEngine(self.copier, self.buffers, keeper, bubbles=bubbles)
 
     def capture(self, *pieces: Piece, changing: Sequence[Piece] = ()) -> None:

@@ -33,18 +33,19 @@ def closed_address() -> Address:
 
 
 class Counted:
-    """Calls something at the n-th chunk, and lets all go on."""
+    """Calls something at the n-th chunk, and lets all go on, or none if the `answer` is no."""
 
-    def __init__(self, number: int, act: Callable[[], object]) -> None:
+    def __init__(self, number: int, act: Callable[[], object], *, answer: bool = True) -> None:
         self.calls = 0
         self._number = number
         self._act = act
+        self._answer = answer
 
     def __call__(self) -> bool:
         self.calls += 1
         if self.calls == self._number:
             self._act()
-        return True
+        return self._answer
 
 
 class Ranks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from moe_ckpt.store.codec import PartKey, ShardIdentity, Snapshot, SnapshotHeader
@@ -35,3 +37,10 @@ def piece(tensor: torch.Tensor, name: str = "weight", role: str = "master", star
 def only_part(snapshot: Snapshot) -> torch.Tensor:
     (part,) = snapshot.header.parts
     return snapshot.part(part)
+
+
+def damaged(data: bytes) -> Iterator[bytes]:
+    """Give these bytes with one bit flipped, and cut short, at each place in turn."""
+    for place in range(len(data)):
+        yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
+        yield data[:place]

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.store.blobs import BlobFolder, held_path, is_key, own_path
+from moe_ckpt.store.blobs import BlobFolder, is_key
 from moe_ckpt.store.memory import HostBuffers
 from tests.ranks import RankFailedError, run_ranks
-from tests.store.blobs import KIB, buffers_of, content_of, deposit, filled, index_of, largest_file, publish
-from tests.waits import START_S
+from tests.store.blobs import KIB, buffers_of, content_of, deposit, filled, index_of, largest_file, payload_of, publish
+from tests.store.samples import damaged
 
 
 @pytest.fixture
@@ -30,35 +29,21 @@ def folder(tmp_path: Path) -> BlobFolder:
     return BlobFolder(tmp_path / "blobs")
 
 
-@pytest.mark.parametrize("header", [b"", b"header", b"\n\x00 two\nlines"])
-@pytest.mark.parametrize("content", [None, b"", b"a", bytes(range(256)) * 40])
-def test_another_process_finds_what_was_published(folder: BlobFolder, header: bytes, content: bytes | None) -> None:
+@pytest.mark.parametrize("header", [b"", b"\n\x00 two\nlines"])
+@pytest.mark.parametrize("content", [None, b"", bytes(range(256)) * 40])
+def test_another_process_finds_a_published_blob(folder: BlobFolder, header: bytes, content: bytes | None) -> None:
     publish(folder, "snapshot-7", content, header)
     other = BlobFolder(folder.path)
     assert other.keys() == ["snapshot-7"]
     assert content_of(other, "snapshot-7") == content_of(folder, "snapshot-7") == (header, content)
-    assert other.get("snapshot-7").payload_bytes == len(content or b"")
 
 
 def test_a_payload_is_mapped_and_never_copied(folder: BlobFolder) -> None:
     payload = publish(folder, "a", b"abc")
     assert folder.get("a").payload is payload
-    mapped = BlobFolder(folder.path).get("a").payload
-    assert mapped is not None
+    mapped = payload_of(BlobFolder(folder.path).get("a"))
     payload[0] = ord("x")
     assert bytes(mapped.tolist()) == b"xbc"
-
-
-def test_a_payload_is_the_first_bytes_of_own_memory(folder: BlobFolder, tmp_path: Path) -> None:
-    payload = folder.allocate(10)
-    payload.fill_(1)
-    folder.publish("a", b"", payload, 4)
-    assert folder.get("a").payload_bytes == 4
-    for wrong, nbytes in ((payload, 11), (None, 1)):
-        with pytest.raises(AssertionError):
-            folder.publish("a", b"", wrong, nbytes)
-    with pytest.raises(KeyError):
-        folder.publish("a", b"", BlobFolder(tmp_path / "other").allocate(1), 1)
 
 
 def test_a_replaced_blob_leaves_its_memory_to_its_owner(folder: BlobFolder) -> None:
@@ -68,19 +53,20 @@ def test_a_replaced_blob_leaves_its_memory_to_its_owner(folder: BlobFolder) -> N
     folder.publish("a", b"1", old, 3)
     assert not folder.is_current("a", before), "the same content again is another blob"
     publish(folder, "a", b"newer", b"2")
-    assert len(buffers_of(folder)) == 2
+    assert buffers_of(folder) == ["000001", "000002"]
     folder.free(old)
-    assert len(buffers_of(folder)) == 1
+    with pytest.raises(AssertionError):
+        folder.free(old)
+    assert buffers_of(folder) == ["000002"]
     assert content_of(BlobFolder(folder.path), "a") == (b"2", b"newer")
 
 
-def test_a_withdrawn_blob_is_gone_and_its_memory_is_not(folder: BlobFolder) -> None:
+def test_a_withdrawn_blob_is_gone_and_its_memory_stays(folder: BlobFolder) -> None:
     payload, kept = publish(folder, "a"), publish(folder, "b")
     blob = folder.get("a")
     for _ in range(2):
         folder.withdraw("a")
-    assert folder.keys() == ["b"]
-    assert not folder.is_current("a", blob)
+    assert (folder.keys(), folder.is_current("a", blob)) == (["b"], False)
     with pytest.raises(CheckpointLoadError, match=r"index/a\.blob: No such file"):
         folder.get("a")
     folder.publish("c", b"", payload, 7)
@@ -88,29 +74,21 @@ def test_a_withdrawn_blob_is_gone_and_its_memory_is_not(folder: BlobFolder) -> N
     assert folder.get("b").payload is kept
 
 
-def test_freed_memory_leaves_the_file_system(folder: BlobFolder) -> None:
-    payload = folder.allocate(100)
-    assert buffers_of(folder) == ["000001"]
-    folder.free(payload)
-    with pytest.raises(AssertionError):
-        folder.free(payload)
-    assert buffers_of(folder) == []
-
-
 @given(st.from_regex(r"[A-Za-z0-9._-]{1,200}", fullmatch=True))
-def test_any_key_is_a_name_of_its_own(tmp_path_factory: pytest.TempPathFactory, key: str) -> None:
-    folder = BlobFolder(tmp_path_factory.mktemp("blobs"))
-    assert is_key(key)
-    publish(folder, key, b"1")
-    publish(folder, "other", b"2")
-    assert folder.keys() == sorted({key, "other"})
-    assert content_of(BlobFolder(folder.path), key) == (b"header", b"1" if key != "other" else b"2")
-    folder.withdraw(key)
-    assert folder.keys() == ([] if key == "other" else ["other"])
+def test_any_key_is_a_name_of_its_own(key: str) -> None:
+    assume(key != "other")
+    with tempfile.TemporaryDirectory() as root:
+        folder = BlobFolder(Path(root))
+        publish(folder, key, b"1")
+        publish(folder, "other", b"2")
+        assert folder.keys() == sorted([key, "other"])
+        assert content_of(BlobFolder(folder.path), key) == (b"header", b"1")
+        folder.withdraw(key)
+        assert folder.keys() == ["other"]
 
 
 @pytest.mark.parametrize("key", ["", "a/b", "../a", "a b", "a\n", "a\x00", "\u00e4", "k" * 201])
-def test_what_is_no_name_is_no_key(folder: BlobFolder, key: str) -> None:
+def test_other_texts_are_no_keys(folder: BlobFolder, key: str) -> None:
     assert not is_key(key)
     for use in (lambda: folder.publish(key, b"", None, 0), lambda: folder.get(key), lambda: folder.withdraw(key)):
         with pytest.raises(AssertionError, match="not a key"):
@@ -121,18 +99,14 @@ def test_damage_anywhere_in_an_entry_is_found(folder: BlobFolder) -> None:
     publish(folder, "a", b"content", b"the header")
     path = folder.path / "index" / "a.blob"
     intact = path.read_bytes()
-    for bit in range(8 * len(intact)):
-        damaged = bytearray(intact)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        with pytest.raises(CheckpointLoadError, match=r"blob a: .* got XXH3 [0-9a-f]{16}, wanted [0-9a-f]{16}"):
+    for wrong in damaged(intact):
+        path.write_bytes(wrong)
+        with pytest.raises(CheckpointLoadError, match="blob a"):
             folder.get("a")
-    for length in range(len(intact)):
-        path.write_bytes(intact[:length])
-        with pytest.raises(CheckpointLoadError):
-            folder.get("a")
+    path.write_bytes(intact[:-1] + b"?")
+    with pytest.raises(CheckpointLoadError, match=r"blob a: .* got XXH3 [0-9a-f]{16}, wanted [0-9a-f]{16}"):
+        folder.get("a")
     path.write_bytes(intact)
-    assert content_of(folder, "a") == (b"the header", b"content")
     path.rename(folder.path / "index" / "b.blob")
     with pytest.raises(CheckpointLoadError, match=r"blob b: .* got the entry of 'a'"):
         folder.get("b")
@@ -151,13 +125,13 @@ def test_a_payload_that_is_gone_or_too_short_is_found(folder: BlobFolder) -> Non
     assert not buffer.exists()
 
 
-def test_a_successor_adopts_what_is_intact_and_removes_the_rest(
+def test_a_successor_adopts_intact_blobs_and_removes_the_rest(
     folder: BlobFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.publish("same", b"", publish(folder, "a", b"aaa", b"1"), 2)
     publish(folder, "bare", None)
-    for damaged in ("b", "c"):
-        publish(folder, damaged, b"xxx")
+    for key in ("b", "c"):
+        publish(folder, key, b"xxx")
     folder.allocate(100)  # was being filled
     (folder.path / "index" / "d.tmp").write_bytes(b"half an en")
     (folder.path / "index" / "b.blob").write_bytes(b"flipped")
@@ -175,8 +149,7 @@ def test_a_successor_adopts_what_is_intact_and_removes_the_rest(
 def test_adopted_memory_is_the_successors(folder: BlobFolder) -> None:
     publish(folder, "a", b"aaa")
     successor = BlobFolder(folder.path)
-    payload = successor.adopt()["a"].payload
-    assert payload is not None
+    payload = payload_of(successor.adopt()["a"])
     fresh = successor.allocate(5)
     assert successor.adopt()["a"].payload is payload
     assert buffers_of(folder) == ["000001", "000002"], "memory that is in use here was removed"
@@ -241,7 +214,7 @@ def test_a_deposited_blob_owns_its_memory(folder: BlobFolder) -> None:
     assert (index_of(folder), buffers_of(folder)) == ([], [])
 
 
-def test_what_could_not_be_deposited_stays_the_callers(folder: BlobFolder) -> None:
+def test_memory_that_could_not_be_deposited_stays_the_callers(folder: BlobFolder) -> None:
     payload = filled(folder, b"abc")
     with largest_file(4), pytest.raises(CheckpointSaveError):
         folder.deposit("a", b"h", payload, 3)
@@ -253,15 +226,9 @@ def test_clearing_leaves_only_memory_that_is_being_filled(folder: BlobFolder) ->
     for key in ("a", "b"):
         deposit(folder, key, b"abc")
     (folder.path / "index" / "b.blob").write_bytes(b"damaged")
-    filling = folder.allocate(5)
+    folder.allocate(5)
     folder.clear()
     assert (folder.keys(), index_of(folder), buffers_of(folder)) == ([], [], ["000003"])
-    folder.free(filling)
-
-
-def test_paths_of_a_ranks_folder(tmp_path: Path) -> None:
-    assert own_path(tmp_path) == tmp_path / "own"
-    assert held_path(tmp_path, 12) == tmp_path / "held" / "rank0012"
 
 
 def test_a_pool_over_a_folder_outlives_its_process(folder: BlobFolder) -> None:
@@ -274,8 +241,7 @@ def test_a_pool_over_a_folder_outlives_its_process(folder: BlobFolder) -> None:
 
     successor = BlobFolder(folder.path)
     again = HostBuffers(successor, limit_bytes=300 * KIB)
-    payload = successor.adopt()["kept"].payload
-    assert payload is not None
+    payload = payload_of(successor.adopt()["kept"])
     again.adopt(payload)
     assert (again.in_use_bytes, buffers_of(folder)) == (200 * KIB, ["000002"])
     with pytest.raises(CheckpointSaveError, match="got 204800 bytes in use"):
@@ -317,49 +283,6 @@ def test_death_at_any_step_leaves_the_old_blob_or_the_new(
     assert (index_of(folder), len(buffers_of(folder)), caplog.records) == (["a.blob"], 1, [])
 
 
-def publish_for_ever(path: str, started: Connection) -> None:
-    """Publish blobs whose payload follows from the header, one over another, until killed."""
-    folder = BlobFolder(Path(path))
-    buffers = HostBuffers(folder)
-    held = {key: blob.payload for key, blob in folder.adopt().items()}
-    for payload in held.values():
-        assert payload is not None
-        buffers.adopt(payload)
-    for number in range(1 << 62):
-        key, nbytes = f"key{number % 3}", 4 * KIB + number % 50
-        payload = buffers.acquire(nbytes)
-        payload.fill_(number % 251)
-        folder.publish(key, str(number).encode() + bytes(2 * KIB), payload, nbytes)
-        if (replaced := held.get(key)) is not None:
-            buffers.release(replaced)
-        held[key] = payload
-        if number == 10:
-            started.send(None)
-
-
-def test_a_writer_killed_at_any_moment_leaves_only_whole_blobs(
-    folder: BlobFolder, caplog: pytest.LogCaptureFixture
-) -> None:
-    context = multiprocessing.get_context("forkserver")
-    for _ in range(6):
-        receiver, sender = context.Pipe(duplex=False)
-        writer = context.Process(target=publish_for_ever, args=(str(folder.path), sender))
-        writer.start()
-        assert receiver.poll(START_S)
-        writer.kill()
-        writer.join()
-        for each in (writer, receiver, sender):
-            each.close()
-        reader = BlobFolder(folder.path)
-        assert reader.keys() == ["key0", "key1", "key2"]
-        for key in reader.keys():  # noqa: SIM118 - not a mapping
-            header, content = content_of(reader, key)
-            number = int(header.rstrip(b"\x00"))
-            assert (key, content) == (f"key{number % 3}", bytes([number % 251]) * (4 * KIB + number % 50))
-    adopted = BlobFolder(folder.path).adopt()
-    assert (len(adopted), len(buffers_of(folder)), caplog.records) == (3, 3, [])
-
-
 class FakeCudart:
     """Stands in for the CUDA runtime: what is registered, by address."""
 
@@ -389,8 +312,7 @@ def test_pinned_memory_is_registered_for_as_long_as_it_is_ours(tmp_path: Path, m
     successor = BlobFolder(tmp_path, pinned=True)
     successor.get("a")
     assert len(fake.registered) == 1, "what is only read was registered"
-    adopted = successor.adopt()["a"].payload
-    assert adopted is not None
+    adopted = payload_of(successor.adopt()["a"])
     assert fake.registered[adopted.data_ptr()] == 100
     successor.free(adopted)
     folder.free(payload)

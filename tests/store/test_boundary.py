@@ -120,13 +120,6 @@ def test_nothing_is_logged_outside_an_iteration(written: Written) -> None:
     assert written.buffers.in_use_bytes == 2 * NUM_BYTES
 
 
-def test_an_iteration_that_begins_ends_the_one_before(written: Written) -> None:
-    written.log.begin(1)
-    written.log.begin(2)
-    written.log.record(ACTIVATION, content(2, ACTIVATION, 0))
-    assert (written.read(1), written.read(2)) == ([], [[2, 0, 0]])
-
-
 def test_a_pass_that_came_to_nothing_is_replaced(written: Written) -> None:
     log = written.log
     written.write(1)
@@ -159,18 +152,6 @@ def test_an_iteration_that_is_not_logged_is_named(written: Written) -> None:
         written.log.sent(4, GRADIENT)
 
 
-def test_old_iterations_are_dropped_with_their_memory(written: Written) -> None:
-    log = written.log
-    written.write(1, 2, 3, 4, 5)
-    for last, num_left in ((0, 5), (3, 2), (9, 0), (9, 0)):
-        log.drop_up_to(last)
-        assert written.buffers.in_use_bytes == log.size_bytes == num_left * 2 * NUM_BYTES
-        for iteration in range(6 - num_left, 6):
-            assert written.read(iteration, GRADIENT) == [[iteration, 1, 0]]
-        with pytest.raises(CheckpointLoadError):
-            log.sent(5 - num_left, ACTIVATION)
-
-
 def test_clearing_drops_everything_and_ends_the_iteration(written: Written) -> None:
     log = written.log
     written.write(1)
@@ -185,19 +166,19 @@ def test_clearing_drops_everything_and_ends_the_iteration(written: Written) -> N
     assert written.read(3) == [[3, 0, 0]]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_many_iterations_use_the_memory_of_the_first(written: Written, micro_batches: int) -> None:
-    log, kept = written.log, 4
-    for iteration in range(1, 101):
-        log.begin(iteration)
-        for _ in range(micro_batches):
-            log.record(ACTIVATION, torch.full((5000,), iteration))
-            log.record(GRADIENT, torch.full((5000,), -iteration))
-        log.end()
-        assert log.size_bytes == min(iteration, kept) * micro_batches * 80_000
+def test_old_iterations_are_dropped_and_their_memory_is_used_again(written: Written) -> None:
+    log, kept, num_bytes = written.log, 4, 6 * NUM_BYTES
+    for iteration in range(1, 40):
+        written.write(iteration, activations=3, gradients=3)
+        assert log.size_bytes == written.buffers.in_use_bytes == min(iteration, kept) * num_bytes
         log.drop_up_to(iteration - kept + 1)
-        assert written.buffers.total_bytes <= kept * micro_batches * 80_000
-    assert int(log.sent(100, GRADIENT)[-1].view(torch.int64)[-1]) == -100
+        assert log.size_bytes == written.buffers.in_use_bytes == min(iteration, kept - 1) * num_bytes
+        assert written.buffers.total_bytes <= kept * num_bytes
+    assert written.read(37, GRADIENT) == [[37, 1, 0], [37, 1, 1], [37, 1, 2]]
+    with pytest.raises(CheckpointLoadError):
+        log.sent(36, ACTIVATION)
+    log.drop_up_to(100)
+    assert log.size_bytes == written.buffers.in_use_bytes == 0
 
 
 # While it is copied
@@ -215,9 +196,7 @@ def test_a_recorded_tensor_may_be_freed_or_given_another_storage(written: Writte
         gc.collect()
         assert source() is None
         reused = [torch.zeros(5000, dtype=torch.int64) for _ in range(10)]
-    first, second = log.sent(1, ACTIVATION)
-    assert torch.equal(first.view(torch.int64), torch.arange(5000))
-    assert torch.equal(second.view(torch.int64), torch.arange(5000) + 1)
+    assert written.read(1) == [list(range(5000)), list(range(1, 5001))]
     assert written.usable_from(1) == 1
     assert len(reused) == 10
 
@@ -248,7 +227,6 @@ def test_a_buffer_is_given_back_only_when_its_copy_is_done(written: Written, dro
 @pytest.mark.parametrize(
     ("logged", "last", "first"),
     [
-        ([], 0, 1),
         ([], 9, 10),
         ([5, 6, 7], 7, 5),
         ([5, 6, 7], 5, 5),
@@ -271,7 +249,7 @@ def test_an_iteration_in_which_nothing_was_sent_is_no_gap(written: Written) -> N
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 2])
 def test_a_log_can_be_used_back_to_the_first_damage(
     written: Written, direction: Direction, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,7 +268,7 @@ def test_a_log_can_be_used_back_to_the_first_damage(
     assert written.usable_from(5) == 1, "what is logged again is whole again"
 
 
-def test_what_is_left_of_a_buffer_that_is_too_large_is_not_of_the_log(written: Written) -> None:
+def test_the_rest_of_a_buffer_that_is_too_large_is_not_of_the_log(written: Written) -> None:
     written.buffers.release(written.buffers.acquire(1000))
     written.write(1, activations=1, gradients=0)
     assert (written.buffers.total_bytes, written.log.size_bytes) == (1000, NUM_BYTES)

@@ -28,19 +28,11 @@ class Waiting(PipelineBubbles):
         return super().wait()
 
 
-def test_a_bubble_is_open_within_its_context() -> None:
-    bubbles = PipelineBubbles()
-    assert not bubbles.is_open
-    with bubbles.open():
-        assert bubbles.is_open
-        assert bubbles.wait()
-    assert not bubbles.is_open
-
-
 def test_a_thread_waits_for_the_next_bubble_or_a_hurry() -> None:
     bubbles = Waiting()
     with bubbles.open():
-        pass
+        assert bubbles.is_open
+    assert not bubbles.is_open
     with ThreadPoolExecutor(max_workers=1) as other:
         waited = other.submit(bubbles.wait)
         assert bubbles.is_waited_for.wait(WAIT_S)
@@ -57,7 +49,7 @@ def test_a_thread_waits_for_the_next_bubble_or_a_hurry() -> None:
         assert bubbles.wait()
 
 
-def test_seconds_are_those_since_it_was_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_count_from_the_last_question(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([1.0, 3.5, 10.0, 10.25, 20.0, 21.0])
     monkeypatch.setattr("moe_ckpt.store.bubbles.time.monotonic", lambda: next(moments))
     bubbles = PipelineBubbles()
@@ -74,7 +66,7 @@ def test_seconds_are_those_since_it_was_asked_last(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_device_a_bubble_lasts_until_what_is_waited_for_is_there() -> None:
+def test_on_a_device_a_bubble_lasts_until_the_device_is_idle() -> None:
     bubbles, busy = PipelineBubbles(), torch.ones(1 << 24, device="cuda")
     with bubbles.open():
         for _ in range(100):
@@ -117,7 +109,7 @@ def parts() -> Iterator[Bubbling]:
     parts.copier.close()
 
 
-def test_what_has_room_waits_for_a_bubble_and_the_rest_does_not(parts: Bubbling) -> None:
+def test_copies_that_fit_wait_for_a_bubble_and_others_do_not(parts: Bubbling) -> None:
     parts.take(bubble_bytes=100)
     parts.change_in_a_bubble()
     values, copied = parts.taken()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from moe_ckpt.store.codec import (
     verify,
 )
 from moe_ckpt.types import ParallelLayout, RunIdentity
-from tests.store.samples import HEADER, IDENTITY, SHARD, Piece, piece
+from tests.store.samples import HEADER, IDENTITY, SHARD, Piece, damaged, piece
 
 
 def one_of_each_dtype() -> list[Piece]:
@@ -55,12 +55,13 @@ def header_of(parts: tuple[Part, ...] = (), payload_bytes: int = 0, checksum: in
     return replace(HEADER, parts=parts, payload_bytes=payload_bytes, checksum=checksum)
 
 
-def forged(header: SnapshotHeader, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """Return a header's JSON with its fields changed and the checksum made to fit."""
-    head, _, body = header_to_json(header).partition(b"\n")
-    fields = json.loads(body)
-    change(fields)
-    return sealed(json.dumps(fields).encode(), format=json.loads(head)["format"])
+def forged(header: SnapshotHeader, way: Sequence[str | int], value: object) -> bytes:
+    """Return a header's JSON with the field at the end of this way changed, and the checksum made to fit."""
+    fields = inner = json.loads(header_to_json(header).partition(b"\n")[2])
+    for step in way[:-1]:
+        inner = inner[step]
+    inner[way[-1]] = value
+    return sealed(json.dumps(fields).encode())
 
 
 def sealed(body: bytes, **head: object) -> bytes:
@@ -69,14 +70,6 @@ def sealed(body: bytes, **head: object) -> bytes:
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def test_names() -> None:
-    assert str(HEADER) == "rank 3's snapshot of iteration 12 (slot 1 of 3, window from 11)"
-    assert str(SHARD) == "rank 3 (pp 0, tp 0, ep 1, etp 0, dp 3)"
-    assert str(piece(torch.ones(1), "w1")[0]) == "master of w1 (layer 0 expert 1)"
-    ranks = {"global_rank": 3, "pp_rank": 0, "tp_rank": 0, "ep_rank": 1, "etp_rank": 0, "dp_rank": 3}
-    assert SHARD.as_json() == ranks
 
 
 def test_parts_lie_one_after_another_with_the_largest_elements_first() -> None:
@@ -249,29 +242,19 @@ def test_json_gives_back_the_same_header(header: SnapshotHeader) -> None:
 def test_a_header_is_two_lines_of_json_with_plain_names() -> None:
     parts, payload_bytes = layout_parts([piece(torch.ones(2, 3), "w", "exp_avg", start=6)])
     head, body = map(json.loads, header_to_json(header_of(parts, payload_bytes, 7)).split(b"\n"))
-    assert head["format"] == 1
-    assert body["identity"] == IDENTITY.as_json()
-    assert body["shard"] == SHARD.as_json()
-    assert body["parts"] == [
-        {
-            "key": {"operator": "layer 0 expert 1", "tensor": "w", "role": "exp_avg"},
-            "dtype": "float32",
-            "shape": [2, 3],
-            "range_start": 6,
-            "range_end": 12,
-            "offset_bytes": 0,
-        }
-    ]
+    assert (head["format"], body["identity"]) == (1, IDENTITY.as_json())
+    ranks = {"global_rank": 3, "pp_rank": 0, "tp_rank": 0, "ep_rank": 1, "etp_rank": 0, "dp_rank": 3}
+    assert body["shard"] == SHARD.as_json() == ranks
+    key = {"operator": "layer 0 expert 1", "tensor": "w", "role": "exp_avg"}
+    place = {"range_start": 6, "range_end": 12, "offset_bytes": 0}
+    assert body["parts"] == [{"key": key, "dtype": "float32", "shape": [2, 3], **place}]
 
 
 def test_a_header_that_is_damaged_cut_short_or_continued_is_refused() -> None:
     data = header_to_json(snapshot_of(*one_of_each_dtype()).header)
-    for position in range(len(data)):
-        damaged = bytearray(data)
-        damaged[position] ^= 1 << position % 8
-        for wrong in (bytes(damaged), data[:position]):
-            with pytest.raises(CheckpointLoadError):
-                header_from_json(wrong)
+    for wrong in damaged(data):
+        with pytest.raises(CheckpointLoadError):
+            header_from_json(wrong)
     with pytest.raises(CheckpointLoadError, match="got fields with CRC-32"):
         header_from_json(data + b" ")
 
@@ -311,23 +294,7 @@ def places(draw: st.DrawFn) -> list[str | int]:
 
 @given(places(), json_values)
 def test_any_other_value_in_a_sealed_header_is_read_or_refused(way: list[str | int], value: object) -> None:
-    header = snapshot_of(*one_of_each_dtype()).header
-
-    def change(fields: Any) -> None:
-        for step in way[:-1]:
-            fields = fields[step]
-        fields[way[-1]] = value
-
-    read = try_to_read(forged(header, change))
-    assert read is None or header_from_json(header_to_json(read)) == read
-
-
-@given(st.data(), headers())
-def test_flipped_bytes_under_a_fitting_checksum_raise_nothing_else(data: st.DataObject, header: SnapshotHeader) -> None:
-    body = bytearray(header_to_json(header).partition(b"\n")[2])
-    for _ in range(data.draw(st.integers(1, 4))):
-        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    read = try_to_read(sealed(bytes(body)))
+    read = try_to_read(forged(snapshot_of(*one_of_each_dtype()).header, way, value))
     assert read is None or header_from_json(header_to_json(read)) == read
 
 
@@ -335,8 +302,8 @@ def test_flipped_bytes_under_a_fitting_checksum_raise_nothing_else(data: st.Data
     ("path", "value", "reason"),
     [
         ("format", 2, "got format 2, wanted 1"),
-        ("format", "1", "format: got '1', wanted int"),
         ("format", True, "format: got True, wanted int"),
+        ("more", 1, r"got fields \['adam_steps', .*\], wanted \['adam_steps', .*'slot'"),
         ("iteration", -1, "iteration: got -1, wanted a number from 0"),
         ("iteration", 2**63, "iteration: got 9223372036854775808, wanted a number"),
         ("iteration", 12.0, "iteration: got 12.0, wanted int"),
@@ -349,7 +316,6 @@ def test_flipped_bytes_under_a_fitting_checksum_raise_nothing_else(data: st.Data
         ("adam_steps", [math.inf], "adam_steps: got inf, wanted a finite number"),
         ("identity", None, "identity: got None, wanted dict"),
         ("identity layout", {"pp": 1}, r"identity: layout: got fields \['pp'\], wanted \['dp', 'ep', 'pp', 'tp'\]"),
-        ("shard extra", 1, "shard: got fields .*, wanted"),
         ("payload_bytes", 23, "got parts up to byte 24, wanted at most payload_bytes 23"),
         ("parts 0 dtype", "float8_e4m3fn", "parts: dtype: got 'float8_e4m3fn', wanted one of float64"),
         ("parts 0 dtype", ["float32"], r"parts: dtype: got \['float32'\], wanted str"),
@@ -359,7 +325,6 @@ def test_flipped_bytes_under_a_fitting_checksum_raise_nothing_else(data: st.Data
         ("parts 0 offset_bytes", 24, "got parts up to byte 36, wanted at most payload_bytes 24"),
         ("parts 1 offset_bytes", 13, "master of b .*: got offset 13, wanted a multiple of its element size"),
         ("parts 1 offset_bytes", 8, "master of b .*: got offset 8, but the part before ends at 12"),
-        ("parts 1 offset_bytes", 0, "master of b .*: got offset 0, but the part before ends at 12"),
         ("parts 0 range_end", 4, r"master of a .*: got shape \(3,\), wanted as many elements as the range 0 to 4"),
         ("parts 0 range_start", 5, "wanted as many elements as the range 5 to 3"),
         ("parts 0 shape", [-1, -3], "parts: shape: got -1, wanted a number from 0"),
@@ -368,22 +333,10 @@ def test_flipped_bytes_under_a_fitting_checksum_raise_nothing_else(data: st.Data
 )
 def test_a_sealed_header_that_makes_no_sense_is_refused(path: str, value: object, reason: str) -> None:
     header = snapshot_of(piece(torch.ones(3), "a"), piece(torch.ones(3), "b")).header
-    assert try_to_read(forged(header, lambda fields: None)) == header
-    *way, last = (int(step) if step.isdigit() else step for step in path.split())
-
-    def change(fields: Any) -> None:
-        for step in way:
-            fields = fields[step]
-        fields[last] = value
-
-    data = sealed(b"{}", format=value) if path == "format" else forged(header, change)
+    way = [int(step) if step.isdigit() else step for step in path.split()]
+    data = sealed(b"{}", format=value) if path == "format" else forged(header, way, value)
     with pytest.raises(CheckpointLoadError, match=reason):
         header_from_json(data)
-
-
-def test_a_missing_field_is_refused() -> None:
-    with pytest.raises(CheckpointLoadError, match=r"got fields .*, wanted .*'slot'"):
-        header_from_json(forged(HEADER, lambda fields: fields.pop("slot")))
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.store.disk import (
@@ -72,16 +68,14 @@ def saved(folder: CheckpointFolder) -> Path:
 def test_a_checkpoint_counts_from_its_marker_on(folder: CheckpointFolder) -> None:
     directory = write(folder, 5)
     manifest = manifest_of(directory, 5)
-    assert not is_committed(directory)
-    assert iterations_of(folder) == ([], [5])
+    assert (is_committed(directory), iterations_of(folder)) == (False, ([], [5]))
     with pytest.raises(CheckpointLoadError, match=rf"{directory}: no readable {MARKER} \(No such file"):
         read_manifest(directory)
     with largest_file(10), pytest.raises(OSError, match="File too large"):
         commit(directory, manifest)
     assert iterations_of(folder) == ([], [5])
     commit(directory, manifest)
-    assert is_committed(directory)
-    assert iterations_of(folder) == ([5], [])
+    assert (is_committed(directory), iterations_of(folder)) == (True, ([5], []))
     assert read_manifest(directory) == manifest
     assert manifest.size_bytes == len(b"weights") + len(b"moments")
     present = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
@@ -123,11 +117,11 @@ def test_checkpoints_are_listed_newest_first(folder: CheckpointFolder, tmp_path:
         write(folder, iteration)
     (tmp_path / "iter_0000007").write_text("not a directory")
     assert iterations_of(folder) == ([12345678, 100, 9], [99999999, 200, 8])
-    assert folder.committed()[-1].directory == str(folder.directory(9)) == str(tmp_path / "iter_0000009")
+    assert folder.committed()[-1].directory == str(tmp_path / "iter_0000009")
     assert iterations_of(CheckpointFolder(tmp_path / "missing")) == ([], [])
 
 
-@pytest.mark.parametrize(("count", "kept"), [(1, [30]), (2, [30, 20]), (3, [30, 20, 10]), (4, [30, 20, 10])])
+@pytest.mark.parametrize(("count", "kept"), [(1, [30]), (2, [30, 20]), (4, [30, 20, 10])])
 def test_keep_newest_drops_older_committed_checkpoints_only(tmp_path: Path, count: int, kept: list[int]) -> None:
     folder = CheckpointFolder(tmp_path)
     for iteration in (10, 30, 20):
@@ -152,13 +146,12 @@ def test_prepare_leaves_an_empty_torn_checkpoint(tmp_path: Path) -> None:
         make(3)
         directory = folder.prepare(3)
         assert directory == tmp_path / "run" / "checkpoints" / "iter_0000003"
-        assert list(directory.iterdir()) == []
-        assert iterations_of(folder) == ([], [3])
+        assert (list(directory.iterdir()), iterations_of(folder)) == ([], ([], [3]))
     remove_checkpoint(save(folder, 3))
     assert not directory.exists()
 
 
-def test_what_we_did_not_write_is_ignored_and_survives(tmp_path: Path) -> None:
+def test_foreign_files_are_ignored_and_survive(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     for iteration in (1, 2, 3):
         save(folder, iteration)
@@ -166,13 +159,12 @@ def test_what_we_did_not_write_is_ignored_and_survives(tmp_path: Path) -> None:
     for name in theirs:
         (tmp_path / name).mkdir()
         (tmp_path / name / MARKER).write_text("{}")
-    (tmp_path / "notes.txt").write_text("do not delete")
+    (tmp_path / "notes.txt").touch()
 
     assert iterations_of(folder) == ([3, 2, 1], [])
     folder.keep_newest(1, up_to=10_000_000)
     folder.prepare(2)
     assert {path.name for path in tmp_path.iterdir()} == {*theirs, "notes.txt", "iter_0000002", "iter_0000003"}
-    assert (tmp_path / "notes.txt").read_text() == "do not delete"
     assert all((tmp_path / name / MARKER).read_text() == "{}" for name in theirs)
 
 
@@ -191,34 +183,22 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("says", DAMAGES)
-@pytest.mark.parametrize("name", ["a.distcp", "sub/b.distcp"])
-def test_a_damaged_file_is_named(saved: Path, name: str, says: str) -> None:
-    DAMAGES[says](saved / name)
-    with pytest.raises(CheckpointLoadError, match=rf"{saved}/{name}: .*{says}"):
+def test_a_damaged_file_is_named(saved: Path, says: str) -> None:
+    path = saved / "sub" / "b.distcp"
+    DAMAGES[says](path)
+    with pytest.raises(CheckpointLoadError, match=rf"{path}: .*{says}"):
         verify_files(saved, read_manifest(saved).files)
 
 
-@given(content=st.binary(min_size=1, max_size=200), data=st.data())
-def test_one_flipped_bit_at_any_place_is_found(content: bytes, data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as root:
-        directory = save(CheckpointFolder(Path(root)), 1, {"good": b"good", "bad": content})
-        flip(directory / "bad", data.draw(st.integers(0, 8 * len(content) - 1)))
-        with pytest.raises(CheckpointLoadError, match=rf"{directory}/bad: got {len(content)} bytes with CRC-32"):
-            verify_files(directory, read_manifest(directory).files)
-
-
 @pytest.mark.parametrize("position", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES])
-def test_a_flipped_byte_is_found_in_every_chunk_of_a_large_file(tmp_path: Path, position: int) -> None:
-    directory = save(CheckpointFolder(tmp_path), 1, {"large": b"x" * (2 * CHUNK_BYTES + 1)})
-    flip(directory / "large", 8 * position)
-    with pytest.raises(CheckpointLoadError, match=f"{directory}/large"):
+def test_one_flipped_bit_at_any_place_is_found(tmp_path: Path, position: int) -> None:
+    size_bytes = 2 * CHUNK_BYTES + 1
+    directory = save(CheckpointFolder(tmp_path), 1, {"good": b"good", "bad": b"x" * size_bytes})
+    content = bytearray((directory / "bad").read_bytes())
+    content[position] ^= 1 << position % 8
+    (directory / "bad").write_bytes(content)
+    with pytest.raises(CheckpointLoadError, match=rf"{directory}/bad: got {size_bytes} bytes with CRC-32"):
         verify_files(directory, read_manifest(directory).files)
-
-
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
 
 
 def assert_refused(directory: Path, marker: bytes, reason: str = "") -> None:
@@ -239,26 +219,23 @@ def test_a_marker_that_is_something_else_is_refused(saved: Path, content: bytes)
 
 
 RECORD = {"name": "a.distcp", "size_bytes": 7, "crc32": 1}
+RUN = {"run_id": "r", "model": "m"}
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("iteration", "fifty"),
-        ("iteration", None),
         ("iteration", 1.5),
         ("iteration", float("inf")),
         ("identity", None),
-        ("identity", {}),
-        ("identity", {"run_id": "r", "model": "m"}),
-        ("identity", {"run_id": "r", "model": "m", "layout": {"pp": 1}}),
-        ("identity", {"run_id": "r", "model": "m", "layout": {"pp": 1, "dp": 1, "ep": 1, "tp": 1, "cp": 1}}),
+        ("identity", RUN),
+        ("identity", {**RUN, "layout": {"pp": 1}}),
+        ("identity", {**RUN, "layout": {"pp": 1, "dp": 1, "ep": 1, "tp": 1, "cp": 1}}),
         ("files", None),
-        ("files", 3),
         ("files", {}),
         ("files", "a.distcp"),
         ("files", ["a.distcp"]),
-        ("files", [{}]),
         ("files", [{"name": "a.distcp", "size_bytes": 7}]),
         ("files", [{**RECORD, "mode": 644}]),
         ("files", [{**RECORD, "name": 3}]),
@@ -266,7 +243,7 @@ RECORD = {"name": "a.distcp", "size_bytes": 7, "crc32": 1}
         ("files", [{**RECORD, "crc32": "cbf43926"}]),
     ],
 )
-def test_a_marker_with_a_wrong_field_is_refused(saved: Path, field: str, value: Any) -> None:
+def test_a_marker_with_a_wrong_field_is_refused(saved: Path, field: str, value: object) -> None:
     content = json.loads((saved / MARKER).read_text())
     assert_refused(saved, json.dumps({**content, field: value}).encode())
     del content[field]

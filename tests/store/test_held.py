@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def contents_of(folder: BlobFolder, *keys: str) -> list[bytes | None]:
     return [content_of(BlobFolder(folder.path), key)[1] for key in keys]
 
 
-def test_what_is_discarded_or_replaced_or_given_back_is_used_again(folder: HeldFolder) -> None:
+def test_memory_discarded_or_replaced_or_given_back_is_used_again(folder: HeldFolder) -> None:
     first = deposit(folder, "a", b"one")
     second = deposit(folder, "a", b"two")
     assert second is not first
@@ -42,24 +43,7 @@ def test_what_is_discarded_or_replaced_or_given_back_is_used_again(folder: HeldF
     assert len(buffers_of(folder)) == 2
 
 
-def test_a_blob_without_a_payload_has_nothing_to_give_back(folder: HeldFolder) -> None:
-    for header in (b"1", b"2"):
-        folder.deposit("a", header, None, 0)
-    for _ in range(2):
-        folder.discard("a")
-    assert folder.keys() == []
-
-
-def test_another_size_takes_the_place_of_what_is_free_for_longest(folder: HeldFolder) -> None:
-    for key, size in (("a", 100), ("b", 200), ("c", 300)):
-        deposit(folder, key, bytes(size))
-    for key in ("a", "b", "c"):
-        folder.discard(key)
-    deposit(folder, "d", bytes(150))
-    assert sizes_of(folder) == [150, 300]
-
-
-def test_clearing_gives_back_all_that_is_not_being_filled(folder: HeldFolder) -> None:
+def test_clearing_gives_back_all_memory_but_that_being_filled(folder: HeldFolder) -> None:
     for content in (b"one", b"two"):
         deposit(folder, "a", content)
     filling = folder.allocate(3)
@@ -69,7 +53,7 @@ def test_clearing_gives_back_all_that_is_not_being_filled(folder: HeldFolder) ->
     assert folder.keys() == ["a"]
 
 
-def test_what_is_there_is_adopted_and_what_was_free_is_not(folder: HeldFolder) -> None:
+def test_blobs_are_adopted_and_free_memory_is_not(folder: HeldFolder) -> None:
     for content in (b"one", b"two"):
         deposit(folder, "a", content)
     successor = HeldFolder(folder.path)
@@ -90,7 +74,7 @@ def test_free_memory_that_was_deleted_is_not_used(folder: HeldFolder) -> None:
     assert contents_of(folder, "c", "b") == [b"six", b"ten"]
 
 
-def test_what_could_not_be_deposited_stays_the_callers(folder: HeldFolder, tmp_path: Path) -> None:
+def test_memory_that_could_not_be_deposited_stays_the_callers(folder: HeldFolder, tmp_path: Path) -> None:
     before = deposit(folder, "a", b"one")
     payload = folder.allocate(3)
     (folder.path / "buffers" / buffers_of(folder)[1]).unlink()
@@ -104,19 +88,21 @@ def test_what_could_not_be_deposited_stays_the_callers(folder: HeldFolder, tmp_p
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), max_size=40))
-def test_no_more_memory_is_kept_than_was_in_use_at_once(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
-) -> None:
-    folder, held, most = HeldFolder(tmp_path_factory.mktemp("held")), {}, 1
-    folder.path.joinpath("buffers").mkdir()
-    for key, size in steps:
-        if size == 0:
-            folder.discard(key)
-            held.pop(key, None)
-            continue
-        content = key.encode() * 100 * size
-        most = max(most, sum(map(len, held.values())) + len(content))  # the one that is replaced is there until then
-        deposit(folder, key, content)
-        held[key] = content
-        assert sum(sizes_of(folder)) <= most
-    assert {key: content_of(folder, key)[1] for key in folder.keys()} == held  # noqa: SIM118
+def test_no_more_memory_is_kept_than_was_in_use_at_once(steps: list[tuple[str, int]]) -> None:
+    contents: dict[str, bytes | None] = {}
+    most = 1
+    with tempfile.TemporaryDirectory() as root:
+        folder = HeldFolder(Path(root))
+        (folder.path / "buffers").mkdir()
+        for key, size in steps:
+            if size == 0:
+                folder.discard(key)
+                contents.pop(key, None)
+                continue
+            content = key.encode() * 100 * size
+            used_bytes = sum(len(each or b"") for each in contents.values())  # the one that is replaced is there yet
+            most = max(most, used_bytes + len(content))
+            deposit(folder, key, content)
+            contents[key] = content
+            assert sum(sizes_of(folder)) <= most
+        assert {key: content_of(folder, key)[1] for key in folder.keys()} == contents  # noqa: SIM118

@@ -15,18 +15,19 @@ import torch
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.copier import HostCopier
+from moe_ckpt.store.copy_times import Sent
 from moe_ckpt.store.journal import Journal, NoCopies, holds_records, read_kept
 from moe_ckpt.store.memory import HostBuffers, SnapshotMemory
-from moe_ckpt.store.snapshot import SnapshotEngine, Wanted
 from moe_ckpt.store.steps import StepLog, StepRecord
 from moe_ckpt.types import ReadyGradients
-from tests.store.copiers import finish, held_until_waited_for
-from tests.store.samples import HEADER, piece
+from tests.store.blobs import content_of, filled
+from tests.store.copiers import Engine, finish, held_until_waited_for
+from tests.store.samples import piece
 from tests.store.windows import persist_window, starts_of, take_window
 
 GRADIENTS = ReadyGradients(overflows=(False, True), total_norm=None, loss_scale=2.0)
 STEP_5 = {"start-5", "record-5"}
+NUMBERS = piece(torch.ones(100))
 
 
 class Peers:
@@ -97,33 +98,23 @@ def life(live: Callable[[], Life]) -> Life:
     return live()
 
 
-class Capturing:
-    """Takes snapshots of 100 numbers that a life's journal keeps."""
-
-    def __init__(self, life: Life) -> None:
-        self.copier = HostCopier()
-        self.engine = SnapshotEngine(self.copier, life.buffers, life.journal)
-
-    def capture(self) -> None:
-        self.engine.capture([Wanted(HEADER, lambda: [piece(torch.ones(100))])])
-
-
 @pytest.fixture
-def capturing(life: Life) -> Iterator[Capturing]:
-    capturing = Capturing(life)
+def capturing(life: Life) -> Iterator[Engine]:
+    """What takes snapshots that a life's journal keeps."""
+    capturing = Engine(keeper=life.journal, buffers=life.buffers)
     yield capturing
     capturing.copier.close()
 
 
-def test_what_a_trainer_kept_its_successor_finds(life: Life, live: Callable[[], Life]) -> None:
+def test_a_successor_finds_all_that_a_trainer_kept(life: Life, live: Callable[[], Life]) -> None:
     life.persist(4)
     life.log(5)
     take_window(life.memory, life.buffers, 6, 1, keeper=life.journal)
     found = live()
     assert starts_of(found.memory) == [6, 4], "a complete window that was not confirmed may be others' newest"
+    record = found.steps.record(5)
     assert found.steps.start(5)["rng"].tolist() == [5] * 4
-    assert found.steps.record(5).gradients == GRADIENTS
-    assert found.steps.record(5).tied_gradient is not None
+    assert (record.gradients, record.tied_gradient is None) == (GRADIENTS, False)
 
 
 def test_peers_are_sent_nothing_until_told_to_and_then_the_differences(
@@ -146,10 +137,10 @@ def test_peers_are_sent_nothing_until_told_to_and_then_the_differences(
     assert peers.asked == 2
 
 
-def test_a_snapshot_is_sent_before_training_asks_for_it(life: Life, capturing: Capturing, peers: Peers) -> None:
+def test_a_snapshot_is_sent_before_training_asks_for_it(life: Life, capturing: Engine, peers: Peers) -> None:
     life.begin(set())
     for number in (1, 2):
-        capturing.capture()
+        capturing.capture(NUMBERS)
         finish(capturing.copier)
         assert peers.held == life.keys()
         assert len(peers.held) == number
@@ -157,35 +148,35 @@ def test_a_snapshot_is_sent_before_training_asks_for_it(life: Life, capturing: C
     assert life.journal.copy_bytes_per_s() < math.inf
 
 
-def test_what_it_took_to_reach_peers_is_known_of_what_was_sent_to_some(life: Life) -> None:
+def test_the_time_to_reach_peers_is_known_of_snapshots_sent_to_some(life: Life) -> None:
+    def sent_of(start: int) -> Sent | None:
+        life.persist(start)
+        return life.journal.sent(life.memory.windows()[0].snapshots)
+
     life.begin()
-    life.persist(2)
-    assert life.journal.sent(life.memory.windows()[0].snapshots) is None, "there is no peer to send it to"
+    assert sent_of(2) is None, "there is no peer to send it to"
     life.begin(set())
-    life.persist(4)
-    window = life.memory.windows()[0]
-    sent = life.journal.sent(window.snapshots)
+    sent = sent_of(4)
     assert sent is not None
-    assert sent.size_bytes == sum(snapshot.header.payload_bytes for snapshot in window.snapshots)
+    assert sent.size_bytes == sum(each.header.payload_bytes for each in life.memory.windows()[0].snapshots)
     life.journal.stop_copying()
-    life.persist(6)
-    assert life.journal.sent(life.memory.windows()[0].snapshots) is None
+    assert sent_of(6) is None
 
 
-def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(life: Life, capturing: Capturing, peers: Peers) -> None:
+def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(life: Life, capturing: Engine, peers: Peers) -> None:
     life.begin(set())
     with held_until_waited_for(capturing.copier):
-        capturing.capture()
+        capturing.capture(NUMBERS)
         capturing.engine.discard_torn()
     assert peers.asked == 1, "it was not copied: the test is void"
     assert peers.held == life.keys() == set()
     assert life.buffers.in_use_bytes == 0
 
 
-def test_a_snapshot_that_cannot_be_kept_says_so_and_leaves_nothing(life: Life, capturing: Capturing) -> None:
+def test_a_snapshot_that_cannot_be_kept_says_so_and_leaves_nothing(life: Life, capturing: Engine) -> None:
     life.journal.folder.path.mkdir(parents=True, exist_ok=True)
     (life.journal.folder.path / "index").write_text("in the way")
-    capturing.capture()
+    capturing.capture(NUMBERS)
     with pytest.raises(CheckpointSaveError, match="index"):
         capturing.engine.collect(wait=True)
     assert capturing.engine.collect(wait=True) is None
@@ -198,7 +189,7 @@ def test_a_rank_that_has_lost_its_own_lets_peers_keep_theirs(life: Life, peers: 
     assert peers.held == {"snapshot-4-0-aa", "start-5"}
 
 
-def test_peers_keep_what_they_have_until_they_have_what_takes_its_place(life: Life, peers: Peers) -> None:
+def test_peers_keep_old_blobs_while_copies_of_new_ones_fail(life: Life, peers: Peers) -> None:
     life.persist(6)
     peers.held, peers.fails = {"snapshot-4-0-aa"}, True
     life.begin(set(peers.held))
@@ -246,7 +237,7 @@ def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path)
 
 
 @pytest.mark.parametrize("while_peers", ["confirm older copies", "are told what to forget"])
-def test_peers_keep_what_they_get(tmp_path: Path, while_peers: str) -> None:
+def test_peers_are_not_told_to_forget_new_copies(tmp_path: Path, while_peers: str) -> None:
     """What an iteration starts from has one name, whoever kept it, and an iteration that was cut off comes again."""
     peers = LatePeers()
     life = Life(tmp_path, peers)
@@ -278,7 +269,7 @@ def waits_in_journal(thread: threading.Thread) -> bool:
     return frame is not None and frame.f_code is Journal._copy.__code__
 
 
-def test_what_one_of_two_peers_lacks_is_copied(life: Life, live: Callable[[], Life], peers: Peers) -> None:
+def test_a_blob_that_one_of_two_peers_lacks_is_copied(life: Life, live: Callable[[], Life], peers: Peers) -> None:
     life.log(5)
     life = live()
     life.begin(STEP_5, {"start-5"})
@@ -286,9 +277,7 @@ def test_what_one_of_two_peers_lacks_is_copied(life: Life, live: Callable[[], Li
     assert life.journal.has_copies_of_step(5)
 
 
-def test_what_was_noted_again_before_copying_is_copied_again(
-    life: Life, live: Callable[[], Life], peers: Peers
-) -> None:
+def test_a_start_noted_again_before_copying_is_copied_again(life: Life, live: Callable[[], Life], peers: Peers) -> None:
     """Under its name peers may hold what the iteration started from before all went elsewhere."""
     life.log(5)
     life = live()
@@ -314,19 +303,15 @@ def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
     assert life.journal.has_copies_of_step(6)
 
 
-def _fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[BlobFolder], int]:
+def fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[BlobFolder], int]:
     """Return a fetch of what another folder holds, which fails after some blobs."""
 
     def fetch(into: BlobFolder) -> int:
         for number, key in enumerate(folder.keys()):
             if number == fail_after:
                 raise CheckpointLoadError("the peer is gone")
-            blob = folder.get(key)
-            payload = None
-            if blob.payload is not None:
-                payload = into.allocate(blob.payload_bytes)
-                payload.copy_(blob.payload[: blob.payload_bytes])
-            into.deposit(key, blob.header, payload, blob.payload_bytes)
+            header, content = content_of(folder, key)
+            into.deposit(key, header, None if content is None else filled(into, content), len(content or b""))
         return len(folder.keys())
 
     return fetch
@@ -341,11 +326,9 @@ def copy(tmp_path: Path) -> BlobFolder:
     return BlobFolder(tmp_path / "copy")
 
 
-def test_what_was_fetched_takes_the_place_of_all_that_was_there(
-    life: Life, live: Callable[[], Life], copy: BlobFolder
-) -> None:
+def test_fetched_blobs_take_the_place_of_all_others(life: Life, live: Callable[[], Life], copy: BlobFolder) -> None:
     life.log(1)
-    assert life.journal.replace(_fetch_of(copy)) == len(copy.keys())
+    assert life.journal.replace(fetch_of(copy)) == len(copy.keys())
     life.steps = StepLog(life.journal)
     life.adopt()
     assert starts_of(life.memory) == starts_of(live().memory) == [4]
@@ -359,20 +342,18 @@ def test_nothing_is_made_of_a_fetch_that_failed(life: Life, copy: BlobFolder, ar
 
     def die(into: BlobFolder) -> int:
         try:
-            return _fetch_of(copy, fail_after=arrived)(into)
-        except CheckpointLoadError:
+            return fetch_of(copy, fail_after=arrived)(into)
+        finally:
             shutil.copytree(into.path, half)
-            raise
 
     with pytest.raises(CheckpointLoadError, match="the peer is gone"):
         life.journal.replace(die)
     assert life.keys() == set()
     successor = Life(half, NoCopies())
-    assert successor.keys() == set()
-    assert (starts_of(successor.memory), successor.steps.size_bytes) == ([], 0)
+    assert (successor.keys(), starts_of(successor.memory), successor.steps.size_bytes) == (set(), [], 0)
 
 
-def test_a_record_is_what_proves_progress(copy: BlobFolder) -> None:
+def test_only_a_record_proves_progress(copy: BlobFolder) -> None:
     assert holds_records(copy.keys())
     assert not holds_records(["snapshot-0-0-aa", "start-1"])
 

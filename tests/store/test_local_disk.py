@@ -39,7 +39,7 @@ def contents(folder: BlobFolder) -> dict[str, tuple[bytes, bytes | None]]:
     return {key: content_of(folder, key) for key in folder.keys()}  # noqa: SIM118 - not a mapping
 
 
-def test_what_comes_back_is_what_was_there(own: BlobFolder, disk: BlobFolder, tmp_path: Path) -> None:
+def test_restored_blobs_are_those_persisted(own: BlobFolder, disk: BlobFolder, tmp_path: Path) -> None:
     back = BlobFolder(tmp_path / "back")
     assert restore(disk.path, back) == len("start-4" + "snapshot-3") + 5000
     assert contents(back) == {key: value for key, value in contents(own).items() if key in FIRST}
@@ -49,7 +49,7 @@ def test_what_comes_back_is_what_was_there(own: BlobFolder, disk: BlobFolder, tm
         restore(disk.path, BlobFolder(tmp_path / "again"))
 
 
-def test_what_is_stale_goes_and_all_else_stays(own: BlobFolder, disk: BlobFolder) -> None:
+def test_stale_blobs_go_and_all_others_stay(own: BlobFolder, disk: BlobFolder) -> None:
     persist(own, disk.path, SECOND, (), None)
     assert disk.keys() == sorted(FIRST + SECOND)
     persist(own, disk.path, SECOND, FIRST, None)
@@ -57,7 +57,7 @@ def test_what_is_stale_goes_and_all_else_stays(own: BlobFolder, disk: BlobFolder
     assert len(buffers_of(disk)) == 1
 
 
-def test_what_is_there_already_is_not_written_again_unless_it_is_small(own: BlobFolder, disk: BlobFolder) -> None:
+def test_only_small_blobs_are_written_again(own: BlobFolder, disk: BlobFolder) -> None:
     before = disk.get("snapshot-3").serial
     own.publish("start-4", b"after a rollback", None, 0)
     persist(own, disk.path, FIRST, (), None)
@@ -65,17 +65,13 @@ def test_what_is_there_already_is_not_written_again_unless_it_is_small(own: Blob
     assert disk.get("start-4").header == b"after a rollback"
 
 
-@pytest.mark.parametrize(("limit_bytes", "fits"), [(10_034, True), (10_033, False)])
-def test_what_is_there_and_what_is_to_come_has_to_fit(
-    own: BlobFolder, disk: BlobFolder, limit_bytes: int, fits: bool
-) -> None:
-    if fits:
-        persist(own, disk.path, SECOND, (), limit_bytes)
-    else:
-        wanted = r"got 5017 bytes in use and 5017 more to hold, wanted at most ckpt.disk_budget_bytes=10033"
-        with pytest.raises(CheckpointSaveError, match=wanted):
-            persist(own, disk.path, SECOND, (), limit_bytes)
-    assert disk.keys() == sorted(FIRST + SECOND if fits else FIRST)
+def test_blobs_on_disk_and_new_ones_have_to_fit_together(own: BlobFolder, disk: BlobFolder) -> None:
+    wanted = r"got 5017 bytes in use and 5017 more to hold, wanted at most ckpt.disk_budget_bytes=10033"
+    with pytest.raises(CheckpointSaveError, match=wanted):
+        persist(own, disk.path, SECOND, (), 10_033)
+    assert disk.keys() == sorted(FIRST)
+    persist(own, disk.path, SECOND, (), 10_034)
+    assert disk.keys() == sorted(FIRST + SECOND)
 
 
 def test_a_blob_that_was_withdrawn_is_not_kept_and_the_window_before_stays(own: BlobFolder, disk: BlobFolder) -> None:
@@ -105,18 +101,17 @@ def persist_and_die(own: str, disk: str, keys: Sequence[str], sync: int) -> None
     persist(BlobFolder(Path(own)), Path(disk), keys, (), None)
 
 
-def test_a_keeper_that_dies_at_any_moment_leaves_what_was_there(own: BlobFolder, disk: BlobFolder) -> None:
+def test_a_keeper_that_dies_at_any_moment_leaves_old_blobs_whole(own: BlobFolder, disk: BlobFolder) -> None:
     wanted = contents(own)
-    num_deaths = 0
-    while True:
+    num_deaths, finished = 0, False
+    while not finished:
         try:
             run_ranks(1, persist_and_die, str(own.path), str(disk.path), SECOND, num_deaths)
+            finished = True
         except RankFailedError:
             num_deaths += 1
             there = contents(disk)
-            assert all(there[key] == wanted[key] for key in there)
+            assert there == {key: wanted[key] for key in there}
             assert set(FIRST) <= set(there)
-        else:
-            break
     assert num_deaths > 2, "it never died: the test is void"
     assert contents(disk) == wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.footprint import forecast
 from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.codec import ROLES, Snapshot
+from moe_ckpt.store.codec import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, Snapshot
 from moe_ckpt.store.memory import (
     BYTES_OF_ROLE,
     HostBuffers,
@@ -28,27 +29,18 @@ from moe_ckpt.store.memory import (
     WindowState,
 )
 from tests.store.blobs import KIB
-from tests.store.samples import piece
+from tests.store.samples import Piece, piece
 from tests.store.windows import persist_window, pool, snapshot_of, starts_of, take_window
 from tests.waits import WAIT_S
 
 
+def in_flight(memory: SnapshotMemory) -> tuple[Snapshot, ...]:
+    window = memory.in_flight()
+    return window.snapshots if window else ()
+
+
 def num_held(memory: SnapshotMemory) -> int:
-    in_flight = memory.in_flight()
-    windows = memory.windows() + ([in_flight] if in_flight else [])
-    return sum(len(window.snapshots) for window in windows)
-
-
-def test_a_released_buffer_is_used_again() -> None:
-    buffers = pool()
-    first = buffers.acquire(1000)
-    assert (first.dtype, first.dim(), first.numel(), first.is_contiguous()) == (torch.uint8, 1, 1000, True)
-    assert (buffers.in_use_bytes, buffers.total_bytes) == (1000, 1000)
-    buffers.release(first)
-    assert (buffers.in_use_bytes, buffers.total_bytes) == (0, 1000)
-    assert buffers.acquire(900) is first
-    assert (buffers.in_use_bytes, buffers.total_bytes) == (1000, 1000)
-    assert buffers.acquire(0).numel() == 0
+    return len(in_flight(memory)) + sum(len(window.snapshots) for window in memory.windows())
 
 
 @pytest.mark.parametrize(
@@ -71,49 +63,14 @@ def test_the_smallest_buffer_that_fits_and_is_not_far_too_large(free: list[int],
     assert buffers.acquire(nbytes).numel() == taken
 
 
-class CountingMemory:
-    """Knows what is allocated and not freed."""
-
-    def __init__(self) -> None:
-        self.allocated: list[torch.Tensor] = []
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        self.allocated.append(torch.empty(nbytes, dtype=torch.uint8))
-        return self.allocated[-1]
-
-    def free(self, tensor: torch.Tensor) -> None:
-        self.allocated = [other for other in self.allocated if other is not tensor]
-
-
 def test_free_buffers_beyond_the_peak_go_back_longest_free_first() -> None:
-    memory = CountingMemory()
-    buffers = HostBuffers(memory)
-    large, small = buffers.acquire(600 * KIB), buffers.acquire(200 * KIB)  # 800 at once
-    for buffer in (large, small):
-        buffers.release(buffer)
-    assert memory.allocated == [large, small]
-    buffers.acquire(100 * KIB)  # 900 would be more than was ever needed
-    assert [tensor.numel() for tensor in memory.allocated] == [200 * KIB, 100 * KIB]
-    assert buffers.acquire(190 * KIB) is small
-
-
-def test_free_buffers_are_kept_as_long_as_they_are_no_more_than_was_needed() -> None:
     buffers = pool()
     for buffer in [buffers.acquire(size * KIB) for size in (400, 300, 100)]:
         buffers.release(buffer)
     buffers.release(buffers.acquire(50 * KIB))  # 850 > 800: the 400 goes
+    assert buffers.total_bytes == 450 * KIB
     buffers.release(buffers.acquire(350 * KIB))  # 450 + 350 fit in 800
     assert buffers.total_bytes == 800 * KIB
-
-
-def test_memory_that_is_released_twice_or_is_not_ours_is_a_bug() -> None:
-    buffers = pool()
-    buffer = buffers.acquire(10)
-    with pytest.raises(AssertionError):
-        buffers.release(buffer[:5])
-    buffers.release(buffer)
-    with pytest.raises(AssertionError):
-        buffers.release(buffer)
 
 
 def test_the_budget_is_kept_and_named_once_free_buffers_have_made_room() -> None:
@@ -132,6 +89,16 @@ def test_the_budget_is_kept_and_named_once_free_buffers_have_made_room() -> None
     assert buffers.total_bytes == 1000 * KIB
 
 
+def test_memory_that_is_released_twice_or_is_not_ours_is_a_bug() -> None:
+    buffers = pool()
+    buffer = buffers.acquire(10)
+    with pytest.raises(AssertionError):
+        buffers.release(buffer[:5])
+    buffers.release(buffer)
+    with pytest.raises(AssertionError):
+        buffers.release(buffer)
+
+
 @pytest.fixture(params=["private", "folder"])
 def memory(request: pytest.FixtureRequest, tmp_path: Path) -> HostMemory:
     return BlobFolder(tmp_path) if request.param == "folder" else PrivateMemory(pinned=False)
@@ -142,14 +109,8 @@ def test_memory_is_bytes_of_its_own(memory: HostMemory) -> None:
     for number, tensor in enumerate(tensors):
         assert (tensor.dtype, tensor.dim(), tensor.is_contiguous()) == (torch.uint8, 1, True)
         tensor.fill_(number)
-    assert [(tensor.numel(), set(tensor.tolist())) for tensor in tensors] == [
-        (1000, {0}),
-        (1, {1}),
-        (0, set()),
-        (1000, {3}),
-    ]
     memory.free(tensors.pop(0))
-    assert [set(tensor.tolist()) for tensor in tensors] == [{1}, set(), {3}]
+    assert [tensor.tolist() for tensor in tensors] == [[1], [], [3] * 1000]
     with pytest.raises(CheckpointSaveError, match=f"{2**62} bytes"):
         memory.allocate(2**62)
     assert memory.allocate(1000).numel() == 1000
@@ -160,7 +121,6 @@ def test_an_adopted_buffer_is_one_in_use() -> None:
     buffers = HostBuffers(memory, limit_bytes=1000)
     adopted = memory.allocate(1200)  # more than the limit: it is there already
     buffers.adopt(adopted)
-    assert (buffers.in_use_bytes, buffers.total_bytes) == (1200, 1200)
     with pytest.raises(AssertionError):
         buffers.adopt(adopted)
     with pytest.raises(CheckpointSaveError, match="got 1200 bytes in use and 1 more"):
@@ -184,7 +144,7 @@ def test_pinned_memory_is_pinned() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 200_000)), max_size=60), st.integers(200_000, 1_000_000))
-def test_any_use_stays_in_the_budget_and_near_what_is_needed(steps: list[tuple[bool, int]], limit_bytes: int) -> None:
+def test_any_use_stays_in_the_budget_and_near_the_need(steps: list[tuple[bool, int]], limit_bytes: int) -> None:
     buffers, held = pool(limit_bytes), []
     peak_bytes = 0
     for is_acquire, number in steps:
@@ -207,32 +167,37 @@ def test_threads_never_share_a_buffer() -> None:
         buffers.release(buffer)
     barrier, usual_s = threading.Barrier(4), sys.getswitchinterval()
 
-    def use(number: int) -> bool:
-        untouched = True
-        for _ in range(200):
+    def use(number: int) -> list[int]:
+        found = []
+        for _ in range(100):
             barrier.wait(WAIT_S)
             buffer = buffers.acquire(2000)
             buffer[0] = number
             barrier.wait(WAIT_S)
-            untouched = untouched and int(buffer[0]) == number
+            found.append(int(buffer[0]))
             barrier.wait(WAIT_S)
             buffers.release(buffer)
-        return untouched
+        return found
 
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as threads:
-            assert list(threads.map(use, range(4))) == [True] * 4
+            assert list(threads.map(use, range(4))) == [[number] * 100 for number in range(4)]
     finally:
         sys.setswitchinterval(usual_s)
     assert buffers.in_use_bytes == 0
 
 
+def add_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, slots: Sequence[Sequence[Piece]]) -> None:
+    """Take a window of these slots without confirming it."""
+    memory.begin(start, len(slots))
+    for slot, pieces in enumerate(slots):
+        memory.add(snapshot_of(buffers, (start, slot, len(slots)), pieces))
+
+
 def run_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, sizes: list[int]) -> set[int]:
     """Take and confirm a window of snapshots of these sizes; return the ids of the buffers that it used."""
-    memory.begin(start, len(sizes))
-    for slot, size in enumerate(sizes):
-        memory.add(snapshot_of(buffers, (start, slot, len(sizes)), [piece(torch.empty(size, dtype=torch.uint8))]))
+    add_window(memory, buffers, start, [[piece(torch.empty(size, dtype=torch.uint8))] for size in sizes])
     memory.confirm()
     return {id(snapshot.payload) for snapshot in memory.windows()[0].snapshots}
 
@@ -242,7 +207,7 @@ def test_windows_of_the_same_sizes_use_the_memory_of_the_first(keep_windows: int
     buffers = pool()
     memory, sizes = SnapshotMemory(buffers, keep_windows), [660_000, 620_000, 580_000, 540_000]
     used: set[int] = set()
-    for window in range(50):
+    for window in range(12):
         now = run_window(memory, buffers, 1 + 4 * window, sizes)
         assert window <= keep_windows or now <= used, "a buffer was allocated"
         used |= now
@@ -278,8 +243,7 @@ def test_sizes_that_settle_after_a_drift_soon_need_no_new_buffers(windows: list[
 def test_a_window_is_taken_slot_by_slot_and_then_persisted() -> None:
     buffers = pool()
     memory = SnapshotMemory(buffers, 1)
-    assert memory.in_flight() is None
-    assert not memory.complete
+    assert (memory.in_flight(), memory.complete, memory.oldest_needed_iteration()) == (None, False, None)
     memory.begin(11, 3)
     assert str(memory.in_flight()) == "the window from 11 (0 of 3 slots, in flight)"
     snapshots = {slot: snapshot_of(buffers, (11, slot, 3)) for slot in (1, 0, 2)}
@@ -288,27 +252,10 @@ def test_a_window_is_taken_slot_by_slot_and_then_persisted() -> None:
         assert memory.complete is complete
     ordered = tuple(snapshots[slot] for slot in range(3))
     window = Window(start=11, num_slots=3, state=WindowState.IN_FLIGHT, snapshots=ordered)
-    assert memory.in_flight() == window
-    assert memory.windows() == []
+    assert (memory.in_flight(), memory.windows()) == (window, [])
     memory.confirm()
-    assert memory.in_flight() is None
-    assert memory.windows() == [replace(window, state=WindowState.PERSISTED)]
+    assert (memory.in_flight(), memory.windows()) == (None, [replace(window, state=WindowState.PERSISTED)])
     assert buffers.in_use_bytes == 3000
-
-
-@pytest.mark.parametrize("keep_windows", [1, 2, 3])
-def test_the_newest_windows_are_kept_and_the_buffers_of_others_released(keep_windows: int) -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, keep_windows)
-    assert memory.oldest_needed_iteration() is None
-    for window in range(5):
-        take_window(memory, buffers, 1 + 2 * window)
-        assert buffers.in_use_bytes == 2000 * (1 + min(window, keep_windows))
-        memory.confirm()
-        kept = min(window + 1, keep_windows)
-        assert starts_of(memory) == [1 + 2 * (window - back) for back in range(kept)]
-        assert memory.oldest_needed_iteration() == 1 + 2 * (window + 1 - kept)
-        assert buffers.in_use_bytes == 2000 * kept
 
 
 def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
@@ -338,7 +285,7 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
     ("keep_windows", "script", "starts", "in_flight"),
     [
         (1, "persist 1, begin 3, add 3, begin 4", [1], (4, 0)),  # never completed: dropped by the next
-        (1, "persist 1, take 3, abandon, abandon", [1], None),
+        (1, "persist 1, persist 3, take 5, abandon, abandon", [3], None),
         (3, "persist 1, persist 3, persist 5, take 7, drop 3", [5, 1], (7, 2)),
         (3, "persist 1, persist 3, persist 5, take 7, drop 7, drop 1", [5, 3], None),
         (2, "persist 1, persist 3, persist 5, take 3", [5, 3], (3, 2)),  # nothing goes before there is better
@@ -350,14 +297,13 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
         (2, "persist 4, take 4, keep_complete", [4], None),  # the same window again
     ],
 )
-def test_what_is_held_after(
+def test_windows_held_after_a_script(
     keep_windows: int, script: str, starts: list[int], in_flight: tuple[int, int] | None
 ) -> None:
     memory = carry_out(script, keep_windows)
     window = memory.in_flight()
     assert (window and (window.start, len(window.snapshots))) == in_flight
-    assert starts_of(memory) == starts
-    assert memory.oldest_needed_iteration() == starts[-1]
+    assert (starts_of(memory), memory.oldest_needed_iteration()) == (starts, starts[-1])
     assert all(window.complete for window in memory.windows())
 
 
@@ -368,30 +314,20 @@ def test_a_snapshot_of_the_same_slot_is_replaced() -> None:
     old, new = snapshot_of(buffers, (1, 0, 2)), snapshot_of(buffers, (1, 0, 2))
     for snapshot in (old, new):
         memory.add(snapshot)
-    in_flight = memory.in_flight()
-    assert in_flight is not None
-    assert (in_flight.snapshots, memory.complete, buffers.in_use_bytes) == ((new,), False, 1000)
+    assert (in_flight(memory), memory.complete, buffers.in_use_bytes) == ((new,), False, 1000)
     assert buffers.acquire(1000) is old.payload
     memory.add(Snapshot(header=replace(new.header, checksum=1), payload=new.payload))
     assert buffers.in_use_bytes == 2000, "the same buffer under another header"
 
 
-@pytest.mark.parametrize(
-    ("place", "wrong"),
-    [
-        ((3, 0, 2), {}),
-        ((1, 0, 3), {}),
-        ((1, 2, 2), {}),
-        ((1, -1, 2), {}),
-        ((1, 1, 2), {"iteration": 1}),
-        ((1, 1, 2), {"window_start": 0}),
-    ],
-)
+ELSEWHERE = [((3, 0, 2), {}), ((1, 0, 3), {}), ((1, 2, 2), {}), ((1, -1, 2), {})]
+MISNUMBERED = [((1, 1, 2), {"iteration": 1}), ((1, 1, 2), {"window_start": 0})]
+
+
+@pytest.mark.parametrize(("place", "wrong"), [*ELSEWHERE, *MISNUMBERED])
 def test_a_snapshot_that_does_not_belong_is_a_bug(place: tuple[int, int, int], wrong: dict[str, int]) -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
+    memory, snapshot = SnapshotMemory(pool(), 1), snapshot_of(pool(), place)
     memory.begin(1, 2)
-    snapshot = snapshot_of(buffers, place)
     with pytest.raises(AssertionError):
         memory.add(Snapshot(header=replace(snapshot.header, **wrong), payload=snapshot.payload))
     assert num_held(memory) == 0
@@ -403,13 +339,6 @@ def test_calls_out_of_order_are_bugs(script: str) -> None:
         carry_out(script, 1)
 
 
-def test_numbers_from_zero_are_bugs() -> None:
-    with pytest.raises(AssertionError):
-        SnapshotMemory(pool(), 1).begin(1, 0)
-    with pytest.raises(AssertionError):
-        SnapshotMemory(pool(), 0)
-
-
 def test_bytes_are_counted_by_role_over_all_windows() -> None:
     buffers = pool()
     memory = SnapshotMemory(buffers, 1)
@@ -417,11 +346,9 @@ def test_bytes_are_counted_by_role_over_all_windows() -> None:
     assert memory.bytes_by_role() == {"full_bytes": 0, "compute_bytes": 0, "buffer_bytes": 0}
     sizes = {"master": 100, "exp_avg": 10, "exp_avg_sq": 1, "compute": 1000, "buffer": 10_000}
     pieces = [piece(torch.empty(size), role=role) for role, size in sizes.items()]
-    for start in (1, 2):
-        memory.begin(start, 1)
-        memory.add(snapshot_of(buffers, (start, 0, 1), pieces))
-        if start == 1:
-            memory.confirm()
+    add_window(memory, buffers, 1, [pieces])
+    memory.confirm()
+    add_window(memory, buffers, 2, [pieces])
     assert memory.bytes_by_role() == {"full_bytes": 2 * 444, "compute_bytes": 2 * 4000, "buffer_bytes": 2 * 40_000}
 
 
@@ -430,12 +357,11 @@ def test_every_buffer_in_use_is_held_and_every_other_is_free(calls: list[str], k
     buffers = pool()
     memory, start = SnapshotMemory(buffers, keep_windows), 0
     for call in calls:
-        in_flight = memory.in_flight()
         if call == "begin":
             start += 2
             memory.begin(start, 2)
-        elif call == "add" and in_flight:
-            memory.add(snapshot_of(buffers, (start, len(in_flight.snapshots) % 2, 2)))
+        elif call == "add" and memory.in_flight():
+            memory.add(snapshot_of(buffers, (start, len(in_flight(memory)) % 2, 2)))
         elif call == "confirm" and memory.complete:
             memory.confirm()
         elif call == "abandon":
@@ -448,20 +374,19 @@ def test_every_buffer_in_use_is_held_and_every_other_is_free(calls: list[str], k
         assert starts_of(memory) == sorted(starts_of(memory), reverse=True)
 
 
-@pytest.mark.parametrize(("num_slots", "per_parameter"), [(1, 12), (2, 13), (3, 14), (4, 15), (6, 17)])
+@pytest.mark.parametrize(("num_slots", "per_parameter"), [(1, 12), (2, 13), (4, 15)])
 def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots: int, per_parameter: int) -> None:
     num_parameters = 1200
     buffers = pool()
     memory = SnapshotMemory(buffers, 1)
-    for start in (1, 1 + num_slots):
-        memory.begin(start, num_slots)
-        for slot in range(num_slots):
-            active = torch.empty(num_parameters // num_slots)
-            frozen = torch.empty(num_parameters * (num_slots - 1 - slot) // num_slots, dtype=torch.bfloat16)
-            pieces = [piece(active, role=role) for role in ("master", "exp_avg", "exp_avg_sq")]
-            memory.add(snapshot_of(buffers, (start, slot, num_slots), [*pieces, piece(frozen, role="compute")]))
-        if start == 1:
-            memory.confirm()
+    full = [piece(torch.empty(num_parameters // num_slots), role=role) for role in (MASTER, EXP_AVG, EXP_AVG_SQ)]
+    slots = []
+    for num_later in reversed(range(num_slots)):
+        frozen = torch.empty(num_parameters * num_later // num_slots, dtype=torch.bfloat16)
+        slots.append([*full, piece(frozen, role="compute")])
+    add_window(memory, buffers, 1, slots)
+    memory.confirm()
+    add_window(memory, buffers, 1 + num_slots, slots)
     wanted = forecast(
         window_bytes=per_parameter * num_parameters,
         num_slots=num_slots,
@@ -472,4 +397,3 @@ def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots
     )
     assert sum(memory.bytes_by_role().values()) == buffers.in_use_bytes == wanted.snapshots_bytes
     assert wanted.snapshots_bytes == 2 * (12 + (num_slots - 1)) * num_parameters
-    assert wanted.double_buffered_dense_bytes == 24 * num_parameters
