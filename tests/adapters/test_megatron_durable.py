@@ -17,10 +17,13 @@ from moe_ckpt.adapters.megatron_durable import MegatronDurableState
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of, named_state
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.store.disk import verify_files
-from tests.adapters.stage import build_stage
+from tests.adapters.stage import BIAS, FP16, build_stage, trained_stage
 from tests.ranks import run_ranks
 
-BIASED = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid", "precision=fp16")
+
+def _new(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def _spoil(state: TrainingState) -> None:
@@ -32,26 +35,26 @@ def _spoil(state: TrainingState) -> None:
     state.scheduler.step(increment=1)
 
 
-def _digests_around_a_save(folder: Path, asynchronous: bool) -> tuple[str, str, str]:
-    state, trainer = build_stage(*BIASED, "precision.initial_loss_scale=1024.0")
-    durable = MegatronDurableState(state, asynchronous=asynchronous)
-    for iteration in (1, 2):
-        trainer.run_iteration(iteration)
+def _save_spoil_and_load(state: TrainingState, durable: MegatronDurableState, folder: Path) -> None:
     saved = digest_of(state)
-    folder.mkdir(exist_ok=True)
-    durable.start_save(folder, 2)
+    durable.start_save(_new(folder), 2)
     _spoil(state)
     assert durable.finish_save(wait=True) is not None
-    spoiled = digest_of(state)
+    assert digest_of(state) != saved
     assert durable.load(folder) == 2
-    return saved, spoiled, digest_of(state)
+    assert digest_of(state) == saved
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_state_at_the_call_is_saved_and_comes_back_whole(asynchronous: bool, tmp_path: Path) -> None:
-    for saved, spoiled, loaded in run_ranks(4, _digests_around_a_save, tmp_path / "checkpoint", asynchronous):
-        assert spoiled != saved
-        assert loaded == saved
+def _save_in_both_ways(folder: Path) -> None:
+    state, trainer = trained_stage(*FP16, *BIAS, iterations=2)
+    for iteration, asynchronous in ((3, False), (4, True)):
+        durable = MegatronDurableState(state, asynchronous=asynchronous)
+        _save_spoil_and_load(state, durable, folder / str(asynchronous))
+        trainer.run_iteration(iteration)
+
+
+def test_the_state_at_the_call_is_saved_and_comes_back_whole(tmp_path: Path) -> None:
+    run_ranks(4, _save_in_both_ways, tmp_path)
 
 
 def _reason_of_a_failed_save(folder: Path) -> str:
@@ -61,12 +64,12 @@ def _reason_of_a_failed_save(folder: Path) -> str:
     return str(failure.value)
 
 
-def test_a_disk_that_is_full_for_the_common_file_is_a_failed_save_on_every_rank(tmp_path: Path) -> None:
+def test_a_full_disk_for_the_common_file_fails_the_save_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "common.pt").symlink_to("/dev/full")
     assert all("No space left on device" in reason for reason in run_ranks(2, _reason_of_a_failed_save, tmp_path))
 
 
-def _digests_around_an_abandoned_save(folder: Path) -> tuple[str, str]:
+def _save_after_an_abandoned_save(folder: Path) -> None:
     """Abandon a save whose writers have begun, and let the next one wait until they have ended."""
     state, _ = build_stage()
     durable = MegatronDurableState(state, asynchronous=True)
@@ -79,12 +82,7 @@ def _digests_around_an_abandoned_save(folder: Path) -> tuple[str, str]:
     assert not durable.is_writing()
     assert durable.finish_save(wait=True) == (), "nothing is in flight"
     assert sum(file.stat().st_size for file in (folder / "abandoned").glob("*.distcp")) == 0
-    saved = digest_of(state)
-    durable.start_save(_new(folder / "next"), 2)
-    assert durable.finish_save(wait=True) is not None
-    _spoil(state)
-    assert durable.load(folder / "next") == 2
-    return saved, digest_of(state)
+    _save_spoil_and_load(state, durable, folder / "next")
 
 
 def _join_writers() -> None:
@@ -104,36 +102,31 @@ def _hold_writers() -> threading.Event:
     return gate
 
 
-def _damage_between_write_and_finish(folder: Path, asynchronous: bool) -> list[str]:
-    """Return the names of the files that this rank has written, each of which has lost a byte since."""
+def test_an_abandoned_save_writes_no_more_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    run_ranks(2, _save_after_an_abandoned_save, tmp_path)
+
+
+def _damage_and_refuse(folder: Path, asynchronous: bool) -> tuple[list[str], str]:
+    """Return the names of the files that this rank has written, and why rank 1's disk fails another save.
+
+    Each file has lost a byte between its write and the save's end, which is found when it is checked.
+    """
     state, _ = build_stage()
     durable = MegatronDurableState(state, asynchronous=asynchronous)
-    durable.start_save(folder, 1)
+    durable.start_save(_new(folder / "damaged"), 1)
     _join_writers()
-    mine = folder / f"__{dist.get_rank()}_0.distcp"
+    mine = folder / "damaged" / f"__{dist.get_rank()}_0.distcp"
     os.truncate(mine, mine.stat().st_size - 1)
     files = durable.finish_save(wait=True)
     assert files is not None
     with pytest.raises(CheckpointLoadError, match=mine.name):
-        verify_files(folder, files)
-    return [file.name for file in files]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_file_is_checked_as_it_was_written_by_the_rank_that_wrote_it(asynchronous: bool, tmp_path: Path) -> None:
-    names = run_ranks(2, _damage_between_write_and_finish, tmp_path, asynchronous)
-    assert names == [["__0_0.distcp"], ["__1_0.distcp"]]
-
-
-def _reason_where_rank_one_cannot_sync(folder: Path, asynchronous: bool) -> str:
-    state, _ = build_stage()
-    durable = MegatronDurableState(state, asynchronous=asynchronous)
+        verify_files(folder / "damaged", files)
     if dist.get_rank() == 1:
         os.fsync = _refuse_to_sync
-    durable.start_save(folder, 1)
+    durable.start_save(_new(folder / "unsynced"), 2)
     with pytest.raises(CheckpointSaveError) as failure:
         durable.finish_save(wait=True)
-    return str(failure.value)
+    return [file.name for file in files], str(failure.value)
 
 
 def _refuse_to_sync(fd: int) -> None:
@@ -141,16 +134,7 @@ def _refuse_to_sync(fd: int) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_file_that_cannot_be_synced_is_a_failed_save_on_every_rank(asynchronous: bool, tmp_path: Path) -> None:
-    reasons = run_ranks(2, _reason_where_rank_one_cannot_sync, tmp_path, asynchronous)
-    assert all("rank 1: OSError(5, 'Input/output error')" in reason for reason in reasons)
-
-
-def _new(directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
-def test_an_abandoned_save_writes_no_more_and_the_next_one_is_whole(tmp_path: Path) -> None:
-    for saved, loaded in run_ranks(4, _digests_around_an_abandoned_save, tmp_path):
-        assert loaded == saved
+def test_ranks_check_their_own_files_and_fail_a_save_together(asynchronous: bool, tmp_path: Path) -> None:
+    for rank, (names, reason) in enumerate(run_ranks(2, _damage_and_refuse, tmp_path, asynchronous)):
+        assert names == [f"__{rank}_0.distcp"]
+        assert "rank 1: OSError(5, 'Input/output error')" in reason

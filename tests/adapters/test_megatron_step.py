@@ -9,15 +9,14 @@ import pytest
 from moe_ckpt.adapters import megatron_step
 from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
 from moe_ckpt.adapters.megatron_step import ReadyGradients
-from tests.adapters.stage import build_stage
+from tests.adapters.stage import UNSHARDED, trained_stage
 from tests.ranks import run_ranks
+
+CLIPPED = "train.clip_grad=0.01"
 
 
 def _digest_with_split_step(overrides: tuple[str, ...]) -> str:
-    state, trainer = build_stage(*overrides)
-    for iteration in (1, 2, 3):
-        trainer.run_iteration(iteration)
-    return digest_of(state)
+    return digest_of(trained_stage(*overrides, iterations=3)[0])
 
 
 def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
@@ -34,15 +33,15 @@ def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("world_size", "overrides"),
     [
-        (),
-        ("train.clip_grad=0.01",),
-        ("train.clip_grad=0",),
-        ("precision=fp32", "train.distributed_optimizer=false"),
-        ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1"),
+        (4, (CLIPPED,)),  # two stages of two ranks
+        (2, ("train.clip_grad=0",)),
+        (2, (CLIPPED, UNSHARDED, "precision=fp32")),
+        (4, ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")),
     ],
-    ids=lambda overrides: ", ".join(overrides) or "default",
+    ids=str,
 )
-def test_split_step_equals_megatrons_step(overrides: tuple[str, ...]) -> None:
-    assert run_ranks(4, _digest_with_split_step, overrides) == run_ranks(4, _digest_with_whole_step, overrides)
+def test_split_step_equals_megatrons_step(world_size: int, overrides: tuple[str, ...]) -> None:
+    split, whole = (run_ranks(world_size, run, overrides) for run in (_digest_with_split_step, _digest_with_whole_step))
+    assert split == whole
