@@ -31,6 +31,7 @@ def lost(*losses: tuple[int, int, str], dp_rank: int | None = None) -> list[Stat
         pytest.param(PIPE, lost((5, 0, "step"), (5, 1, "step")), id="neighbours at once"),
         pytest.param(PIPE, lost((5, 0, "forward"), (5, 2, "backward")), id="both ends at once"),
         pytest.param(PIPE, lost((5, 0, "step"), (5, 1, "between"), (6, 2, "forward")), id="one after the other"),
+        pytest.param(PIPE, lost((5, 0, "step"), (5, 1, "between")), id="then a neighbour, by what was logged again"),
         pytest.param(PIPE, lost((4, 1, "step"), (4, 1, "between"), (5, 1, "forward")), id="one stage again and again"),
         pytest.param(Shape(), lost((5, 1, "forward"), dp_rank=0), id="one rank of a stage"),
         pytest.param(Shape(ep=2, skips=2), lost((5, 0, "backward")), id="experts spread over ranks, skipped steps"),
@@ -42,8 +43,13 @@ def lost(*losses: tuple[int, int, str], dp_rank: int | None = None) -> list[Stat
 def test_a_lost_state_is_rebuilt(shape: Shape, losses: list[StateLoss], window: int, tmp_path: Path) -> None:
     job = ThreadJob(tmp_path, config("moevement", window=window), shape, losses=losses)
     assert job.run() == uninterrupted(shape, 8)
-    struck = {(event.iteration, event.phase) for rank in job.ranks for event in job.events(StateLost, rank)}
-    assert struck == {(loss.iteration, loss.phase) for loss in losses}
+    struck = {(event.iteration, event.phase, rank) for rank in job.ranks for event in job.events(StateLost, rank)}
+    assert struck == {
+        (loss.iteration, loss.phase, rank)
+        for loss in losses
+        for rank in job.ranks
+        if shape.stage_of(rank) == loss.stage and loss.dp_rank in (None, rank % shape.dp)
+    }
     recovered = {shape.stage_of(rank) for rank in job.ranks if job.events(StageRecovered, rank)}
     assert recovered == {loss.stage for loss in losses}
 

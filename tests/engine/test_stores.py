@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_ckpt.runtime.sparse import SparseStores
+from moe_ckpt.store.boundary import Direction
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
+from tests.engine.damage import snapshots_in
 from tests.engine.job import Fault, ThreadJob, uninterrupted
 from tests.engine.model import Model, Shape
 
@@ -29,10 +32,16 @@ class Keeping:
         if iteration == 0:
             self.began_anew += 1
             assert (stores.memory.windows(), stores.steps.size_bytes) == ([], 0)
+        else:
+            assert stores.steps.has_start(iteration + 1)
 
     def committed(self, iteration: int, rank: int, model: Model) -> None:
         stores = self._stores(rank)
         self._check(stores, iteration)
+        assert stores.boundary is not None
+        logged_bytes = stores.boundary.size_bytes
+        stores.boundary.record(Direction.ACTIVATION, torch.zeros(4))  # as evaluations send between iterations
+        assert stores.boundary.size_bytes == logged_bytes
         oldest = stores.memory.oldest_needed_iteration()
         if oldest is not None:
             assert not any(stores.steps.has_start(earlier) for earlier in range(oldest + 1)), oldest
@@ -59,3 +68,13 @@ def test_logs_lead_from_the_oldest_window_to_the_state(window: int, tmp_path: Pa
     keeping = Keeping(job)
     assert job.run() == uninterrupted(PIPE, 12)
     assert keeping.began_anew == 2 * PIPE.world_size
+
+
+def test_of_windows_on_the_local_disk_old_ones_are_dropped(tmp_path: Path) -> None:
+    job = ThreadJob(tmp_path, config("moevement", window=2, disk_every_iters=2), Shape(pp=2, dp=1), iterations=12)
+    job.run()
+    for rank in job.ranks:
+        (disk,) = (tmp_path / "snapshots").glob(f"**/rank{rank:04d}")
+        starts = {header.window_start for header in snapshots_in(disk).values()}
+        assert len(starts) in (1, 2)
+        assert max(starts) >= 8
