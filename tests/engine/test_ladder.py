@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.collectives import Ranks
-from moe_ckpt.events import EventLog
+from moe_ckpt.events import EventLog, LossNotFinite
 from moe_ckpt.runtime.ladder import HOST_MEMORY, Found, Ladder, Source, Suspects
 from moe_ckpt.store.disk import CheckpointFolder
+from moe_ckpt.types import Phase
+from tests.engine.configs import config
+from tests.engine.job import Fault, ThreadJob, uninterrupted
+from tests.engine.model import Shape
 from tests.engine.thread_ranks import run_threads
 from tests.engine.tiers import OneFileEach, open_tier
 
@@ -69,3 +73,13 @@ def test_a_source_is_suspected_for_so_many_iterations(iteration: int, is_blamed:
         return suspects.blame(iteration, math.nan)
 
     assert run_threads(2, blame) == [FOUR if is_blamed else None] * 2
+
+
+def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:
+    """All go back to memory at 3; the losses of 4 and 5 are infinite."""
+    shape = Shape(pp=2, dp=1)
+    fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=5)
+    job = ThreadJob(tmp_path, config("gemini", every_iters=3), shape, faults=[fault])
+    job.on_worker.append(lambda *_: job.diverging.update({4: 1, 5: 1}) if job.struck else None)
+    assert job.run().digests == uninterrupted(shape, 8).digests
+    assert [event.iteration for event in job.events(LossNotFinite)] == [4]

@@ -78,3 +78,13 @@ def test_of_windows_on_the_local_disk_old_ones_are_dropped(tmp_path: Path) -> No
         starts = {header.window_start for header in snapshots_in(disk).values()}
         assert len(starts) in (1, 2)
         assert max(starts) >= 8
+
+
+def test_peers_drop_copies_of_windows_that_are_old(tmp_path: Path) -> None:
+    faults = [Fault(rank=rank, phase=Phase.REDUCE, iteration=6 + 2 * rank) for rank in (0, 1, 2)]
+    job = ThreadJob(tmp_path, config("moevement", window=1), PIPE, iterations=14, faults=faults)
+    job.run()
+    for holder in job.ranks:
+        for held in (job.memory(holder) / "held").iterdir():
+            starts = sorted(header.window_start for header in snapshots_in(held).values())
+            assert starts[0] >= 12, (holder, held.name, starts)

@@ -288,6 +288,22 @@ def test_damage_in_all_copies_is_an_error(tmp_path: Path) -> None:
         job.run()
 
 
+def test_a_copy_that_cannot_be_fetched_is_not_asked_for_again(tmp_path: Path) -> None:
+    """It is damaged after its holder has verified it."""
+    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=6, loses_memory=True)
+    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, faults=[fault])
+    asked: list[int] = []
+
+    def damage(rank: int, holder: int) -> None:
+        asked.append(holder)
+        flip_a_bit(job.memory(holder) / "held" / f"rank{rank:04d}")
+
+    job.before_fetch = damage
+    with pytest.raises(NothingLeftError):
+        job.run()
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize(
     "foreign",
     [
