@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,17 @@ _STEP_S = 0.001
 class Walk:
     """What a rank of the job does. `hold`: its guard waits for a line before it replaces a trainer."""
 
-    run: str
-    memory: str
+    run: Path
+    memory: Path
     global_rank: int
-    ranks_per_node: int
-    park_iteration: int
-    park_phase: str
-    last_iteration: int
-    hold: bool
+    ranks_per_node: int = 1
+    park: tuple[int, str] = (3, "backward")
+    last_iteration: int = 10**9
+    hold: bool = False
+
+    @property
+    def deaths(self) -> Path:
+        return self.run / f"deaths{self.global_rank}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ class Job:
             assert guard.hear() == "ready"
 
     def memory(self, rank: int) -> Path:
-        return Path(self._walks[rank].memory)
+        return self._walks[rank].memory
 
     def page(self, rank: int) -> Page:
         return Page(self.memory(rank) / "page")
@@ -81,11 +84,24 @@ class Job:
         """Wait for what a rank says next: `parked PID`, `died PID`, or nothing once it has ended."""
         return self._guards[rank].hear()
 
+    def wait_for_death(self, rank: int, *, times: int = 1) -> Died:
+        """Wait until a rank's trainer has died, or so many one after the other; return how the last one died."""
+        for _ in range(times):
+            word = self.next_word(rank)
+            if word.startswith("parked"):
+                word = self.next_word(rank)
+            assert word.startswith("died"), word
+        return self.deaths(rank)[-1]
+
+    def wait_to_park(self, rank: int) -> int:
+        """Return the pid of a rank's trainer, which parks before it says anything else."""
+        word, pid = self.next_word(rank).split()
+        assert word == "parked"
+        return int(pid)
+
     def parked_pids(self) -> list[int]:
         """Wait until each rank's trainer parks."""
-        words = [self.next_word(rank).split() for rank in range(len(self._guards))]
-        assert all(word[0] == "parked" for word in words), words
-        return [int(word[1]) for word in words]
+        return [self.wait_to_park(rank) for rank in range(len(self._guards))]
 
     def let_go(self) -> None:
         """Let all trainers go on from where they park, by an order that is far away."""
@@ -97,7 +113,7 @@ class Job:
         self._guards[rank].connection.send("go on")
 
     def deaths(self, rank: int) -> list[Died]:
-        path = _deaths(self.run, rank)
+        path = self._walks[rank].deaths
         return [Died(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for_end(self) -> None:
@@ -136,33 +152,22 @@ class _Guard:
 
 
 @contextmanager
-def running_job(
-    folder: Path,
-    world_size: int,
-    *,
-    ranks_per_node: int = 1,
-    park: tuple[int, str] = (3, "backward"),
-    last_iteration: int = 10**9,
-    hold: bool = False,
-) -> Iterator[Job]:
-    """Run a job in `folder`/run until the block ends; no process of it outlives that."""
+def running_job(folder: Path, world_size: int, **walk: Any) -> Iterator[Job]:
+    """Run a job in `folder`/run until the block ends; no process of it outlives that. `walk`: see `Walk`."""
     run = make_run(folder / "run", world_size)
-    walk = Walk(
-        run=str(run),
-        memory="",
-        global_rank=0,
-        ranks_per_node=ranks_per_node,
-        park_iteration=park[0],
-        park_phase=park[1],
-        last_iteration=last_iteration,
-        hold=hold,
-    )
-    walks = [replace(walk, global_rank=rank, memory=str(folder / f"rank{rank:04d}")) for rank in range(world_size)]
-    job = Job(run, walks)
+    ranks = range(world_size)
+    job = Job(run, [Walk(run=run, memory=folder / f"rank{rank:04d}", global_rank=rank, **walk) for rank in ranks])
     try:
         yield job
     finally:
         job.end()
+
+
+@contextmanager
+def parked_job(folder: Path, world_size: int, **walk: Any) -> Iterator[tuple[Job, list[int]]]:
+    """Run a job and wait until its trainers park; yields their pids with it."""
+    with running_job(folder, world_size, **walk) as job:
+        yield job, job.parked_pids()
 
 
 def make_run(run: Path, world_size: int) -> Path:
@@ -172,16 +177,17 @@ def make_run(run: Path, world_size: int) -> Path:
     return run
 
 
-def _deaths(run: Path, rank: int) -> Path:
-    return run / f"deaths{rank}.jsonl"
+def rewrite_live(run: Path, rank: int, **changes: Any) -> None:
+    """Change what a rank's trainer has written of itself."""
+    path = run / "live" / f"rank{rank:04d}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def _guard(walk: Walk, connection: Connection) -> None:
     os.setsid()
     connection.send("ready")
-    memory = Path(walk.memory)
-    memory.mkdir()
-    page = Page(memory / "page")
+    walk.memory.mkdir()
+    page = Page(walk.memory / "page")
     life = 0
     while True:
         page.reset()
@@ -199,7 +205,7 @@ def _guard(walk: Walk, connection: Connection) -> None:
             iteration=page.iteration,
             phase=page.phase.name.lower(),
         )
-        with _deaths(Path(walk.run), walk.global_rank).open("a") as file:
+        with walk.deaths.open("a") as file:
             file.write(json.dumps(asdict(died)) + "\n")
         connection.send(f"died {pid}")
         if walk.hold:
@@ -208,11 +214,11 @@ def _guard(walk: Walk, connection: Connection) -> None:
 
 
 def _train(walk: Walk, page: Page, life: int, connection: Connection) -> None:
-    run, memory, rank = Path(walk.run), Path(walk.memory), walk.global_rank
+    rank, memory = walk.global_rank, walk.memory
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     page.join(generation := life + 1)
     node = rank // walk.ranks_per_node
-    write_live(run, global_rank=rank, node=node, guard_pid=os.getppid(), memory=memory, life=life)
+    write_live(walk.run, global_rank=rank, node=node, guard_pid=os.getppid(), memory=memory, life=life)
     for iteration in range(1, walk.last_iteration + 1):
         if iteration == RECOVERS_AT:
             page.join(generation := generation + 1)
@@ -220,11 +226,11 @@ def _train(walk: Walk, page: Page, life: int, connection: Connection) -> None:
         for phase in ITERATION:
             page.enter(phase, iteration)
             _work(memory, page, life)
-            if (iteration, phase.name.lower()) == (walk.park_iteration, walk.park_phase):
+            if (iteration, phase.name.lower()) == walk.park:
                 connection.send(f"parked {os.getpid()}")
                 while not page.has_order:
                     _work(memory, page, life)
-    remove_live(run, rank)
+    remove_live(walk.run, rank)
 
 
 def _work(memory: Path, page: Page, life: int) -> None:

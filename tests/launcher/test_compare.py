@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from launcher.compare import main, plan_variants
-from moe_ckpt.errors import ConfigError
 from tests.report_runs import Story, committed, write_run
 from tests.stand_in_torchrun import StandIn
 from tests.training import fast
@@ -32,43 +31,35 @@ def test_the_same_seed_is_the_same_plan() -> None:
     assert len(first.kills) == 3
 
 
-def test_policies_have_settings_of_their_own_and_come_in_the_order_given() -> None:
+def test_policies_have_own_settings_and_come_in_the_order_given() -> None:
     variants = plan_variants(["gemini:ckpt.every_iters=5,ckpt.replicas=2", "gemini", "train.iterations=20"], 4)
     assert [variant.name for variant in variants] == ["1-gemini", "2-gemini"]
     assert variants[0].overrides == ("ckpt=gemini", "train.iterations=20", "ckpt.every_iters=5", "ckpt.replicas=2")
 
 
 def test_without_policies_all_are_run() -> None:
-    assert [variant.name for variant in plan_variants([], 4)] == [
-        "1-none",
-        "2-dense",
-        "3-checkfreq",
-        "4-gemini",
-        "5-moevement",
-    ]
+    names = [variant.name for variant in plan_variants([], 4)]
+    assert names == ["1-none", "2-dense", "3-checkfreq", "4-gemini", "5-moevement"]
 
 
-WRONG = {
-    "a policy": (["genimi"], "POLICY: got 'genimi', wanted one of checkfreq, dense, gemini"),
-    "a setting": (["dense", "train.iteration=5"], "train.iteration"),
-    "lost state": (
-        ["moevement", "fault=state_loss", "fault.at=[{iteration: 3, stage: 0, phase: step}]"],
-        "fault.kind: got 'state_loss', wanted at, poisson, trace or none",
-    ),
-    "a hang that nobody finds": (
-        ["none", "fault=at", "fault.at=[{iteration: 3, rank: 1, signal: STOP}]"],
-        "fault: signal: got 'STOP', wanted one of KILL, SEGV, TERM under ckpt=none",
-    ),
-}
-
-
-@pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_is_said_before_anything_runs(
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["genimi"], "POLICY: got 'genimi', wanted one of checkfreq, dense, gemini"),
+        (["dense", "train.iteration=5"], "train.iteration"),
+        (
+            ["moevement", "fault=state_loss", "fault.at=[{iteration: 3, stage: 0, phase: step}]"],
+            "fault.kind: got 'state_loss', wanted at, poisson, trace or none",
+        ),
+        (
+            ["none", "fault=at", "fault.at=[{iteration: 3, rank: 1, signal: STOP}]"],  # a hang that is never found
+            "fault: signal: got 'STOP', wanted one of KILL, SEGV, TERM under ckpt=none",
+        ),
+    ],
+)
+def test_a_mistake_is_named_before_anything_runs(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError) as error:
-        plan_variants(words, 4)
-    assert said in str(error.value)
     assert main([*words, "-o", str(tmp_path / "new")]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

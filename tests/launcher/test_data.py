@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
-from launcher.config import DataConfig, TrainConfig, compose_settings
+from launcher.config import DataConfig, compose_settings
 from launcher.data import Batches, FlatText, Tokens, TokenSource, open_source, split_files, standard_library_files
 from moe_ckpt.errors import DataError
 
@@ -26,23 +27,15 @@ WORDS = ("[UNK]", "zero", "one", "two", "three")
 TRAIN = compose_settings([]).train
 
 
-def train_config(**changes: int) -> TrainConfig:
-    return replace(TRAIN, **changes)
-
-
-def data_config(path: Path | None, *, tokenizer: Path | None = None, eval_fraction: float = 0.1) -> DataConfig:
-    return DataConfig(
+def open_text(path: Path | None, *, tokenizer: Path | None = None, sequence_length: int = 8) -> TokenSource:
+    config = DataConfig(
         source="stdlib" if path is None else "text",
         path=None if path is None else str(path),
         tokenizer=None if tokenizer is None else str(tokenizer),
-        eval_fraction=eval_fraction,
+        eval_fraction=0.1,
         seed=7,
     )
-
-
-def open_text(path: Path | None, *, tokenizer: Path | None = None, sequence_length: int = 8) -> TokenSource:
-    config = data_config(path, tokenizer=tokenizer)
-    return open_source(config, train_config(sequence_length=sequence_length), None, Path("unused"))
+    return open_source(config, replace(TRAIN, sequence_length=sequence_length), None, Path("unused"))
 
 
 def flat_text(*, length: int = 10, seed: int = 7) -> FlatText:
@@ -66,8 +59,8 @@ class Numbers:
 
 
 def batches_of(global_batch_size: int, micro_batch_size: int, dp: int) -> list[Batches]:
-    """Return the batches of each data-parallel rank."""
-    train = train_config(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, sequence_length=4)
+    """Return the batches of each data-parallel rank, of samples of 5 tokens."""
+    train = replace(TRAIN, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, sequence_length=4)
     return [Batches(source=Numbers(5), train=train, dp=dp, dp_rank=rank) for rank in range(dp)]
 
 
@@ -98,7 +91,7 @@ def test_files_are_split_about_as_told_and_none_is_lost(fraction: float) -> None
     assert kept == [path for path in files if path in set(kept)]  # in the order in which they came
 
 
-def test_the_fate_of_a_file_depends_on_its_name_alone() -> None:
+def test_the_part_of_a_file_depends_on_its_name_alone() -> None:
     files = some_files(500)
     _, held_out = split_files(files, 0.3)
     _, held_out_of_fewer = split_files(reversed(files[100:300]), 0.3)
@@ -122,20 +115,21 @@ def test_a_sample_is_a_window_of_its_part_and_always_the_same(number: int, lengt
     assert again.eval_sample(number).tolist() == held_out.tolist()
 
 
+def first_tokens(sample: Callable[[int], Tokens], count: int) -> list[int]:
+    return [int(sample(number)[0]) for number in range(count)]
+
+
 def test_samples_come_from_everywhere_and_follow_the_seed() -> None:
-    starts = [int(flat_text().train_sample(number)[0]) for number in range(2000)]
+    starts = first_tokens(flat_text().train_sample, 2000)
     assert min(starts) < 50
     assert max(starts) > 940
     assert len(set(starts)) > 500
-    assert starts != [int(flat_text(seed=8).train_sample(number)[0]) for number in range(2000)]
+    assert starts != first_tokens(flat_text(seed=8).train_sample, 2000)
 
 
 def test_training_and_held_out_samples_are_drawn_independently() -> None:
     same = FlatText(np.arange(1000), np.arange(1000), vocab_size=1000, length=10, seed=7)
-    train, held_out = (
-        [int(sample(number)[0]) for number in range(50)] for sample in (same.train_sample, same.eval_sample)
-    )
-    assert train != held_out
+    assert first_tokens(same.train_sample, 50) != first_tokens(same.eval_sample, 50)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +143,7 @@ def test_a_text_shorter_than_a_sample_is_refused(num_train: int, num_eval: int, 
 
 def test_every_window_of_the_text_can_be_drawn() -> None:
     text = FlatText(np.arange(5), np.arange(4), vocab_size=5, length=4, seed=7)
-    assert {int(text.train_sample(number)[0]) for number in range(50)} == {0, 1}
+    assert set(first_tokens(text.train_sample, 50)) == {0, 1}
     assert text.eval_sample(0).tolist() == [0, 1, 2, 3]
 
 
@@ -161,7 +155,7 @@ def test_the_standard_library_is_read_as_bytes_with_whole_files_held_out() -> No
     assert source.vocab_size == 256
     for number in range(20):
         train, evaluation = source.train_sample(number).tobytes(), source.eval_sample(number).tobytes()
-        assert len(train) == len(evaluation) == 256
+        assert (len(train), len(evaluation)) == (256, 256)
         assert train in kept
         assert evaluation in held_out
 
@@ -188,39 +182,31 @@ def test_a_folder_is_read_with_its_subfolders_in_the_order_of_names(tmp_path: Pa
     assert {source.eval_sample(number).tobytes() for number in range(50)} == {b"c" * 9}
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty_file", "empty_folder", "folder_of_empty_files"])
-def test_a_path_without_text_is_refused(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / kind
-    if kind == "empty_file":
-        path.touch()
-    elif kind != "missing":
+@pytest.mark.parametrize("files", [None, [], ["a.txt"]], ids=["missing", "empty", "empty file"])
+def test_a_path_without_text_is_refused(tmp_path: Path, files: list[str] | None) -> None:
+    path = tmp_path / "corpus"
+    if files is not None:
         path.mkdir()
-    if kind == "folder_of_empty_files":
-        (path / "a.txt").touch()
+        for name in files:
+            (path / name).touch()
     with pytest.raises(DataError, match=rf"^data.path: .*{path}"):
         open_text(path)
-
-
-def test_a_short_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(b"x" * 50)  # 5 tokens are held out
-    with pytest.raises(DataError, match=r"^data.path, data.eval_fraction: 5 held-out tokens, wanted at least 9 "):
-        open_text(tmp_path / "text")
-
-
-def save_tokenizer(path: Path) -> Path:
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.save(str(path))
-    return path
+    for name in files or ():
+        with pytest.raises(DataError, match=rf"^data.path: .*{path / name}"):
+            open_text(path / name)
 
 
 def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text").write_text("one two three never " * 200)
-    source = open_text(tmp_path / "text", tokenizer=save_tokenizer(tmp_path / "tokenizer.json"), sequence_length=3)
+    source = open_text(tmp_path / "text", tokenizer=tmp_path / "tokenizer.json", sequence_length=3)
     assert source.vocab_size == len(WORDS)
-    rotations = {(1, 2, 3, 0), (2, 3, 0, 1), (3, 0, 1, 2), (0, 1, 2, 3)}
-    expected = {tuple((number or -1) + 1 for number in rotation) for rotation in rotations}
-    assert {tuple(source.train_sample(number).tolist()) for number in range(100)} == expected
+    one, two, three, unknown = 2, 3, 4, 0
+    text = [one, two, three, unknown] * 2
+    drawn = {tuple(source.train_sample(number).tolist()) for number in range(100)}
+    assert drawn == {tuple(text[start : start + 4]) for start in range(4)}
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not JSON", b"{}", b"\xff\xfe", json.dumps({"model": {}}).encode()])
@@ -248,31 +234,13 @@ def test_an_iteration_has_the_same_samples_in_the_same_order_at_any_layout(
     order = [(micro_batch, batches) for micro_batch in range(num_micro) for batches in ranks]
     trained = torch.cat([batches.training(iteration, micro_batch) for micro_batch, batches in order])
     held_out = torch.cat([batches.evaluation(iteration, micro_batch) for micro_batch, batches in order])
-    assert trained[:, 0].tolist() == list(range((iteration - 1) * size, iteration * size))
-    assert (-held_out[:, 0]).tolist() == list(range(iteration * size, (iteration + 1) * size))
-
-
-def test_iterations_do_not_repeat_samples() -> None:
-    ranks = batches_of(24, 3, 4)
-    seen = [
-        int(row[0])
-        for iteration in range(1, 6)
-        for micro_batch in range(2)
-        for batches in ranks
-        for row in batches.training(iteration, micro_batch)
-    ]
-    assert sorted(seen) == list(range(5 * 24))
-
-
-def test_a_batch_is_whole_samples_as_int64() -> None:
-    batch = batches_of(12, 3, 2)[1].training(2, 1)
-    assert batch.shape == (3, 5)
-    assert batch.dtype == torch.int64
-    assert batch.tolist() == [[21] * 5, [22] * 5, [23] * 5]
+    assert trained.dtype == torch.int64
+    assert trained.tolist() == [[number] * 5 for number in range((iteration - 1) * size, iteration * size)]
+    assert held_out.tolist() == [[-number] * 5 for number in range(iteration * size, (iteration + 1) * size)]
 
 
 def test_a_batch_can_be_asked_for_again() -> None:
-    batches = Batches(source=flat_text(length=5), train=train_config(sequence_length=4), dp=2, dp_rank=1)
+    batches = Batches(source=flat_text(length=5), train=replace(TRAIN, sequence_length=4), dp=2, dp_rank=1)
     first = batches.training(3, 1)
     batches.training(4, 0)
     assert torch.equal(batches.training(3, 1), first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -22,13 +21,13 @@ from typing import Any
 import pytest
 
 from launcher.faults.carry_out import carry_out
-from launcher.faults.log import InjectedFault, append_faults, read_faults
+from launcher.faults.log import read_faults
 from launcher.inject_fault import main
-from launcher.live import LiveTrainer, read_live, read_written
+from launcher.live import read_live, read_written
 from launcher.proc import stands_still
 from moe_ckpt.faults import Kill, has_come, poisson_kills
 from moe_ckpt.runtime.page import Phase
-from tests.jobs import RECOVERS_AT, Died, Job, make_run, running_job
+from tests.jobs import RECOVERS_AT, Died, Job, make_run, parked_job, rewrite_live, running_job
 from tests.waits import WAIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +36,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def parked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Two ranks on two nodes, parked, which each test leaves as it found them, though with other trainers."""
-    with running_job(tmp_path_factory.mktemp("parked"), 2) as job:
-        job.parked_pids()
+    with parked_job(tmp_path_factory.mktemp("parked"), 2) as (job, _):
         yield job
 
 
@@ -50,15 +48,21 @@ def inject(job: Job, *arguments: str) -> int:
     return main(["--run", str(job.run), *arguments])
 
 
-def wait_for_death(job: Job, rank: int) -> None:
-    assert job.next_word(rank).startswith("died")
+def kill_at_once(job: Job, rank: int) -> None:
+    """Let the command kill a rank, and wait until it has died."""
+    assert inject(job, "--rank", str(rank)) == 0
+    job.wait_for_death(rank)
 
 
 def wait_for_successor(job: Job, rank: int) -> Died:
     """Wait until a trainer has died and the next one is parked; return how it died."""
-    wait_for_death(job, rank)
-    assert job.next_word(rank).startswith("parked")
-    return job.deaths(rank)[-1]
+    died = job.wait_for_death(rank)
+    job.wait_to_park(rank)
+    return died
+
+
+def points_of_death(job: Job, rank: int) -> list[tuple[int, str]]:
+    return [(death.iteration, death.phase) for death in job.deaths(rank)]
 
 
 def test_without_arguments_a_random_trainer_of_the_newest_run_is_killed(
@@ -92,17 +96,8 @@ def test_without_arguments_a_random_trainer_of_the_newest_run_is_killed(
     }
 
 
-@pytest.mark.parametrize("name", ["KILL", "SEGV", "TERM"])
-def test_a_rank_dies_of_the_signal_asked_for(parked: Job, name: str) -> None:
-    pids, others = pids_of(parked), len(parked.deaths(0))
-    assert inject(parked, "--rank", "1", "--signal", name) == 0
-    death = wait_for_successor(parked, 1)
-    assert (death.pid, death.signal, len(parked.deaths(0))) == (pids[1], f"SIG{name}", others)
-
-
 def test_a_stopped_rank_hangs_at_once_or_at_its_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_job(tmp_path, 2) as job:
-        pids = job.parked_pids()
+    with parked_job(tmp_path, 2) as (job, pids):
         assert inject(job, "--rank", "0", "--signal", "STOP") == 0
         said = capsys.readouterr().out
         assert said == f"stopped rank 0 (pid {pids[0]}) of {job.run} in generation 1, iteration 3, backward\n"
@@ -119,20 +114,14 @@ def host_memory(job: Job, rank: int) -> list[str]:
 
 
 def test_a_lost_node_takes_the_host_memory_of_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_job(tmp_path, 4, ranks_per_node=2) as job:
-        pids = job.parked_pids()
+    with parked_job(tmp_path, 4, ranks_per_node=2) as (job, pids):
         assert inject(job, "--rank", "3", "--scope", "node") == 0
-        for rank in (2, 3):
-            wait_for_death(job, rank)
-            assert job.next_word(rank).startswith("parked")  # the next life has written its own
+        assert [wait_for_successor(job, rank).signal for rank in (2, 3)] == ["SIGKILL", "SIGKILL"]
         assert [host_memory(job, rank) for rank in range(4)] == [["held", "own"], ["held", "own"], [], []]
         assert (job.memory(3) / "own" / "life1").exists()
         assert [[death.pid for death in job.deaths(rank)] for rank in range(4)] == [[], [], pids[2:3], pids[3:]]
-        assert {death.signal for rank in (2, 3) for death in job.deaths(rank)} == {"SIGKILL"}
-        assert [(fault.rank, fault.pid, fault.scope) for fault in read_faults(job.run)] == [
-            (2, pids[2], "node"),
-            (3, pids[3], "node"),
-        ]
+        struck = [(fault.rank, fault.pid, fault.scope) for fault in read_faults(job.run)]
+        assert struck == [(2, pids[2], "node"), (3, pids[3], "node")]
         assert "lost the host memory of ranks 2, 3\n" in capsys.readouterr().out
 
 
@@ -169,81 +158,70 @@ def test_an_order_is_carried_out_at_exactly_its_point(
 
 
 def test_an_order_that_the_run_does_not_live_to_see_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_job(tmp_path, 1, last_iteration=9) as job:
-        job.parked_pids()
+    with parked_job(tmp_path, 1, last_iteration=9) as (job, _):
         assert inject(job, "--at-iteration", "10") == 1
-        assert capsys.readouterr().out.splitlines()[1] == (
-            "the run ended before: SIGKILL to rank 0 in iteration 10, forward"
-        )
+        said = capsys.readouterr().out.splitlines()
+        assert said[1] == "the run ended before: SIGKILL to rank 0 in iteration 10, forward"
         job.wait_for_end()
         assert job.deaths(0) == []
 
 
 def test_an_order_is_given_again_when_its_trainer_dies_of_something_else(tmp_path: Path) -> None:
     said: SimpleQueue[str] = SimpleQueue()
-    with running_job(tmp_path, 1) as job, ThreadPoolExecutor(1) as beside:
-        (pid,) = job.parked_pids()
+    with parked_job(tmp_path, 1) as (job, [pid]), ThreadPoolExecutor(1) as beside:
         kills = [Kill(rank=0, iteration=1_000_000)]
         over = beside.submit(carry_out, kills, job.run, ranks_per_node=1, say=said.put, patience_s=0.2)
         assert said.get(timeout=WAIT_S).startswith(f"ordered from pid {pid}: ")
         assert job.page(0).has_order
         os.kill(pid, signal.SIGKILL)
-        wait_for_death(job, 0)
-        _, parked = job.next_word(0).split()
-        assert said.get(timeout=WAIT_S).startswith(f"ordered from pid {parked}: ")
+        job.wait_for_death(0)
+        successor = job.wait_to_park(0)
+        assert said.get(timeout=WAIT_S).startswith(f"ordered from pid {successor}: ")
         job.kill_guard(0)
         assert not over.result(WAIT_S)
-        assert [(fault.pid, fault.ordered) for fault in read_faults(job.run)] == [(pid, True), (int(parked), True)]
+        assert [(fault.pid, fault.ordered) for fault in read_faults(job.run)] == [(pid, True), (successor, True)]
 
 
 def test_an_order_is_given_again_when_the_plan_has_killed_its_trainer(tmp_path: Path) -> None:
     with running_job(tmp_path, 1, park=(1, "forward")) as job:
-        kills = [Kill(rank=0, iteration=30), Kill(rank=0, after_s=0.0)]
-        assert carry_out(kills, job.run, ranks_per_node=1)
-        wait_for_deaths(job, 0, 2)
-        assert job.deaths(0)[0].iteration < 30
-        assert (job.deaths(0)[1].iteration, job.deaths(0)[1].phase) == (30, "forward")
+        assert carry_out([Kill(rank=0, iteration=30), Kill(rank=0, after_s=0.0)], job.run, ranks_per_node=1)
+        job.wait_for_death(0, times=2)
+        first, second = points_of_death(job, 0)
+        assert first[0] < 30
+        assert second == (30, "forward")
         assert [fault.ordered for fault in read_faults(job.run)] == [True, False, True]
-
-
-def wait_for_deaths(job: Job, rank: int, num: int) -> None:
-    for _ in range(num):
-        while not job.next_word(rank).startswith("died"):
-            pass
 
 
 def test_orders_to_one_rank_are_for_one_life_after_the_other(tmp_path: Path) -> None:
     with running_job(tmp_path, 2) as job:
-        kills = [
-            Kill(rank=0, iteration=4, phase="step"),
-            Kill(rank=1, iteration=5),
-            Kill(rank=0, iteration=6, phase="backward"),
-        ]
+        points = [(0, 4, "step"), (1, 5, "forward"), (0, 6, "backward")]
+        kills = [Kill(rank=rank, iteration=iteration, phase=phase) for rank, iteration, phase in points]
         assert carry_out(kills, job.run, ranks_per_node=1)
-        wait_for_deaths(job, 0, 2)
-        wait_for_deaths(job, 1, 1)
-        assert [(death.iteration, death.phase) for death in job.deaths(0)] == [(4, "step"), (6, "backward")]
-        assert [(death.iteration, death.phase) for death in job.deaths(1)] == [(5, "forward")]
+        job.wait_for_death(0, times=2)
+        job.wait_for_death(1)
+        assert points_of_death(job, 0) == [(4, "step"), (6, "backward")]
+        assert points_of_death(job, 1) == [(5, "forward")]
 
 
 def test_an_order_waits_for_one_that_stands_already(tmp_path: Path) -> None:
-    with running_job(tmp_path, 1) as job:
-        job.parked_pids()
+    with parked_job(tmp_path, 1) as (job, _):
         job.page(0).order(signal.SIGTERM, Phase.STEP, iteration=12)
         assert carry_out([Kill(rank=0, iteration=9)], job.run, ranks_per_node=1)
-        wait_for_deaths(job, 0, 2)
+        job.wait_for_death(0, times=2)
         assert [(death.signal, death.iteration) for death in job.deaths(0)] == [("SIGTERM", 12), ("SIGKILL", 9)]
 
 
-@pytest.mark.parametrize("kill", [Kill(rank=1, iteration=20, phase="step", scope="node"), Kill(rank=0, iteration=9)])
+@pytest.mark.parametrize(
+    "kill",
+    [Kill(rank=1, iteration=20, phase="step", scope="node"), Kill(rank=0, iteration=9, scope="node")],
+    ids=["rank 1", "rank 0"],
+)
 def test_a_node_at_a_point_is_lost_as_soon_as_the_point_has_come(tmp_path: Path, kill: Kill) -> None:
-    kill = Kill(rank=kill.rank, iteration=kill.iteration, phase=kill.phase, scope="node")
-    with running_job(tmp_path, 3, ranks_per_node=2) as job:
-        job.parked_pids()
+    with parked_job(tmp_path, 3, ranks_per_node=2) as (job, _):
         job.let_go()
         assert carry_out([kill], job.run, ranks_per_node=2)
         for rank in (0, 1):
-            wait_for_death(job, rank)
+            job.wait_for_death(rank)
             assert host_memory(job, rank) == []
         (death,) = job.deaths(kill.rank or 0)
         passed = (death.iteration, death.phase) == (kill.iteration, "between")
@@ -257,10 +235,8 @@ def test_a_node_at_a_point_is_lost_as_soon_as_the_point_has_come(tmp_path: Path,
 def test_a_trainer_that_is_being_replaced_is_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    with running_job(tmp_path, 1, hold=True) as job:
-        (pid,) = job.parked_pids()
-        assert inject(job) == 0
-        wait_for_death(job, 0)
+    with parked_job(tmp_path, 1, hold=True) as (job, [pid]):
+        kill_at_once(job, 0)
         replacing = threading.Timer(0.3, job.release, (0,))  # by then the command waits
         replacing.start()
         assert inject(job, *arguments) == 0
@@ -268,15 +244,13 @@ def test_a_trainer_that_is_being_replaced_is_waited_for(
         first, second = capsys.readouterr().out.splitlines()
         assert first.startswith(f"killed rank 0 (pid {pid}) of {job.run} in generation 1, ")
         assert re.match(r"killed rank 0 \(pid \d+\) of .* in generation 2, ", second)
-        wait_for_deaths(job, 0, 1)
+        job.wait_for_death(0)
         assert [death.signal for death in job.deaths(0)] == ["SIGKILL", "SIGKILL"]
 
 
 def test_a_strike_waits_for_all_its_trainers(tmp_path: Path) -> None:
-    with running_job(tmp_path, 2, hold=True) as job:
-        job.parked_pids()
-        assert inject(job, "--rank", "0") == 0
-        wait_for_death(job, 0)
+    with parked_job(tmp_path, 2, hold=True) as (job, _):
+        kill_at_once(job, 0)
         calls = count()
 
         def clock() -> float:
@@ -291,12 +265,10 @@ def test_a_strike_waits_for_all_its_trainers(tmp_path: Path) -> None:
         assert burst[0].unix_s == burst[1].unix_s
 
 
-def test_a_trainer_that_nobody_replaces_is_left_alone_in_time(tmp_path: Path) -> None:
+def test_a_trainer_without_a_successor_is_left_alone_in_time(tmp_path: Path) -> None:
     said: list[str] = []
-    with running_job(tmp_path, 2, hold=True) as job:
-        job.parked_pids()
-        assert inject(job, "--rank", "0") == 0
-        wait_for_death(job, 0)
+    with parked_job(tmp_path, 2, hold=True) as (job, _):
+        kill_at_once(job, 0)
         kills = [Kill(rank=0, after_s=0.0), Kill(rank=1, after_s=0.0)]
         assert not carry_out(kills, job.run, ranks_per_node=1, say=said.append, patience_s=0.2)
         assert said[0] == "rank 0: no new life within 0.2 s, left alone"
@@ -304,18 +276,15 @@ def test_a_trainer_that_nobody_replaces_is_left_alone_in_time(tmp_path: Path) ->
 
 
 def test_a_random_victim_is_one_that_lives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_job(tmp_path, 2, hold=True) as job:
-        job.parked_pids()
-        assert inject(job, "--rank", "0") == 0
-        wait_for_death(job, 0)
+    with parked_job(tmp_path, 2, hold=True) as (job, _):
+        kill_at_once(job, 0)
         for seed in range(8):
             assert inject(job, "--dry-run", "--seed", str(seed)) == 0
         assert set(re.findall(r"rank \d at once", capsys.readouterr().out)) == {"rank 1 at once"}
 
 
 def test_kills_come_as_planned_from_mtbf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_job(tmp_path, 2, park=(1, "forward")) as job:
-        job.parked_pids()
+    with parked_job(tmp_path, 2, park=(1, "forward")) as (job, _):
         before_s = time.time()
         assert inject(job, "--mtbf", "0.05s", "--count", "4", "--seed", "5") == 0
         assert capsys.readouterr().out.startswith("4 faults, seed 5\nkilled rank ")
@@ -329,87 +298,60 @@ def test_kills_come_as_planned_from_mtbf(tmp_path: Path, capsys: pytest.CaptureF
 def test_kills_come_as_planned_from_a_trace_in_bursts(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n6000,remove,a\n12000,remove,b\n12000,remove,c\n")
-    with running_job(tmp_path, 2) as job:
-        job.parked_pids()
+    with parked_job(tmp_path, 2) as (job, _):
         before_s = time.time()
         assert inject(job, "--trace", str(trace), "--speedup", "60", "--seed", "1", "--signal", "TERM") == 0
-        faults = read_faults(job.run)
-        assert len(faults) == 3
-        assert {fault.rank for fault in faults[1:]} == {0, 1}
-        assert faults[1].unix_s == faults[2].unix_s
-        assert faults[0].unix_s - before_s >= 0.1
-        assert faults[1].unix_s - before_s >= 0.2
-        assert {fault.signal for fault in faults} == {"TERM"}
+        first, *burst = read_faults(job.run)
+        assert [fault.signal for fault in (first, *burst)] == ["TERM"] * 3
+        assert sorted(fault.rank for fault in burst) == [0, 1]
+        assert burst[0].unix_s == burst[1].unix_s
+        assert first.unix_s - before_s >= 0.1
+        assert burst[0].unix_s - before_s >= 0.2
 
 
 def test_no_life_is_struck_twice(tmp_path: Path) -> None:
-    with running_job(tmp_path, 1) as job:
-        job.parked_pids()
+    with parked_job(tmp_path, 1) as (job, _):
         kills = [Kill(rank=0, after_s=0.0, signal=name) for name in ("SEGV", "TERM", "KILL")]
         assert carry_out(kills, job.run, ranks_per_node=1)
-        wait_for_deaths(job, 0, 3)
+        job.wait_for_death(0, times=3)
         assert [death.signal for death in job.deaths(0)] == ["SIGSEGV", "SIGTERM", "SIGKILL"]
         kills = [Kill(rank=0, after_s=0.0, signal=name) for name in ("STOP", "SEGV")]
         assert not carry_out(kills, job.run, ranks_per_node=1, patience_s=0.2)
         assert [fault.signal for fault in read_faults(job.run)][3:] == ["STOP"]
 
 
-def test_time_runs_by_the_clock_given(tmp_path: Path) -> None:
-    with running_job(tmp_path, 1) as job:
-        job.parked_pids()
-        seconds = count(step=100.0)
-        assert carry_out(
-            [Kill(rank=0, after_s=3000.0)],
-            job.run,
-            ranks_per_node=1,
-            patience_s=1000.0,
-            clock=lambda: float(next(seconds)),
-        )
-        wait_for_death(job, 0)
-
-
-def test_time_counts_from_when_the_run_begins(tmp_path: Path) -> None:
+def test_time_counts_by_the_clock_given_from_when_the_run_begins(tmp_path: Path) -> None:
     now_s, asked = [0.0], threading.Event()
 
     def clock() -> float:
         asked.set()
         return now_s[0]
 
-    def inject_beside() -> None:
+    with ThreadPoolExecutor(1) as beside:
         kills = [Kill(rank=0, after_s=500.0), Kill(rank=1, after_s=0.0)]
-        carry_out(kills, tmp_path / "run", ranks_per_node=1, patience_s=1e9, clock=clock)
-
-    thread = threading.Thread(target=inject_beside)
-    thread.start()
-    assert asked.wait(WAIT_S)
-    now_s[0] = 1000.0
-    with running_job(tmp_path, 2) as job:
-        wait_for_deaths(job, 1, 1)
-        assert job.next_word(1).startswith("parked")
-        assert job.deaths(0) == []
-        now_s[0] = 1500.0
-        wait_for_deaths(job, 0, 1)
-        thread.join(WAIT_S)
-    assert not thread.is_alive()
+        over = beside.submit(carry_out, kills, tmp_path / "run", ranks_per_node=1, patience_s=1e9, clock=clock)
+        assert asked.wait(WAIT_S)
+        now_s[0] = 1000.0
+        with running_job(tmp_path, 2) as job:
+            job.wait_for_death(1)
+            job.wait_to_park(1)
+            assert job.deaths(0) == []
+            now_s[0] = 1500.0
+            job.wait_for_death(0)
+            assert over.result(WAIT_S)
 
 
-def test_it_waits_for_the_run_to_begin_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_plan_waits_for_its_run_to_begin_and_ends_with_it(tmp_path: Path) -> None:
     said: list[str] = []
-    outcome: list[bool] = []
     kills = [Kill(rank=0, after_s=1e9), Kill(rank=0, iteration=4, phase="step")]
-
-    def inject_beside() -> None:
-        outcome.append(carry_out(kills, tmp_path / "run", ranks_per_node=1, say=said.append))
-
-    thread = threading.Thread(target=inject_beside)
-    thread.start()
-    with running_job(tmp_path, 1, last_iteration=6) as job:
-        wait_for_deaths(job, 0, 1)
-        assert job.next_word(0).startswith("parked")
-        job.let_go()
-        job.wait_for_end()
-        thread.join(WAIT_S)
-    assert outcome == [False]
+    with ThreadPoolExecutor(1) as beside:
+        over = beside.submit(carry_out, kills, tmp_path / "run", ranks_per_node=1, say=said.append)
+        with running_job(tmp_path, 1, last_iteration=6) as job:
+            job.wait_for_death(0)
+            job.wait_to_park(0)
+            job.let_go()
+            job.wait_for_end()
+            assert not over.result(WAIT_S)
     assert said[-1] == "the run ended before: SIGKILL to rank 0 after 1000000000.0 s"
 
 
@@ -422,8 +364,7 @@ def test_a_run_that_does_not_begin_is_said(tmp_path: Path) -> None:
 
 def test_a_run_whose_processes_have_died_counts_as_ended_after_a_while(tmp_path: Path) -> None:
     said: list[str] = []
-    with running_job(tmp_path, 1) as job:
-        job.parked_pids()
+    with parked_job(tmp_path, 1) as (job, _):
 
         def hear(message: str) -> None:
             said.append(message)
@@ -435,33 +376,31 @@ def test_a_run_whose_processes_have_died_counts_as_ended_after_a_while(tmp_path:
     assert said[1:] == ["the run ended before: SIGKILL to rank 0 after 1000.0 s"]
 
 
-def rewrite_live(trainer: LiveTrainer, run: Path, **changes: Any) -> None:
-    path = run / "live" / f"rank{trainer.global_rank:04d}.json"
-    path.write_text(json.dumps(asdict(trainer) | changes))
-
-
 @pytest.mark.parametrize(
     "kills",
-    [
-        [Kill(rank=0, after_s=0.0)],
-        [Kill(rank=0, iteration=9)],
-        [Kill(rank=0, iteration=9, scope="node")],
-    ],
+    [[Kill(rank=0, after_s=0.0)], [Kill(rank=0, iteration=9)], [Kill(rank=0, iteration=9, scope="node")]],
+    ids=["at once", "ordered", "node"],
 )
 def test_ranks_of_another_machine_are_left_to_it(tmp_path: Path, kills: Sequence[Kill]) -> None:
     said: list[str] = []
-    with running_job(tmp_path, 2) as job:
-        job.parked_pids()
-        rewrite_live(read_live(job.run)[0], job.run, host="far-away")
+    with parked_job(tmp_path, 2) as (job, _):
+        rewrite_live(job.run, 0, host="far-away")
         assert not carry_out([*kills, Kill(rank=1, after_s=0.0)], job.run, ranks_per_node=1, say=said.append)
         assert "rank 0 runs on far-away: left to that machine" in said
-        wait_for_death(job, 1)
+        job.wait_for_death(1)
         assert job.deaths(0) == []
         assert not job.page(0).has_order
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.csv"
+    path.write_text("1000,add,a\n" + "".join(f"{10000 + at},remove,n{at}\n" for at in range(9)))
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -472,52 +411,40 @@ def contents(folder: Path) -> dict[str, bytes]:
         (["--rank", "1", "--scope", "node"], r"SIGKILL to the node of rank 1 at once"),
         (["--rank", "0", "--at-iteration", "9"], r"SIGKILL to rank 0 in iteration 9, forward"),
         (["--mtbf", "1m", "--count", "2"], r"(SIGKILL to rank \d after \d+\.\d s\n?){2}"),
-        (["--trace", "TRACE", "--speedup", "2"], r"SIGKILL to rank \d after 4.5 s"),
+        (["--trace", "TRACE", "--speedup", "2"], r"(SIGKILL to rank \d after 4.5 s\n?){9}"),
     ],
 )
-def test_a_dry_run_prints_the_plan_and_touches_nothing(
-    tmp_path: Path, parked: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], plan: str
+def test_a_dry_run_prints_the_plan_of_its_seed_and_touches_nothing(
+    parked: Job, capsys: pytest.CaptureFixture[str], trace: str, arguments: list[str], plan: str
 ) -> None:
-    (tmp_path / "trace.csv").write_text("1000,add,a\n10000,remove,a")
-    arguments = [argument.replace("TRACE", str(tmp_path / "trace.csv")) for argument in arguments]
+    arguments = [argument.replace("TRACE", trace) for argument in arguments]
     before, alive = contents(parked.run), read_live(parked.run)
-    assert inject(parked, "--seed", "7", "--dry-run", *arguments) == 0
-    first, _, rest = capsys.readouterr().out.partition("\n")
-    assert first == f"plan for {parked.run}, seed 7:"
-    assert re.fullmatch(plan, rest.strip())
-    assert contents(parked.run) == before
-    assert read_live(parked.run) == alive
-    assert len(alive) == 2
+
+    def plan_of(seed: int) -> str:
+        assert inject(parked, "--seed", str(seed), "--dry-run", *arguments) == 0
+        first, _, rest = capsys.readouterr().out.partition("\n")
+        assert first == f"plan for {parked.run}, seed {seed}:"
+        assert re.fullmatch(plan, rest.strip())
+        return rest
+
+    assert plan_of(3) == plan_of(3)
+    assert (len({plan_of(seed) for seed in range(10)}) > 1) is ("--rank" not in arguments)
+    assert (contents(parked.run), read_live(parked.run), len(alive)) == (before, alive, 2)
     assert not any(parked.page(rank).has_order for rank in (0, 1))
-
-
-@pytest.mark.parametrize("arguments", [["--mtbf", "1h", "--count", "9"], ["--trace", "TRACE"], []])
-def test_the_same_seed_is_the_same_plan(
-    tmp_path: Path, parked: Job, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    (tmp_path / "trace.csv").write_text("0,add,a\n" + "".join(f"{at},remove,n{at}\n" for at in range(9)))
-    arguments = [argument.replace("TRACE", str(tmp_path / "trace.csv")) for argument in arguments]
-
-    def plan_of(seed: str) -> str:
-        assert inject(parked, *arguments, "--dry-run", "--seed", seed) == 0
-        return capsys.readouterr().out.partition("\n")[2]
-
-    assert plan_of("3") == plan_of("3")
-    assert len({plan_of(str(seed)) for seed in range(10)}) > 1
 
 
 @pytest.mark.parametrize("change", [{}, {"host": "far-away"}])
 def test_a_run_without_live_trainers_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
 ) -> None:
-    with running_job(tmp_path, 2) as job:
-        job.parked_pids()
-    for trainer in read_written(job.run):  # stale: this process has their pid now
-        rewrite_live(trainer, job.run, pid=os.getpid(), **change)
+    with parked_job(tmp_path, 2) as (job, _):
+        pass
+    assert len(read_written(job.run)) == 2
+    for rank in (0, 1):  # stale: this process has their pid now
+        rewrite_live(job.run, rank, pid=os.getpid(), **change)
     assert inject(job) == 1
-    assert capsys.readouterr().err == (
-        f"error: no live trainer in {job.run}: the run has ended, or is on other machines\n"
-    )
+    said = capsys.readouterr().err
+    assert said == f"error: no live trainer in {job.run}: the run has ended, or is on other machines\n"
     assert read_faults(job.run) == []
 
 
@@ -581,16 +508,15 @@ def status_of(job: Job, arguments: list[str]) -> object:
 
 
 def test_an_interruption_is_one_line(tmp_path: Path) -> None:
-    with running_job(tmp_path, 1) as job:
-        job.parked_pids()
+    with parked_job(tmp_path, 1) as (job, _):
         command = [sys.executable, "-m", "launcher.inject_fault", "--run", str(job.run), "--at-iteration", "1000000"]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("ordered ")
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=WAIT_S)
-        assert process.returncode == 130
-        assert err == "error: interrupted: what was ordered stays ordered, the rest is left undone\n"
+    said = "error: interrupted: what was ordered stays ordered, the rest is left undone\n"
+    assert (process.returncode, err) == (130, said)
 
 
 def test_help_names_all_that_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -608,25 +534,3 @@ def test_the_script_kills_from_anywhere(tmp_path: Path, parked: Job) -> None:
     assert done.stdout.startswith(f"killed rank 0 (pid {pids[0]}) of {parked.run} in generation ")
     assert done.stderr == ""
     wait_for_successor(parked, 0)
-
-
-def test_faults_are_added_to_the_file_in_the_order_in_which_they_come(tmp_path: Path) -> None:
-    assert read_faults(tmp_path) == []
-    faults = [
-        InjectedFault(
-            unix_s=float(number),
-            rank=number,
-            pid=number,
-            signal="KILL",
-            scope="process",
-            generation=1,
-            iteration=None,
-            phase="step",
-            ordered=True,
-        )
-        for number in range(3)
-    ]
-    append_faults(tmp_path, faults[:2])
-    append_faults(tmp_path, faults[2:])
-    assert read_faults(tmp_path) == faults
-    assert len((tmp_path / "faults.jsonl").read_text().splitlines()) == 3

@@ -14,15 +14,19 @@ import torch.distributed as dist
 
 from launcher import launch
 from launcher.launch import open_store, say_once
-from moe_ckpt.errors import ConfigError
+from tests.launcher.errors import error_of
 from tests.ranks import run_ranks
 
 
 @contextlib.contextmanager
-def listening(backlog: int = 8) -> Iterator[int]:
-    """Give the port of somebody who takes connections and never says anything."""
-    with socket.create_server(("127.0.0.1", 0), backlog=backlog) as server:
-        yield server.getsockname()[1]
+def port_of(*, listens: bool) -> Iterator[int]:
+    """Give the port of a server that takes connections and never says anything, or of none any more."""
+    with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
+        port = server.getsockname()[1]
+        if listens:
+            yield port
+    if not listens:
+        yield port
 
 
 def use_store(port: int) -> None:
@@ -36,17 +40,11 @@ def say(count: int) -> str:
     return said.getvalue()
 
 
-def say_to_silence(port: int) -> tuple[str, float]:
-    launch._SAY_S = 0.3
+def say_without_an_answer(port: int, limit: str, limit_s: float) -> tuple[str, float]:
+    setattr(launch, limit, limit_s)
     use_store(port)
     began_s = time.monotonic()
     return say(1), time.monotonic() - began_s
-
-
-def say_to_nobody(port: int) -> str:
-    launch._CONNECT_S = 0.5
-    use_store(port)
-    return say(1)
 
 
 def say_to_a_store(count: int) -> str:
@@ -59,31 +57,25 @@ def connect(port: int) -> tuple[str, float]:
     launch._CONNECT_S = 0.5
     use_store(port)
     began_s = time.monotonic()
-    with pytest.raises(ConfigError) as raised:
-        open_store("part")
-    return str(raised.value), time.monotonic() - began_s
+    return error_of(open_store, "part"), time.monotonic() - began_s
 
 
 def test_an_error_is_said_once_by_all_that_share_a_store() -> None:
     assert run_ranks(1, say_to_a_store, 3) == ["error: it is broken\n"]
 
 
-def test_an_error_is_said_where_the_store_does_not_answer() -> None:
-    with listening() as port:
-        [(said, took_s)] = run_ranks(1, say_to_silence, port)
+@pytest.mark.parametrize(
+    ("listens", "limit", "limit_s"), [(True, "_SAY_S", 0.3), (False, "_CONNECT_S", 0.5)], ids=["silent", "gone"]
+)
+def test_an_error_is_said_where_no_store_answers(listens: bool, limit: str, limit_s: float) -> None:
+    with port_of(listens=listens) as port:
+        [(said, took_s)] = run_ranks(1, say_without_an_answer, port, limit, limit_s)
     assert said == "error: it is broken\n"
     assert took_s < 5.0
 
 
-def test_an_error_is_said_where_there_is_no_store_any_more() -> None:
-    with listening() as port:
-        pass
-    assert run_ranks(1, say_to_nobody, port) == ["error: it is broken\n"]
-
-
 def test_a_store_that_does_not_answer_is_an_error_in_time() -> None:
-    with listening() as port:
-        pass
-    [(message, took_s)] = run_ranks(1, connect, port)
+    with port_of(listens=False) as port:
+        [(message, took_s)] = run_ranks(1, connect, port)
     assert message.startswith(f"torchrun's store at 127.0.0.1:{port}: got no answer (")
     assert took_s < 10.0

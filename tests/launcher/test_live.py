@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,14 +18,13 @@ from launcher.live import is_running, read_live, read_written, remove_live, writ
 from launcher.proc import stands_still
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.processes import is_alive, start_ticks
-
-WAITS = [sys.executable, "-c", "input()"]
+from tests.jobs import rewrite_live
 
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
     """A process that waits."""
-    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
 
@@ -37,11 +35,6 @@ def run(tmp_path: Path) -> Path:
     Page(tmp_path / "page")
     write_live(tmp_path, global_rank=3, node=1, guard_pid=os.getppid(), memory=tmp_path, life=2)
     return tmp_path
-
-
-def change(run: Path, **changes: Any) -> None:
-    (trainer,) = read_written(run)
-    (run / "live" / "rank0003.json").write_text(json.dumps(asdict(trainer) | changes))
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -66,18 +59,13 @@ def test_the_calling_process_is_written(run: Path) -> None:
     assert [path.name for path in (run / "live").iterdir()] == ["rank0003.json"]
 
 
-def test_trainers_come_by_rank_and_go(run: Path) -> None:
-    for rank in (11, 0):
-        write_live(run, global_rank=rank, node=0, guard_pid=1, memory=run, life=0)
-    assert [trainer.global_rank for trainer in read_live(run)] == [0, 3, 11]
+def test_trainers_come_by_rank_in_their_newest_life_and_go(run: Path) -> None:
+    for rank in (11, 0, 3):
+        write_live(run, global_rank=rank, node=0, guard_pid=1, memory=run, life=5)
+    assert [(trainer.global_rank, trainer.life) for trainer in read_live(run)] == [(0, 5), (3, 5), (11, 5)]
     for rank in (0, 11, 11):
         remove_live(run, rank)
     assert [trainer.global_rank for trainer in read_written(run)] == [3]
-
-
-def test_a_new_life_takes_the_place_of_the_old_one(run: Path) -> None:
-    write_live(run, global_rank=3, node=1, guard_pid=1, memory=run, life=3)
-    assert [trainer.life for trainer in read_live(run)] == [3]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +78,7 @@ def test_a_new_life_takes_the_place_of_the_old_one(run: Path) -> None:
     ],
 )
 def test_a_stale_file_is_no_live_trainer(run: Path, changes: dict[str, Any], running: bool) -> None:
-    change(run, **changes)
+    rewrite_live(run, 3, **changes)
     assert read_live(run) == []
     assert len(read_written(run)) == 1
     assert is_running(read_written(run)) is running
@@ -98,20 +86,20 @@ def test_a_stale_file_is_no_live_trainer(run: Path, changes: dict[str, Any], run
 
 def test_a_zombie_is_dead_and_only_its_guard_keeps_the_run_going(run: Path, other: subprocess.Popen[bytes]) -> None:
     started = start_ticks(other.pid)
-    change(run, pid=other.pid, start_ticks=started)
+    rewrite_live(run, 3, pid=other.pid, start_ticks=started)
     assert len(read_live(run)) == 1
     end(other)
     assert read_live(run) == []
     assert is_running(read_written(run))
-    change(run, guard_pid=other.pid, guard_start_ticks=started)
+    rewrite_live(run, 3, guard_pid=other.pid, guard_start_ticks=started)
     assert not is_running(read_written(run))
 
 
 def test_a_dead_trainers_file_without_its_guards_start_is_no_job(run: Path) -> None:
-    (trainer,) = read_written(run)
-    record = asdict(trainer) | {"start_ticks": 1}
+    path = run / "live" / "rank0003.json"
+    record = json.loads(path.read_text()) | {"start_ticks": 1}
     del record["guard_start_ticks"]
-    (run / "live" / "rank0003.json").write_text(json.dumps(record))
+    path.write_text(json.dumps(record))
     assert not is_running(read_written(run))
 
 
@@ -123,7 +111,7 @@ def test_to_look_for_a_page_makes_none(run: Path) -> None:
     assert not (run / "page").exists()
 
 
-def test_no_folder_is_nobody(tmp_path: Path) -> None:
+def test_without_a_folder_no_trainer_lives(tmp_path: Path) -> None:
     assert read_written(tmp_path) == []
     assert not is_running([])
 

@@ -1,4 +1,4 @@
-"""The parameter count from settings is what Megatron builds, for every kind of layer that a CPU can build."""
+"""The parameter count from settings is what Megatron builds, for every setting and layer that a CPU can build."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ VARIANTS = [
     (),
     ("model.shared_expert_ffn_hidden_size=48", "model.num_dense_layers=1", "model.dense_ffn_hidden_size=80"),
     ("model.num_experts=0", "model.dense_ffn_hidden_size=80"),
+    ("model.num_experts=9", "model.moe_topk=3"),
     ("model.num_query_groups=2", "model.kv_channels=12", "model.qkv_bias=true"),
     ("model.tied_embeddings=true", "model.position_embedding=learned"),
     ("model.normalization=LayerNorm", "model.activation=gelu", "model.linear_bias=true"),

@@ -12,23 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launcher.config import RunConfig
 from launcher.progress import Bar, Lines, Scalars, Silent, open_display
-from moe_ckpt.events import IterationCommitted
 from tests.ranks import run_ranks
-
-
-def _committed(iteration: int) -> IterationCommitted:
-    return IterationCommitted(
-        iteration=iteration,
-        loss=1.0 / iteration,
-        grad_norm=None,
-        loss_scale=1.0,
-        learning_rate=0.1,
-        skipped=False,
-        seconds=0.5,
-        stall_s=0.0,
-        sent_activation_bytes=0,
-        sent_gradient_bytes=0,
-    )
+from tests.report_runs import committed
 
 
 @pytest.mark.parametrize(
@@ -45,7 +30,7 @@ def test_rank_zero_shows_progress_as_configured(progress: str, global_rank: int,
 def test_lines_show_the_first_and_the_last_iteration(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(total=3)
     for iteration in (1, 2, 3):
-        lines.iteration(_committed(iteration), tokens_per_s=1234.5)
+        lines.iteration(committed(iteration, seconds=0.5, loss=1.0 / iteration), tokens_per_s=1234.5)
     shown = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in shown] == ["1/3", "3/3"]
     assert "loss 0.3333  1,234 tokens/s  0.50 s/iteration" in shown[-1]
@@ -55,7 +40,7 @@ def test_a_second_life_replaces_the_scalars_of_iterations_that_run_again(tmp_pat
     for first, last in ((1, 5), (4, 6)):
         scalars = Scalars(tmp_path, first)
         for iteration in range(first, last + 1):
-            scalars.iteration(_committed(iteration), tokens_per_s=1.0)
+            scalars.iteration(committed(iteration), tokens_per_s=1.0)
         scalars.close()
     read = EventAccumulator(str(tmp_path))
     read.Reload()
@@ -71,7 +56,7 @@ def _warnings_when_the_disk_fills(folder: Path) -> list[str]:
     logging.getLogger("launcher.progress").addHandler(handler)
     scalars = Scalars(folder, 1)
     for iteration in range(1, 200):
-        scalars.iteration(_committed(iteration), tokens_per_s=1.0)
+        scalars.iteration(committed(iteration), tokens_per_s=1.0)
     scalars.close()
     return warnings
 

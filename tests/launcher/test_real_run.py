@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
 
@@ -19,40 +18,21 @@ from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.policies import plan_saving
+from tests.report_runs import committed, rejoined
 
 
-def committed(iteration: int) -> IterationCommitted:
-    return IterationCommitted(
-        iteration=iteration,
-        loss=math.nan,
-        grad_norm=None,
-        loss_scale=1.0,
-        learning_rate=0.0,
-        skipped=False,
-        seconds=1.0,
-        stall_s=0.0,
-        sent_activation_bytes=0,
-        sent_gradient_bytes=0,
-    )
+def second(iteration: int) -> IterationCommitted:
+    """An iteration of a second, without a stall."""
+    return committed(iteration, seconds=1.0, stall_s=0.0)
 
 
 def born(life: int) -> TrainerStarted:
     return TrainerStarted(pid=1, host="here", life=life, device="cpu")
 
 
-def rejoined(detect_s: float, rebuild_s: float, *, fetched_bytes: int = 0, executed_iters: int = 0) -> Rejoined:
-    return Rejoined(
-        generation=2,
-        iteration=2,
-        joined_unix_s=0.0,
-        deaths=[],
-        detect_s=detect_s,
-        rebuild_s=rebuild_s,
-        fetch_s=0.25,
-        replay_s=0.5,
-        fetched_bytes=fetched_bytes,
-        executed_iters=executed_iters,
-    )
+def back(detect_s: float, rebuild_s: float, **fetched: int) -> Rejoined:
+    seconds = {"detect_s": detect_s, "rebuild_s": rebuild_s, "fetch_s": 0.25, "replay_s": 0.5}
+    return rejoined(2, **({"fetched_bytes": 0} | seconds | fetched))
 
 
 def logged(rank: int, *told: tuple[float, Event]) -> list[LoggedEvent]:
@@ -60,22 +40,19 @@ def logged(rank: int, *told: tuple[float, Event]) -> list[LoggedEvent]:
 
 
 def test_a_fault_costs_all_between_iterations_before_and_after_it() -> None:
-    start = [(float(number), committed(number)) for number in (1, 2, 3)]
-    survivor = logged(0, (0, born(0)), *start, (6, rejoined(1, 2)), (8, committed(3)), (9, committed(4)))
+    start = [(float(number), second(number)) for number in (1, 2, 3)]
+    survivor = logged(0, (0, born(0)), *start, (6, back(1, 2)), (8, second(3)), (9, second(4)))
     dead_first = [(t_s + 0.1, event) for t_s, event in start]
-    newborn = logged(
-        1, (0, born(0)), *dead_first, (5, born(1)), (6, rejoined(1.5, 2)), (8.1, committed(3)), (9.1, committed(4))
-    )
+    newborn = logged(1, (0, born(0)), *dead_first, (5, born(1)), (6, back(1.5, 2)), (8.1, second(3)), (9.1, second(4)))
     (found,) = recoveries_of([survivor, newborn], 1.0)
     assert (found.cost_s, found.again, found.after_s) == (5.0, 1, 3.0)
-    assert found.rejoined is not None
-    assert found.rejoined.detect_s == 1.5
+    assert found.rejoined == back(1.5, 2)
     assert recoveries_of([survivor], 1.0) == []
 
 
-def test_a_restart_costs_without_anybody_rejoining() -> None:
-    told = [(0.0, born(0)), (1.0, committed(1)), (2.0, committed(2)), (20.0, born(1))]
-    again = [(24.0, committed(1)), (25.0, committed(2)), (26.0, committed(3))]
+def test_a_restart_costs_without_a_recovery() -> None:
+    told = [(0.0, born(0)), (1.0, second(1)), (2.0, second(2)), (20.0, born(1))]
+    again = [(24.0, second(1)), (25.0, second(2)), (26.0, second(3))]
     (found,) = recoveries_of([logged(rank, *told, *again) for rank in (0, 1)], 1.0)
     assert (found.cost_s, found.again, found.rejoined) == (23.0, 2, None)
 
@@ -83,14 +60,14 @@ def test_a_restart_costs_without_anybody_rejoining() -> None:
 @pytest.mark.parametrize(
     ("told", "resume_s"),
     [
-        (rejoined(0.1, 0.2), "1.75"),  # 0.25 and 0.5, and two iterations take a second longer than two do
-        (rejoined(0.1, 0.2, fetched_bytes=1), None),
-        (rejoined(0.1, 0.2, executed_iters=1), None),
+        (back(0.1, 0.2), "1.75"),  # 0.25 and 0.5, and two iterations take a second longer than two do
+        (back(0.1, 0.2, fetched_bytes=1), None),
+        (back(0.1, 0.2, executed_iters=1), None),
     ],
     ids=["went back", "fetched", "replayed"],
 )
-def test_to_resume_takes_what_the_first_iterations_take_longer(told: Rejoined, resume_s: str | None) -> None:
-    before, after = [(float(number), committed(number)) for number in (1, 2, 3)], [(8, committed(3)), (9, committed(4))]
+def test_to_resume_takes_the_extra_time_of_the_first_iterations(told: Rejoined, resume_s: str | None) -> None:
+    before, after = [(float(number), second(number)) for number in (1, 2, 3)], [(8, second(3)), (9, second(4))]
     living = [logged(rank, (0, born(0)), *before, (6, told), *after) for rank in (0, 2, 3)]
     newborn = logged(1, (0, born(0)), *before, (5, born(1)), (6, told), *after)
     settings = compose_settings(["ckpt=gemini"])

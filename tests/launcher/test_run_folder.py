@@ -1,4 +1,4 @@
-"""One folder for a job: found again after a restart, waited for no longer than told, and nobody else's meanwhile."""
+"""One folder for a job: found again after a restart, waited for no longer than told, and no other job's meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from launcher.config import compose_settings
@@ -18,15 +17,14 @@ from launcher.run_folder import open_run_folder, wait_for_run_folder
 from launcher.run_lock import Holder
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.runtime.processes import start_ticks
+from tests.launcher.errors import error_of
 from tests.ranks import rank_store, run_ranks
 from tests.training import fast
 
 
 def start_without_torchruns_store() -> str:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    with pytest.raises(ConfigError) as raised:
-        start(compose_settings(fast("ckpt=moevement", "run.dir=null")))
-    return str(raised.value)
+    return error_of(start, compose_settings(fast("ckpt=moevement", "run.dir=null")))
 
 
 def test_where_the_job_hosts_its_own_store_it_has_to_know_its_folder() -> None:
@@ -34,16 +32,14 @@ def test_where_the_job_hosts_its_own_store_it_has_to_know_its_folder() -> None:
     assert run_ranks(2, start_without_torchruns_store) == [f"run.dir: got null, wanted {wanted}"] * 2
 
 
-def wait_for_nobody(timeout_s: float) -> str:
+def wait_in_vain(timeout_s: float) -> str:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    with pytest.raises(ConfigError) as raised:
-        wait_for_run_folder(timeout_s)
-    return str(raised.value)
+    return error_of(wait_for_run_folder, timeout_s)
 
 
 def test_the_folder_is_waited_for_as_long_as_told() -> None:
-    assert run_ranks(1, wait_for_nobody, 0.05) == ["run.dir: got no folder from rank 0 in 0.05 s"]
+    assert run_ranks(1, wait_in_vain, 0.05) == ["run.dir: got no folder from rank 0 in 0.05 s"]
 
 
 def open_folder(path: str) -> str:

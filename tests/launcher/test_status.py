@@ -12,7 +12,7 @@ import pytest
 from launcher.live import read_live, write_live
 from launcher.status import main
 from moe_ckpt.runtime.page import Page, Phase
-from tests.jobs import make_run, running_job
+from tests.jobs import make_run, parked_job, rewrite_live
 
 
 @pytest.fixture
@@ -37,21 +37,12 @@ def text_of(capsys: pytest.CaptureFixture[str], run: Path) -> str:
     return capsys.readouterr().out
 
 
-def change(run: Path, **changes: Any) -> None:
-    path = run / "live" / "rank0001.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def test_a_running_job_is_shown_rank_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running_job(tmp_path, 3, ranks_per_node=2) as job:
-        pids = job.parked_pids()
+    with parked_job(tmp_path, 3, ranks_per_node=2) as (job, pids):
         record = shown(capsys, job.run)
         assert (record["run"], record["ended"], record["result"]) == (str(job.run), False, None)
-        assert [(rank["rank"], rank["node"], rank["pid"], rank["life"]) for rank in record["ranks"]] == [
-            (0, 0, pids[0], 0),
-            (1, 0, pids[1], 0),
-            (2, 1, pids[2], 0),
-        ]
+        expected = [(0, 0, pids[0], 0), (1, 0, pids[1], 0), (2, 1, pids[2], 0)]
+        assert [(rank["rank"], rank["node"], rank["pid"], rank["life"]) for rank in record["ranks"]] == expected
         for rank in record["ranks"]:
             assert 0.0 <= rank["doing"].pop("heartbeat_age_s") < 5.0
             assert rank["state"] == "computing"
@@ -81,7 +72,7 @@ def test_the_newest_run_is_shown(
     assert shown(capsys)["run"] == str(run)
 
 
-def test_who_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Page(tmp_path / "page").wait(True)
     (rank,) = shown(capsys, run)["ranks"]
     assert (rank["state"], rank["doing"]["waiting"]) == ("waiting", True)
@@ -95,15 +86,14 @@ def test_who_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys: pytest
         ({"host": "far-away"}, "elsewhere", False),
     ],
 )
-def test_who_cannot_be_asked_is_shown(
+def test_a_trainer_that_cannot_be_asked_is_shown(
     run: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], state: str, ended: bool
 ) -> None:
-    change(run, **changes)
+    rewrite_live(run, 1, **changes)
     record = shown(capsys, run)
     assert [(rank["state"], rank["doing"]) for rank in record["ranks"]] == [(state, None)]
     assert record["ended"] is ended
-    text = text_of(capsys, run)
-    assert ("ended without a result" in text) is ended
+    assert ("ended without a result" in text_of(capsys, run)) is ended
 
 
 def test_the_result_of_a_run_that_has_ended_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,12 @@ from launcher.faults.strike import nobody_replaced, strike_node
 from launcher.live import read_written, write_live
 from launcher.proc import stands_still
 from moe_ckpt.runtime.processes import is_alive
-from tests.jobs import running_job
+from tests.jobs import parked_job
 from tests.ranks import _CONTEXT
+from tests.waits import WAIT_S
 
 ROUNDS = 30
 NUM_RANKS = 20
-WAIT_S = 30.0
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def newest_life(run: Path) -> int:
     return max((trainer.life for trainer in read_written(run)), default=-1)
 
 
-def test_nobody_is_born_between_the_look_and_the_strike(tmp_path: Path) -> None:
+def test_no_trainer_is_born_between_the_look_and_the_strike(tmp_path: Path) -> None:
     with busy(bear, tmp_path, tmp_path / "memory") as guard:
         await_true(lambda: newest_life(tmp_path) > 0)
         for _ in range(ROUNDS // 3):
@@ -77,24 +77,21 @@ def test_guards_go_on_where_the_strike_fails(tmp_path: Path) -> None:
 
 
 def test_guards_of_other_ranks_are_left_alone(tmp_path: Path) -> None:
-    with running_job(tmp_path, 2) as job:
-        job.parked_pids()
-        with nobody_replaced(job.run, [1], wait_s=WAIT_S) as trainers:
-            assert [trainer.global_rank for trainer in trainers] == [1]
-            assert [stands_still(job.guard_pid(rank)) for rank in (0, 1)] == [False, True]
+    with parked_job(tmp_path, 2) as (job, _), nobody_replaced(job.run, [1], wait_s=WAIT_S) as trainers:
+        assert [trainer.global_rank for trainer in trainers] == [1]
+        assert [stands_still(job.guard_pid(rank)) for rank in (0, 1)] == [False, True]
 
 
 def test_a_dead_trainers_memory_is_lost_before_its_successor_starts(tmp_path: Path) -> None:
-    with running_job(tmp_path, 1) as job:
-        (pid,) = job.parked_pids()
+    with parked_job(tmp_path, 1) as (job, [pid]):
         with nobody_replaced(job.run, [0], wait_s=WAIT_S) as trainers:
             os.kill(pid, signal.SIGKILL)
             await_true(lambda: not is_alive(pid))
             assert strike_node(job.run, trainers, wait_s=WAIT_S) == [], "it was dead already"
             assert not (job.memory(0) / "own").exists()
             assert job.deaths(0) == []
-        assert job.next_word(0).startswith("died")
-        assert job.next_word(0).startswith("parked")
+        job.wait_for_death(0)
+        job.wait_to_park(0)
         assert [path.name for path in (job.memory(0) / "own").iterdir()] == ["life1"]
 
 
