@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, RuntimeConfig, require, require_at_least, require_choice
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.formats import MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault", "runtime")
@@ -134,6 +135,10 @@ class PrecisionConfig:
     """Number formats. See conf/precision/bf16.yaml."""
 
     dtype: str
+    fp8: bool
+    master: str
+    exp_avg: str
+    exp_avg_sq: str
     grad_reduce_in_fp32: bool
     initial_loss_scale: float
     min_loss_scale: float
@@ -142,9 +147,21 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         require_choice("precision.dtype", self.dtype, ["fp32", "bf16", "fp16"])
+        require_choice("precision.master", self.master, MASTER_FORMATS)
+        require_choice("precision.exp_avg", self.exp_avg, MOMENT_FORMATS)
+        require_choice("precision.exp_avg_sq", self.exp_avg_sq, MOMENT_FORMATS)
+        if self.fp8 or self.master == "remainder":
+            setting, got = ("precision.fp8", self.fp8) if self.fp8 else ("precision.master", self.master)
+            require(self.dtype == "bf16", "precision.dtype", self.dtype, f"bf16 where {setting}={got}".lower())
         require_at_least("precision.min_loss_scale", self.min_loss_scale, 1.0)
         require_at_least("precision.initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
         require_at_least("precision.loss_scale_window_iters", self.loss_scale_window_iters, 1)
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How each parameter's weights and moments are stored."""
+        compute = "fp8" if self.fp8 else self.dtype
+        return StateFormat(compute=compute, master=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
 
 @dataclass(frozen=True, kw_only=True)

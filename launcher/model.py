@@ -21,6 +21,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
+from moe_ckpt.adapters import fp8_linear, precision_adam
+from moe_ckpt.adapters.grouped_linear import group_experts
 from moe_ckpt.adapters.megatron_boost import use_router
 from moe_ckpt.adapters.megatron_state import TrainingState
 from moe_ckpt.config import require
@@ -28,6 +30,9 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+"""As Megatron names the types of optimizer states: uint8 stands for FP8."""
+
 _ROUTER_DTYPES = {"fp32": "fp32", "fp64": "fp64", "model": None}
 
 
@@ -36,6 +41,7 @@ def build_training(
 ) -> TrainingState:
     """Return this rank's stage of the model, its optimizer and its schedule. Collective; groups must be formed."""
     config = transformer_config(settings, layout)
+    _require_formats(settings)
     model = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -157,6 +163,8 @@ def _build_stage(
 ) -> torch.nn.Module:
     model = settings.model
     layers = get_gpt_decoder_block_spec(config, _use_transformer_engine(), normalization=model.normalization)
+    if model.moe_grouped_gemm and not torch.cuda.is_available():
+        group_experts(layers)
     use_router(layers, router)
     stage = GPTModel(
         config,
@@ -171,6 +179,8 @@ def _build_stage(
     )
     if torch.cuda.is_available():
         stage.cuda(torch.cuda.current_device())
+    if settings.precision.fp8:
+        fp8_linear.use_fp8(stage)
     return stage if settings.precision.dtype == "fp32" else Float16Module(config, stage)
 
 
@@ -178,9 +188,49 @@ def _use_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def _require_formats(settings: Settings) -> None:
+    """Raise ConfigError for a number format that these layers or this optimizer cannot do."""
+    precision, train = settings.precision, settings.train
+    require(
+        not (precision.fp8 and torch.cuda.is_available()),
+        "precision.fp8",
+        precision.fp8,
+        "false on a GPU: FP8 weights of Transformer Engine cannot be saved yet",
+    )
+    if not precision.state_format.is_plain:
+        wanted = f"true where precision.master, exp_avg or exp_avg_sq are not fp32 (got {precision.state_format})"
+        require(train.distributed_optimizer, "train.distributed_optimizer", train.distributed_optimizer, wanted)
+        has_fused = not torch.cuda.is_available() or _use_transformer_engine()
+        require(has_fused, "precision", str(precision.state_format), "FP32 states on a GPU without Transformer Engine")
+        supported = precision.master != "fp8" or not torch.cuda.is_available()
+        require(supported, "precision.master", precision.master, "fp32, fp16 or remainder: FusedAdam has no FP8 master")
+
+
 def _optimizer_config(settings: Settings) -> OptimizerConfig:
+    """Return Megatron's own configuration. On a CPU the reference of FusedAdam is installed for what is not FP32."""
+    if settings.precision.state_format.is_plain:
+        return OptimizerConfig(**_optimizer_arguments(settings))
+    if torch.cuda.is_available():
+        return OptimizerConfig(**_optimizer_arguments(settings), **_stored_as(settings.precision))
+    precision_adam.install()
+    with precision_adam.importable():
+        return OptimizerConfig(**_optimizer_arguments(settings), **_stored_as(settings.precision))
+
+
+def _stored_as(precision: PrecisionConfig) -> dict[str, Any]:
+    has_remainders = precision.master == "remainder"
+    return {
+        "use_precision_aware_optimizer": True,
+        "main_params_dtype": torch.float32 if has_remainders else _STATE_DTYPES[precision.master],
+        "exp_avg_dtype": _STATE_DTYPES[precision.exp_avg],
+        "exp_avg_sq_dtype": _STATE_DTYPES[precision.exp_avg_sq],
+        "store_param_remainders": has_remainders,
+    }
+
+
+def _optimizer_arguments(settings: Settings) -> dict[str, Any]:
     train, precision = settings.train, settings.precision
-    return OptimizerConfig(
+    return dict(
         optimizer=train.optimizer,
         lr=train.lr,
         min_lr=train.min_lr,

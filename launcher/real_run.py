@@ -31,14 +31,13 @@ from moe_ckpt.events import (
     read_events,
 )
 from moe_ckpt.faults import KILL_PHASES, Kill
+from moe_ckpt.formats import BYTES
 from moe_ckpt.sim.costs import TimingConfig, estimate
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job
 from moe_ckpt.sim.saving import Setup
 
 T = TypeVar("T")
-FORMATS = {"bf16": (2.0, 12.0), "fp16": (2.0, 12.0), "fp32": (4.0, 12.0)}
-"""Bytes of a parameter by `precision.dtype`: as forward uses it, and in its whole state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +119,7 @@ def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) ->
     ranks_per_node = 1 if wanted == AUTO else int(wanted)  # on one machine each rank counts as a node
     nodes = run.world_size // ranks_per_node
     cluster = replace(cluster, nodes=nodes, gpus_per_node=ranks_per_node)
-    compute_bytes, full_bytes = FORMATS[settings.precision.dtype]
+    stored = settings.precision.state_format
     batch = BatchConfig(
         micro_batch_size=train.micro_batch_size,
         global_batch_size=train.global_batch_size,
@@ -130,7 +129,11 @@ def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) ->
         shape_of(settings.model, sequence_length=train.sequence_length, popularity=popularity_of(settings.model)),
         fit_layout(settings.parallel, run.world_size, num_experts=settings.model.num_experts),
         batch,
-        FormatsConfig(compute_bytes=compute_bytes, full_bytes=full_bytes),
+        FormatsConfig(
+            compute_bytes=float(stored.compute_bytes),
+            full_bytes=float(stored.full_bytes),
+            activation_bytes=float(BYTES[settings.precision.dtype]),
+        ),
     )
     costs = estimate(job, cluster, TimingConfig(iteration_s=iteration_s, interleave=1))
     return Setup(job=job, cluster=cluster, costs=costs, mtbf_s=None)

@@ -243,7 +243,7 @@ def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout)
 
 
 def _fingerprint(settings: Settings, source: TokenSource) -> str:
-    """Return a short hash over everything that shapes the saved state, at whatever layout."""
+    """Return a short hash over everything that shapes the saved state, at whatever layout, and a format of its own."""
     vocab_size = _vocab_size(settings, source, ParallelLayout(pp=1, dp=1, ep=1, tp=1))
     shaping = {
         "model": {**asdict(settings.model), "vocab_size": vocab_size},
@@ -252,7 +252,9 @@ def _fingerprint(settings: Settings, source: TokenSource) -> str:
         "distributed_optimizer": settings.train.distributed_optimizer,
         "sequence_length": settings.train.sequence_length,
     }
-    return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+    fingerprint = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+    stored = settings.precision.state_format
+    return fingerprint if stored.is_plain and not settings.precision.fp8 else f"{fingerprint} in {stored}"
 
 
 def _resume(session: Session, settings: Settings, folder: RunFolder, *, is_first: bool) -> int:

@@ -98,11 +98,18 @@ class OperatorTable:
 
     `full_bytes` (master weights, moments, buffers) and `compute_bytes` (weights as forward uses them, buffers) are
     int64 [ranks of the stage group, operators]; every byte is counted on the one rank that snapshots it.
+    `moment_bytes`, of the same shape, is the moments' part of `full_bytes`; None: two thirds, as of FP32 state.
     """
 
     operators: Sequence[OperatorId]
     full_bytes: npt.NDArray[np.int64]
     compute_bytes: npt.NDArray[np.int64]
+    moment_bytes: npt.NDArray[np.int64] | None = None
+
+    def bytes_of(self, partial_state: str) -> npt.NDArray[np.int64]:
+        """Return what is taken of each operator in full: `both`, or its `weights` or `moments` only."""
+        moments = 2 * self.full_bytes // 3 if self.moment_bytes is None else self.moment_bytes
+        return {"both": self.full_bytes, "weights": self.full_bytes - moments, "moments": moments}[partial_state]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.adapters.megatron_state import TrainingState, torch_optimizer
+from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.adapters.optimizer_state import torch_optimizer
 from moe_ckpt.store.updates import AdamStep
 
 _CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")

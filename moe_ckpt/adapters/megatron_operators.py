@@ -22,10 +22,19 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from moe_ckpt.adapters import fp8_linear
 from moe_ckpt.adapters.megatron_gradients import AdamSteps
-from moe_ckpt.adapters.megatron_state import TrainingState, optimizer_slots, step_count, write_step_count
+from moe_ckpt.adapters.megatron_state import TrainingState
+from moe_ckpt.adapters.optimizer_state import (
+    derives_compute,
+    master_values,
+    step_count,
+    stored_state,
+    updated_tensor,
+    write_step_count,
+)
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
-from moe_ckpt.store.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity
+from moe_ckpt.store.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity, scale_of, scaled_role
 from moe_ckpt.store.snapshot import Piece
 from moe_ckpt.store.updates import AdamStep, Gradients
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ReadyGradients
@@ -67,24 +76,67 @@ class OwnedParameter:
         """Return what this rank holds of master weights and moments, flattened, by role: its shard, or all of it."""
         if self.is_sharded and self.start == self.end:
             return {}
-        master, slots = optimizer_slots(self.optimizer, self.parameter)
-        return {MASTER: master.data.view(-1), **{key: slots[key].view(-1) for key in MOMENTS}}
+        return stored_state(self.optimizer, self.parameter)
 
     def pieces(self, *, full: bool) -> Iterator[Piece]:
-        """Yield the owned piece of the whole state, or of the compute weights."""
-        owned = slice(self.start, self.end)
-        held = slice(None) if self.is_sharded else owned
-        tensors = {role: tensor[held] for role, tensor in self.optimizer_state().items()} if full else {}
-        for role, tensor in (tensors if full else {COMPUTE: self.weights()[owned]}).items():
-            yield self.key(role), tensor, (self.start, self.end)
+        """Yield the owned piece of the whole state, or of the compute weights.
+
+        The whole state has compute weights too where they are not the rounding of the stored master weights.
+        """
+        if full:
+            yield from self._state_pieces()
+        if not full or not derives_compute(self.optimizer):
+            yield from self._compute_pieces()
+
+    def load(self, parts: Mapping[PartKey, torch.Tensor], *, full: bool, steps: float) -> None:
+        """Put the owned piece of a snapshot in place. Raises CheckpointLoadError for one that is missing or differs."""
+        if full:
+            for key, tensor, _ in self._state_pieces():
+                _copy_part(parts, key, tensor)
+        weights = self.weights()[self.start : self.end]
+        if full and derives_compute(self.optimizer):
+            state = self.optimizer_state()
+            if state:
+                weights.copy_(master_values(state)[self._held()])
+        else:
+            loaded = [(key.role, torch.empty_like(tensor)) for key, tensor, _ in self._compute_pieces()]
+            for role, tensor in loaded:
+                _copy_part(parts, self.key(role), tensor)
+            payload, *scale = (tensor for _, tensor in loaded)
+            weights.copy_(fp8_linear.from_fp8(payload, scale[0]) if scale else payload)
+        if full and self.optimizer_state():
+            write_step_count(self.optimizer, self.parameter, steps)
 
     def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
         """Return the gradient of the owned piece, and its step, if that is one of `steps`."""
-        master, _ = optimizer_slots(self.optimizer, self.parameter)
+        master = updated_tensor(self.optimizer, self.parameter)
         if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
             return None
-        held = slice(None) if self.is_sharded else slice(self.start, self.end)
-        return master.grad.view(-1)[held], steps[id(master)]
+        return master.grad.view(-1)[self._held()], steps[id(master)]
+
+    def forward_values(self) -> torch.Tensor:
+        """Return all weights that forward passes compute with, flattened."""
+        return fp8_linear.forward_values(self.parameter).view(-1)
+
+    def _held(self) -> slice:
+        """Return where the owned piece is in what this rank holds of the optimizer's state."""
+        return slice(None) if self.is_sharded else slice(self.start, self.end)
+
+    def _state_pieces(self) -> Iterator[Piece]:
+        for role, tensor in self.optimizer_state().items():
+            if role != scaled_role(role):
+                yield self.key(role), tensor, (0, 1)
+            else:
+                yield self.key(role), tensor[self._held()], (self.start, self.end)
+
+    def _compute_pieces(self) -> Iterator[Piece]:
+        owned = (self.start, self.end)
+        if not fp8_linear.is_fp8(self.parameter):
+            yield self.key(COMPUTE), self.weights()[slice(*owned)], owned
+        else:
+            payload, scale = fp8_linear.to_fp8(self.parameter)
+            yield self.key(COMPUTE), payload.view(-1)[slice(*owned)], owned
+            yield self.key(scale_of(COMPUTE)), scale, (0, 1)
 
     def key(self, role: str) -> PartKey:
         return PartKey(operator=str(self.operator), tensor=self.name, role=role)
@@ -164,11 +216,7 @@ class RankOperators:
         """
         loaded = [owned for owned in self.parameters if str(owned.operator) in {*full, *compute}]
         for owned in loaded:
-            is_full = str(owned.operator) in full
-            for key, tensor, _ in owned.pieces(full=is_full):
-                _copy_part(parts, key, tensor)
-            if is_full:
-                _derive_weights(owned, adam_steps[owned.optimizer_index])
+            owned.load(parts, full=str(owned.operator) in full, steps=adam_steps[owned.optimizer_index])
         for buffer in self.buffers:
             if str(buffer.operator) in {*full, *compute}:
                 key, tensor, _ = buffer.piece()
@@ -180,7 +228,7 @@ class RankOperators:
         """Return an XXH3 hash, in hex, of what this rank holds of each operator: weights, optimizer state, buffers."""
         hashes: dict[str, Any] = {}
         for owned in self.parameters:
-            _hash_into(hashes, owned.operator, [owned.weights(), *owned.optimizer_state().values()])
+            _hash_into(hashes, owned.operator, [owned.forward_values(), *owned.optimizer_state().values()])
         for buffer in self.buffers:
             _hash_into(hashes, buffer.operator, [buffer.buffer])
         return {name: total.hexdigest() for name, total in hashes.items()}
@@ -333,19 +381,22 @@ def _buffers(state: TrainingState) -> Iterator[OwnedBuffer]:
 
 def _gather_table(operators: RankOperators) -> OperatorTable:
     """Agree on the stage group's operators and on who owns how much of them. Collective in the stage group."""
-    mine: dict[OperatorId, list[int]] = {}
+    mine: dict[OperatorId, list[int]] = defaultdict(lambda: [0, 0, 0])  # in full, compute weights, moments
     for owned in operators.parameters:
-        sizes = mine.setdefault(owned.operator, [0, 0])
-        sizes[0] += sum(tensor.nbytes for _, tensor, _ in owned.pieces(full=True))
+        sizes = mine[owned.operator]
+        for key, tensor, _ in owned.pieces(full=True):
+            sizes[0] += tensor.nbytes
+            sizes[2] += tensor.nbytes if scaled_role(key.role) in MOMENTS else 0
         sizes[1] += sum(tensor.nbytes for _, tensor, _ in owned.pieces(full=False))
     for buffer in operators.buffers:
-        sizes = mine.setdefault(buffer.operator, [0, 0])
-        sizes[:] = [size + buffer.buffer.nbytes for size in sizes]
+        for index in range(2):
+            mine[buffer.operator][index] += buffer.buffer.nbytes
     everyone: list[dict[OperatorId, list[int]]] = [{}] * stage_group().size()
-    dist.all_gather_object(everyone, mine, group=stage_group())
+    dist.all_gather_object(everyone, dict(mine), group=stage_group())
     names = sorted({operator for rank in everyone for operator in rank}, key=front_to_back)
-    sizes = np.array([[rank.get(operator, [0, 0]) for operator in names] for rank in everyone], dtype=np.int64)
-    return OperatorTable(operators=tuple(names), full_bytes=sizes[:, :, 0], compute_bytes=sizes[:, :, 1])
+    sizes = np.array([[rank.get(operator, [0, 0, 0]) for operator in names] for rank in everyone], dtype=np.int64)
+    full, compute, moments = np.moveaxis(sizes, 2, 0)
+    return OperatorTable(operators=tuple(names), full_bytes=full, compute_bytes=compute, moment_bytes=moments)
 
 
 def _hash_into(hashes: dict[str, Any], operator: OperatorId, tensors: Iterable[torch.Tensor]) -> None:
@@ -367,14 +418,6 @@ def _widen(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Te
     part = parts.get(key)
     if part is not None and part.dtype == torch.float32 and buffer.dtype in (torch.bfloat16, torch.float16):
         buffer.data = buffer.data.float()
-
-
-def _derive_weights(owned: OwnedParameter, steps: float) -> None:
-    """Set step count and compute weights of a piece whose master weights have just been written."""
-    for key, master, _ in owned.pieces(full=True):
-        if key.role == MASTER:
-            write_step_count(owned.optimizer, owned.parameter, steps)
-            owned.weights()[owned.start : owned.end].copy_(master)
 
 
 def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None:

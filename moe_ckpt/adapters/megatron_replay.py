@@ -205,9 +205,13 @@ def require_replayable(state: TrainingState) -> None:
         (config, "mtp_standalone"),
         (ddp_config, "use_megatron_fsdp"),
         (ddp_config, "overlap_param_gather"),  # weights that the next forward gathers
-        *((optimizer.config, "use_precision_aware_optimizer") for optimizer in state.inner_optimizers),
+        *((config, name) for name in ("fp8", "fp4", "fp8_param", "enable_cuda_graph", "external_cuda_graph")),
+        (ddp_config, "fp8_param_gather"),
+        *((optimizer.config, "optimizer_cpu_offload") for optimizer in state.inner_optimizers),
     ]
     for owner, name in unsupported:
-        require(not getattr(owner, name, False), f"snapshots in memory: {name}", True, "False")
+        require(not getattr(owner, name, False), f"snapshots in memory: {name}", getattr(owner, name, None), "False")
+    captured = getattr(config, "cuda_graph_impl", "none")
+    require(captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none")
     num_instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
     require(num_instances == 1, "snapshots in memory: num_distributed_optimizer_instances", num_instances, "1")

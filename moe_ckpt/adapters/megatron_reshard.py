@@ -8,6 +8,7 @@ directories that hold no checkpoint, or what a run is.
     0  optimizer 0, 1   step count, loss scaler -> all that there are here   (experts have their own where EP > 1)
     r  buffers          by global layer -> the ranks that have the layer     (rank 0 reads all, and tells)
     r  generators       stay behind: seeded as at a run's start, for the iteration
+    r  stored states    stay behind: scales belong to shards; numbers are stored again with the scales of those here
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 
 from moe_ckpt.adapters.megatron_buffers import merge_buffers
-from moe_ckpt.adapters.megatron_state import BUFFERS, RNG_STATE, TrainingState, sharded_state
+from moe_ckpt.adapters.megatron_state import BUFFERS, RNG_STATE, STORED_STATES, TrainingState, sharded_state
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.errors import CheckpointLoadError
 
+_NOT_AS_SAVED = (RNG_STATE, BUFFERS, STORED_STATES, "optimizer")
 _OPTIMIZER, _SAVED_BUFFERS = "optimizer here", "buffers of all ranks"
 
 
@@ -48,7 +50,7 @@ class Reshard:
         Raises CheckpointLoadError on all ranks where the vocabulary is padded to another size than it was.
         """
         gather_results(TorchRanks(), lambda: _require_same_padding(self._here, self._directory), CheckpointLoadError)
-        asked = {key: part for key, part in self._here.items() if key not in (RNG_STATE, BUFFERS, "optimizer")}
+        asked = {key: part for key, part in self._here.items() if key not in _NOT_AS_SAVED}
         asked[_OPTIMIZER] = self._here["optimizer"]  # apart: what common.pt has of optimizers is of another form
         asked[_SAVED_BUFFERS] = _all_buffers(self._num_ranks) if dist.get_rank() == 0 else {}
         return asked

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from moe_ckpt.adapters import fp8_linear, optimizer_state
 from moe_ckpt.adapters.megatron_buffers import buffers_by_name, restore_buffers_by_name
+from moe_ckpt.adapters.optimizer_state import counts_steps_per_parameter, torch_optimizer
 
-BUFFERS, RNG_STATE = "buffers", "rng_state"  # per-rank parts of a sharded state
-_TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+BUFFERS, RNG_STATE, STORED_STATES = "buffers", "rng_state", "stored_states"  # per-rank parts of a sharded state
 _SHARDING_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
     "chained_optim_avoid_prefix": True,
@@ -50,7 +50,7 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor that the next iteration depends on, under a name that is stable over restarts."""
     for index, chunk in enumerate(state.model):
         for name, parameter in chunk.named_parameters():
-            yield f"model{index}.{name}", parameter.detach()
+            yield f"model{index}.{name}", fp8_linear.forward_values(parameter)
         for name, buffer in chunk.named_buffers():
             yield f"model{index}.{name}", buffer
     for index, optimizer in enumerate(state.inner_optimizers):
@@ -64,67 +64,10 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _optimizer_tensors(prefix: str, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    inner = torch_optimizer(optimizer)
-    counts_steps_per_group = not isinstance(inner, _TORCH_ADAMS)  # fused Adams; in torch's, a loader leaves a stale one
-    for group_index, group in enumerate(inner.param_groups if inner else []):
-        for key in ("lr", "step") if counts_steps_per_group else ("lr",):
-            if key in group:
-                yield f"{prefix}.{group_index}.{key}", torch.tensor(float(group[key]), dtype=torch.float64)
-        for index, parameter in enumerate(group["params"]):
-            name = f"{prefix}.{group_index}.{index}"
-            yield f"{name}.master", parameter.detach()
-            for key, value in sorted(cast("Any", inner).state[parameter].items()):
-                yield f"{name}.{key}", torch.as_tensor(value)
+    yield from ((f"{prefix}.{name}", tensor) for name, tensor in optimizer_state.named_tensors(optimizer))
     scaler = getattr(optimizer, "grad_scaler", None)
     for key, value in sorted((scaler.state_dict() if scaler else {}).items()):
         yield f"{prefix}.scaler.{key}", torch.as_tensor(value)
-
-
-def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:
-    return optimizer.optimizer  # None on a rank that holds no parameter of this kind
-
-
-def optimizer_tensors(state: TrainingState) -> Iterator[torch.Tensor]:
-    """Yield master weights, moments and step counts of this rank, in place."""
-    for optimizer in state.inner_optimizers:
-        inner = torch_optimizer(optimizer)
-        for group in inner.param_groups if inner else []:
-            for parameter in group["params"]:
-                yield parameter.data
-                yield from (value for value in cast("Any", inner).state[parameter].values() if torch.is_tensor(value))
-
-
-def optimizer_slots(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return this rank's master weights of a parameter and Adam's state of them: its shard, or the whole."""
-    if isinstance(optimizer, DistributedOptimizer):
-        slots = optimizer._get_main_param_and_optimizer_states(parameter)
-        return slots["param"], slots
-    master = getattr(parameter, "main_param", parameter)
-    return master, cast("Any", optimizer.optimizer).state[master]
-
-
-def step_count(optimizer: MegatronOptimizer) -> float:
-    """Return how many updates an inner optimizer has made; 0 for one that has no parameters on this rank."""
-    inner = torch_optimizer(optimizer)
-    for group in inner.param_groups if inner else []:
-        if not isinstance(inner, _TORCH_ADAMS):
-            return float(group.get("step", 0))
-        for parameter in group["params"]:
-            return float(cast("Any", inner).state[parameter]["step"])
-    return 0.0
-
-
-def write_step_count(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, steps: float) -> None:
-    """Set the number of updates made of a parameter; fused Adams count for all of them together.
-
-    It gets a tensor of its own: a load that was cut off has left the same one to all (`_load_optimizer`).
-    """
-    inner = torch_optimizer(optimizer)
-    if isinstance(inner, _TORCH_ADAMS):
-        master, slots = optimizer_slots(optimizer, parameter)
-        cast("Any", inner).state[master]["step"] = torch.full_like(slots["step"], steps)
-    for group in inner.param_groups if inner and not isinstance(inner, _TORCH_ADAMS) else []:
-        group["step"] = int(steps)
 
 
 def digest_of(state: TrainingState) -> str:
@@ -146,18 +89,7 @@ def allocate_optimizer_state(state: TrainingState) -> None:
     Megatron can neither save nor load an Adam that has not stepped yet: a fresh one, or one whose steps all overflowed.
     """
     for optimizer in state.inner_optimizers:
-        inner = torch_optimizer(optimizer)
-        for group in inner.param_groups if inner else []:
-            for parameter in group["params"]:
-                _allocate_moments(cast("Any", inner).state[parameter], parameter, inner)
-
-
-def _allocate_moments(slots: dict[str, Any], parameter: torch.Tensor, inner: Any) -> None:
-    if slots or not isinstance(inner, _TORCH_ADAMS):
-        return
-    slots["step"] = torch.tensor(0.0, dtype=torch.float32)
-    slots["exp_avg"] = torch.zeros_like(parameter)
-    slots["exp_avg_sq"] = torch.zeros_like(parameter)
+        optimizer_state.allocate(optimizer)
 
 
 def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
@@ -174,7 +106,29 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
         "opt_param_scheduler": state.scheduler.state_dict(),
         RNG_STATE: _per_rank(RNG_STATE, _rng_tensors()),
         BUFFERS: _per_rank(BUFFERS, buffers_by_name(state.model)),
+        **_stored_states(state),
     }
+
+
+def _stored_states(state: TrainingState) -> dict[str, ShardedObject]:
+    """Return optimizer states as they are stored, where Megatron saves the numbers that they stand for.
+
+    Numbers that are stored again get another scale: only at the same layout, with these, is a state the same.
+    """
+    if not any(optimizer_state.is_rounded(optimizer) for optimizer in state.inner_optimizers):
+        return {}
+    stored = {
+        f"{index}.{name}": tensor
+        for index, optimizer in enumerate(state.inner_optimizers)
+        for name, tensor in optimizer_state.named_tensors(optimizer)
+    }
+    return {STORED_STATES: _per_rank(STORED_STATES, stored)}
+
+
+def _restore_stored_states(state: TrainingState, stored: Mapping[str, torch.Tensor]) -> None:
+    for index, optimizer in enumerate(state.inner_optimizers):
+        for name, tensor in optimizer_state.named_tensors(optimizer):
+            tensor.copy_(stored[f"{index}.{name}"])
 
 
 def _count_steps_without_parameters(state: TrainingState) -> None:
@@ -184,7 +138,7 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
     """
     for optimizer in state.inner_optimizers:
         inner = torch_optimizer(optimizer)
-        if isinstance(inner, _TORCH_ADAMS) and not optimizer.get_parameters():
+        if inner and counts_steps_per_parameter(optimizer) and not optimizer.get_parameters():
             cast("Any", inner).state["no parameters"] = {"step": torch.tensor(float(state.scheduler.num_steps))}
 
 
@@ -198,6 +152,8 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
     state.scheduler.num_steps = 0  # loading adds the saved steps to those taken
     state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     restore_buffers_by_name(state.model, loaded[BUFFERS])
+    if STORED_STATES in loaded:
+        _restore_stored_states(state, loaded[STORED_STATES])
     if RNG_STATE in loaded:
         _restore_rng_tensors(loaded[RNG_STATE])
 
@@ -220,7 +176,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
     among a sharded optimizer's tensors, where it did not save them; and it does not save an unsharded one's count of 0.
     """
     sharded, inner = part.pop("param_state", None), torch_optimizer(optimizer)
-    if sharded is None and isinstance(inner, _TORCH_ADAMS):
+    if sharded is None and inner and counts_steps_per_parameter(optimizer):
         part.get("optimizer", part).setdefault("state", {}).setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(part)
     slots = list(cast("Any", inner).state.values()) if inner else []

@@ -15,7 +15,8 @@ import torch
 
 from moe_ckpt.adapters import megatron_cpu
 from moe_ckpt.adapters.megatron_operators import bare_model
-from moe_ckpt.adapters.megatron_state import TrainingState, optimizer_tensors, restore_small_state, small_state
+from moe_ckpt.adapters.megatron_state import TrainingState, restore_small_state, small_state
+from moe_ckpt.adapters.optimizer_state import named_tensors, torch_optimizer
 
 _LOST_STD = 0.02  # like fresh weights: what flows on from a stage that lost its state stays finite
 
@@ -58,7 +59,10 @@ def _wipe(state: TrainingState) -> None:
     generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
     tensors = [parameter.data for chunk in state.model for parameter in chunk.parameters()]
     tensors += [cast("Any", parameter).main_grad for chunk in state.model for parameter in chunk.parameters()]
-    tensors += optimizer_tensors(state)
+    for optimizer in state.inner_optimizers:
+        tensors += [tensor for _, tensor in named_tensors(optimizer)]
+        for group in getattr(torch_optimizer(optimizer), "param_groups", []):
+            group.update({"step": 0} if "step" in group else {})
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
     for chunk in state.model:

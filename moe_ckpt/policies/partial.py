@@ -40,9 +40,8 @@ class MoeStage:
         self._others = tuple(np.setdiff1d(np.arange(len(table.operators)), self._experts).tolist())
         self._units: dict[tuple[int, ...], UnitPlan] = {}
         num_ranks = len(table.full_bytes)
-        of_experts = table.full_bytes[:, experts].reshape(num_ranks, self.num_layers, self.num_experts)
-        thirds = {"both": 3, "weights": 1, "moments": 2}[partial_state]  # master, exp_avg, exp_avg_sq: equally large
-        self.expert_bytes: IntArray = of_experts * thirds // 3
+        of_experts = table.bytes_of(partial_state)[:, experts]
+        self.expert_bytes: IntArray = of_experts.reshape(num_ranks, self.num_layers, self.num_experts)
         self.core_bytes: IntArray = table.full_bytes.sum(axis=1) - self.expert_bytes.sum(axis=(1, 2))
 
     @property

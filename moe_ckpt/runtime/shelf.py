@@ -15,7 +15,17 @@ import torch
 from moe_ckpt.runtime.stage import Operators, Place, Stage
 from moe_ckpt.runtime.tokens import TokenAccount
 from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.codec import BUFFER, MASTER, MOMENTS, PartKey, Snapshot, SnapshotHeader, UnitTag
+from moe_ckpt.store.codec import (
+    BUFFER,
+    COMPUTE,
+    MASTER,
+    MOMENTS,
+    PartKey,
+    Snapshot,
+    SnapshotHeader,
+    UnitTag,
+    scaled_role,
+)
 from moe_ckpt.store.journal import Journal, read_kept
 from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.memory import SnapshotMemory, Window, group_windows
@@ -174,11 +184,12 @@ class UnitShelf:
         return Wanted(header, lambda: self._pieces(unit), changing, gradients)
 
     def _pieces(self, unit: UnitPlan) -> list[Piece]:
-        groups = ((unit.full, (MASTER, *MOMENTS)), (unit.weights, (MASTER,)), (unit.moments, MOMENTS))
+        weights = (MASTER, COMPUTE)
+        groups = ((unit.full, (*weights, *MOMENTS)), (unit.weights, weights), (unit.moments, MOMENTS))
         names = self._operators.table.operators
         roles = {str(names[position]): wanted for positions, wanted in groups for position in positions}
         pieces = self._operators.pieces(frozenset((*unit.full, *unit.weights, *unit.moments)), frozenset())
-        return [piece for piece in pieces if piece[0].role in roles[piece[0].operator]]
+        return [piece for piece in pieces if scaled_role(piece[0].role) in roles[piece[0].operator]]
 
     def _facts(self, plan: PartialPlan) -> list[Piece]:
         """Return what the core holds beside operators."""

@@ -122,7 +122,7 @@ def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
     operators = job.shape.operators[where]
     num_moe_layers = sum(operator.kind is OperatorKind.GATE for operator in operators)
     num_layers = sum(operator.kind is OperatorKind.BLOCK for operator in operators)
-    layout, tensor_bytes = job.layout, job.micro_batch_tokens * job.shape.hidden_size * job.formats.compute_bytes
+    layout, tensor_bytes = job.layout, job.micro_batch_tokens * job.shape.hidden_size * job.formats.activation_bytes
     flops = 2 * 3 * float(job.work[where].sum()) * job.micro_batch_tokens / layout.tp
     compute_s = flops / (cluster.flops_per_s * cluster.efficiency)
     in_node = layout.ep * layout.tp <= cluster.gpus_per_node

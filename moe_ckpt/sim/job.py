@@ -58,13 +58,14 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatsConfig:
-    """Bytes a parameter: as forward uses it, and in the whole state (master weight and moments)."""
+    """Bytes a parameter: as forward uses it, and in the whole state; bytes of an element of an activation."""
 
     compute_bytes: float
     full_bytes: float
+    activation_bytes: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("compute_bytes", "full_bytes"):
+        for name in ("compute_bytes", "full_bytes", "activation_bytes"):
             require(getattr(self, name) > 0, f"formats.{name}", getattr(self, name), "more than 0")
 
 
@@ -174,7 +175,7 @@ class Job:
     def boundary_log_bytes(self, stage: int) -> int:
         """Return the bytes that a rank sends to neighbouring stages in an iteration: activations and gradients."""
         num_neighbours = (stage > 0) + (stage < self.layout.pp - 1)
-        tensor_bytes = self.micro_batch_tokens * self.shape.hidden_size * self.formats.compute_bytes / self.layout.tp
+        tensor_bytes = self.micro_batch_tokens * self.shape.hidden_size * self.formats.activation_bytes / self.layout.tp
         return int(num_neighbours * self.num_micro_batches * tensor_bytes)
 
     def _token_bytes(self, stage: int) -> int:

@@ -24,11 +24,11 @@ from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.types import ParallelLayout, RunIdentity, Version
 
 FORMAT_VERSION = 1
-ROLES = COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = ("compute", "master", "exp_avg", "exp_avg_sq", "buffer")
+COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = "compute", "master", "exp_avg", "exp_avg_sq", "buffer"
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+_SCALE = ".scale"
+ROLES = (COMPUTE, MASTER, *MOMENTS, BUFFER, *(f"{role}{_SCALE}" for role in (COMPUTE, MASTER, *MOMENTS)))
 
-# Tensors are stored in the precision that training holds them in. This table is the seam where FP8 will be added: a
-# quantized tensor needs a name here, and a part of its own for its scales.
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -36,12 +36,28 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "int64": torch.int64,
     "int32": torch.int32,
+    "int16": torch.int16,
     "uint8": torch.uint8,
+    "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
     "bool": torch.bool,
 }
+"""Tensors are stored as training holds them; one that has a scale has it in a part of its own."""
+
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 T = TypeVar("T")
+
+
+def scale_of(role: str) -> str:
+    """Return the role of the scale, float32 [1], that a part's values are to be multiplied with."""
+    return f"{role}{_SCALE}"
+
+
+def scaled_role(role: str) -> str:
+    """Return the role that a scale belongs to; another role is its own."""
+    return role.removesuffix(_SCALE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

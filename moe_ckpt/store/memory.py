@@ -18,16 +18,11 @@ from typing import Protocol
 import torch
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.store.codec import Snapshot
+from moe_ckpt.store.codec import ROLES, Snapshot, scaled_role
 from moe_ckpt.store.updates import Gradients
 
-BYTES_OF_ROLE = {
-    "master": "full_bytes",
-    "exp_avg": "full_bytes",
-    "exp_avg_sq": "full_bytes",
-    "compute": "compute_bytes",
-    "buffer": "buffer_bytes",
-}
+_BYTES = {"master": "full_bytes", "exp_avg": "full_bytes", "exp_avg_sq": "full_bytes", "compute": "compute_bytes"}
+BYTES_OF_ROLE = {role: _BYTES.get(scaled_role(role), "buffer_bytes") for role in ROLES}
 
 
 class HostMemory(Protocol):

@@ -78,10 +78,11 @@ def update_key(target: str) -> str:
 
 
 def can_be_updated(header: SnapshotHeader) -> bool:
-    """Return whether a step of Adam changes all of a snapshot: it holds whole optimizer state and nothing else."""
+    """Return whether a step of torch's Adam changes all of a snapshot: it holds whole FP32 state and nothing else."""
     tensors = {(part.key.operator, part.key.tensor) for part in header.parts}
     keys = {part.key for part in header.parts}
-    return keys == {PartKey(operator=op, tensor=name, role=role) for op, name in tensors for role in (MASTER, *MOMENTS)}
+    whole = {PartKey(operator=op, tensor=name, role=role) for op, name in tensors for role in (MASTER, *MOMENTS)}
+    return keys == whole and all(part.dtype == torch.float32 for part in header.parts)
 
 
 def update_to_bytes(update: Update) -> bytes:

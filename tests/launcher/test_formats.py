@@ -1,0 +1,197 @@
+"""Number formats of Table 7 (MoEvement): a run that loses its state ends bit for bit where the uninterrupted run ends.
+
+The digest covers payloads, scales and step counts. Formats and policies are paired, not multiplied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.config import Settings, compose_settings
+from launcher.run import run
+from moe_ckpt.adapters import megatron_operators
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.events import StateLost, StateResumed
+from moe_ckpt.formats import StateFormat
+from moe_ckpt.ports import TrainingHooks
+from moe_ckpt.runtime.session import Session
+from moe_ckpt.store.codec import COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, scale_of
+from moe_ckpt.types import Phase
+from tests.campaign import Fault, Point, all_go_back, lose_nodes, survive
+from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.references import outcome_of, uninterrupted
+from tests.training import Kill, events_of, fast, job_settings, losing, train
+
+E4M3 = torch.float8_e4m3fn
+SCALED = (torch.float16, E4M3)
+PP2_DP2 = ("parallel.pp=2", "parallel.ep=2", "train.iterations=8")
+TABLE_7 = ("fp16_fp16_fp16", "fp8_fp32_fp32", "fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8")
+REMAINDERS = "bf16 precision.master=remainder precision.exp_avg=fp8 precision.exp_avg_sq=fp16"
+
+
+GROUPED = "bf16 model.moe_grouped_gemm=true"
+GROUPED_FP8 = "fp8_fp16_fp8 model.moe_grouped_gemm=true"
+
+
+@pytest.mark.parametrize("precision", [*TABLE_7, REMAINDERS, GROUPED, GROUPED_FP8])
+def test_a_lost_state_is_rebuilt_in_every_format(precision: str, tmp_path: Path) -> None:
+    training = (*PP2_DP2, *f"precision={precision}".split(" "))
+    result = train(4, tmp_path, *training, *losing((5, 0, "backward"), (6, 1, "step")), "ckpt.window=3")
+    assert len(events_of(tmp_path, StateLost, 0)) == 1
+    assert outcome_of(tmp_path, result) == uninterrupted(4, *training)
+
+
+@pytest.mark.parametrize("precision", ["fp16_fp16_fp16", "fp8_fp16_fp8", REMAINDERS, GROUPED])
+def test_a_resumed_run_is_exact_in_every_format(precision: str, tmp_path: Path) -> None:
+    training = (*PP2_DP2, *f"precision={precision}".split(" "))
+    dense = ("ckpt=dense", "ckpt.every_iters=3", *training)
+    with pytest.raises(RankFailedError, match="died"):
+        train(4, tmp_path, *dense, kill=Kill(ranks=(0, 1, 2, 3), iteration=5, phase="start"))
+    result = train(4, tmp_path, *dense)
+    assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [3]
+    assert outcome_of(tmp_path, result) == uninterrupted(4, *training)
+
+
+IN_BACKWARD, NODE_LOST = Point(1, Phase.BACKWARD, 5), Point(0, Phase.REDUCE, 9)
+ALL_EXPERTS = {
+    "moc": ("ckpt.k_snapshot=4", "ckpt.k_persist=4"),
+    "moetion": ("ckpt.experts=4", "ckpt.remote_experts=4"),
+}
+
+
+def _faults(policy: str) -> list[Fault]:
+    node: dict[str, Any] = {"kills": [3], "then": lose_nodes, "fetched": policy not in ("checkfreq", "moc")}
+    if policy == "moevement":
+        return [
+            Fault(name="a process", at=[IN_BACKWARD], back_to=4, replaying=(0, 1), executed=None),
+            Fault(name="a node", at=[NODE_LOST], back_to=8, replaying=(2, 3), executed=None, **node),
+        ]
+    if policy == "checkfreq":
+        node["resumed"] = "local disk"
+    to = range(3, 9)
+    return [all_go_back("a process", range(3, 5), IN_BACKWARD), all_go_back("a node", to, NODE_LOST, **node)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "precision", "settings"),
+    [
+        ("moevement", "fp8_fp16_fp8", ("ckpt.window=2",)),
+        ("gemini", "fp16_fp16_fp16", ("ckpt.every_iters=3",)),
+        ("checkfreq", "fp8_fp8_fp8", ("ckpt.every_iters=3",)),
+        ("moc", "fp8_fp16_fp32", ALL_EXPERTS["moc"]),
+        ("moetion", REMAINDERS, ALL_EXPERTS["moetion"]),
+        pytest.param("moetion", "fp8_fp32_fp32", ALL_EXPERTS["moetion"], marks=pytest.mark.full),
+        pytest.param("moevement", "fp16_fp16_fp16", ("ckpt.window=3",), marks=pytest.mark.full),
+    ],
+)
+def test_ranks_die_and_the_run_is_exact(policy: str, precision: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    training = ("train.iterations=11", *f"precision={precision}".split(" "))
+    survive(tmp_path, _faults(policy), *training, ckpt=policy, settings=settings)
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    training = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=2", "train.lr_decay_iters=4", "parallel.pp=2")
+    train(2, tmp_path, *training, "precision=fp8_fp16_fp8")
+    with pytest.raises(RankFailedError, match=r"saved by model \w+ in FP8/FP16/FP8\+FP16, wanted model \w+"):
+        train(2, tmp_path, *training, "precision=bf16", "train.iterations=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("precision=fp8_fp16_fp8", "train.distributed_optimizer=false"), r"train\.distributed_optimizer: got False"),
+        (("precision=fp16", "precision.fp8=true"), r"precision\.dtype: got 'fp16', wanted bf16 where precision\.fp8"),
+        (("precision=fp32", "precision.master=remainder"), r"precision\.dtype: got 'fp32', wanted bf16 where prec"),
+        (("precision.master=fp4",), r"precision\.master: got 'fp4', wanted one of fp32, fp16, remainder, fp8"),
+        (("precision.exp_avg=int8",), r"precision\.exp_avg: got 'int8', wanted one of fp32, bf16, fp16, fp8"),
+    ],
+)
+def test_a_format_that_cannot_be_is_one_error(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises((RankFailedError, ConfigError), match=message):
+        train(2, tmp_path, "ckpt=moevement", "train.iterations=2", *overrides)
+
+
+# --- what a snapshot holds
+
+
+def _parts_of_window(settings: Settings) -> list[list[tuple[str, str, torch.dtype, int]]]:
+    """Return the parts of each slot of this rank's newest window: tensor, role, type, elements."""
+    sessions: list[TrainingHooks] = []
+    run(settings, store=rank_store(), around_hooks=lambda hooks: sessions.append(hooks) or hooks)
+    (session,) = sessions
+    assert isinstance(session, Session)
+    assert session.sparse is not None
+    window = session.sparse.stores.memory.windows()[0]
+    return [
+        [(part.key.tensor, part.key.role, part.dtype, part.numel) for part in s.header.parts] for s in window.snapshots
+    ]
+
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("precision", [*TABLE_7, REMAINDERS])
+def test_a_slot_holds_the_bytes_of_the_formula(precision: str, tmp_path: Path) -> None:
+    """By element: operators of slot k in full, those of later slots as compute weights; scales are 4 bytes a tensor."""
+    overrides = (*PP2_DP2, *f"precision={precision}".split(" "), "ckpt=moevement", "ckpt.window=3")
+    settings = compose_settings((*fast(*overrides), f"run.dir={tmp_path}"))
+    stored = settings.precision.state_format
+    for slots in run_ranks(4, _parts_of_window, settings):
+        taken = [{tensor: size for tensor, role, _, size in parts if role == MASTER} for parts in slots]
+        for index, parts in enumerate(slots):
+            later = {tensor: size for others in taken[index + 1 :] for tensor, size in others.items()}
+            compute = later if stored.derives_compute else later | taken[index]
+            for role, sizes in (
+                (MASTER, taken[index]),
+                (EXP_AVG, taken[index]),
+                (EXP_AVG_SQ, taken[index]),
+                (COMPUTE, compute),
+            ):
+                found = {tensor: size for tensor, of, _, size in parts if of == role and size}
+                assert found == {tensor: size for tensor, size in sizes.items() if size}, (role, index)
+                scales = {tensor for tensor, of, _, _ in parts if of == scale_of(role)}
+                dtypes = {tensor: dtype for tensor, of, dtype, size in parts if of == role and size}
+                assert set(dtypes.values()) <= _dtypes_of(stored, role, settings.precision.dtype), (role, dtypes)
+                scaled = {
+                    tensor for tensor, dtype in dtypes.items() if dtype in SCALED and (role != COMPUTE or dtype == E4M3)
+                }
+                assert scales >= scaled
+        assert index == 2
+
+
+def _dtypes_of(stored: StateFormat, role: str, activations: str) -> set[torch.dtype]:
+    if role == COMPUTE:
+        return {TORCH[stored.compute], TORCH[activations]}  # FP8: of linear layers in the decoder only
+    chosen = {MASTER: stored.master, EXP_AVG: stored.exp_avg, EXP_AVG_SQ: stored.exp_avg_sq}[role]
+    return {torch.int16 if chosen == "remainder" else TORCH[chosen]}
+
+
+# --- everything that a format stores is needed
+
+
+def _run_without(settings: Settings, left_out: str) -> dict[str, Any]:
+    copy_part = megatron_operators._copy_part
+
+    def copy_all_but_one(parts: Any, key: PartKey, target: torch.Tensor) -> None:
+        if key.role == left_out:
+            target.fill_(1.0)
+        else:
+            copy_part(parts, key, target)
+
+    megatron_operators._copy_part = copy_all_but_one
+    return run(settings, store=rank_store())
+
+
+@pytest.mark.parametrize(
+    "left_out", [COMPUTE, scale_of(COMPUTE), scale_of(MASTER), scale_of(EXP_AVG), scale_of(EXP_AVG_SQ), "nothing"]
+)
+def test_a_part_that_is_left_out_is_missed(left_out: str, tmp_path: Path) -> None:
+    training = ("parallel.pp=2", "train.iterations=6", "precision=fp8_fp16_fp8")
+    recovery = (*losing((5, 0, "step")), "ckpt.window=2")
+    result = run_ranks(2, _run_without, job_settings(tmp_path, *training, *recovery), left_out)[0]
+    is_same = result["digest_per_rank"] == uninterrupted(2, *training).digest_per_rank
+    assert is_same == (left_out == "nothing")
