@@ -20,6 +20,9 @@ from moe_ckpt.sim.hardware import ClusterConfig
 CELLS = CONF_DIR.parent / "benchmarks" / "published.csv"
 CLUSTERS = ("a100_azure", "h100_ib", "h200", "local")
 NEAR = 0.02
+EXACT = "table7_exact"
+"""The experiment that takes Table 7's formats with the bytes that bit-exact snapshots need."""
+
 OWN_RUNS = ("<!-- own runs: written by benchmarks/predicted.py -->", "<!-- end of own runs -->")
 _GIGA = 1e9
 _TEXT = """\
@@ -74,6 +77,13 @@ means over {runs} runs of 12 hours with Poisson faults, each of which takes a no
 {own}
 
 {tables}
+## Table 7 with exact bytes
+
+ETTR of MoEvement where an operator in full has its compute weights as well, wherever they are not the rounding of the
+stored master weights ([formats.md](formats.md)), beside the bytes that the paper counts.
+
+{exact}
+
 ## Constants
 
 What each key means stands in [conf/cluster/h200.yaml](../conf/cluster/h200.yaml).
@@ -137,6 +147,8 @@ def write_page(path: Path, arguments: Sequence[str], cells: Sequence[Cell], say:
         rows = list(run_experiment([f"experiment={experiment}", *arguments], **names))
         runs = str(rows[0].result.simulation.general.runs)
         compared += compare_cells(of_it, rows)
+    cases = {one.cell.case for one in compared if _has_exact(one.cell)}
+    exact = list(run_experiment([f"experiment={EXACT}", *arguments], cases=cases)) if cases else []
     own = path.read_text() if path.exists() else ""
     text = _TEXT.format(
         own=OWN_RUNS[0] + own.partition(OWN_RUNS[0])[2].partition(OWN_RUNS[1])[0] + OWN_RUNS[1],
@@ -144,6 +156,7 @@ def write_page(path: Path, arguments: Sequence[str], cells: Sequence[Cell], say:
         runs=runs,
         summary="\n".join(_summary(compared)),
         tables="\n".join(_tables(compared)),
+        exact="\n".join(_exact(compared, {(row.case, row.variant): row.result for row in exact})),
         constants="\n".join(_constants()),
     )
     path.write_text(text.replace(" `;", "`;"))
@@ -192,6 +205,21 @@ def _line(one: Compared) -> str:
     relative = f" ({one.deviation / cell.value:+.0%})" if cell.value else ""
     numbers = f"{cell.value:g} | {one.predicted:.4g} | {one.deviation:+.3g}{relative}"
     return f"| {cell.case} | {cell.policy} | {cell.variant} | {cell.metric} | {numbers} | {notes} |"
+
+
+def _exact(compared: Sequence[Compared], exact: Mapping[tuple[str, str], Result]) -> Iterator[str]:
+    """Yield a table of MoEvement's ETTR in Table 7, with both counts of bytes."""
+    yield "| formats | MTBF | published | the paper's bytes | exact bytes |"
+    yield "| --- | --- | --- | --- | --- |"
+    for one in compared:
+        cell = one.cell
+        if _has_exact(cell):
+            predicted = exact[cell.case, cell.variant].prediction.ettr
+            yield f"| {cell.case} | {cell.variant} | {cell.value:g} | {one.predicted:.4f} | {predicted:.4f} |"
+
+
+def _has_exact(cell: Cell) -> bool:
+    return (cell.source, cell.policy, cell.metric) == ("Table 7", "MoEvement", "ettr")
 
 
 def _constants() -> Iterator[str]:
