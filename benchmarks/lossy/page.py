@@ -25,9 +25,9 @@ from benchmarks.lossy.variants import (
     NUDGED,
     NUDGED_MORE,
     OTHER_SEED,
-    RANKS,
     VARIANTS,
 )
+from benchmarks.runs import RANKS
 
 _MIB = 1 << 20
 _STYLES = {

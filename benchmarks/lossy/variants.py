@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RANKS = 4
 ITERATIONS = 400
 PLT_LIMIT = 0.0375
 
