@@ -29,7 +29,6 @@ from tests.training import Kill, events_of, fast, job_settings, losing, train
 E4M3 = torch.float8_e4m3fn
 SCALED = (torch.float16, E4M3)
 PP2_DP2 = ("parallel.pp=2", "parallel.ep=2", "train.iterations=8")
-TABLE_7 = ("fp16_fp16_fp16", "fp8_fp32_fp32", "fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8")
 REMAINDERS = "bf16 precision.master=remainder precision.exp_avg=fp8 precision.exp_avg_sq=fp16"
 
 
@@ -37,7 +36,20 @@ GROUPED = "bf16 model.moe_grouped_gemm=true"
 GROUPED_FP8 = "fp8_fp16_fp8 model.moe_grouped_gemm=true"
 
 
-@pytest.mark.parametrize("precision", [*TABLE_7, REMAINDERS, GROUPED, GROUPED_FP8])
+def _full(*rows: str) -> list[Any]:
+    return [pytest.param(row, marks=pytest.mark.full) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "fp16_fp16_fp16",
+        "fp8_fp32_fp32",
+        REMAINDERS,
+        GROUPED_FP8,
+        *_full("fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8", GROUPED),
+    ],
+)
 def test_a_lost_state_is_rebuilt_in_every_format(precision: str, tmp_path: Path) -> None:
     training = (*PP2_DP2, *f"precision={precision}".split(" "))
     result = train(4, tmp_path, *training, *losing((5, 0, "backward"), (6, 1, "step")), "ckpt.window=3")
@@ -45,7 +57,7 @@ def test_a_lost_state_is_rebuilt_in_every_format(precision: str, tmp_path: Path)
     assert outcome_of(tmp_path, result) == uninterrupted(4, *training)
 
 
-@pytest.mark.parametrize("precision", ["fp16_fp16_fp16", "fp8_fp16_fp8", REMAINDERS, GROUPED])
+@pytest.mark.parametrize("precision", [GROUPED_FP8, *_full("fp16_fp16_fp16", "fp8_fp16_fp8", REMAINDERS, GROUPED)])
 def test_a_resumed_run_is_exact_in_every_format(precision: str, tmp_path: Path) -> None:
     training = (*PP2_DP2, *f"precision={precision}".split(" "))
     dense = ("ckpt=dense", "ckpt.every_iters=3", *training)
@@ -81,8 +93,8 @@ def _faults(policy: str) -> list[Fault]:
     [
         ("moevement", "fp8_fp16_fp8", ("ckpt.window=2",)),
         ("gemini", "fp16_fp16_fp16", ("ckpt.every_iters=3",)),
-        ("checkfreq", "fp8_fp8_fp8", ("ckpt.every_iters=3",)),
-        ("moc", "fp8_fp16_fp32", ALL_EXPERTS["moc"]),
+        pytest.param("checkfreq", "fp8_fp8_fp8", ("ckpt.every_iters=3",), marks=pytest.mark.full),
+        pytest.param("moc", "fp8_fp16_fp32", ALL_EXPERTS["moc"], marks=pytest.mark.full),
         ("moetion", REMAINDERS, ALL_EXPERTS["moetion"]),
         pytest.param("moetion", "fp8_fp32_fp32", ALL_EXPERTS["moetion"], marks=pytest.mark.full),
         pytest.param("moevement", "fp16_fp16_fp16", ("ckpt.window=3",), marks=pytest.mark.full),
@@ -134,7 +146,10 @@ def _parts_of_window(settings: Settings) -> list[list[tuple[str, str, torch.dtyp
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
-@pytest.mark.parametrize("precision", [*TABLE_7, REMAINDERS])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp16_fp16_fp16", "fp8_fp16_fp8", *_full("fp8_fp32_fp32", "fp8_fp16_fp32", "fp8_fp8_fp8", REMAINDERS)],
+)
 def test_a_slot_holds_the_bytes_of_the_formula(precision: str, tmp_path: Path) -> None:
     """By element: operators of slot k in full, those of later slots as compute weights; scales are 4 bytes a tensor."""
     overrides = (*PP2_DP2, *f"precision={precision}".split(" "), "ckpt=moevement", "ckpt.window=3")
