@@ -254,13 +254,11 @@ MODELS = {
     "PP 2, DP 1": (PP2, ("ckpt.window=2",)),
     "DP 4": (("train.global_batch_size=16",), ("ckpt.window=2",)),
 }
-IN_MAKE_TEST = list(MODELS)[:1]
 WORLD_SIZES = {"PP 2, DP 1": 2, "DP 4": 8}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.full) for name in MODELS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
 def test_models_windows_and_layouts(name: str, tmp_path: Path) -> None:
     (model, settings), world_size = MODELS[name], WORLD_SIZES.get(name, 4)
     dies = functools.partial(fault, dp=world_size // 2, executed=None)
@@ -291,7 +289,8 @@ def test_a_process_stands_still_and_a_thread_hangs(tmp_path: Path) -> None:
     assert "no progress for runtime.progress_s=6" in hung
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_without_copies_a_lost_node_leads_back_to_disk(asynchronous: bool, tmp_path: Path) -> None:
     """A checkpoint that is written in the background has not been committed as the next iteration begins."""
     dies = functools.partial(fault, dp=1, executed=2)

@@ -97,11 +97,12 @@ def test_damaged_snapshots_are_not_used(damage: Callable[[Path], None], tmp_path
     assert again.resumed[0].startswith("iter_")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ckpt", "settings"),
     [
         ("moevement", ("ckpt.window=2", "ckpt.disk_every_iters=4")),
-        pytest.param("gemini", ("ckpt.every_iters=3", "ckpt.disk_every_iters=3"), marks=pytest.mark.full),
+        ("gemini", ("ckpt.every_iters=3", "ckpt.disk_every_iters=3")),
     ],
 )
 def test_the_next_start_goes_on_from_local_disks(ckpt: str, settings: tuple[str, ...], tmp_path: Path) -> None:

@@ -143,13 +143,8 @@ def _be_of_another_run(checkpoint: Path) -> None:
     (checkpoint / MARKER).write_text(manifest.replace(run_id, "0" * len(run_id)))
 
 
-@pytest.mark.parametrize(
-    ("ckpt", "settings"),
-    [
-        ("gemini", EVERY_3),
-        pytest.param("moevement", ("ckpt.window=2",), marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("ckpt", "settings"), [("gemini", EVERY_3), ("moevement", ("ckpt.window=2",))])
 def test_a_run_starts_again_from_its_newest_usable_checkpoint(
     ckpt: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:

