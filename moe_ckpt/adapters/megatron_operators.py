@@ -88,8 +88,12 @@ class OwnedParameter:
         if not full or not derives_compute(self.optimizer):
             yield from self._compute_pieces()
 
-    def load(self, parts: Mapping[PartKey, torch.Tensor], *, full: bool, steps: float) -> None:
-        """Put the owned piece of a snapshot in place. Raises CheckpointLoadError for one that is missing or differs."""
+    def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
+        """Put the owned piece of a snapshot in place: the whole state, after so many steps, or the compute weights.
+
+        Raises CheckpointLoadError for a part that is missing or differs.
+        """
+        full = steps is not None
         if full:
             for key, tensor, _ in self._state_pieces():
                 _copy_part(parts, key, tensor)
@@ -104,7 +108,7 @@ class OwnedParameter:
                 _copy_part(parts, self.key(role), tensor)
             payload, *scale = (tensor for _, tensor in loaded)
             weights.copy_(fp8_linear.from_fp8(payload, scale[0]) if scale else payload)
-        if full and self.optimizer_state():
+        if steps is not None and self.optimizer_state():
             write_step_count(self.optimizer, self.parameter, steps)
 
     def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
@@ -216,7 +220,7 @@ class RankOperators:
         """
         loaded = [owned for owned in self.parameters if str(owned.operator) in {*full, *compute}]
         for owned in loaded:
-            owned.load(parts, full=str(owned.operator) in full, steps=adam_steps[owned.optimizer_index])
+            owned.load(parts, adam_steps[owned.optimizer_index] if str(owned.operator) in full else None)
         for buffer in self.buffers:
             if str(buffer.operator) in {*full, *compute}:
                 key, tensor, _ = buffer.piece()

@@ -99,7 +99,7 @@ def named_tensors(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Ten
         for index, updated in enumerate(group["params"]):
             name = f"{group_index}.{index}"
             if not holds_masters(optimizer):  # else it is part of a parameter of the model
-                yield f"{name}.master", updated.detach()
+                yield f"{name}.master", updated.data
             for key, value in sorted(inner.state[updated].items()):
                 stored = _stored(inner, updated, key, key) if torch.is_tensor(value) else {key: torch.as_tensor(value)}
                 yield from ((f"{name}.{role}", tensor) for role, tensor in stored.items())

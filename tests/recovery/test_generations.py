@@ -6,13 +6,10 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.plan import RecoveryPlan
 from moe_ckpt.recovery.target import Target
-from tests.properties import examples
 from tests.recovery.modelled import Job
 
 
@@ -56,13 +53,6 @@ def outcomes_of(target: Target | None, plan: RecoveryPlan) -> list[str]:
         "ends earlier": plan.target_iteration < target.iteration,
     }
     return [name for name, is_so in names.items() if is_so]
-
-
-@pytest.mark.full  # the jobs of seeds below are as random, and 100 times as fast
-@examples(200)
-@given(random=st.randoms(use_true_random=False))
-def test_a_job_with_faults_goes_on_as_if_there_were_none(random: Random) -> None:
-    run(random)
 
 
 @pytest.mark.parametrize(("num_jobs", "least"), [(600, 3), pytest.param(2000, 50, marks=pytest.mark.full)])

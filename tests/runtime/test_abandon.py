@@ -15,6 +15,9 @@ from moe_ckpt.runtime.abandon import Helper, Outcome
 WAIT_S = 30.0
 
 
+Settle = Callable[[Outcome], None]
+
+
 def succeed(outcome: Outcome) -> None:
     outcome.set(None)
 
@@ -23,8 +26,7 @@ def fail(outcome: Outcome) -> None:
     outcome.set(ValueError("its own error"))
 
 
-def abandon(outcome: Outcome) -> None:
-    outcome.abandon()
+abandon: Settle = Outcome.abandon
 
 
 def ending(outcome: Outcome) -> str:
@@ -34,7 +36,7 @@ def ending(outcome: Outcome) -> str:
         return str(error)
 
 
-ENDINGS: dict[Callable[[Outcome], None], str] = {
+ENDINGS: dict[Settle, str] = {
     succeed: "in time",
     fail: "its own error",
     abandon: "abandoned: other ranks were lost",
@@ -43,26 +45,17 @@ ENDINGS: dict[Callable[[Outcome], None], str] = {
 
 @pytest.mark.parametrize("first", ENDINGS)
 @pytest.mark.parametrize("second", ENDINGS)
-def test_the_first_who_settles_an_outcome_counts(
-    first: Callable[[Outcome], None], second: Callable[[Outcome], None]
-) -> None:
+def test_the_first_to_settle_an_outcome_counts(first: Settle, second: Settle) -> None:
     outcome = Outcome()
+    assert not outcome.wait(0.01)
     first(outcome)
     second(outcome)
     assert [ending(outcome) for _ in range(2)] == [ENDINGS[first]] * 2, "waiting again is the same"
     assert outcome.abandoned == (first is abandon)
 
 
-def test_waiting_ends_in_time_where_nothing_does() -> None:
-    outcome = Outcome()
-    assert not outcome.wait(0.0)
-    assert not outcome.wait(0.01)
-    outcome.set(None)
-    assert outcome.wait()
-
-
 @pytest.mark.parametrize("settle", ENDINGS)
-def test_all_who_wait_are_woken(settle: Callable[[Outcome], None]) -> None:
+def test_all_waiting_threads_are_woken(settle: Settle) -> None:
     outcome, started = Outcome(), threading.Barrier(4)
 
     def wait() -> str:
@@ -76,13 +69,13 @@ def test_all_who_wait_are_woken(settle: Callable[[Outcome], None]) -> None:
         assert [waiter.result(WAIT_S) for waiter in waiting] == [ENDINGS[settle]] * 3
 
 
-def test_of_many_at_once_exactly_one_settles_an_outcome() -> None:
+def test_of_threads_at_once_exactly_one_settles_an_outcome() -> None:
     """However the race goes, `abandoned` and what is raised belong together."""
     with ThreadPoolExecutor(2) as threads:
         for _ in range(300):
             outcome, start = Outcome(), threading.Barrier(2)
 
-            def run(settle: Callable[[Outcome], None], outcome: Outcome = outcome, start=start) -> None:
+            def run(settle: Settle, outcome: Outcome = outcome, start=start) -> None:
                 start.wait(WAIT_S)
                 settle(outcome)
 
@@ -130,10 +123,10 @@ def test_an_abandoned_call_goes_on_alone_and_its_helper_ends_with_it() -> None:
 
 
 class Tensors:
-    """Stands for what an operation holds."""
+    """Stands for the tensors of an operation."""
 
 
-def test_a_helper_at_rest_holds_nothing_of_what_it_did() -> None:
+def test_a_helper_at_rest_holds_no_tensors() -> None:
     helper, tensors, done, freed = Helper(), Tensors(), Outcome(), threading.Event()
     weakref.finalize(tensors, freed.set)
     helper.start(lambda tensors=tensors: None, done)

@@ -47,27 +47,39 @@ def _flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", "common.pt"])
-def test_a_damaged_checkpoint_is_reported_and_the_older_one_taken(file: str, interrupted: Run) -> None:
-    folder, expected = interrupted
-    damaged = _checkpoint(folder, 4)
-    _flip_a_bit(damaged / file)
+def test_damaged_checkpoints_are_reported_and_an_older_one_taken(finished: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(finished[0], folder)
+    damaged = {_checkpoint(folder, 6): "common.pt", _checkpoint(folder, 4): "__1_0.distcp"}
+    for directory, file in damaged.items():
+        _flip_a_bit(directory / file)
 
     result = train(2, folder, *DENSE)
 
-    assert [event.source for event in events_of(folder, CheckpointSkipped)] == [str(damaged)]
+    assert [event.source for event in events_of(folder, CheckpointSkipped)] == list(map(str, damaged))
     assert [event.iteration for event in events_of(folder, StateResumed)] == [2]
-    assert result["digest_per_rank"] == expected["digest_per_rank"]
+    assert result["digest_per_rank"] == finished[1]["digest_per_rank"]
 
 
-def test_another_model_is_refused(interrupted: Run) -> None:
-    with pytest.raises(RankFailedError, match=r"saved by model .* wanted model"):
-        train(2, interrupted[0], *DENSE, "precision=fp32")
-
-
-def test_another_learning_rate_is_refused_not_ignored(interrupted: Run) -> None:
-    with pytest.raises(RankFailedError, match=r"0\.123"):
-        train(2, interrupted[0], *DENSE, "train.lr=0.123")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["precision=fp32"], r"saved by model .* wanted model", id="another model"),
+        pytest.param(["train.lr=0.123"], r"0\.123", id="another learning rate"),
+        pytest.param(
+            ["train.resume=never"], r"train.resume: got 'never'.*iter_0000004", id="no resume, and saved ones"
+        ),
+        pytest.param(["train.resume=/nowhere"], r"train.resume: got .*nowhere", id="nothing to resume from"),
+        pytest.param(
+            ["train.iterations=3", "train.lr_decay_iters=6"],
+            r"train.iterations: got 3, wanted at least 4",
+            id="fewer iterations than done",
+        ),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(interrupted: Run, overrides: list[str], message: str) -> None:
+    with pytest.raises(RankFailedError, match=message):
+        train(2, interrupted[0], *DENSE, *overrides)
 
 
 def test_resume_from_the_folder_of_another_run(interrupted: Run, tmp_path: Path) -> None:
@@ -86,22 +98,6 @@ def test_resume_from_one_checkpoint_and_then_from_own_ones(interrupted: Run, tmp
     result = train(2, new, *DENSE, resume)
     assert [event.iteration for event in events_of(new, StateResumed)] == [2, 4]
     assert result["digest_per_rank"] == expected["digest_per_rank"]
-
-
-def test_resume_from_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"train.resume: got .*nowhere"):
-        train(1, tmp_path, f"train.resume={tmp_path / 'nowhere'}", "train.iterations=2")
-
-
-def test_never_does_not_write_over_saved_checkpoints(interrupted: Run) -> None:
-    folder, _ = interrupted
-    with pytest.raises(RankFailedError, match=r"train.resume: got 'never'.*iter_0000004"):
-        train(2, folder, *DENSE, "train.resume=never")
-
-
-def test_fewer_iterations_than_done_is_an_error(interrupted: Run) -> None:
-    with pytest.raises(RankFailedError, match=r"train.iterations: got 3, wanted at least 4"):
-        train(2, interrupted[0], *DENSE, "train.iterations=3", "train.lr_decay_iters=6")
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])

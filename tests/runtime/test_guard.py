@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,9 +19,8 @@ from moe_ckpt.runtime.heartbeat import start_heartbeat
 from moe_ckpt.runtime.membership import Generations
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.types import Phase
-from tests.ranks import _CONTEXT
+from tests.runtime.processes import Child, Watch
 from tests.runtime.trainers import WAIT_S, open_store
-from tests.waits import START_S
 
 HANG_S = 1.0
 PATIENT = GuardLimits(heartbeat_s=WAIT_S, progress_s=WAIT_S, max_deaths=3)
@@ -69,102 +66,63 @@ def fail(page: Page) -> None:
     raise ValueError("the user's own error")
 
 
-class Guarded:
-    """A guard, and the hand on its trainers."""
+class Guarded(Child):
+    """A guard, and the hand on its trainers, which talk on its connection."""
 
-    def __init__(self, folder: Path, limits: GuardLimits, main: Callable[..., None] = guard_main) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, limits: GuardLimits, main: Callable[..., None]) -> None:
         folder.mkdir(exist_ok=True)
+        super().__init__(stack, main, str(folder), limits)
         self.folder = folder
         self.generations = Generations(open_store(str(folder)))
         self.page = Page(folder / "page")
-        self._said = folder / "said"
-        self._connection, theirs = _CONTEXT.Pipe()
-        self.guard = _CONTEXT.Process(target=main, args=(theirs, str(folder), limits))
-        self.guard.start()
-        theirs.close()
-        self._pidfd = 0
         self.meet_trainer()
 
     def meet_trainer(self) -> None:
         """Wait for the next trainer."""
-        if self._pidfd:
-            os.close(self._pidfd)
-        self.life, self.pid, self.guard_pid = self._hear()
-        self._pidfd = os.pidfd_open(self.pid)
+        self.life, self.trainer_pid, self.guard_pid = self.hear()
+        self.trainer = Watch(self.stack, self.trainer_pid)
 
-    def tell(self, act: Act) -> None:
+    def do(self, act: Act) -> None:
         """Let the trainer do something; wait until it has."""
-        self._connection.send(act)
-        assert self._hear() == "done"
-
-    def tell_last(self, act: Act) -> None:
-        """Let the trainer do something that ends it."""
-        self._connection.send(act)
+        self.tell(act)
+        assert self.hear() == "done"
 
     def kill_trainer(self, number: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.pid, number)
-
-    def wait_for_trainers_end(self, timeout_s: float = WAIT_S) -> None:
-        wait_for_end(self._pidfd, timeout_s)
-
-    def exit_status(self) -> int | None:
-        self.guard.join(WAIT_S)
-        return self.guard.exitcode
+        os.kill(self.trainer_pid, number)
 
     def said(self) -> str:
-        return self._said.read_text()
+        return (self.folder / "said").read_text()
 
     @property
     def has_no_successor(self) -> bool:
         """Whether, now that the guard has ended, no other trainer had begun."""
         try:
-            return not self._connection.recv()
+            return not self.connection.recv()
         except EOFError:
             return self.generations.life(0) == self.life
 
-    def end(self) -> None:
-        self.guard.kill()
-        self.wait_for_trainers_end()
-        os.close(self._pidfd)
-        self.guard.join()
-        self.guard.close()
-        self._connection.close()
-
-    def _hear(self) -> Any:
-        assert self._connection.poll(START_S), f"a trainer says nothing: {self.said()}"
-        return self._connection.recv()
-
-
-def wait_for_end(pidfd: int, timeout_s: float = WAIT_S) -> None:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    assert poll.poll(1000 * timeout_s), "a process lives on"
-
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Callable[..., Guarded]]:
+def guarded(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
     """Start a guard with these limits, else those that no test reaches."""
-    with ExitStack() as stack:
 
-        def start(main: Callable[..., None] = guard_main, folder: Path | None = None, **limits: float) -> Guarded:
-            folder = folder or tmp_path / f"guard{len(list(tmp_path.iterdir()))}"
-            guarded = Guarded(folder, replace(PATIENT, **limits), main)
-            stack.callback(guarded.end)
-            return guarded
+    def start(main: Callable[..., None] = guard_main, folder: Path | None = None, **limits: float) -> Guarded:
+        folder = folder or tmp_path / f"guard{len(list(tmp_path.iterdir()))}"
+        return Guarded(stack, folder, replace(PATIENT, **limits), main)
 
-        yield start
+    return start
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_trainer_killed_by_a_signal_is_replaced_by_its_next_life(guarded, number: signal.Signals) -> None:
     rank = guarded()
     assert (rank.life, rank.generations.life(0), rank.generations.current()) == (0, 0, 1)
-    rank.tell(join_first_generation)
-    rank.tell(methodcaller("enter", Phase.BACKWARD, 7))
-    dead = rank.pid
+    rank.do(join_first_generation)
+    rank.do(methodcaller("enter", Phase.BACKWARD, 7))
+    dead = rank.trainer_pid
     rank.kill_trainer(number)
     rank.meet_trainer()
-    assert (rank.life, rank.generations.life(0), rank.pid != dead) == (1, 1, True)
+    assert (rank.life, rank.generations.life(0), rank.trainer_pid != dead) == (1, 1, True)
     assert (rank.page.generation, rank.page.iteration, rank.page.phase) == (0, 0, Phase.BUILD)
     [death] = rank.generations.deaths(1)
     assert (death.global_rank, death.pid, death.signal, death.why) == (0, dead, number.name, f"died of {number.name}")
@@ -186,8 +144,8 @@ def test_a_death_before_joining_ends_nobodys_generation(guarded) -> None:
 @pytest.mark.parametrize(("act", "status"), [(return_zero, 0), (return_three, 3), (fail, 1)])
 def test_an_exit_status_is_passed_on_and_not_repaired(guarded, act: Act, status: int) -> None:
     rank = guarded()
-    rank.tell(join_first_generation)
-    rank.tell_last(act)
+    rank.do(join_first_generation)
+    rank.tell(act)
     assert rank.exit_status() == status
     assert rank.has_no_successor
     assert not rank.generations.has_ended(1)
@@ -198,23 +156,23 @@ def test_too_many_deaths_without_progress_are_given_up(guarded) -> None:
     rank = guarded(max_deaths=3)
     for life in range(3):
         assert rank.life == life
-        rank.tell(methodcaller("enter", Phase.STEP, 4))
+        rank.do(methodcaller("enter", Phase.STEP, 4))
         rank.kill_trainer()
         if life < 2:
             rank.meet_trainer()
     assert rank.exit_status() == 1
     assert rank.has_no_successor
     wanted = "error: rank 0 died 3 times in a row without progress (runtime.max_deaths=3), giving up; the last time: "
-    assert f"{wanted}rank 0 (pid {rank.pid}) died of SIGKILL in step of iteration 4" in rank.said()
+    assert f"{wanted}rank 0 (pid {rank.trainer_pid}) died of SIGKILL in step of iteration 4" in rank.said()
 
 
 def test_progress_lets_the_count_of_deaths_begin_anew(guarded) -> None:
     rank = guarded(max_deaths=3)
     for iteration in (1, 2, 5, 6, 3):
-        rank.tell(methodcaller("enter", Phase.STEP, iteration))
+        rank.do(methodcaller("enter", Phase.STEP, iteration))
         rank.kill_trainer()
         rank.meet_trainer()
-    rank.tell(methodcaller("enter", Phase.STEP, 4))  # what was done before is no progress
+    rank.do(methodcaller("enter", Phase.STEP, 4))  # what was done before is no progress
     rank.kill_trainer()
     assert rank.exit_status() == 1
     assert "died 3 times in a row" in rank.said()
@@ -222,28 +180,28 @@ def test_progress_lets_the_count_of_deaths_begin_anew(guarded) -> None:
 
 def test_a_stopped_trainer_is_killed_and_replaced(guarded) -> None:
     rank = guarded(heartbeat_s=HANG_S)
-    rank.tell(join_first_generation)
+    rank.do(join_first_generation)
     rank.kill_trainer(signal.SIGSTOP)
     rank.meet_trainer()
     [death] = rank.generations.deaths(1)
-    assert death.signal == "SIGKILL"
-    assert death.why == "hung: no heartbeat for runtime.heartbeat_s=1 seconds, killed"
+    wanted = "SIGKILL", f"hung: no heartbeat for runtime.heartbeat_s={HANG_S:g} seconds, killed"
+    assert (death.signal, death.why) == wanted
     assert death.detect_s >= HANG_S
 
 
 def test_a_wedged_trainer_is_killed_but_not_one_that_waits_for_others(guarded) -> None:
     waiting = guarded(progress_s=HANG_S)
-    waiting.tell(join_first_generation)
-    waiting.tell(methodcaller("wait", True))
+    waiting.do(join_first_generation)
+    waiting.do(methodcaller("wait", True))
     wedged = guarded(progress_s=HANG_S)  # later: when it is found, the other has waited for longer
-    wedged.tell(join_first_generation)
+    wedged.do(join_first_generation)
     wedged.meet_trainer()
     [death] = wedged.generations.deaths(1)
     assert death.why == f"hung: no progress for runtime.progress_s={HANG_S:g} seconds, killed"
     assert death.detect_s < HANG_S, "its heart was beating"
-    waiting.tell(methodcaller("enter", Phase.STEP, 9))
+    waiting.do(methodcaller("enter", Phase.STEP, 9))
     assert waiting.life == 0
-    waiting.tell(methodcaller("wait", False))
+    waiting.do(methodcaller("wait", False))
     waiting.meet_trainer()
     [death] = waiting.generations.deaths(1)
     assert (death.iteration, death.why[:17]) == (9, "hung: no progress")
@@ -251,7 +209,7 @@ def test_a_wedged_trainer_is_killed_but_not_one_that_waits_for_others(guarded) -
 
 def test_a_death_after_the_jobs_end_is_none(guarded) -> None:
     rank = guarded()
-    rank.tell(join_first_generation)
+    rank.do(join_first_generation)
     rank.generations.done(1, 1)
     rank.kill_trainer()
     assert rank.exit_status() == 0
@@ -264,7 +222,7 @@ def test_a_guard_that_is_told_to_stop_stops_its_trainer(guarded, number: signal.
     rank = guarded()
     os.kill(rank.guard_pid, number)
     assert rank.exit_status() == 128 + number
-    rank.wait_for_trainers_end(0.0)
+    rank.trainer.wait_for_end(0.0)
     assert rank.has_no_successor
 
 
@@ -274,7 +232,7 @@ def test_a_trainer_does_not_outlive_a_killed_guard(guarded, stopped: bool) -> No
     if stopped:
         rank.kill_trainer(signal.SIGSTOP)
     os.kill(rank.guard_pid, signal.SIGKILL)
-    rank.wait_for_trainers_end()
+    rank.trainer.wait_for_end()
 
 
 def agent_main(connection: Connection, folder: str, limits: GuardLimits) -> None:
@@ -285,14 +243,13 @@ def agent_main(connection: Connection, folder: str, limits: GuardLimits) -> None
     os.waitpid(pid, 0)
 
 
-def test_nothing_outlives_a_killed_agent(guarded) -> None:
+def test_nothing_outlives_a_killed_agent(guarded, stack: ExitStack) -> None:
     rank = guarded(agent_main)
-    assert rank.guard_pid != rank.guard.pid
-    guard = os.pidfd_open(rank.guard_pid)
-    rank.guard.kill()
-    rank.wait_for_trainers_end()
-    wait_for_end(guard)
-    os.close(guard)
+    assert rank.guard_pid != rank.pid
+    guard = Watch(stack, rank.guard_pid)
+    rank.kill()
+    rank.trainer.wait_for_end()
+    guard.wait_for_end()
 
 
 def test_a_guard_that_is_started_again_goes_on_with_the_next_life(guarded) -> None:
@@ -325,13 +282,13 @@ def guard_with_keepers(connection: Connection, folder: str, limits: GuardLimits)
 def test_a_dead_keeper_is_replaced_but_not_for_ever(guarded) -> None:
     rank = guarded(guard_with_keepers, max_deaths=3)
     rank.generations.current()
-    rank.tell(join_first_generation)
+    rank.do(join_first_generation)
     store = open_store(str(rank.folder))
     for number in (1, 2, 3):
         os.kill(int(store.get(f"keeper/{number}")), signal.SIGKILL)
         if number == 1:
             assert rank.generations.wait_for_end(1) == "guard of rank 0: its keeper died"
-    rank.wait_for_trainers_end()
+    rank.trainer.wait_for_end()
     assert rank.exit_status() == 1
     assert rank.life == rank.generations.life(0) == 0
     assert "error: the keeper of rank 0 died 3 times in a row without progress (runtime.max_deaths=3)" in rank.said()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import select
 import shutil
 import signal
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -24,12 +20,12 @@ from moe_ckpt.store.fetch import fetch_blobs, list_held
 from moe_ckpt.store.keeper_client import KeeperClient, keeper_socket
 from moe_ckpt.store.messages import Address, parse_address
 from tests.ranks import RankFailedError, run_ranks
+from tests.runtime.processes import WAIT_S, Child, Watch
+from tests.runtime.trainers import wait_until
 from tests.store.blobs import buffers_of, content_of, publish
 from tests.store.peers import TICKET
 from tests.store.proxy import Proxy
-from tests.waits import START_S
 
-WAIT_S = 30.0
 MIB = 1 << 20
 LARGE = bytes(range(250)) * (5 * MIB // 250)
 
@@ -45,7 +41,7 @@ def place_of(root: Path, rank: int) -> KeeperPlace:
     )
 
 
-def guard_main(place: KeeperPlace, orders: Connection) -> None:
+def guard_main(orders: Connection, place: KeeperPlace) -> None:
     """Fork a keeper whenever told to, as a guard does; answer with its pid and address."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # the guard's own handler
     while True:
@@ -81,56 +77,34 @@ class Rank:
 
     def __init__(self, root: Path, rank: int, stack: ExitStack) -> None:
         self.place = place_of(root, rank)
-        self.place.rank_folder.mkdir()
+        self.folder = self.place.rank_folder
+        self.folder.mkdir()
         self._stack = stack
-        context = multiprocessing.get_context("forkserver")
-        self._orders, guards_end = context.Pipe()
-        self.guard = context.Process(target=guard_main, args=(self.place, guards_end))
-        self.guard.start()
-        guards_end.close()
-        stack.callback(self._end)
+        self.guard = Child(stack, guard_main, self.place)
         self.start_keeper()
 
     def start_keeper(self) -> None:
-        self._orders.send("start a keeper")
-        assert self._orders.poll(START_S)
-        self.keeper_pid, address = self._orders.recv()
+        self.guard.tell("start a keeper")
+        self.keeper_pid, address = self.guard.hear()
+        self.keeper = Watch(self._stack, self.keeper_pid)
         self.address = parse_address(address)
 
-    def kill_keeper(self, number: int = signal.SIGKILL) -> None:
-        pidfd = os.pidfd_open(self.keeper_pid)
-        os.kill(self.keeper_pid, number)
-        wait_for_end(pidfd)
+    def kill_keeper(self) -> None:
+        os.kill(self.keeper_pid, signal.SIGKILL)
+        self.keeper.wait_for_end()
 
-    def trainer(self) -> KeeperClient:
-        client = KeeperClient(self.place.rank_folder, timeout_s=WAIT_S)
+    def trainer(self, *peers: Address) -> KeeperClient:
+        client = KeeperClient(self.folder, timeout_s=WAIT_S)
         self._stack.callback(client.close)
+        if peers:
+            client.use_peers(peers)
         return client
 
     def own(self) -> BlobFolder:
-        return BlobFolder(own_path(self.place.rank_folder))
+        return BlobFolder(own_path(self.folder))
 
     def held(self, owner_rank: int) -> BlobFolder:
-        return BlobFolder(held_path(self.place.rank_folder, owner_rank))
-
-    def _end(self) -> None:
-        self.guard.kill()
-        self.guard.join()
-        self.guard.close()
-        self._orders.close()
-
-
-def wait_for_end(pidfd: int) -> None:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    assert poll.poll(1000 * WAIT_S), "a process lives on"
-    os.close(pidfd)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+        return BlobFolder(held_path(self.folder, owner_rank))
 
 
 @pytest.fixture
@@ -143,25 +117,34 @@ def third_rank(tmp_path: Path, stack: ExitStack) -> Rank:
     return Rank(tmp_path, 2, stack)
 
 
-def test_a_trainers_copies_reach_all_peers_and_come_back(ranks: list[Rank], third_rank: Rank) -> None:
-    trainer, own = ranks[0].trainer(), ranks[0].own()
+@pytest.fixture
+def slow_peer(ranks: list[Rank], stack: ExitStack) -> Proxy:
+    """Return what stands between the ranks, and lets nothing pass until a test says so."""
+    proxy = Proxy(ranks[1].address)
+    stack.callback(proxy.close)
+    proxy.may_pass.clear()
+    return proxy
+
+
+def test_copies_reach_all_peers_and_come_back(ranks: list[Rank], third_rank: Rank) -> None:
+    """However busy training is: the file says that it is."""
+    stop_file(ranks[0].place).touch()
+    peers = [ranks[1], third_rank]
+    trainer, own = ranks[0].trainer(*(peer.address for peer in peers)), ranks[0].own()
     publish(own, "a", LARGE)
     publish(own, "b", b"b")
-    peers = [ranks[1], third_rank]
-    trainer.use_peers([peer.address for peer in peers])
     for future in (trainer.copy(["a"]), trainer.copy(["b"])):
         future.result(WAIT_S)
-    shutil.rmtree(ranks[0].place.rank_folder)
+    shutil.rmtree(ranks[0].folder)
     for peer in peers:
         assert list_held(peer.address, TICKET, 0, timeout_s=WAIT_S) == ["a", "b"]
-        again = BlobFolder(own_path(ranks[0].place.rank_folder))
+        again = BlobFolder(own_path(ranks[0].folder))
         assert fetch_blobs(peer.address, TICKET, 0, again, timeout_s=WAIT_S) == len(LARGE) + 1 + 2 * len(b"header")
         assert content_of(again, "a") == (b"header", LARGE)
 
 
-def test_what_is_forgotten_is_dropped_after_what_was_copied_before(ranks: list[Rank]) -> None:
-    trainer, own = ranks[0].trainer(), ranks[0].own()
-    trainer.use_peers([ranks[1].address])
+def test_a_forgotten_blob_is_dropped_after_earlier_copies(ranks: list[Rank]) -> None:
+    trainer, own = ranks[0].trainer(ranks[1].address), ranks[0].own()
     for key in ("a", "b", "c"):
         publish(own, key)
     copied = trainer.copy(["a", "b"])
@@ -185,40 +168,26 @@ def test_a_copy_that_fails_says_why(ranks: list[Rank], third_rank: Rank) -> None
     assert ranks[1].held(0).keys() == ["a"]
 
 
-def test_the_trainer_goes_on_while_a_peer_is_slow(ranks: list[Rank], stack: ExitStack) -> None:
-    proxy = Proxy(ranks[1].address)
-    stack.callback(proxy.close)
-    proxy.may_pass.clear()
-    trainer, own = ranks[0].trainer(), ranks[0].own()
-    trainer.use_peers([proxy.address])
-    publish(own, "a")
+def test_the_trainer_goes_on_while_a_peer_is_slow(ranks: list[Rank], slow_peer: Proxy) -> None:
+    trainer = ranks[0].trainer(slow_peer.address)
+    publish(ranks[0].own(), "a")
     copied = [trainer.copy(["a"]) for _ in range(200)]
     trainer.forget(["a"])
     assert not any(future.done() for future in copied)
     assert not copied[0].cancel()
-    proxy.may_pass.set()
+    slow_peer.may_pass.set()
     for future in copied:
         future.result(WAIT_S)
-
-
-def test_a_copy_goes_on_however_busy_training_is(ranks: list[Rank]) -> None:
-    stop_file(ranks[0].place).touch()
-    trainer = ranks[0].trainer()
-    trainer.use_peers([ranks[1].address])
-    publish(ranks[0].own(), "a", LARGE)
-    trainer.copy(["a"]).result(WAIT_S)
-    assert content_of(ranks[1].held(0), "a") == (b"header", LARGE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_keeper_ends_with_its_guard(ranks: list[Rank], number: signal.Signals) -> None:
     """SIGTERM goes to the keeper itself: the guard's handler, which it was forked with, must not be called."""
-    keeper = os.pidfd_open(ranks[0].keeper_pid)
     if number == signal.SIGKILL:
         ranks[0].guard.kill()
     else:
         os.kill(ranks[0].keeper_pid, number)
-    wait_for_end(keeper)
+    ranks[0].keeper.wait_for_end()
     assert list_held(ranks[1].address, TICKET, 0, timeout_s=WAIT_S) == []
 
 
@@ -246,50 +215,38 @@ def copy_and_die(rank_folder: str, peer: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_trainers_death_is_no_ones_elses_and_its_successor_goes_on(ranks: list[Rank]) -> None:
-    folder, peer = ranks[0].place.rank_folder, ranks[1]
-    for _ in range(3):
+def test_a_trainers_death_ends_no_keeper_and_its_successor_goes_on(ranks: list[Rank]) -> None:
+    peer = ranks[1]
+    for _ in range(2):
         with pytest.raises(RankFailedError, match="rank 0 died"):
-            run_ranks(1, copy_and_die, str(folder), str(peer.address))
+            run_ranks(1, copy_and_die, str(ranks[0].folder), str(peer.address))
     own = ranks[0].own()
     assert list(own.adopt()) == ["a"]
-    trainer = ranks[0].trainer()
-    trainer.use_peers([peer.address])
     publish(own, "b", b"b")
-    trainer.copy(["a", "b"]).result(WAIT_S)
-    assert content_of(peer.held(0), "a") == (b"header", LARGE)
-    assert content_of(peer.held(0), "b") == (b"header", b"b")
+    ranks[0].trainer(peer.address).copy(["a", "b"]).result(WAIT_S)
+    assert [content_of(peer.held(0), key) for key in "ab"] == [(b"header", LARGE), (b"header", b"b")]
     assert len(buffers_of(peer.held(0))) == 2
 
 
 def test_a_lost_node_starts_from_nothing_with_the_same_keeper(ranks: list[Rank]) -> None:
-    lost, peer = ranks[0], ranks[1]
-    before = lost.trainer()
-    before.use_peers([peer.address])
+    lost, peer = ranks
+    before = lost.trainer(peer.address)
     publish(lost.own(), "a", LARGE)
     before.copy(["a"]).result(WAIT_S)
-    lost_folder = lost.place.rank_folder.rename(lost.place.rank_folder.with_name("lost"))
-    shutil.rmtree(lost_folder)
+    shutil.rmtree(lost.folder.rename(lost.folder.with_name("lost")))
 
-    trainer, own = lost.trainer(), lost.own()
-    trainer.use_peers([peer.address])
+    trainer, own = lost.trainer(peer.address), lost.own()
     fetch_blobs(peer.address, TICKET, 0, own, timeout_s=WAIT_S)
     publish(own, "b", b"b")
     trainer.copy(["a", "b"]).result(WAIT_S)
     assert peer.held(0).keys() == ["a", "b"]
-    other = peer.trainer()
     publish(peer.own(), "c", b"c")
-    other.use_peers([lost.address])
-    other.copy(["c"]).result(WAIT_S)
+    peer.trainer(lost.address).copy(["c"]).result(WAIT_S)
     assert lost.held(1).keys() == ["c"]
 
 
-def test_a_dead_keeper_fails_its_copies_and_its_successor_has_the_peers(ranks: list[Rank], stack: ExitStack) -> None:
-    proxy = Proxy(ranks[1].address)
-    stack.callback(proxy.close)
-    proxy.may_pass.clear()
-    trainer = ranks[0].trainer()
-    trainer.use_peers([proxy.address])
+def test_a_dead_keeper_fails_its_copies_and_its_successor_has_the_peers(ranks: list[Rank], slow_peer: Proxy) -> None:
+    trainer = ranks[0].trainer(slow_peer.address)
     publish(ranks[0].own(), "a")
     pending = [trainer.copy(["a"]) for _ in range(3)]
     ranks[0].kill_keeper()
@@ -299,7 +256,7 @@ def test_a_dead_keeper_fails_its_copies_and_its_successor_has_the_peers(ranks: l
     with pytest.raises(CheckpointSaveError, match=r"keeper\.sock: got no keeper: .*refused"):
         trainer.copy(["a"]).result(WAIT_S)
     trainer.forget(["a"])
-    proxy.may_pass.set()
+    slow_peer.may_pass.set()
     ranks[0].start_keeper()
     trainer.copy(["a"]).result(WAIT_S)
     assert ranks[1].held(0).keys() == ["a"]
@@ -317,7 +274,7 @@ def test_where_there_is_no_keeper_the_trainer_is_told(tmp_path: Path) -> None:
 
 def test_a_trainer_waits_for_a_keeper_that_is_being_replaced(ranks: list[Rank]) -> None:
     ranks[0].kill_keeper()
-    keeper_socket(ranks[0].place.rank_folder).unlink()
+    keeper_socket(ranks[0].folder).unlink()
     trainer = ranks[0].trainer()
     with ThreadPoolExecutor(1) as thread:
         told = thread.submit(trainer.use_peers, [ranks[1].address])
@@ -327,14 +284,11 @@ def test_a_trainer_waits_for_a_keeper_that_is_being_replaced(ranks: list[Rank]) 
     trainer.copy(["a"]).result(WAIT_S)
 
 
-def test_what_a_closed_client_had_asked_for_is_still_done(ranks: list[Rank]) -> None:
-    trainer = ranks[0].trainer()
-    trainer.use_peers([ranks[1].address])
+def test_a_closed_clients_copies_are_still_made(ranks: list[Rank]) -> None:
+    trainer = ranks[0].trainer(ranks[1].address)
     publish(ranks[0].own(), "a", LARGE)
     copied = trainer.copy(["a"])
     trainer.close()
     assert copied.done()
-    deadline_s = time.monotonic() + WAIT_S
-    while not list_held(ranks[1].address, TICKET, 0, timeout_s=WAIT_S) and time.monotonic() < deadline_s:
-        pass
+    assert wait_until(lambda: list_held(ranks[1].address, TICKET, 0, timeout_s=WAIT_S) == ["a"])
     assert ranks[1].held(0).keys() == ["a"]

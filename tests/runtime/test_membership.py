@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ from moe_ckpt.runtime.transport import GlooTransport
 from moe_ckpt.types import Phase
 from tests.ranks import run_ranks
 from tests.runtime.trainers import GRACE_S, WAIT_S, meet, open_membership, open_store, own_rank
-from tests.waits import START_S
 
 
 @pytest.fixture(scope="module")
@@ -93,25 +89,17 @@ def test_all_may_end_a_generation_at_once(both: tuple[Generations, Generations])
     assert both[0].current() == 50
 
 
-def test_the_last_to_arrive_lets_all_go(both: tuple[Generations, Generations]) -> None:
+def test_the_last_rank_to_arrive_lets_all_go(both: tuple[Generations, Generations]) -> None:
     one, other = both
     with ThreadPoolExecutor(1) as thread:
         one.arrive(1, 2)
         waiting = thread.submit(other.goes, 1, WAIT_S)
-        with pytest.raises(PeersLostError):
+        with pytest.raises(PeersLostError, match=r"generation 1: got 1 ranks in runtime.join_s=0.05 seconds"):
             one.goes(1, 0.05)
         assert not waiting.done()
         one.arrive(1, 2)
         assert waiting.result(WAIT_S)
     assert one.goes(1, WAIT_S)
-
-
-@pytest.mark.parametrize("num_arrived", [1, 2])
-def test_who_waits_for_the_others_in_vain_is_told_how_many_came(generations: Generations, num_arrived: int) -> None:
-    for _ in range(num_arrived):
-        generations.arrive(1, 3)
-    with pytest.raises(PeersLostError, match=f"generation 1: got {num_arrived} ranks in runtime.join_s=0.05 seconds"):
-        generations.goes(1, 0.05)
 
 
 def test_a_generation_that_ended_before_all_had_come_never_goes(generations: Generations) -> None:
@@ -174,6 +162,13 @@ def test_the_life_that_may_join_is_the_last_one_set(both: tuple[Generations, Gen
 # Members. Those below are what ranks do; rank 2 is no member and stands for a guard.
 
 
+def open_first_life(folder: str, world_size: int, *, grace_s: float = GRACE_S) -> tuple[Generations, Membership]:
+    """Make this process the first life of its rank."""
+    generations = Generations(open_store(folder))
+    generations.set_life(own_rank(), 0)
+    return generations, open_membership(folder, own_rank(), world_size, grace_s=grace_s)
+
+
 def sum_of_ranks() -> float:
     dist.all_reduce(total := torch.tensor([1.0 + own_rank()]))
     return total.item()
@@ -192,14 +187,14 @@ REASONS = ["rank 0 said so", "rank 1 said so", "a guard said so"]
 
 def go_through_generations(folder: str) -> list[Any]:
     """Be in a generation after the other; the first three are ended by rank 0, rank 1 and a guard."""
-    keys, generations = open_store(folder), Generations(open_store(folder))
+    keys = open_store(folder)
     if own_rank() == 2:
+        generations = Generations(open_store(folder))
         keys.wait(["all are in 3/all"])
         generations.record_death(3, death_of(1))
         generations.end(3, REASONS[2])
         return []
-    generations.set_life(own_rank(), 0)
-    membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2, grace_s=WAIT_S)
+    generations, membership = open_first_life(folder, 2, grace_s=WAIT_S)
     seen: list[Any] = []
     for reason in REASONS:
         generation = membership.join()
@@ -237,7 +232,7 @@ def join_though_a_peer_died_on_the_way(folder: str) -> Any:
     else:
         generations.set_life(0, life)
         generations.current()
-    membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2, life=life)
+    membership = open_membership(folder, own_rank(), 2, life=life)
     found = membership.join(), sum_of_ranks(), membership.deaths()
     return *found, time.monotonic() - begun_s < WAIT_S / 3
 
@@ -255,9 +250,7 @@ def caused(text: str, cause: BaseException) -> ValueError:
 
 def judge_errors(folder: str) -> list[bool]:
     """Return what is taken for the loss of others, before one was found, as it is, and after."""
-    generations = Generations(open_store(folder))
-    generations.set_life(0, 0)
-    membership = open_membership(lambda: open_store(folder), folder, 0, 1)
+    generations, membership = open_first_life(folder, 1)
     membership.join()
     before = [membership.lost(ValueError("its own")), generations.has_ended(1)]
     lost = [membership.lost(caused("its own", PeersLostError("a connection was closed"))), generations.has_ended(1)]
@@ -288,9 +281,8 @@ def test_a_rank_that_joins_in_vain_says_how_many_came(
 
 def finish_at_second_try(folder: str) -> list[Any]:
     """Rank 0 is done when rank 1 ends the generation. In the next, rank 1 is done when rank 0 still has to do."""
-    keys, generations = open_store(folder), Generations(open_store(folder))
-    generations.set_life(own_rank(), 0)
-    membership = open_membership(lambda: open_store(folder), folder, own_rank(), 2)
+    keys = open_store(folder)
+    generations, membership = open_first_life(folder, 2)
     membership.join()
     if own_rank() == 1:
         keys.wait(["1/done"])
@@ -315,9 +307,7 @@ def test_a_rank_that_has_finished_is_there_until_all_have(tmp_path: Path) -> Non
 
 def lose_again_and_again(folder: str) -> dict[str, str]:
     """Lose one generation after another; return what came of it, by what happened in each."""
-    generations = Generations(open_store(folder))
-    generations.set_life(0, 0)
-    membership = open_membership(lambda: open_store(folder), folder, 0, 1)
+    generations, membership = open_first_life(folder, 1)
 
     def lose(number: int, what: str) -> None:
         generation = membership.join()
@@ -349,46 +339,13 @@ def test_losses_without_a_death_or_progress_are_an_error_in_the_end(tmp_path: Pa
 # Members that may not go on: what counts is the exit status of their processes.
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., tuple[Any, Connection]]]:
-    """Start a process on a function; return it and the connection that the function gets."""
-    context = multiprocessing.get_context("forkserver")
-    with ExitStack() as stack:
-
-        def start(main: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-            mine, theirs = context.Pipe()
-            process = context.Process(target=main, args=(theirs, *arguments))
-            process.start()
-            theirs.close()
-            stack.callback(end, process)
-            return process, stack.enter_context(mine)
-
-        yield start
-
-
-def end(process: Any) -> None:
-    process.kill()
-    process.join()
-    process.close()
-
-
-def hear(connection: Connection) -> Any:
-    assert connection.poll(START_S), "a process says nothing"
-    return connection.recv()
-
-
-def exit_status(process: Any) -> int | None:
-    process.join(WAIT_S)
-    return process.exitcode
-
-
 def join_and_stay(connection: Connection, folder: str, port: int | None = None) -> None:
     """Join as the first life of the only rank, whenever told to; stay. The store is a file, or torch's at a port."""
 
-    def connect() -> dist.Store:
+    def connect(folder: str) -> dist.Store:
         return dist.TCPStore("127.0.0.1", port, is_master=False) if port else open_store(folder)
 
-    membership = open_membership(connect, folder, 0, 1)
+    membership = open_membership(folder, 0, 1, connect=connect)
     while True:
         connection.send(membership.join())
         connection.recv()
@@ -399,12 +356,12 @@ def test_a_life_that_was_replaced_may_not_join(tmp_path: Path, start) -> None:
     store = open_store(str(tmp_path))
     generations = Generations(store)
     generations.set_life(0, 0)
-    process, member = start(join_and_stay, str(tmp_path))
-    assert hear(member) == 1
+    member = start(join_and_stay, str(tmp_path))
+    assert member.hear() == 1
     generations.set_life(0, 1)
     generations.end(1, "replaced")
-    member.send("join again")
-    assert exit_status(process) == FENCED
+    member.tell("join again")
+    assert member.exit_status() == FENCED
     assert not store.check(["2/arrived"])
 
 
@@ -417,8 +374,8 @@ def serve_store(connection: Connection) -> None:
 
 
 def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
-    agent, served = start(serve_store)
-    process, member = start(join_and_stay, str(tmp_path), hear(served))
-    assert hear(member) == 1
+    agent = start(serve_store)
+    member = start(join_and_stay, str(tmp_path), agent.hear())
+    assert member.hear() == 1
     agent.kill()
-    assert exit_status(process) == STORE_LOST
+    assert member.exit_status() == STORE_LOST

@@ -2,66 +2,45 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory, take_over
 from moe_ckpt.runtime.processes import start_ticks
-from moe_ckpt.store.blobs import held_path, own_path
+from moe_ckpt.store.blobs import own_path
 from tests.ranks import rank_store, run_ranks
-from tests.waits import START_S
-
-WAIT_S = 30.0
+from tests.runtime.processes import WAIT_S, Child
 
 
 def live_on(connection: Connection) -> None:
-    connection.send("born")
     connection.recv()
 
 
 @pytest.fixture
-def start_agent() -> Iterator[Callable[[], Any]]:
-    """Start a process that does nothing but live; the janitors of its folders go with it."""
-    context = multiprocessing.get_context("forkserver")
-    with ExitStack() as stack:
-
-        def start() -> Any:
-            mine, theirs = context.Pipe()
-            agent = context.Process(target=live_on, args=(theirs,))
-            agent.start()
-            theirs.close()
-            stack.enter_context(mine)
-            stack.callback(agent.close)
-            stack.callback(agent.join)
-            stack.callback(agent.kill)
-            assert mine.poll(START_S)
-            return agent
-
-        yield start
+def start_agent(start: Callable[..., Child]) -> Callable[[], Child]:
+    """Return what starts a process that does nothing but live; the janitors of its folders go with it."""
+    return lambda: start(live_on)
 
 
-def open_as_guards(base: str, agent_pid: int, count: int) -> str:
-    """Be so many guards of a node, one after another."""
-    roots = {open_memory_root(Path(base), agent_pid) for _ in range(count)}
-    assert len(roots) == 1
-    return str(roots.pop())
+def open_as_guards(base: str, agent_pid: int) -> str:
+    """Be two guards of a node, one after the other."""
+    first, second = (str(open_memory_root(Path(base), agent_pid)) for _ in range(2))
+    assert first == second
+    return first
 
 
-def guards_of(base: Path, agent: Any, count: int = 2) -> Path:
+def guards_of(base: Path, agent: Child) -> Path:
     """Return the folder that guards of an agent have opened; they are gone, only its janitor is there."""
-    [root] = run_ranks(1, open_as_guards, str(base), agent.pid, count)
+    [root] = run_ranks(1, open_as_guards, str(base), agent.pid)
     return Path(root)
 
 
@@ -72,31 +51,20 @@ def wait_until_gone(path: Path) -> None:
         time.sleep(0.001)  # a janitor tells nobody
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_folder_goes_with_its_agent_and_not_before(tmp_path: Path, start_agent, number: signal.Signals) -> None:
+def test_a_folder_goes_with_its_agent_and_not_before(tmp_path: Path, start_agent) -> None:
     staying, leaving = start_agent(), start_agent()
     stays, goes = guards_of(tmp_path, staying), guards_of(tmp_path, leaving)
     for root in (stays, goes):
         (rank_memory(root, 3) / "page").touch()
-    os.kill(leaving.pid, number)
+    leaving.kill()
     wait_until_gone(goes)
     assert (stays / "rank0003" / "page").exists(), "its janitor did not wait"
+    assert guards_of(tmp_path, staying) == stays, "guards that are started anew find their agent's folder"
     assert sorted(tmp_path.iterdir()) == [stays]
+    assert stays.stat().st_mode & 0o777 == rank_memory(stays, 3).stat().st_mode & 0o777 == 0o700
 
 
-def test_guards_that_are_started_anew_find_their_agents_folder(tmp_path: Path, start_agent) -> None:
-    agent = start_agent()
-    root = guards_of(tmp_path, agent)
-    rank_memory(root, 0)
-    assert guards_of(tmp_path, agent) == root
-    assert list(root.glob("rank*")) == [rank_memory(root, 0)]
-    assert root.name.startswith(f"moe_ckpt-{agent.pid}-")
-    assert root.stat().st_mode & 0o777 == rank_memory(root, 0).stat().st_mode & 0o777 == 0o700
-    other = guards_of(tmp_path, start_agent())
-    assert other != root
-
-
-def open_and_die(base: str, agent_pid: int, output: Connection) -> None:
+def open_and_die(output: Connection, base: str, agent_pid: int) -> None:
     """Be a guard whose output somebody reads, killed with all its process group as torchrun does."""
     os.setpgid(0, 0)
     os.dup2(output.fileno(), 1)
@@ -106,45 +74,36 @@ def open_and_die(base: str, agent_pid: int, output: Connection) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def test_a_janitor_outlives_its_guards_group_and_keeps_no_output_open(tmp_path: Path, start_agent) -> None:
+def test_a_janitor_outlives_its_guards_group_and_keeps_no_output_open(tmp_path: Path, start, start_agent) -> None:
     agent = start_agent()
-    context = multiprocessing.get_context("forkserver")
-    reading, writing = context.Pipe(duplex=False)
-    guard = context.Process(target=open_and_die, args=(str(tmp_path), agent.pid, writing))
-    guard.start()
-    writing.close()
-    guard.join(WAIT_S)
-    assert guard.exitcode == -signal.SIGKILL
+    guard = start(open_and_die, str(tmp_path), agent.pid)
+    assert guard.exit_status() == -signal.SIGKILL
     poll = select.poll()
-    poll.register(reading.fileno(), select.POLLHUP)
+    poll.register(guard.connection.fileno(), select.POLLHUP)
     assert poll.poll(1000 * WAIT_S), "whoever reads a job's output waits for a janitor"
     [root] = tmp_path.iterdir()
     agent.kill()
     wait_until_gone(root)
 
 
-def keep_on(base: str, agent_pid: int, connection: Connection) -> None:
+def keep_on(connection: Connection, base: str, agent_pid: int) -> None:
     """Be a guard whose keeper outlives the agent and makes its folder again."""
     root = open_memory_root(Path(base), agent_pid)
-    connection.send(str(root))
+    connection.send(root)
     wait_until_gone(root)
     (root / "rank0000" / "held").mkdir(parents=True)
     connection.send("made again")
     connection.recv()
 
 
-def test_what_a_keeper_makes_after_its_agents_end_goes_with_the_keeper(tmp_path: Path, start_agent) -> None:
+def test_a_folder_that_a_keeper_makes_after_its_agents_end_goes_with_it(tmp_path: Path, start, start_agent) -> None:
     agent = start_agent()
-    context = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe()
-    keeper = context.Process(target=keep_on, args=(str(tmp_path), agent.pid, theirs))
-    keeper.start()
-    root = Path(mine.recv())
+    keeper = start(keep_on, str(tmp_path), agent.pid)
+    root = keeper.hear()
     agent.kill()
-    assert mine.poll(WAIT_S)
+    assert keeper.hear() == "made again"
     assert root.exists()
     keeper.kill()
-    keeper.join()
     wait_until_gone(root)
 
 
@@ -167,7 +126,6 @@ def test_folders_of_agents_that_are_gone_are_removed_and_no_others(tmp_path: Pat
     for name in left + kept:
         (tmp_path / f"moe_ckpt-{name}" / "rank0000").mkdir(parents=True)
     gone.kill()
-    gone.join()
     root = guards_of(tmp_path, opens)
     assert {path.name for path in tmp_path.iterdir()} == {root.name, *(f"moe_ckpt-{name}" for name in kept)}
 
@@ -184,6 +142,8 @@ def test_a_base_that_is_no_folder_that_can_be_written_is_named(tmp_path: Path, b
 
 Memory = dict[str, str]
 """Whose blobs lie where: contents by path."""
+
+OWN = {"rank0000/own": "0", "rank0001/own": "1"}
 
 
 def fill(root: Path, memory: Memory) -> None:
@@ -202,28 +162,16 @@ def content_of(root: Path) -> Memory:
     [
         pytest.param({}, range(2), {}, id="nothing was left"),
         pytest.param(
-            {"rank0000/own": "0", "rank0001/own": "1", "rank0000/held/rank0002": "2"},
+            OWN | {"rank0000/held/rank0002": "2"},
             range(2),
-            {"rank0000/own": "0", "rank0001/own": "1", "rank0000/held/rank0002": "2"},
+            OWN | {"rank0000/held/rank0002": "2"},
             id="the same numbers",
-        ),
-        pytest.param(
-            {"rank0002/own": "2", "rank0003/own": "3"},
-            range(2),
-            {"rank0000/held/rank0002": "2", "rank0000/held/rank0003": "3"},
-            id="what was this node's is held for who has the numbers now",
-        ),
-        pytest.param(
-            {"rank0002/held/rank0000": "0", "rank0003/held/rank0001": "1"},
-            range(2),
-            {"rank0000/own": "0", "rank0001/own": "1"},
-            id="what was held for others is who has their numbers now",
         ),
         pytest.param(
             {"rank0002/own": "2", "rank0002/held/rank0004": "4", "rank0003/held/rank0000": "0"},
             range(2),
             {"rank0000/own": "0", "rank0000/held/rank0002": "2", "rank0000/held/rank0004": "4"},
-            id="all kinds at once",
+            id="own memory is held, and copies are their owners' own",
         ),
         pytest.param(
             {"rank0002/held/rank0003": "copy", "rank0003/own": "own"},
@@ -241,7 +189,7 @@ def content_of(root: Path) -> Memory:
             {"rank0000/own": "newer", "rank0002/held/rank0000": "older", "rank0000/held/rank0002": "copy"},
             range(2),
             {"rank0000/own": "newer", "rank0000/held/rank0002": "copy", "rank0002/held/rank0000": "older"},
-            id="what a rank has is not replaced",
+            id="own memory is not replaced",
         ),
     ],
 )
@@ -255,15 +203,13 @@ def test_what_earlier_ranks_left_is_found_under_todays_numbers(
 
 
 def test_numbers_that_go_round_lose_nothing(tmp_path: Path) -> None:
-    fill(tmp_path, {"rank0000/own": "0", "rank0000/held/rank0001": "1"})
+    before = {"rank0000/own": "0", "rank0000/held/rank0001": "1"}
+    fill(tmp_path, before)
     for rank in (1, 2, 0, 1, 0):
         take_over(tmp_path, range(rank, rank + 1))
         assert own_path(tmp_path / "rank0000").exists() == (rank == 0)
         assert sorted(content_of(tmp_path).values()) == ["0", "1"]
-    assert content_of(tmp_path) == {
-        str(own_path(Path("rank0000"))): "0",
-        str(held_path(Path("rank0000"), 1)): "1",
-    }
+    assert content_of(tmp_path) == before
 
 
 def test_memory_is_taken_over_once_even_if_a_rank_drops_its_own(tmp_path: Path) -> None:
@@ -272,9 +218,6 @@ def test_memory_is_taken_over_once_even_if_a_rank_drops_its_own(tmp_path: Path) 
     shutil.rmtree(own_path(tmp_path / "rank0000"))
     take_over(tmp_path, range(2))
     assert content_of(tmp_path) == {"rank0002/held/rank0000": "older"}
-
-
-NUM_HELD = 200
 
 
 def start_as_guard(root: str) -> None:
@@ -290,10 +233,9 @@ def start_as_guard(root: str) -> None:
 
 
 def test_guards_of_a_node_take_over_at_once_before_a_quick_trainer(tmp_path: Path) -> None:
+    others = range(100, 300)
     before = {f"rank{4 + rank:04d}/held/rank{rank:04d}": f"{rank}" for rank in range(4)}
-    before |= {f"rank0007/held/rank{rank:04d}": f"{rank}" for rank in range(100, 100 + NUM_HELD)}
-    fill(tmp_path, before)
+    fill(tmp_path, before | {f"rank0007/held/rank{rank:04d}": f"{rank}" for rank in others})
     run_ranks(4, start_as_guard, str(tmp_path))
     after = {f"rank{rank:04d}/own": f"{rank}" for rank in range(4)}
-    after |= {f"rank0000/held/rank{rank:04d}": f"{rank}" for rank in range(100, 100 + NUM_HELD)}
-    assert content_of(tmp_path) == after
+    assert content_of(tmp_path) == after | {f"rank0000/held/rank{rank:04d}": f"{rank}" for rank in others}

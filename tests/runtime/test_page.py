@@ -57,29 +57,6 @@ def strikes(page: Page, caught: list[int], steps: list[Step]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("phase", "iteration", "skip", "wanted"),
-    [
-        (Phase.FORWARD, 1, 0, [0]),
-        (Phase.FORWARD, 1, 1, [2]),
-        (Phase.FORWARD, 1, 2, []),  # there are but two: nothing strikes in the next iteration
-        (Phase.BACKWARD, 2, 1, [9]),
-        (Phase.STEP, 3, 0, [17]),
-        (Phase.STEP, 4, 0, []),
-        (Phase.SNAPSHOT, ANY_ITERATION, 0, []),
-        (Phase.REDUCE, ANY_ITERATION, 0, [4]),
-        (Phase.REDUCE, ANY_ITERATION, 2, [16]),
-    ],
-)
-def test_an_order_strikes_once_and_where_it_was_told_to(
-    page: Page, caught: list[int], phase: Phase, iteration: int, skip: int, wanted: list[int]
-) -> None:
-    page.order(signal.SIGUSR1, phase, iteration=iteration, skip=skip)
-    assert strikes(page, caught, TWO_MICRO_BATCHES) == wanted
-    assert page.orders_obeyed == len(wanted)
-    assert page.has_order == (not wanted)
-
-
 @given(
     st.lists(st.tuples(st.sampled_from(STEP_PHASES), st.integers(0, 3)), max_size=30),
     st.sampled_from(STEP_PHASES),
@@ -96,29 +73,25 @@ def test_any_order_strikes_where_counting_says(
 ) -> None:
     page = Page(tmp_path_factory.getbasetemp() / "page")
     page.reset()
+    obeyed_before = page.orders_obeyed
     page.order(signal.SIGUSR1, phase, iteration=iteration, skip=skip)
     meant = [i for i, (at, of) in enumerate(steps) if at == phase and iteration in (ANY_ITERATION, of)]
-    assert strikes(page, caught, steps) == meant[skip : skip + 1]
+    wanted = meant[skip : skip + 1]
+    assert strikes(page, caught, steps) == wanted
+    assert (page.orders_obeyed - obeyed_before, page.has_order) == (len(wanted), not wanted)
 
 
-def test_an_order_may_follow_another(page: Page, caught: list[int]) -> None:
+def test_a_later_order_counts_alone(page: Page, caught: list[int]) -> None:
     page.order(signal.SIGUSR1, Phase.FORWARD)
     page.enter(Phase.FORWARD)
-    page.order(signal.SIGUSR2, Phase.BACKWARD)
-    page.enter(Phase.BACKWARD)
-    assert caught[-2:] == [signal.SIGUSR1, signal.SIGUSR2]
-    assert page.orders_obeyed == 2
-
-
-def test_an_order_that_replaces_another_counts_alone(page: Page, caught: list[int]) -> None:
+    assert caught.pop() == signal.SIGUSR1
     page.order(signal.SIGUSR1, Phase.FORWARD, iteration=1, skip=1)
     page.order(signal.SIGUSR2, Phase.STEP)
-    assert strikes(page, caught, TWO_MICRO_BATCHES) == [5]
-    assert caught == []
-    assert page.orders_obeyed == 1
+    assert strikes(page, caught, TWO_MICRO_BATCHES[:6]) == [5]
+    assert (caught, page.orders_obeyed) == ([signal.SIGUSR2], 2)
 
 
-def test_joining_and_recovering_are_phases_that_can_be_struck_too(page: Page, caught: list[int]) -> None:
+def test_joining_is_a_phase_that_can_be_struck_too(page: Page, caught: list[int]) -> None:
     caught.clear()
     page.order(signal.SIGUSR1, Phase.JOIN)
     page.join(4)
@@ -155,12 +128,6 @@ def test_copies_yield_to_training_unless_it_waits_for_copies(page: Page) -> None
     assert seen == [(False, False), (True, True), (True, False)]
 
 
-def test_an_iteration_lasts_until_the_next_is_named(page: Page) -> None:
-    page.enter(Phase.FORWARD, 5)
-    page.enter(Phase.BACKWARD)
-    assert (page.iteration, page.phase) == (5, Phase.BACKWARD)
-
-
 @pytest.mark.parametrize(
     ("act", "beats", "progresses"),
     [
@@ -179,11 +146,12 @@ def test_beating_is_no_progress_and_progress_no_beat(page: Page, act, beats: boo
     assert (page.heartbeat_s > before[0], page.progress_s > before[1]) == (beats, progresses)
 
 
-def test_all_who_open_a_page_see_the_same(page: Page, tmp_path: Path) -> None:
+def test_all_processes_with_a_page_see_the_same(page: Page, tmp_path: Path) -> None:
     other = Page(tmp_path / "page")
-    page.enter(Phase.STEP, 7)
+    page.enter(Phase.FORWARD, 7)
+    page.enter(Phase.STEP)
     other.wait(True)
-    assert (other.phase, other.iteration) == (Phase.STEP, 7)
+    assert (other.phase, other.iteration) == (Phase.STEP, 7), "an iteration lasts until the next is named"
     assert page.waiting, "opening a page changed it"
 
 
@@ -203,17 +171,14 @@ def test_a_page_tells_where_its_process_died(page: Page, tmp_path: Path) -> None
         assert (seen.has_order, seen.orders_obeyed) == (False, 1)
 
 
-def test_a_page_is_its_owners_alone_and_of_one_size(page: Page, tmp_path: Path) -> None:
+def test_a_page_is_its_owners_alone_and_has_its_memory_from_the_first(page: Page, tmp_path: Path) -> None:
     found = os.stat(tmp_path / "page")
     assert (found.st_mode & 0o777, found.st_size) == (0o600, 4096)
+    Page(tmp_path / "unwritten")
+    assert 512 * os.stat(tmp_path / "unwritten").st_blocks >= 4096
 
 
-def test_a_page_has_its_memory_before_it_is_written(page: Page, tmp_path: Path) -> None:
-    Page(tmp_path / "other")
-    assert 512 * os.stat(tmp_path / "other").st_blocks >= 4096
-
-
-def test_where_there_is_no_room_for_a_page_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_room_for_a_page_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

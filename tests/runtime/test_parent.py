@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
+from tests.runtime.processes import WAIT_S, Watch
+
 ROOT = Path(__file__).parents[2]
-WAIT_S = 30.0
-NEVER_IMPORTED = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)\n"
+LONG_IMPORT = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(120)\n"
 AGENT = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
 ORPHAN = """
 import os, sys
@@ -31,31 +31,23 @@ else:
 """
 
 
-def test_an_agent_killed_while_its_processes_import_leaves_no_orphan(tmp_path: Path) -> None:
-    (tmp_path / "hydra.py").write_text(NEVER_IMPORTED)
+def test_an_agent_killed_while_its_processes_import_leaves_no_orphan(tmp_path: Path, stack: ExitStack) -> None:
+    (tmp_path / "hydra.py").write_text(LONG_IMPORT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", AGENT, str(ROOT / "launcher" / "train.py")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout
-        pid = int(agent.stdout.readline())
-        worker = os.pidfd_open(pid)
-        poll = select.poll()
-        poll.register(worker, select.POLLIN)
-        try:
-            agent.kill()
-            assert poll.poll(1000 * WAIT_S), "it is still there"
-        finally:
-            if not poll.poll(0):
-                signal.pidfd_send_signal(worker, signal.SIGKILL)
-            os.close(worker)
+        worker = Watch(stack, int(agent.stdout.readline()))
+        agent.kill()
+        worker.wait_for_end()
 
 
-def test_the_agent_is_who_it_was_at_first_also_for_those_that_are_forked() -> None:
+def test_forked_processes_know_the_same_agent_as_their_parent() -> None:
     done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
     assert done.stdout.splitlines()[1:] == ["True True"]
 
 
-def test_to_know_it_nothing_slow_is_imported() -> None:
+def test_the_agent_is_known_before_anything_slow_is_imported() -> None:
     imported = "import sys, moe_ckpt.runtime.parent; print({'torch', 'hydra', 'numpy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", imported], stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
     assert done.stdout == "set()\n"

@@ -33,49 +33,41 @@ class Disk:
         return snapshot, persist, recovery
 
     def set_out(self, window_start: int) -> Future[None]:
-        done: Future[None] = Future()
         self.windows.begin(window_start, to_disk=True)
+        done: Future[None] = Future()
         self.windows.set_out(done)
         return done
+
+    @property
+    def is_busy(self) -> tuple[bool, bool]:
+        return self.windows.is_under_way, self.windows.is_writing
 
     def told(self) -> list[object]:
         self.events.close()
         return [logged.event for logged in read_events(self.path)]
 
 
-def test_a_window_is_taken_then_written_then_there(tmp_path: Path) -> None:
+def test_windows_are_taken_then_written_then_there(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    assert disk.roles == (NOTHING, NOTHING, NOTHING)
+    disk.windows.finish()
+    assert (disk.roles, disk.is_busy) == ((NOTHING, NOTHING, NOTHING), (False, False))
     disk.windows.begin(4, to_disk=True)
     assert disk.roles == (4, NOTHING, NOTHING)
     done: Future[None] = Future()
     disk.windows.set_out(done)
-    assert disk.roles == (NOTHING, 4, NOTHING)
-    assert disk.windows.is_under_way
-    assert disk.windows.is_writing
+    assert (disk.roles, disk.is_busy) == ((NOTHING, 4, NOTHING), (True, True))
     done.set_result(None)
-    assert disk.windows.is_under_way, "nobody has noted it yet"
-    assert not disk.windows.is_writing
+    assert disk.is_busy == (True, False), "it is there, and not noted yet"
     disk.windows.finish()
-    assert disk.roles == (NOTHING, NOTHING, 4)
-    assert not disk.windows.is_under_way
+    assert (disk.roles, disk.is_busy) == ((NOTHING, NOTHING, 4), (False, False))
+    disk.set_out(6)
+    disk.windows.begin(8, to_disk=True)
+    assert disk.roles == (8, 6, 4)
+    disk.windows.begin(9, to_disk=False)
+    assert disk.roles == (NOTHING, 6, 4), "a window that has not set out gives way to one that is not for the disk"
     (persisted,) = disk.told()
     assert isinstance(persisted, WindowPersisted)
     assert persisted.window_start == 4
-
-
-def test_three_windows_have_the_three_roles(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, newest=2)
-    disk.set_out(4)
-    disk.windows.begin(6, to_disk=True)
-    assert disk.roles == (6, 4, 2)
-
-
-def test_a_window_that_is_not_for_the_disk_has_none_and_takes_none(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, newest=2)
-    disk.windows.begin(4, to_disk=True)
-    disk.windows.begin(5, to_disk=False)
-    assert disk.roles == (NOTHING, NOTHING, 2)
 
 
 def lost(done: Future[None]) -> None:
@@ -103,10 +95,3 @@ def test_a_window_that_is_lost_leaves_the_one_before_it(
     disk.windows.finish()
     assert disk.roles == (NOTHING, NOTHING, 6)
     assert disk.told()[0] == CheckpointFailed(iteration=4, reason=reason)
-
-
-def test_nothing_is_under_way_and_nothing_is_waited_for(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, newest=2)
-    disk.windows.finish()
-    assert disk.roles == (NOTHING, NOTHING, 2)
-    assert disk.told() == []

@@ -40,41 +40,29 @@ def passes(ends: tuple[socket.socket, socket.socket]) -> bool:
         return False
 
 
-def test_only_what_was_opened_for_a_generation_is_cut(pair) -> None:
+@pytest.mark.parametrize(
+    ("begins", "is_formed", "left"),
+    [
+        pytest.param(True, True, [True, False, True], id="formed"),
+        pytest.param(True, False, [True, False, False], id="being formed"),
+        pytest.param(False, False, [True, True, True], id="not begun on this rank, which is new"),
+    ],
+)
+def test_only_sockets_of_the_generation_are_cut(pair, begins: bool, is_formed: bool, left: list[bool]) -> None:
     transport = GlooTransport()
     before = pair()
-    transport.begin()
+    if begins:
+        transport.begin()
     during = pair()
-    transport.formed()
+    if is_formed:
+        transport.formed()
     after = pair()
     transport.cut([])
-    assert [passes(ends) for ends in (before, during, after)] == [True, False, True]
+    assert [passes(ends) for ends in (before, during, after)] == left
 
 
-def test_a_generation_that_is_being_formed_can_be_cut(pair) -> None:
-    transport = GlooTransport()
-    before = pair()
-    transport.begin()
-    during = pair()
-    transport.cut([])
-    assert [passes(ends) for ends in (before, during)] == [True, False]
-
-
-def test_a_file_that_got_the_number_of_a_generations_socket_is_not_cut(pair) -> None:
-    transport = GlooTransport()
-    transport.begin()
-    during = pair()
-    transport.formed()
-    numbers = {end.fileno() for end in during}
-    for end in during:
-        end.close()
-    later = pair()
-    assert {end.fileno() for end in later} == numbers
-    transport.cut([])
-    assert passes(later)
-
-
-def test_a_socket_that_gets_the_number_during_a_cut_is_not_cut(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets are closed and opened by other threads while a cut goes on."""
     transport = GlooTransport()
     transport.begin()
     during = pair()
@@ -105,7 +93,7 @@ def test_a_listening_socket_is_not_cut() -> None:
         server.accept()[0].close()
 
 
-def test_it_is_quiet_once_all_that_came_is_read(pair) -> None:
+def test_a_transport_is_quiet_once_all_bytes_are_read(pair) -> None:
     transport = GlooTransport()
     transport.begin()
     left, right = pair()
@@ -118,15 +106,6 @@ def test_it_is_quiet_once_all_that_came_is_read(pair) -> None:
     assert not transport.is_quiet()
     right.recv(4)
     assert transport.is_quiet()
-
-
-def test_what_was_open_before_is_not_cut_even_before_anything_is_formed() -> None:
-    """A generation can end before a rank that is new in it has begun to form its groups."""
-    here, there = socket.socketpair()
-    with here, there:
-        GlooTransport().cut([])
-        here.sendall(b"still open")
-        assert there.recv(16) == b"still open"
 
 
 # NCCL's transport, on a device that is not there: what it asks of CUDA.
@@ -158,12 +137,12 @@ def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
     return NcclTransport()
 
 
-def test_nccl_is_kept_from_ending_those_who_survive(nccl: NcclTransport) -> None:
+def test_nccl_is_kept_from_ending_survivors(nccl: NcclTransport) -> None:
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
-def test_what_was_launched_is_waited_for_unless_it_does_not_count(nccl: NcclTransport) -> None:
+def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclTransport) -> None:
     FakeEvent.looks = 5
     nccl.settle(lambda: False, WAIT_S)
     assert FakeEvent.looks == 0

@@ -55,19 +55,19 @@ def open_groups(
 
 
 def open_membership(
-    open_store: Callable[[], dist.Store],
     folder: str,
     global_rank: int,
     world_size: int,
     *,
     life: int = 0,
     grace_s: float = GRACE_S,
+    connect: Callable[[str], dist.Store] = open_store,
 ) -> Membership:
     """Make this process a life of a rank."""
     page = Page(Path(folder) / f"page{global_rank}")
     groups = open_groups(global_rank, world_size, on_wait=page.wait)
     member = Member(global_rank=global_rank, world_size=world_size, life=life)
-    return Membership(member, open_store(), open_store(), groups, page, join_s=WAIT_S, grace_s=grace_s)
+    return Membership(member, connect(folder), connect(folder), groups, page, join_s=WAIT_S, grace_s=grace_s)
 
 
 def wait_until(look: Callable[[], bool]) -> bool:

@@ -1,0 +1,62 @@
+"""Processes that a test starts, talks to and ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from tests.waits import START_S
+
+CONTEXT = multiprocessing.get_context("forkserver")
+WAIT_S = 30.0
+
+
+class Child:
+    """A process on `main`, whose first argument is its end of a connection; it does not outlive the test."""
+
+    def __init__(self, stack: ExitStack, main: Callable[..., object], *arguments: Any) -> None:
+        self.stack = stack
+        self.connection, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=main, args=(theirs, *arguments))
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid or 0
+        stack.callback(self._end)
+
+    def tell(self, order: object) -> None:
+        self.connection.send(order)
+
+    def hear(self) -> Any:
+        assert self.connection.poll(START_S), "a process says nothing"
+        return self.connection.recv()
+
+    def kill(self) -> None:
+        """End it; it is gone when this returns."""
+        self._process.kill()
+        self._process.join()
+
+    def exit_status(self) -> int | None:
+        self._process.join(WAIT_S)
+        return self._process.exitcode
+
+    def _end(self) -> None:
+        self.kill()
+        self._process.close()
+        self.connection.close()
+
+
+class Watch:
+    """The end of a process that need not be this one's child; `stack` ends the watch."""
+
+    def __init__(self, stack: ExitStack, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+        stack.callback(os.close, self._fd)
+
+    def wait_for_end(self, timeout_s: float = WAIT_S) -> None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        assert poll.poll(1000 * timeout_s), "a process lives on"
