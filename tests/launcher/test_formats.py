@@ -95,7 +95,7 @@ def _faults(policy: str) -> list[Fault]:
         ("gemini", "fp16_fp16_fp16", ("ckpt.every_iters=3",)),
         pytest.param("checkfreq", "fp8_fp8_fp8", ("ckpt.every_iters=3",), marks=pytest.mark.full),
         pytest.param("moc", "fp8_fp16_fp32", ALL_EXPERTS["moc"], marks=pytest.mark.full),
-        ("moetion", REMAINDERS, ALL_EXPERTS["moetion"]),
+        pytest.param("moetion", REMAINDERS, ALL_EXPERTS["moetion"], marks=pytest.mark.full),
         pytest.param("moetion", "fp8_fp32_fp32", ALL_EXPERTS["moetion"], marks=pytest.mark.full),
         pytest.param("moevement", "fp16_fp16_fp16", ("ckpt.window=3",), marks=pytest.mark.full),
     ],

@@ -89,9 +89,6 @@ class Rank:
         assert self.next_state is not None
         self.reached, self.state, self.next_state, self.whole = self.reached + 1, self.next_state, None, whole
 
-    def memories(self) -> list[dict[int, Kept]]:
-        return [self.windows, *self.held.values()]
-
 
 class Job:
     """A job of a random shape, with random faults."""
@@ -101,7 +98,9 @@ class Job:
         self.shape = Shape(num_stages=random.randint(1, 6), width=random.randint(1, 2))
         world_size = self.shape.world_size
         self.ranks_per_node = random.choice([n for n in range(1, world_size + 1) if world_size % n == 0])
-        self.replicas = min(random.randint(0, 2), num_nodes(world_size, self.ranks_per_node) - 1)
+        places = {"world_size": world_size, "ranks_per_node": self.ranks_per_node}
+        replicas = min(random.randint(0, 2), num_nodes(**places) - 1)
+        self.holders = [copy_holders(rank, replicas=replicas, **places) for rank in range(world_size)]
         self.num_slots = random.randint(1, 3)
         self.boundary_log = random.random() < 0.9
         self.log_fails = random.choice([0, 0.02, 0.1])
@@ -157,25 +156,17 @@ class Job:
                 ref = WindowRef(start=start, num_slots=num_slots, steps_to=start + num_slots - 1, cut=cut)
                 kept = Kept(ref=ref, state=states[global_rank])
                 rank.windows[start] = kept
-                for holder in self.holders(global_rank):
+                for holder in self.holders[global_rank]:
                     self.ranks[holder].held.setdefault(global_rank, {})[start] = kept
         for rank in self.ranks if all_have else []:
             if not torn or self.random.random() < 0.5:
                 self.drop_before(rank, start)
 
     def drop_before(self, rank: Rank, start: int) -> None:
-        for windows in rank.memories():
+        for windows in [rank.windows, *rank.held.values()]:
             for old in [other for other in windows if other < start]:
                 del windows[old]
         rank.logs = {iteration: sent for iteration, sent in rank.logs.items() if iteration > start}
-
-    def holders(self, global_rank: int) -> tuple[int, ...]:
-        return copy_holders(
-            global_rank,
-            world_size=self.shape.world_size,
-            ranks_per_node=self.ranks_per_node,
-            replicas=self.replicas,
-        )
 
     # Faults
 
@@ -240,6 +231,9 @@ class Job:
             for global_rank, rank in enumerate(self.ranks)
         ]
         target = plan_target(standings)
+        if target is not None:
+            lost = {standing.stage for standing in standings if standing.reached is None}
+            assert target.lost_stages == lost, "a stage is lost whose ranks all have their state"
         return target, plan_recovery(
             target.lost_stages if target else range(self.shape.num_stages),
             [self.inventory(global_rank) for global_rank in range(len(self.ranks))],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -43,6 +43,11 @@ ENDINGS: dict[Settle, str] = {
 }
 
 
+def settle_at(start: threading.Barrier, settle: Settle, outcome: Outcome) -> None:
+    start.wait(WAIT_S)
+    settle(outcome)
+
+
 @pytest.mark.parametrize("first", ENDINGS)
 @pytest.mark.parametrize("second", ENDINGS)
 def test_the_first_to_settle_an_outcome_counts(first: Settle, second: Settle) -> None:
@@ -64,8 +69,7 @@ def test_all_waiting_threads_are_woken(settle: Settle) -> None:
 
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(wait) for _ in range(3)]
-        started.wait(WAIT_S)
-        settle(outcome)
+        settle_at(started, settle, outcome)
         assert [waiter.result(WAIT_S) for waiter in waiting] == [ENDINGS[settle]] * 3
 
 
@@ -74,19 +78,23 @@ def test_of_threads_at_once_exactly_one_settles_an_outcome() -> None:
     with ThreadPoolExecutor(2) as threads:
         for _ in range(300):
             outcome, start = Outcome(), threading.Barrier(2)
-
-            def run(settle: Settle, outcome: Outcome = outcome, start=start) -> None:
-                start.wait(WAIT_S)
-                settle(outcome)
-
-            for racer in [threads.submit(run, settle) for settle in (succeed, abandon)]:
+            racers = [threads.submit(settle_at, start, settle, outcome) for settle in (succeed, abandon)]
+            for racer in racers:
                 racer.result(WAIT_S)
             assert ending(outcome) == ENDINGS[abandon if outcome.abandoned else succeed]
 
 
-def test_a_helper_does_one_call_after_another_and_outlives_their_errors() -> None:
-    done: list[int] = []
+@pytest.fixture
+def helper() -> Iterator[Helper]:
+    """Return a helper that has ended before the test has."""
     helper = Helper()
+    yield helper
+    helper.close()
+    helper.join()
+
+
+def test_a_helper_does_one_call_after_another_and_outlives_their_errors(helper: Helper) -> None:
+    done: list[int] = []
 
     def call(number: int) -> None:
         done.append(number)
@@ -98,8 +106,6 @@ def test_a_helper_does_one_call_after_another_and_outlives_their_errors() -> Non
         helper.start(lambda number=number: call(number), outcome)
     assert [ending(outcome) for outcome in outcomes] == ["in time", "its own error", "in time"]
     assert done == [0, 1, 2]
-    helper.close()
-    helper.join()
 
 
 def test_an_abandoned_call_goes_on_alone_and_its_helper_ends_with_it() -> None:
@@ -126,12 +132,10 @@ class Tensors:
     """Stands for the tensors of an operation."""
 
 
-def test_a_helper_at_rest_holds_no_tensors() -> None:
-    helper, tensors, done, freed = Helper(), Tensors(), Outcome(), threading.Event()
+def test_a_helper_at_rest_holds_no_tensors(helper: Helper) -> None:
+    tensors, done, freed = Tensors(), Outcome(), threading.Event()
     weakref.finalize(tensors, freed.set)
     helper.start(lambda tensors=tensors: None, done)
     del tensors
     done.wait(WAIT_S)
     assert freed.wait(WAIT_S)
-    helper.close()
-    helper.join()

@@ -64,12 +64,10 @@ def test_damaged_checkpoints_are_reported_and_an_older_one_taken(finished: Run, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        pytest.param(["precision=fp32"], r"saved by model .* wanted model", id="another model"),
         pytest.param(["train.lr=0.123"], r"0\.123", id="another learning rate"),
         pytest.param(
             ["train.resume=never"], r"train.resume: got 'never'.*iter_0000004", id="no resume, and saved ones"
         ),
-        pytest.param(["train.resume=/nowhere"], r"train.resume: got .*nowhere", id="nothing to resume from"),
         pytest.param(
             ["train.iterations=3", "train.lr_decay_iters=6"],
             r"train.iterations: got 3, wanted at least 4",
@@ -77,7 +75,7 @@ def test_damaged_checkpoints_are_reported_and_an_older_one_taken(finished: Run, 
         ),
     ],
 )
-def test_another_run_in_the_same_folder_is_refused(interrupted: Run, overrides: list[str], message: str) -> None:
+def test_other_settings_in_the_same_folder_are_refused(interrupted: Run, overrides: list[str], message: str) -> None:
     with pytest.raises(RankFailedError, match=message):
         train(2, interrupted[0], *DENSE, *overrides)
 
@@ -98,6 +96,11 @@ def test_resume_from_one_checkpoint_and_then_from_own_ones(interrupted: Run, tmp
     result = train(2, new, *DENSE, resume)
     assert [event.iteration for event in events_of(new, StateResumed)] == [2, 4]
     assert result["digest_per_rank"] == expected["digest_per_rank"]
+
+
+def test_resume_from_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"train.resume: got .*nowhere"):
+        train(1, tmp_path, f"train.resume={tmp_path / 'nowhere'}", "train.iterations=2")
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])

@@ -50,8 +50,7 @@ def train(life: int, page: Page, connection: Connection) -> int:
         connection.send("done")
 
 
-def join_first_generation(page: Page) -> None:
-    page.join(1)
+join_first_generation = methodcaller("join", 1)
 
 
 def return_three(page: Page) -> int:
@@ -132,7 +131,7 @@ def test_a_trainer_killed_by_a_signal_is_replaced_by_its_next_life(guarded, numb
     assert rank.generations.wait_for_end(1) == str(death)
 
 
-def test_a_death_before_joining_ends_nobodys_generation(guarded) -> None:
+def test_a_death_before_joining_ends_no_generation(guarded) -> None:
     rank = guarded()
     rank.generations.current()
     rank.kill_trainer()

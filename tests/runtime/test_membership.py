@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.death import Death
-from moe_ckpt.runtime.groups import ElasticGroups, GroupTimeouts
-from moe_ckpt.runtime.membership import FENCED, GUARD, STORE_LOST, Generations, Member, Membership
+from moe_ckpt.runtime.membership import FENCED, GUARD, STORE_LOST, Generations, Membership
 from moe_ckpt.runtime.page import Page
-from moe_ckpt.runtime.transport import GlooTransport
 from moe_ckpt.types import Phase
 from tests.ranks import run_ranks
 from tests.runtime.trainers import GRACE_S, WAIT_S, meet, open_membership, open_store, own_rank
+
+Both = tuple[Generations, Generations]
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +32,10 @@ def connections() -> tuple[dist.Store, dist.Store]:
 
 
 @pytest.fixture
-def both(connections: tuple[dist.Store, dist.Store], request: pytest.FixtureRequest) -> tuple[Generations, Generations]:
+def both(connections: tuple[dist.Store, dist.Store], request: pytest.FixtureRequest) -> Both:
     """Return the keys as two processes see them."""
     one, other = (Generations(dist.PrefixStore(request.node.name, store)) for store in connections)
     return one, other
-
-
-@pytest.fixture
-def generations(both: tuple[Generations, Generations]) -> Generations:
-    return both[0]
 
 
 def death_of(global_rank: int) -> Death:
@@ -59,7 +54,7 @@ def death_of(global_rank: int) -> Death:
 # The keys.
 
 
-def test_a_generation_ends_once_and_for_the_first_reason(both: tuple[Generations, Generations]) -> None:
+def test_a_generation_ends_once_and_for_the_first_reason(both: Both) -> None:
     one, other = both
     assert (one.current(), other.current(), one.has_ended(1)) == (1, 1, False)
     other.end(1, "the first reason")
@@ -71,7 +66,7 @@ def test_a_generation_ends_once_and_for_the_first_reason(both: tuple[Generations
     assert (one.current(), one.wait_for_end(2)) == (3, "the next")
 
 
-def test_all_may_end_a_generation_at_once(both: tuple[Generations, Generations]) -> None:
+def test_all_may_end_a_generation_at_once(both: Both) -> None:
     start = threading.Barrier(2)
 
     def end(mine: Generations) -> list[str]:
@@ -89,7 +84,7 @@ def test_all_may_end_a_generation_at_once(both: tuple[Generations, Generations])
     assert both[0].current() == 50
 
 
-def test_the_last_rank_to_arrive_lets_all_go(both: tuple[Generations, Generations]) -> None:
+def test_the_last_rank_to_arrive_lets_all_go(both: Both) -> None:
     one, other = both
     with ThreadPoolExecutor(1) as thread:
         one.arrive(1, 2)
@@ -102,22 +97,18 @@ def test_the_last_rank_to_arrive_lets_all_go(both: tuple[Generations, Generation
     assert one.goes(1, WAIT_S)
 
 
-def test_a_generation_that_ended_before_all_had_come_never_goes(generations: Generations) -> None:
-    generations.current()
-    generations.arrive(1, 2)
-    generations.end(1, "a death")
-    generations.arrive(1, 2)
-    assert not generations.goes(1, WAIT_S)
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_generation_goes_unless_it_ends_before_all_have_arrived(both: Both, ends_first: bool) -> None:
+    """One that has gone is not called back: some would go and some not."""
+    one, other = both
+    one.current()
+    one.arrive(1, 2)
+    for step in (lambda: one.end(1, "a death"), lambda: other.arrive(1, 2))[:: 1 if ends_first else -1]:
+        step()
+    assert one.goes(1, WAIT_S) == other.goes(1, WAIT_S) == (not ends_first)
 
 
-def test_a_generation_that_has_gone_is_not_called_back(generations: Generations) -> None:
-    generations.current()
-    generations.arrive(1, 1)
-    generations.end(1, "a death")
-    assert generations.goes(1, WAIT_S), "some would go and some not"
-
-
-def test_deaths_are_kept_by_generation(both: tuple[Generations, Generations]) -> None:
+def test_deaths_are_kept_by_generation(both: Both) -> None:
     one, other = both
     one.record_death(1, death_of(2))
     other.record_death(1, death_of(0))
@@ -126,9 +117,7 @@ def test_deaths_are_kept_by_generation(both: tuple[Generations, Generations]) ->
     assert [other.deaths(generation) for generation in (1, 2, 3)] == [[death_of(2), death_of(0)], [death_of(1)], []]
 
 
-def test_a_generation_has_finished_when_the_last_rank_is_done_and_for_good(
-    both: tuple[Generations, Generations],
-) -> None:
+def test_a_generation_finishes_for_good_when_the_last_rank_is_done(both: Both) -> None:
     one, other = both
     one.current()
     one.done(1, 2)
@@ -139,7 +128,7 @@ def test_a_generation_has_finished_when_the_last_rank_is_done_and_for_good(
     assert (other.current(), other.has_ended(1)) == (1, False)
 
 
-def test_a_generation_that_has_ended_cannot_finish(both: tuple[Generations, Generations]) -> None:
+def test_a_generation_that_has_ended_cannot_finish(both: Both) -> None:
     one, other = both
     one.current()
     one.done(1, 2)
@@ -147,10 +136,10 @@ def test_a_generation_that_has_ended_cannot_finish(both: tuple[Generations, Gene
     other.done(1, 2)
     assert (one.has_finished(1), one.finishes(1), one.current()) == (False, False, 2)
     one.done(2, 2)
-    assert not one.has_finished(2), "who was done before is not done any more"
+    assert not one.has_finished(2), "a rank that was done before is not done any more"
 
 
-def test_the_life_that_may_join_is_the_last_one_set(both: tuple[Generations, Generations]) -> None:
+def test_the_life_that_may_join_is_the_last_one_set(both: Both) -> None:
     one, other = both
     assert other.life(3) == -1
     for life in (0, 1):
@@ -209,7 +198,7 @@ def go_through_generations(folder: str) -> list[Any]:
     return [*seen, membership.join(), sum_of_ranks(), membership.deaths(), membership.page.waiting]
 
 
-def test_whoever_ends_a_generation_all_leave_it_and_join_the_next(tmp_path: Path) -> None:
+def test_all_leave_a_generation_that_any_process_ends_and_join_the_next(tmp_path: Path) -> None:
     members = run_ranks(3, go_through_generations, str(tmp_path))[:2]
     wanted = [(generation, 3.0, reason) for generation, reason in enumerate(REASONS, start=1)]
     assert members == [[*wanted, 4, 3.0, [death_of(1), death_of(1)], False]] * 2
@@ -263,20 +252,22 @@ def test_only_errors_of_communication_end_a_generation(tmp_path: Path) -> None:
     assert run_ranks(1, judge_errors, str(tmp_path)) == [[False, False, True, True, True]]
 
 
-def test_a_rank_that_joins_in_vain_says_how_many_came(
-    connections: tuple[dist.Store, dist.Store], tmp_path: Path
-) -> None:
-    store = dist.PrefixStore("in vain", connections[0])
-    generations, page = Generations(store), Page(tmp_path / "page")
-    generations.arrive(1, 3)
+def join_in_vain(folder: str) -> tuple[str, int, Phase, bool]:
+    """Wait for a third rank, which does not come."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    generations = Generations(store)
     generations.set_life(0, 0)
-    timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S)
-    groups = ElasticGroups(GlooTransport(), timeouts, page.wait)
-    member = Member(global_rank=0, world_size=3, life=0)
-    membership = Membership(member, store, store, groups, page, join_s=0.05, grace_s=GRACE_S)
-    with pytest.raises(PeersLostError, match=r"1: got 2 ranks in runtime.join_s=0.05 seconds, wanted all"):
+    membership = open_membership(folder, 0, 3, join_s=0.05, connect=lambda _: store)
+    generations.arrive(1, 3)
+    with pytest.raises(PeersLostError) as lost:
         membership.join()
-    assert (page.generation, page.phase, page.waiting) == (1, Phase.JOIN, False)
+    page = membership.page
+    return str(lost.value), page.generation, page.phase, page.waiting
+
+
+def test_a_rank_that_joins_in_vain_says_how_many_came(tmp_path: Path) -> None:
+    wanted = "generation 1: got 2 ranks in runtime.join_s=0.05 seconds, wanted all"
+    assert run_ranks(1, join_in_vain, str(tmp_path)) == [(wanted, 1, Phase.JOIN, False)]
 
 
 def finish_at_second_try(folder: str) -> list[Any]:

@@ -29,10 +29,8 @@ def test_a_polling_store_is_a_part_of_its_client() -> None:
 
 
 def test_a_polling_store_waits_for_what_another_sets() -> None:
-    client = dist.HashStore()
-    store = polling(client)
-    asked = threading.Event()
-    store._is_over = lambda: bool(asked.set())
+    client, asked = dist.HashStore(), threading.Event()
+    store = polling(client, is_over=lambda: bool(asked.set()))
     setter = threading.Thread(target=lambda: asked.wait(WAIT_S) and client.set("7/a", "late"))
     setter.start()
     assert store.get("a") == b"late"

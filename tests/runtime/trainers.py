@@ -60,6 +60,7 @@ def open_membership(
     world_size: int,
     *,
     life: int = 0,
+    join_s: float = WAIT_S,
     grace_s: float = GRACE_S,
     connect: Callable[[str], dist.Store] = open_store,
 ) -> Membership:
@@ -67,7 +68,7 @@ def open_membership(
     page = Page(Path(folder) / f"page{global_rank}")
     groups = open_groups(global_rank, world_size, on_wait=page.wait)
     member = Member(global_rank=global_rank, world_size=world_size, life=life)
-    return Membership(member, connect(folder), connect(folder), groups, page, join_s=WAIT_S, grace_s=grace_s)
+    return Membership(member, connect(folder), connect(folder), groups, page, join_s=join_s, grace_s=grace_s)
 
 
 def wait_until(look: Callable[[], bool]) -> bool:
