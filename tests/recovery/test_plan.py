@@ -157,7 +157,7 @@ def test_ranks_fetch_windows(
     assert (found.rollbacks, list(found.fetches)) == ((rollback(1, 1, 10),), expected)
 
 
-def test_an_error_says_what_there_was() -> None:
+def test_an_error_lists_all_windows_and_logs() -> None:
     inventories = [
         inventory(0, 0, [NEWER], held={1: [window(5, num_slots=2, steps_to=9, cut="b")]}, logged=(11, 14)),
         inventory(1, 1, logged=(15, 14)),

@@ -75,7 +75,7 @@ def one_over_a_generation(folder: str) -> list[dict[str, Any]]:
     return [*results, use(group, [0], sends=False)]
 
 
-def test_a_group_of_one_needs_no_generation_and_gives_what_gloo_gives(tmp_path: Path) -> None:
+def test_a_group_of_one_needs_no_generation_and_is_as_with_gloo(tmp_path: Path) -> None:
     [wanted] = run_ranks(1, one_with_gloo)
     assert not any(isinstance(result, type) for result in wanted.values())
     assert run_ranks(1, one_over_a_generation, str(tmp_path)) == [[wanted] * 3]

@@ -113,7 +113,7 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(asynchronous: str, f
     assert result["digest_per_rank"] == finished[1]["digest_per_rank"]
 
 
-def test_strict_stops_the_run_and_keeps_what_was_saved(interrupted: Run) -> None:
+def test_strict_stops_the_run_and_keeps_saved_checkpoints(interrupted: Run) -> None:
     folder, _ = interrupted
     with pytest.raises(RankFailedError, match="File too large"):
         train(2, folder, *DENSE, "ckpt.strict=true", max_file_bytes=200_000)

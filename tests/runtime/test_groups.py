@@ -55,7 +55,7 @@ def over_generations(folder: str) -> list[dict[str, Any]]:
     return results
 
 
-def test_one_handle_gives_what_gloo_gives_in_every_generation(tmp_path: Path) -> None:
+def test_one_handle_computes_the_same_as_gloo_in_every_generation(tmp_path: Path) -> None:
     wanted = run_ranks(3, with_plain_gloo)
     assert [result["all_reduce"][0] for result in wanted] == [[111.0, 222.0, 333.0]] * 3
     for results, want in zip(run_ranks(3, over_generations, str(tmp_path)), wanted, strict=True):

@@ -28,7 +28,7 @@ def test_a_polling_store_is_a_part_of_its_client() -> None:
     assert (store.check(["a", "n"]), store.check(["a", "b"])) == (True, False)
 
 
-def test_a_polling_store_waits_for_what_another_sets() -> None:
+def test_a_polling_store_waits_for_a_key_that_another_sets() -> None:
     client, asked = dist.HashStore(), threading.Event()
     store = polling(client, is_over=lambda: bool(asked.set()))
     setter = threading.Thread(target=lambda: asked.wait(WAIT_S) and client.set("7/a", "late"))
