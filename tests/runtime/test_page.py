@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,23 +27,16 @@ TWO_MICRO_BATCHES = [
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Page:
-    page = Page(tmp_path / "page")
+def caught() -> list[int]:
+    """Return the list to which the page adds signals instead of sending them to this process."""
+    return []
+
+
+@pytest.fixture
+def page(tmp_path: Path, caught: list[int]) -> Page:
+    page = Page(tmp_path / "page", strike=caught.append)
     page.reset()
     return page
-
-
-@pytest.fixture(scope="module")
-def caught() -> Iterator[list[int]]:
-    """Return the list to which this process's SIGUSR1 and SIGUSR2 are added, instead of killing it."""
-    numbers: list[int] = []
-    usual = {
-        number: signal.signal(number, lambda number, _: numbers.append(number))
-        for number in (signal.SIGUSR1, signal.SIGUSR2)
-    }
-    yield numbers
-    for number, handler in usual.items():
-        signal.signal(number, handler)
 
 
 def strikes(page: Page, caught: list[int], steps: list[Step]) -> list[int]:
@@ -64,14 +56,10 @@ def strikes(page: Page, caught: list[int], steps: list[Step]) -> list[int]:
     st.integers(0, 3),
 )
 def test_any_order_strikes_where_counting_says(
-    tmp_path_factory: pytest.TempPathFactory,
-    caught: list[int],
-    steps: list[Step],
-    phase: Phase,
-    iteration: int,
-    skip: int,
+    tmp_path_factory: pytest.TempPathFactory, steps: list[Step], phase: Phase, iteration: int, skip: int
 ) -> None:
-    page = Page(tmp_path_factory.getbasetemp() / "page")
+    caught: list[int] = []
+    page = Page(tmp_path_factory.getbasetemp() / "page", strike=caught.append)
     page.reset()
     obeyed_before = page.orders_obeyed
     page.order(signal.SIGUSR1, phase, iteration=iteration, skip=skip)
@@ -92,7 +80,6 @@ def test_a_later_order_counts_alone(page: Page, caught: list[int]) -> None:
 
 
 def test_joining_is_a_phase_that_can_be_struck_too(page: Page, caught: list[int]) -> None:
-    caught.clear()
     page.order(signal.SIGUSR1, Phase.JOIN)
     page.join(4)
     assert (caught, page.generation, page.phase) == ([signal.SIGUSR1], 4, Phase.JOIN)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -21,14 +21,14 @@ from tests.runtime.trainers import WAIT_S, wait_until
 
 
 @pytest.fixture
-def pair() -> Iterator[Callable[[], tuple[socket.socket, socket.socket]]]:
-    with contextlib.ExitStack() as stack:
+def pair(stack: ExitStack) -> Callable[[], tuple[socket.socket, socket.socket]]:
+    """Return what opens two sockets that are connected."""
 
-        def make() -> tuple[socket.socket, socket.socket]:
-            left, right = socket.socketpair()
-            return stack.enter_context(left), stack.enter_context(right)
+    def make() -> tuple[socket.socket, socket.socket]:
+        left, right = socket.socketpair()
+        return stack.enter_context(left), stack.enter_context(right)
 
-        yield make
+    return make
 
 
 def passes(ends: tuple[socket.socket, socket.socket]) -> bool:
