@@ -6,7 +6,6 @@ import os
 import select
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +18,7 @@ from moe_ckpt.runtime.processes import start_ticks
 from moe_ckpt.store.blobs import own_path
 from tests.ranks import rank_store, run_ranks
 from tests.runtime.processes import WAIT_S, Child
+from tests.runtime.trainers import wait_until
 
 
 def live_on(connection: Connection) -> None:
@@ -45,10 +45,7 @@ def guards_of(base: Path, agent: Child) -> Path:
 
 
 def wait_until_gone(path: Path) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while path.exists():
-        assert time.monotonic() < deadline_s, f"{path} is still there"
-        time.sleep(0.001)  # a janitor tells nobody
+    assert wait_until(lambda: not path.exists()), f"{path} is still there"
 
 
 def test_a_folder_goes_with_its_agent_and_not_before(tmp_path: Path, start_agent) -> None:
