@@ -15,7 +15,6 @@ SLEEPERS = {
     "tests/jobs.py": "a trainer leaves processors to others, as training does",
     "tests/launcher/test_elastic_long.py": "faults come at moments that nothing marks",
     "tests/launcher/test_torchrun.py": "the only sign that another process gives is its file",
-    "tests/runtime/test_memory_root.py": "a janitor gives no sign but the folder that it removes",
     "tests/runtime/trainers.py": "waits for what no other thread or process announces",
     "tests/test_ranks.py": "a rank that never ends is the subject",
 }

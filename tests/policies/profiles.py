@@ -1,16 +1,31 @@
-"""Stages for tests of policies, and answers to what a policy asks to be measured."""
+"""Settings and stages for tests of policies, and answers to what a policy asks to be measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 
+from launcher.config import compose_settings
+from moe_ckpt.config import CkptConfig
 from moe_ckpt.policies.profile import StageProfile
 from moe_ckpt.types import Measured, OperatorId, OperatorKind, OperatorTable, SnapshotPlan
 
 NOTHING = SnapshotPlan()
+
+
+@cache
+def _as_it_is(policy: str) -> CkptConfig:
+    return compose_settings([f"ckpt={policy}"]).ckpt
+
+
+def config(policy: str, **changes: Any) -> Any:
+    """conf/ckpt/<policy>.yaml with changes."""
+    return replace(_as_it_is(policy), **changes)
 
 
 def profile(
@@ -29,7 +44,7 @@ def equal(num_operators: int, **logs: int) -> StageProfile:
 
 
 def unasked() -> Measured:
-    raise AssertionError("no window begins here")
+    raise AssertionError("nothing is measured here")
 
 
 def nothing_yet() -> Measured:

@@ -18,38 +18,18 @@ from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.profile import StageProfile
 from moe_ckpt.schedule import fitting_window, fixed_order, order_operators
 from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan, WindowChoice
-from tests.policies.profiles import NOTHING, equal, nothing_yet, profile, unasked
-
-SIX_SLOTS = {72: 1, 71: 2, 42: 2, 41: 3, 32: 3, 31: 4, 30: 4, 29: 5, 28: 5, 27: 6, 22: 6, 21: 6}
-"""Bytes that a rank can copy in an iteration -> slots that fit, for six operators of one parameter (12 and 2 bytes)."""
+from tests.policies.profiles import NOTHING, config, equal, nothing_yet, profile, unasked
 
 
-def config(**changes: Any) -> MoevementConfig:
-    """conf/ckpt/moevement.yaml with changes."""
-    defaults: dict[str, Any] = {
-        "policy": "moevement",
-        "window": "auto",
-        "profile_iters": 5,
-        "window_drift": 0.25,
-        "paper_exact": False,
-        "popularity": "hard",
-        "popularity_decay": 0.9,
-        "reorder_change": 0.10,
-        "reorder_share": 0.25,
-        "boundary_log": True,
-        "keep_windows": 1,
-        "memory_budget_bytes": None,
-        "replicas": "auto",
-        "network_interface": None,
-        "disk_every_iters": 0,
-        "disk_path": None,
-        "disk_budget_bytes": None,
-        "durable_every_iters": 0,
-        "keep": 2,
-        "async_save": True,
-        "strict": False,
-    }
-    return MoevementConfig(**(defaults | changes))
+def moevement(**changes: Any) -> MoevementConfig:
+    return config("moevement", **changes)
+
+
+def begun(*stages: StageProfile, own_stage: int = 0, **changes: Any) -> SparseWindows:
+    """Return a policy that has taken its base at iteration 0 and measured nothing yet."""
+    policy = SparseWindows(moevement(**changes), stages, own_stage)
+    policy.plan(0, nothing_yet)
+    return policy
 
 
 class Meter:
@@ -119,14 +99,14 @@ def popularity_for(stage: StageProfile, seed: int) -> list[float]:
 @pytest.mark.parametrize("window", ["auto", 1, 3])
 @pytest.mark.parametrize("iteration", [0, 40])
 def test_the_first_plan_takes_everything(window: int | str, iteration: int) -> None:
-    policy = SparseWindows(config(window=window), [equal(6)], 0)
+    policy = SparseWindows(moevement(window=window), [equal(6)], 0)
     everything = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=(0, 1, 2, 3, 4, 5), compute=())
     assert policy.plan(iteration, nothing_yet) == SnapshotPlan(sparse=everything)
 
 
 @pytest.mark.parametrize("profile_iters", [2, 5])
 def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) -> None:
-    policy = SparseWindows(config(profile_iters=profile_iters), [equal(6)], 0)
+    policy = SparseWindows(moevement(profile_iters=profile_iters), [equal(6)], 0)
     policy.plan(40, nothing_yet)
     profiled = [policy.plan(41 + i, unasked) for i in range(profile_iters)]
     assert profiled == [NOTHING] * profile_iters
@@ -136,7 +116,7 @@ def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) ->
 
 
 def test_auto_does_not_profile_again_after_a_fault() -> None:
-    policy = SparseWindows(config(), [equal(6)], 0)
+    policy = SparseWindows(moevement(), [equal(6)], 0)
     meter = Meter(41)
     assert policy.plan(40, meter).sparse is not None
     first = policy.plan(41, unasked)
@@ -153,7 +133,7 @@ def test_a_fixed_window_takes_every_operator_once_a_window_on_every_stage(
     num_slots = data.draw(st.integers(1, max(len(stage.table.operators) for stage in stages)))
     own_stage, start = data.draw(st.integers(0, len(stages) - 1)), data.draw(st.integers(0, 50))
     own = stages[own_stage]
-    policy, twin = (SparseWindows(config(window=num_slots), stages, own_stage) for _ in range(2))
+    policy, twin = (SparseWindows(moevement(window=num_slots), stages, own_stage) for _ in range(2))
     assert policy.plan(start, nothing_yet) == twin.plan(start, nothing_yet)
     for number in range(3):
         begin = start + 1 + number * num_slots
@@ -165,7 +145,7 @@ def test_a_fixed_window_takes_every_operator_once_a_window_on_every_stage(
 
 @given(stages=stages(), budgets_bytes=st.lists(st.floats(1, 5000), min_size=1, max_size=5))
 def test_auto_windows_line_up_over_stages(stages: list[StageProfile], budgets_bytes: list[float]) -> None:
-    policies = [SparseWindows(config(profile_iters=2), stages, own) for own in range(len(stages))]
+    policies = [SparseWindows(moevement(profile_iters=2), stages, own) for own in range(len(stages))]
     assert {policy.plan(0, nothing_yet) is NOTHING for policy in policies} == {False}
     begin, current = 3, 0
     for number, budget_bytes in enumerate(budgets_bytes):
@@ -187,16 +167,14 @@ def alone(stage: StageProfile, budget_bytes: float) -> int:
 
 
 def test_a_stage_of_few_operators_has_empty_slots() -> None:
-    policy = SparseWindows(config(window=12), [equal(2), equal(12)], 0)
-    policy.plan(0, nothing_yet)
+    policy = begun(equal(2), equal(12), window=12)
     _, slots = next_window(policy, 1, Meter(1.0))
     assert_is_window(slots, 1, 12, 2)
     assert [slot.slot for slot in slots if slot.full] == [3, 9]
 
 
 def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
-    policy = SparseWindows(config(window=3), [equal(6)], 0)
-    policy.plan(0, nothing_yet)
+    policy = begun(equal(6), window=3)
     measure = Meter(1.0)
     slots = slots_of([policy.plan(iteration, measure) for iteration in (1, 3, 4, 5, 6, 20)])
     places = [(slot.window_start, slot.slot) for slot in slots]
@@ -206,7 +184,7 @@ def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
 
 
 def test_an_iteration_that_was_planned_already_changes_nothing() -> None:
-    policy = SparseWindows(config(window=3), [equal(6)], 0)
+    policy = SparseWindows(moevement(window=3), [equal(6)], 0)
     policy.plan(10, nothing_yet)
     measure = Meter(1.0)
     first = slots_of([policy.plan(iteration, measure) for iteration in (11, 12)])
@@ -215,18 +193,6 @@ def test_an_iteration_that_was_planned_already_changes_nothing() -> None:
 
 
 # Length
-
-
-@pytest.mark.parametrize(("budget_bytes", "num_slots"), SIX_SLOTS.items())
-@pytest.mark.parametrize("drift", [0.0, 100.0])
-def test_the_first_window_is_the_fitting_one_whatever_the_drift(
-    budget_bytes: int, num_slots: int, drift: float
-) -> None:
-    policy = SparseWindows(config(window_drift=drift), [equal(6)], 0)
-    policy.plan(0, nothing_yet)
-    choice, slots = next_window(policy, 6, Meter(budget_bytes))
-    assert (choice.num_slots, choice.fitting) == (num_slots, num_slots)
-    assert_is_window(slots, 6, num_slots, 6)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +206,11 @@ def test_the_first_window_is_the_fitting_one_whatever_the_drift(
     ],
 )
 def test_the_window_changes_when_it_is_off_by_more_than_the_drift(drift: float, chosen: list[int]) -> None:
-    policy = SparseWindows(config(window_drift=drift), [equal(6)], 0)
-    policy.plan(0, nothing_yet)
+    policy = begun(equal(6), window_drift=drift)
     measure, begin, found = Meter(42, 41, 31, 29, 27, 29, 31), 6, []
     for fitting in (2, 3, 4, 5, 6, 5, 4):
         choice, slots = next_window(policy, begin, measure)
         assert choice.fitting == fitting
-        assert choice.copy_bytes_per_s * choice.iteration_s in SIX_SLOTS
         assert_is_window(slots, begin, choice.num_slots, 6)
         begin += choice.num_slots
         found.append(choice.num_slots)
@@ -254,40 +218,16 @@ def test_the_window_changes_when_it_is_off_by_more_than_the_drift(drift: float, 
     assert measure.asked == 7
 
 
-def test_a_fixed_window_heeds_no_measurement() -> None:
-    policy = SparseWindows(config(window=2, window_drift=0.0), [equal(6)], 0)
-    policy.plan(0, nothing_yet)
-    measure = Meter(1.0, 1e9)
-    assert [next_window(policy, begin, measure)[0].num_slots for begin in (1, 3, 5)] == [2, 2, 2]
-
-
-def test_the_stage_that_needs_most_slots_decides() -> None:
-    """With 42 bytes an iteration, 6 equal operators take 2 slots, and 12 take 6: 2 x 12 + 10 x 2 = 44, 12 + 24 = 36."""
-    profiles = [equal(6), equal(12), equal(1)]
-    assert [alone(stage, 36 + 8) for stage in profiles] == [2, 6, 1]
-    for own_stage in range(3):
-        policy = SparseWindows(config(), profiles, own_stage)
-        policy.plan(0, nothing_yet)
-        choice, slots = next_window(policy, 6, Meter(44))
-        assert (choice.num_slots, choice.fitting) == (6, 6)
-        assert_is_window(slots, 6, 6, len(profiles[own_stage].table.operators))
-
-
 # Order
 
 
-def test_without_popularity_the_order_is_the_tables_and_blocks_come_last() -> None:
-    policy = SparseWindows(config(window=5), [profile([[1] * 5], num_experts=3)], 0)
-    policy.plan(0, nothing_yet)
-    _, slots = next_window(policy, 1, Meter(1.0, popularity=[[0.0] * 3]))
-    assert [slot.full for slot in slots] == [(2,), (3,), (4,), (1,), (0,)]
-
-
-def test_popular_experts_are_deferred() -> None:
-    policy = SparseWindows(config(window=5), [profile([[1] * 5], num_experts=3)], 0)
-    policy.plan(0, nothing_yet)
-    _, slots = next_window(policy, 1, Meter(1.0, popularity=[[9.0, 1.0, 5.0]]))
-    assert [slot.full for slot in slots] == [(3,), (4,), (2,), (1,), (0,)]
+@pytest.mark.parametrize(
+    ("popularity", "experts"), [([0.0, 0.0, 0.0], [2, 3, 4]), ([9.0, 1.0, 5.0], [3, 4, 2])], ids=["none yet", "uneven"]
+)
+def test_popular_experts_are_deferred_and_blocks_come_last(popularity: list[float], experts: list[int]) -> None:
+    policy = begun(profile([[1] * 5], num_experts=3), window=5)
+    _, slots = next_window(policy, 1, Meter(1.0, popularity=[popularity]))
+    assert [slot.full for slot in slots] == [(operator,) for operator in [*experts, 1, 0]]
 
 
 @given(counts=st.lists(st.integers(0, 9), min_size=2, max_size=12), ranks=st.integers(1, 4), data=st.data())
@@ -297,8 +237,7 @@ def test_the_more_popular_expert_of_a_rank_comes_in_no_earlier_slot(
     homes = [expert % ranks for expert in range(len(counts))]
     parameters = [[int(rank == 0), *(int(home == rank) for home in homes)] for rank in range(ranks)]
     num_slots = data.draw(st.integers(1, len(counts) + 1))
-    policy = SparseWindows(config(window=num_slots), [profile(parameters, num_experts=len(counts))], 0)
-    policy.plan(0, nothing_yet)
+    policy = begun(profile(parameters, num_experts=len(counts)), window=num_slots)
     _, slots = next_window(policy, 1, Meter(1.0, popularity=[counts]))
     place = slot_of_each(slots)
     for rank in range(ranks):
@@ -312,22 +251,15 @@ def test_the_more_popular_expert_of_a_rank_comes_in_no_earlier_slot(
 @pytest.mark.parametrize(
     ("change", "share", "now", "reordered"),
     [
-        pytest.param(0.10, 0.25, [100] * 8, False, id="the same"),
-        pytest.param(0.10, 0.25, [1000] * 8, False, id="more of all: the shares are the same"),
-        pytest.param(0.10, 0.25, [100] * 7 + [120], False, id="1 of 8 changed"),
         pytest.param(0.10, 0.25, [100] * 6 + [80, 120], True, id="2 of 8 changed"),
         pytest.param(0.10, 0.26, [100] * 6 + [80, 120], False, id="2 of 8 are too few"),
-        pytest.param(0.10, 0.25, [100] * 6 + [90, 110], False, id="by just as much as is allowed"),
         pytest.param(0.25, 0.25, [100] * 6 + [80, 120], False, id="by less than is allowed"),
-        pytest.param(0.10, 0.25, [0] * 7 + [1], True, id="all to one"),
     ],
 )
 def test_experts_are_reordered_when_enough_of_them_changed(
     change: float, share: float, now: list[int], reordered: bool
 ) -> None:
-    settings = config(window=8, reorder_change=change, reorder_share=share)
-    policy = SparseWindows(settings, [profile([[1] * 8], num_experts=8)], 0)
-    policy.plan(0, nothing_yet)
+    policy = begun(profile([[1] * 8], num_experts=8), window=8, reorder_change=change, reorder_share=share)
     measure = Meter(1.0, popularity=[[100] * 8, now])
     first, slots = next_window(policy, 1, measure)
     second, later = next_window(policy, 9, measure)
@@ -338,8 +270,7 @@ def test_experts_are_reordered_when_enough_of_them_changed(
 
 
 def test_changes_count_from_the_last_order_not_from_the_last_window() -> None:
-    policy = SparseWindows(config(window=8), [profile([[1] * 8], num_experts=8)], 0)
-    policy.plan(0, nothing_yet)
+    policy = begun(profile([[1] * 8], num_experts=8), window=8)
     creeping = [[100 + by, 100 - by] + [100] * 6 for by in (0, 8, 16, 16, 24)]
     measure = Meter(1.0, popularity=creeping)
     reordered = [next_window(policy, begin, measure)[0].reordered for begin in (1, 9, 17, 25, 33)]
@@ -347,8 +278,7 @@ def test_changes_count_from_the_last_order_not_from_the_last_window() -> None:
 
 
 def test_an_order_is_kept_over_a_change_of_the_window() -> None:
-    policy = SparseWindows(config(), [profile([[1] * 6], num_experts=6)], 0)
-    policy.plan(0, nothing_yet)
+    policy = begun(profile([[1] * 6], num_experts=6))
     measure = Meter(22, 42, popularity=[[6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]])
     first, slots = next_window(policy, 6, measure)
     second, later = next_window(policy, 12, measure)
@@ -360,45 +290,39 @@ def test_an_order_is_kept_over_a_change_of_the_window() -> None:
 # Memory
 
 
-@pytest.mark.parametrize(("keep_windows", "logs_bytes"), [(1, 0), (2, 0), (1, 7)])
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 6, 12])
-def test_equal_operators_take_the_bytes_of_the_formula(num_slots: int, keep_windows: int, logs_bytes: int) -> None:
-    """W slots of bf16 weights: 12 + (W - 1) bytes a parameter and window, one window more than are kept."""
-    parameters = 12 * 100
-    stage = profile([[100] * 12], boundary_log_bytes=logs_bytes, step_log_bytes=2 * logs_bytes)
-    forecast = SparseWindows(config(keep_windows=keep_windows), [stage], 0).forecast(num_slots)
-    assert forecast.snapshots_bytes == (keep_windows + 1) * (12 + num_slots - 1) * parameters
-    assert forecast.boundary_log_bytes == ((keep_windows + 1) * num_slots + 1) * logs_bytes
-    assert forecast.step_log_bytes == 2 * forecast.boundary_log_bytes
-    logged_bytes = forecast.boundary_log_bytes + forecast.step_log_bytes
-    assert forecast.total_bytes == forecast.snapshots_bytes + logged_bytes
-    assert forecast.double_buffered_dense_bytes == 2 * 12 * parameters
-
-
 def test_the_forecast_is_that_of_the_rank_with_the_most() -> None:
-    logs, sizes = equal(6, boundary_log_bytes=1000), profile([[1] * 6, [50] * 6])
-    policy = SparseWindows(config(), [sizes, logs, equal(3)], 2)
-    assert policy.forecast(1).total_bytes == policy.forecast(1).double_buffered_dense_bytes == 2 * 12 * 6 * 50
-    assert policy.forecast(6).total_bytes == 2 * 6 * 17 + 13 * 1000
+    """A parameter takes 12 bytes and 2 a slot but one; two windows are kept beside that in flight."""
+    logs = profile([[100] * 12, [90] * 12], boundary_log_bytes=700, step_log_bytes=7)
+    policy = SparseWindows(moevement(keep_windows=2), [profile([[1] * 6, [500] * 6]), logs, equal(3)], 2, num_copies=1)
+    dense, sparse = policy.forecast(1), policy.forecast(12)
+    assert (dense.snapshots_bytes, dense.boundary_log_bytes) == (3 * 12 * 6 * 500, 0)
+    assert dense.double_buffered_dense_bytes == 2 * 12 * 6 * 500
+    assert dense.copies_bytes == 2 * 12 * 6 * 500
+    assert sparse == policy.forecast_of(1, 12)
+    assert sparse.snapshots_bytes == 3 * (12 + 11) * 12 * 100
+    assert (sparse.boundary_log_bytes, sparse.step_log_bytes) == (37 * 700, 37 * 7)
+    assert policy.own_forecast() == policy.forecast_of(2, 12)
 
 
 @pytest.mark.parametrize("num_slots", range(1, 7))
 def test_the_budget_bounds_the_window(num_slots: int) -> None:
-    unlimited = SparseWindows(config(), [equal(6)], 0)
+    unlimited = SparseWindows(moevement(), [equal(6)], 0)
     assert unlimited.max_slots == 6
     budget = unlimited.forecast(num_slots).total_bytes
-    assert SparseWindows(config(memory_budget_bytes=budget), [equal(6)], 0).max_slots == num_slots
     if num_slots > 1:
-        assert SparseWindows(config(memory_budget_bytes=budget - 1), [equal(6)], 0).max_slots == num_slots - 1
+        assert SparseWindows(moevement(memory_budget_bytes=budget - 1), [equal(6)], 0).max_slots == num_slots - 1
+    choice, slots = next_window(begun(equal(6), memory_budget_bytes=budget), 6, Meter(1.0))
+    assert (choice.num_slots, choice.fitting) == (num_slots, num_slots)
+    assert_is_window(slots, 6, num_slots, 6)
 
 
 @given(stages=stages(), budget_bytes=st.integers(1, 20_000), speeds=st.lists(st.floats(1, 500), max_size=4))
 def test_auto_stays_in_the_budget_and_uses_it(
     stages: list[StageProfile], budget_bytes: int, speeds: list[float]
 ) -> None:
-    unlimited = SparseWindows(config(), stages, 0)
+    unlimited = SparseWindows(moevement(), stages, 0)
     allowed = [w for w in range(1, unlimited.max_slots + 1) if unlimited.forecast(w).total_bytes <= budget_bytes]
-    settings = config(memory_budget_bytes=budget_bytes, profile_iters=2, window_drift=0.0)
+    settings = moevement(memory_budget_bytes=budget_bytes, profile_iters=2, window_drift=0.0)
     if not allowed:
         with pytest.raises(ConfigError, match=rf"^ckpt\.memory_budget_bytes: got {budget_bytes}, wanted "):
             SparseWindows(settings, stages, 0)
@@ -415,23 +339,12 @@ def test_auto_stays_in_the_budget_and_uses_it(
         begin += choice.num_slots
 
 
-@pytest.mark.parametrize("max_slots", [1, 3, 6])
-def test_auto_takes_no_longer_window_than_the_budget_allows(max_slots: int) -> None:
-    budget = SparseWindows(config(), [equal(6)], 0).forecast(max_slots).total_bytes
-    policy = SparseWindows(config(memory_budget_bytes=budget), [equal(6)], 0)
-    policy.plan(0, nothing_yet)
-    choice, slots = next_window(policy, 6, Meter(1.0))
-    assert (choice.num_slots, choice.fitting) == (max_slots, max_slots)
-    assert_is_window(slots, 6, max_slots, 6)
-
-
 @pytest.mark.parametrize(("has_budget", "in_slots"), [(False, {1: 0, 2: 0, 0: 1}), (True, {0: 0, 1: 1, 2: 1})])
 def test_an_order_that_exceeds_the_forecast_is_not_taken(has_budget: bool, in_slots: dict[int, int]) -> None:
     """The largest expert is the most popular: frozen longest, its compute weights would be taken once more."""
     stages = [profile([[3, 1, 1]], num_experts=3)]
-    budget = SparseWindows(config(window=2), stages, 0).forecast(2).total_bytes
-    policy = SparseWindows(config(window=2, memory_budget_bytes=budget if has_budget else None), stages, 0)
-    policy.plan(0, nothing_yet)
+    budget = SparseWindows(moevement(window=2), stages, 0).forecast(2).total_bytes
+    policy = begun(*stages, window=2, memory_budget_bytes=budget if has_budget else None)
     choice, slots = next_window(policy, 1, Meter(1.0, popularity=[(9.0, 1.0, 1.0)]))
     assert choice.reordered is not has_budget
     assert slot_of_each(slots) == in_slots
@@ -444,9 +357,8 @@ def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
     """6 operators of 1 Mi parameters: 2 windows of 72 MiB, 3 iterations of logs."""
     stage = profile([[MIB] * 6], boundary_log_bytes=2 * MIB, step_log_bytes=MIB // 2)
     fits = int(151.5 * MIB)
-    assert SparseWindows(config(memory_budget_bytes=fits), [stage, equal(3)], 1).max_slots == 1
     with pytest.raises(ConfigError) as caught:
-        SparseWindows(config(memory_budget_bytes=fits - 1), [stage, equal(3)], 1)
+        SparseWindows(moevement(memory_budget_bytes=fits - 1), [stage, equal(3)], 1)
     first, *lines = str(caught.value).splitlines()
     assert first == f"ckpt.memory_budget_bytes: got {fits - 1}, wanted with a window of 1 at least {fits}:"
     sizes = ("144.0", "6.0", "1.5", "0.0", "151.5", "144.0")  # windows, two logs, copies; total, smallest
@@ -454,49 +366,34 @@ def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
 
 
 def test_a_fixed_window_that_does_not_fit_is_refused() -> None:
-    budget = SparseWindows(config(), [equal(6)], 0).forecast(3).total_bytes
-    assert SparseWindows(config(window=3, memory_budget_bytes=budget), [equal(6)], 0).max_slots == 3
-    with pytest.raises(
-        ConfigError, match=rf"^ckpt\.memory_budget_bytes: got {budget}, wanted with a window of 4 at least \d+:"
-    ):
-        SparseWindows(config(window=4, memory_budget_bytes=budget), [equal(6)], 0)
+    budget = SparseWindows(moevement(), [equal(6)], 0).forecast(3).total_bytes
+    assert SparseWindows(moevement(window=3, memory_budget_bytes=budget), [equal(6)], 0).max_slots == 3
+    wanted = rf"^ckpt\.memory_budget_bytes: got {budget}, wanted with a window of 4 at least \d+:"
+    with pytest.raises(ConfigError, match=wanted):
+        SparseWindows(moevement(window=4, memory_budget_bytes=budget), [equal(6)], 0)
 
 
 def test_a_window_of_more_slots_than_any_stage_has_operators_is_refused() -> None:
-    profiles = [equal(2), equal(6), equal(3)]
-    assert SparseWindows(config(window=6), profiles, 0).max_slots == 6
-    with pytest.raises(
-        ConfigError, match=r"^ckpt\.window: got 7, wanted at most 6, the operators of the largest stage$"
-    ):
-        SparseWindows(config(window=7), profiles, 1)
-
-
-def test_each_stage_has_its_own_share_of_logs() -> None:
-    stages = [profile([[100] * 6]), profile([[60] * 6], boundary_log_bytes=3000)]
-    policy = SparseWindows(config(window=1), stages, 0)
-    assert policy.forecast_of(0, 1).boundary_log_bytes == 0
-    assert policy.forecast_of(1, 1).boundary_log_bytes == 9000
-    assert policy.forecast(1) == policy.forecast_of(1, 1)
+    stages = [equal(2), equal(6), equal(3)]
+    assert SparseWindows(moevement(window=6), stages, 0).max_slots == 6
+    wanted = r"^ckpt\.window: got 7, wanted at most 6, the operators of the largest stage$"
+    with pytest.raises(ConfigError, match=wanted):
+        SparseWindows(moevement(window=7), stages, 1)
 
 
 def test_capacity_orders_by_the_share_of_what_an_expert_can_take() -> None:
     stage = replace(profile([[1] * 3], num_experts=3), expert_capacity=np.array([1.0, 10.0, 2.0]))
-    policy = SparseWindows(config(popularity="capacity", window=3), [stage], 0)
-    counted = Measured(iteration_s=1.0, copy_bytes_per_s=1.0, popularity=np.array([3.0, 5.0, 4.0]))
-    policy.plan(0, nothing_yet)
-    taken = [policy.plan(iteration, lambda: counted).sparse for iteration in (1, 2, 3)]
-    assert [plan.full for plan in taken if isinstance(plan, SlotPlan)] == [(1,), (2,), (0,)]  # 0.5, 2 and 3 of capacity
+    policy = begun(stage, popularity="capacity", window=3)
+    _, slots = next_window(policy, 1, Meter(1.0, popularity=[(3.0, 5.0, 4.0)]))
+    assert [slot.full for slot in slots] == [(1,), (2,), (0,)]  # 0.5, 2 and 3 of capacity
 
 
 def test_capacity_without_a_capacity_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^ckpt\.popularity: got 'capacity', wanted hard, soft or decayed where"):
-        SparseWindows(config(popularity="capacity"), [profile([[1] * 3], num_experts=3)], 0)
+        SparseWindows(moevement(popularity="capacity"), [profile([[1] * 3], num_experts=3)], 0)
 
 
 def test_paper_exact_cuts_by_count_and_takes_all_operators_for_equal() -> None:
     stage = profile([[1, 1, 1, 1, 1, 7]])  # 144 bytes whole, 24 of weights: 24 and 4 an operator on the average
-    measured = Measured(iteration_s=1.0, copy_bytes_per_s=64.0, popularity=np.zeros(0))  # 2 * 24 + 4 * 4
-    exact = SparseWindows(config(paper_exact=True, profile_iters=2), [stage], 0)
-    exact.plan(0, nothing_yet)
-    plans = [exact.plan(iteration, lambda: measured).sparse for iteration in range(1, 6)]
-    assert [(len(plan.full), plan.num_slots) for plan in plans if isinstance(plan, SlotPlan)] == [(2, 3)] * 3
+    _, slots = next_window(begun(stage, paper_exact=True), 6, Meter(64))  # 2 * 24 + 4 * 4
+    assert [(len(slot.full), slot.num_slots) for slot in slots] == [(2, 3)] * 3
