@@ -101,8 +101,9 @@ class Copied:
             self.num_seen += 1
 
 
-def test_a_window_counts_once_peers_hold_it(tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("moevement", window=2), Shape(pp=2, dp=1), iterations=7)
+@pytest.mark.parametrize(("policy", "settings"), [("moevement", {"window": 2}), ("gemini", {"every_iters": 2})])
+def test_a_window_counts_once_peers_hold_it(policy: str, settings: dict[str, int], tmp_path: Path) -> None:
+    job = ThreadJob(tmp_path, config(policy, **settings), Shape(pp=2, dp=1), iterations=7)
     job.sends_slowly = True
     copied = Copied(job)
     job.run()
