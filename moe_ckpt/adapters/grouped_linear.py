@@ -7,7 +7,7 @@ each expert's tokens. Must not: know what an expert is; biases and tensor parall
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -74,9 +74,9 @@ def group_experts(block: TransformerBlockSubmodules) -> None:
     """Let the layers of a block's specification hold their local experts in one module."""
     grouped = ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear))
     for layer in block.layer_specs or []:
-        experts = getattr(layer.submodules.mlp.submodules, "experts", None)
-        if experts is not None:
-            layer.submodules.mlp.submodules.experts = grouped
+        submodules: Any = cast("Any", layer.submodules).mlp.submodules
+        if getattr(submodules, "experts", None) is not None:
+            submodules.experts = grouped
 
 
 def _multiply(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
