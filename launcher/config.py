@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, RuntimeConfig, require, require_at_least, require_choice
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.formats import MASTER_FORMATS, MOMENT_FORMATS, StateFormat
+from moe_ckpt.formats import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault", "runtime")
@@ -136,6 +136,8 @@ class PrecisionConfig:
 
     dtype: str
     fp8: bool
+    fp8_recipe: str
+    fp8_amax_history_len: int
     master: str
     exp_avg: str
     exp_avg_sq: str
@@ -147,6 +149,8 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         require_choice("precision.dtype", self.dtype, ["fp32", "bf16", "fp16"])
+        require_choice("precision.fp8_recipe", self.fp8_recipe, FP8_RECIPES)
+        require_at_least("precision.fp8_amax_history_len", self.fp8_amax_history_len, 1)
         require_choice("precision.master", self.master, MASTER_FORMATS)
         require_choice("precision.exp_avg", self.exp_avg, MOMENT_FORMATS)
         require_choice("precision.exp_avg_sq", self.exp_avg_sq, MOMENT_FORMATS)
@@ -160,7 +164,8 @@ class PrecisionConfig:
     @property
     def state_format(self) -> StateFormat:
         """How each parameter's weights and moments are stored."""
-        compute = "fp8" if self.fp8 else self.dtype
+        has_own_scales = self.fp8 and self.fp8_recipe == "tensorwise"
+        compute = "fp8" if has_own_scales else self.dtype
         return StateFormat(compute=compute, master=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
 

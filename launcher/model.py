@@ -24,6 +24,7 @@ from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
 from moe_ckpt.adapters import fp8_linear, precision_adam
 from moe_ckpt.adapters.grouped_linear import group_experts
 from moe_ckpt.adapters.megatron_boost import use_router
+from moe_ckpt.adapters.megatron_operators import stage_group
 from moe_ckpt.adapters.megatron_state import TrainingState
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
@@ -86,6 +87,7 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
+        **_fp8(precision),
     )
     try:
         return kind(**arguments)
@@ -134,6 +136,18 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _fp8(precision: PrecisionConfig) -> dict[str, Any]:
+    """Return what Transformer Engine's layers are told; on a CPU `fp8_linear` rounds."""
+    if not (precision.fp8 and _use_transformer_engine()):
+        return {}
+    return {
+        "fp8": "hybrid",
+        "fp8_recipe": precision.fp8_recipe,
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
+        "fp8_amax_compute_algo": "max",
+    }
+
+
 def _latent_attention(model: ModelConfig) -> dict[str, Any]:
     return {
         "multi_latent_attention": True,
@@ -179,8 +193,9 @@ def _build_stage(
     )
     if torch.cuda.is_available():
         stage.cuda(torch.cuda.current_device())
-    if settings.precision.fp8:
-        fp8_linear.use_fp8(stage)
+    if settings.precision.fp8 and not torch.cuda.is_available():
+        is_delayed, history_len = settings.precision.fp8_recipe == "delayed", settings.precision.fp8_amax_history_len
+        fp8_linear.use_fp8(stage, fp8_linear.DelayedScaling(stage_group, history_len) if is_delayed else None)
     return stage if settings.precision.dtype == "fp32" else Float16Module(config, stage)
 
 
@@ -191,12 +206,11 @@ def _use_transformer_engine() -> bool:
 def _require_formats(settings: Settings) -> None:
     """Raise ConfigError for a number format that these layers or this optimizer cannot do."""
     precision, train = settings.precision, settings.train
-    require(
-        not (precision.fp8 and torch.cuda.is_available()),
-        "precision.fp8",
-        precision.fp8,
-        "false on a GPU: FP8 weights of Transformer Engine cannot be saved yet",
-    )
+    if precision.fp8 and torch.cuda.is_available():
+        require(_use_transformer_engine(), "precision.fp8", True, "false on a GPU without Transformer Engine")
+    elif precision.fp8 and precision.fp8_recipe == "delayed":
+        wanted = "none with precision.fp8_recipe=delayed on a CPU"
+        require(train.recompute == "none", "train.recompute", train.recompute, wanted)
     if not precision.state_format.is_plain:
         wanted = f"true where precision.master, exp_avg or exp_avg_sq are not fp32 (got {precision.state_format})"
         require(train.distributed_optimizer, "train.distributed_optimizer", train.distributed_optimizer, wanted)

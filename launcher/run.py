@@ -254,6 +254,8 @@ def _fingerprint(settings: Settings, source: TokenSource) -> str:
     }
     fingerprint = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
     stored = settings.precision.state_format
+    if settings.precision.fp8 and settings.precision.fp8_recipe == "delayed":
+        return f"{fingerprint} in {stored}, FP8 with delayed scaling"
     return fingerprint if stored.is_plain and not settings.precision.fp8 else f"{fingerprint} in {stored}"
 
 

@@ -23,6 +23,7 @@ from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
 from moe_ckpt.adapters.megatron_router import RouterCounts, expert_capacity, router_top_k
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.adapters.megatron_wipe import StateWiper
+from moe_ckpt.adapters.te import allocate_scaling
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import (
     CkptConfig,
@@ -83,6 +84,7 @@ def attach(
     cannot work.
     """
     allocate_optimizer_state(state)
+    allocate_scaling(state.model)
     ranks = TorchRanks()
     saving = None if isinstance(ckpt, NoneConfig) else ckpt
     asynchronous, cpu_backend = saving is not None and saving.async_save, CPU_BACKEND if elastic else "gloo"

@@ -13,6 +13,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "remainder": 2, "fp8": 1}
 
 COMPUTE_FORMATS = ("fp32", "bf16", "fp16", "fp8")
 MASTER_FORMATS = ("fp32", "fp16", "remainder", "fp8")
+FP8_RECIPES = ("tensorwise", "delayed")
 MOMENT_FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
+from moe_ckpt.adapters.te import named_scaling
 from moe_ckpt.errors import CheckpointLoadError
+
+
+def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's buffers, and what its FP8 layers keep beside buffers, in place."""
+    yield from model.named_buffers()
+    yield from named_scaling(model)
 
 
 def buffers_by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -51,7 +58,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for chunk in chunks:
-        for name, buffer in chunk.named_buffers():
+        for name, buffer in named_buffers(chunk):
             yield _global_name(chunk, name), buffer
 
 
@@ -62,7 +69,7 @@ def _global_name(chunk: torch.nn.Module, name: str) -> str:
     experts: Sequence[int] = ()
     for part in name.split("."):
         numbered = isinstance(inner, torch.nn.ModuleList)
-        inner = getattr(inner, part)
+        inner = getattr(inner, part, None)  # scales of FP8 layers are in no attribute
         experts = getattr(inner, "local_expert_indices", experts)
         if numbered and hasattr(inner, "layer_number"):
             parts.append(str(inner.layer_number - 1))

@@ -23,6 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moe_ckpt.adapters import fp8_linear
+from moe_ckpt.adapters.megatron_buffers import named_buffers
 from moe_ckpt.adapters.megatron_gradients import AdamSteps
 from moe_ckpt.adapters.megatron_state import TrainingState
 from moe_ckpt.adapters.optimizer_state import (
@@ -33,6 +34,7 @@ from moe_ckpt.adapters.optimizer_state import (
     updated_tensor,
     write_step_count,
 )
+from moe_ckpt.adapters.te import is_scaling
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.store.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity, scale_of, scaled_role
 from moe_ckpt.store.snapshot import Piece
@@ -301,6 +303,8 @@ def _locate_in_layer(mlp: Any, rest: str, *, layer: int, mtp_depth: int | None) 
         return OperatorId(kind=OperatorKind.GATE, **place)
     if rest.startswith("mlp.experts."):
         match = _SEQUENTIAL_EXPERT.match(rest) or _GROUPED_EXPERT.match(rest)
+        if match is None and is_scaling(rest):  # a grouped layer has scales for all of its experts in one tensor
+            return OperatorId(kind=OperatorKind.BLOCK, **place)
         if match is None:
             raise ConfigError(f"snapshots in memory: {rest!r} holds several experts, wanted one weight an expert")
         return OperatorId(kind=OperatorKind.EXPERT, expert=mlp.local_expert_indices[int(match[1])], **place)
@@ -379,7 +383,7 @@ def _owned_range(
 def _buffers(state: TrainingState) -> Iterator[OwnedBuffer]:
     for index, chunk in enumerate(state.model):
         model = bare_model(chunk)
-        for name, buffer in model.named_buffers():
+        for name, buffer in named_buffers(model):
             yield OwnedBuffer(operator=locate(model, name), name=f"model{index}.{name}", buffer=buffer)
 
 

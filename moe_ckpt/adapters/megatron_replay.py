@@ -37,6 +37,7 @@ from moe_ckpt.adapters.megatron_step import (
     gather_parameters,
     unscale_gradients,
 )
+from moe_ckpt.adapters.te import forget_pass
 from moe_ckpt.config import require
 from moe_ckpt.store.boundary import LoggedEnds
 from moe_ckpt.store.steps import StepRecord
@@ -112,6 +113,7 @@ class StageReplay:
         """Forget what a pass that was cut off has left: in Megatron's globals, and modules that were to evaluate."""
         for module, training in self._modes.items():
             module.training = training
+        forget_pass()
         tensor_parallel.random._unset_checkpointing()  # it sets and unsets a flag around what it recomputes later
 
     def update(self, gradients: ReadyGradients) -> None:
@@ -205,12 +207,17 @@ def require_replayable(state: TrainingState) -> None:
         (config, "mtp_standalone"),
         (ddp_config, "use_megatron_fsdp"),
         (ddp_config, "overlap_param_gather"),  # weights that the next forward gathers
-        *((config, name) for name in ("fp8", "fp4", "fp8_param", "enable_cuda_graph", "external_cuda_graph")),
+        *((config, name) for name in ("fp4", "fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention")),
+        *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
         (ddp_config, "fp8_param_gather"),
         *((optimizer.config, "optimizer_cpu_offload") for optimizer in state.inner_optimizers),
     ]
     for owner, name in unsupported:
         require(not getattr(owner, name, False), f"snapshots in memory: {name}", getattr(owner, name, None), "False")
+    if getattr(config, "fp8", None):
+        recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
+        is_known = recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
+        require(is_known, "snapshots in memory: fp8_recipe", recipe, "delayed, tensorwise, blockwise or mxfp8")
     captured = getattr(config, "cuda_graph_impl", "none")
     require(captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none")
     num_instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)

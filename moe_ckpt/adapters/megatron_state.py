@@ -21,7 +21,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_ckpt.adapters import fp8_linear, optimizer_state
-from moe_ckpt.adapters.megatron_buffers import buffers_by_name, restore_buffers_by_name
+from moe_ckpt.adapters.megatron_buffers import buffers_by_name, named_buffers, restore_buffers_by_name
 from moe_ckpt.adapters.optimizer_state import counts_steps_per_parameter, torch_optimizer
 
 BUFFERS, RNG_STATE, STORED_STATES = "buffers", "rng_state", "stored_states"  # per-rank parts of a sharded state
@@ -51,7 +51,7 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
     for index, chunk in enumerate(state.model):
         for name, parameter in chunk.named_parameters():
             yield f"model{index}.{name}", fp8_linear.forward_values(parameter)
-        for name, buffer in chunk.named_buffers():
+        for name, buffer in named_buffers(chunk):
             yield f"model{index}.{name}", buffer
     for index, optimizer in enumerate(state.inner_optimizers):
         yield from _optimizer_tensors(f"optimizer{index}", optimizer)
@@ -227,9 +227,9 @@ def _restore_scaler_state(state: TrainingState, saved: Mapping[str, torch.Tensor
 
 
 def buffers(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Return copies, on the host, of all module buffers, persistent or not."""
+    """Return copies, on the host, of all module buffers, persistent or not, and of scales of FP8 layers."""
     named = (
-        (f"{index}.{name}", buffer) for index, chunk in enumerate(state.model) for name, buffer in chunk.named_buffers()
+        (f"{index}.{name}", buffer) for index, chunk in enumerate(state.model) for name, buffer in named_buffers(chunk)
     )
     return {name: buffer.detach().cpu().clone() for name, buffer in named}
 
@@ -237,7 +237,7 @@ def buffers(state: TrainingState) -> dict[str, torch.Tensor]:
 def restore_buffers(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
     """Put back what `buffers` returned."""
     for index, chunk in enumerate(state.model):
-        for name, buffer in chunk.named_buffers():
+        for name, buffer in named_buffers(chunk):
             buffer.copy_(saved[f"{index}.{name}"])
 
 

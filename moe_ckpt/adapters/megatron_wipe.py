@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.adapters import megatron_cpu
+from moe_ckpt.adapters.megatron_buffers import named_buffers
 from moe_ckpt.adapters.megatron_operators import bare_model
 from moe_ckpt.adapters.megatron_state import TrainingState, restore_small_state, small_state
 from moe_ckpt.adapters.optimizer_state import named_tensors, torch_optimizer
@@ -66,7 +67,7 @@ def _wipe(state: TrainingState) -> None:
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
     for chunk in state.model:
-        for _, buffer in chunk.named_buffers():  # Megatron's wrapper has an attribute named `buffers`
+        for _, buffer in named_buffers(chunk):
             buffer.zero_()
     _forget_small_state(state)
 

@@ -5,11 +5,13 @@ The digest covers payloads, scales and step counts. Formats and policies are pai
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from allpairspy import AllPairs
 
 from launcher.config import Settings, compose_settings
 from launcher.run import run
@@ -21,7 +23,7 @@ from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.store.codec import COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, scale_of
 from moe_ckpt.types import Phase
-from tests.campaign import Fault, Point, all_go_back, lose_nodes, survive
+from tests.campaign import Fault, Point, lose_nodes, survive
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.references import outcome_of, uninterrupted
 from tests.training import Kill, events_of, fast, job_settings, losing, train
@@ -30,9 +32,9 @@ E4M3 = torch.float8_e4m3fn
 SCALED = (torch.float16, E4M3)
 PP2_DP2 = ("parallel.pp=2", "parallel.ep=2", "train.iterations=8")
 REMAINDERS = "bf16 precision.master=remainder precision.exp_avg=fp8 precision.exp_avg_sq=fp16"
-
-
 GROUPED = "bf16 model.moe_grouped_gemm=true"
+DELAYED = "fp8_fp16_fp8 precision.fp8_recipe=delayed precision.fp8_amax_history_len=3"
+GROUPED_DELAYED = "fp8_fp32_fp32 precision.fp8_recipe=delayed model.moe_grouped_gemm=true"
 GROUPED_FP8 = "fp8_fp16_fp8 model.moe_grouped_gemm=true"
 
 
@@ -47,7 +49,8 @@ def _full(*rows: str) -> list[Any]:
         "fp8_fp32_fp32",
         REMAINDERS,
         GROUPED_FP8,
-        *_full("fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8", GROUPED),
+        GROUPED_DELAYED,
+        *_full(DELAYED, "fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8", GROUPED),
     ],
 )
 def test_a_lost_state_is_rebuilt_in_every_format(precision: str, tmp_path: Path) -> None:
@@ -57,7 +60,9 @@ def test_a_lost_state_is_rebuilt_in_every_format(precision: str, tmp_path: Path)
     assert outcome_of(tmp_path, result) == uninterrupted(4, *training)
 
 
-@pytest.mark.parametrize("precision", [GROUPED_FP8, *_full("fp16_fp16_fp16", "fp8_fp16_fp8", REMAINDERS, GROUPED)])
+@pytest.mark.parametrize(
+    "precision", [GROUPED_FP8, *_full("fp16_fp16_fp16", "fp8_fp16_fp8", REMAINDERS, GROUPED, GROUPED_DELAYED)]
+)
 def test_a_resumed_run_is_exact_in_every_format(precision: str, tmp_path: Path) -> None:
     training = (*PP2_DP2, *f"precision={precision}".split(" "))
     dense = ("ckpt=dense", "ckpt.every_iters=3", *training)
@@ -68,41 +73,67 @@ def test_a_resumed_run_is_exact_in_every_format(precision: str, tmp_path: Path) 
     assert outcome_of(tmp_path, result) == uninterrupted(4, *training)
 
 
-IN_BACKWARD, NODE_LOST = Point(1, Phase.BACKWARD, 5), Point(0, Phase.REDUCE, 9)
-ALL_EXPERTS = {
+FORMATS = {
+    "fp16": "fp16_fp16_fp16",
+    "fp8, fp32": "fp8_fp32_fp32",
+    "fp8, fp16, fp32": "fp8_fp16_fp32",
+    "fp8, fp16, fp8": "fp8_fp16_fp8",
+    "fp8 masters": "fp8_fp8_fp8",
+    "remainders": REMAINDERS,
+    "delayed": DELAYED,
+    "grouped": GROUPED_FP8,
+}
+POLICIES: dict[str, tuple[str, ...]] = {
+    "moevement": ("ckpt.window=2",),
+    "gemini": ("ckpt.every_iters=3",),
+    "checkfreq": ("ckpt.every_iters=3",),
     "moc": ("ckpt.k_snapshot=4", "ckpt.k_persist=4"),
     "moetion": ("ckpt.experts=4", "ckpt.remote_experts=4"),
 }
+"""With all experts in each snapshot of moc and moetion: nothing is lost."""
 
-
-def _faults(policy: str) -> list[Fault]:
-    node: dict[str, Any] = {"kills": [3], "then": lose_nodes, "fetched": policy not in ("checkfreq", "moc")}
-    if policy == "moevement":
-        return [
-            Fault(name="a process", at=[IN_BACKWARD], back_to=4, replaying=(0, 1), executed=None),
-            Fault(name="a node", at=[NODE_LOST], back_to=8, replaying=(2, 3), executed=None, **node),
-        ]
-    if policy == "checkfreq":
-        node["resumed"] = "local disk"
-    to = range(3, 9)
-    return [all_go_back("a process", range(3, 5), IN_BACKWARD), all_go_back("a node", to, NODE_LOST, **node)]
-
-
-@pytest.mark.parametrize(
-    ("policy", "precision", "settings"),
-    [
-        ("moevement", "fp8_fp16_fp8", ("ckpt.window=2",)),
-        ("gemini", "fp16_fp16_fp16", ("ckpt.every_iters=3",)),
-        pytest.param("checkfreq", "fp8_fp8_fp8", ("ckpt.every_iters=3",), marks=pytest.mark.full),
-        pytest.param("moc", "fp8_fp16_fp32", ALL_EXPERTS["moc"], marks=pytest.mark.full),
-        pytest.param("moetion", REMAINDERS, ALL_EXPERTS["moetion"], marks=pytest.mark.full),
-        pytest.param("moetion", "fp8_fp32_fp32", ALL_EXPERTS["moetion"], marks=pytest.mark.full),
-        pytest.param("moevement", "fp16_fp16_fp16", ("ckpt.window=3",), marks=pytest.mark.full),
-    ],
+MOMENTS = (Phase.BACKWARD, Phase.FORWARD, Phase.STEP, Phase.BETWEEN)
+AXES = (list(FORMATS), list(POLICIES), list(MOMENTS))
+Row = tuple[str, str, Phase]
+DEFAULT_ROWS: tuple[Row, ...] = (
+    ("delayed", "moevement", Phase.STEP),
+    ("fp16", "gemini", Phase.BACKWARD),
 )
-def test_ranks_die_and_the_run_is_exact(policy: str, precision: str, settings: tuple[str, ...], tmp_path: Path) -> None:
-    training = ("train.iterations=11", *f"precision={precision}".split(" "))
-    survive(tmp_path, _faults(policy), *training, ckpt=policy, settings=settings)
+
+
+def rows() -> list[Row]:
+    """Return rows of format, policy and moment of a death: every pair of two of them is in one."""
+    chosen = AllPairs(AXES, previously_tested=[list(row) for row in DEFAULT_ROWS])
+    return [*DEFAULT_ROWS, *(tuple(row) for row in chosen)]  # type: ignore[misc]
+
+
+def test_every_pair_of_format_policy_and_moment_is_in_a_row() -> None:
+    for one, other in itertools.combinations(range(len(AXES)), 2):
+        pairs = set(itertools.product(AXES[one], AXES[other]))
+        assert {(row[one], row[other]) for row in rows()} == pairs
+
+
+def _faults(policy: str, moment: Phase) -> list[Fault]:
+    unknown: dict[str, Any] = {"replaying": None, "executed": None}
+    lost: dict[str, Any] = {"kills": [3], "then": lose_nodes, "fetched": policy not in ("checkfreq", "moc")}
+    if policy == "checkfreq":
+        lost["resumed"] = "local disk"
+    return [
+        Fault(name="a process", at=[Point(1, moment, 5)], back_to=range(2, 6), **unknown),
+        Fault(name="a node", at=[Point(0, Phase.REDUCE, 9)], back_to=range(2, 10), **unknown, **lost),
+    ]
+
+
+def _params() -> list[Any]:
+    names = [f"{stored}, {policy}, {moment.name.lower()}" for stored, policy, moment in rows()]
+    marks = [() if row in DEFAULT_ROWS else pytest.mark.full for row in rows()]
+    return [pytest.param(*row, id=name, marks=mark) for row, name, mark in zip(rows(), names, marks, strict=True)]
+
+
+@pytest.mark.parametrize(("stored", "policy", "moment"), _params())
+def test_ranks_die_and_the_run_is_exact(stored: str, policy: str, moment: Phase, tmp_path: Path) -> None:
+    training = ("train.iterations=11", *f"precision={FORMATS[stored]}".split(" "))
+    survive(tmp_path, _faults(policy, moment), *training, ckpt=policy, settings=POLICIES[policy])
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
@@ -119,6 +150,12 @@ def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path: Path) -> No
         (("precision=fp16", "precision.fp8=true"), r"precision\.dtype: got 'fp16', wanted bf16 where precision\.fp8"),
         (("precision=fp32", "precision.master=remainder"), r"precision\.dtype: got 'fp32', wanted bf16 where prec"),
         (("precision.master=fp4",), r"precision\.master: got 'fp4', wanted one of fp32, fp16, remainder, fp8"),
+        (("precision.fp8_recipe=mxfp8",), r"precision\.fp8_recipe: got 'mxfp8', wanted one of tensorwise, delayed"),
+        (("precision.fp8_amax_history_len=0",), r"precision\.fp8_amax_history_len: got 0, wanted at least 1"),
+        (
+            ("precision=fp8_fp32_fp32", "precision.fp8_recipe=delayed", "train.recompute=full"),
+            r"train\.recompute: got 'full', wanted none with precision\.fp8_recipe=delayed",
+        ),
         (("precision.exp_avg=int8",), r"precision\.exp_avg: got 'int8', wanted one of fp32, bf16, fp16, fp8"),
     ],
 )
@@ -192,7 +229,7 @@ def _run_without(settings: Settings, left_out: str) -> dict[str, Any]:
     copy_part = megatron_operators._copy_part
 
     def copy_all_but_one(parts: Any, key: PartKey, target: torch.Tensor) -> None:
-        if key.role == left_out:
+        if left_out in (key.role, key.tensor.rpartition(".")[2]):
             target.fill_(1.0)
         else:
             copy_part(parts, key, target)
@@ -202,10 +239,25 @@ def _run_without(settings: Settings, left_out: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "left_out", [COMPUTE, scale_of(COMPUTE), scale_of(MASTER), scale_of(EXP_AVG), scale_of(EXP_AVG_SQ), "nothing"]
+    "left_out",
+    [
+        COMPUTE,
+        scale_of(COMPUTE),
+        scale_of(MASTER),
+        scale_of(EXP_AVG),
+        scale_of(EXP_AVG_SQ),
+        "nothing",
+        "scale",
+        "amax_history",
+    ],
 )
 def test_a_part_that_is_left_out_is_missed(left_out: str, tmp_path: Path) -> None:
-    training = ("parallel.pp=2", "train.iterations=6", "precision=fp8_fp16_fp8")
+    is_delayed = left_out in ("scale", "amax_history")
+    training = (
+        "parallel.pp=2",
+        "train.iterations=6",
+        *f"precision={DELAYED if is_delayed else 'fp8_fp16_fp8'}".split(" "),
+    )
     recovery = (*losing((5, 0, "step")), "ckpt.window=2")
     result = run_ranks(2, _run_without, job_settings(tmp_path, *training, *recovery), left_out)[0]
     is_same = result["digest_per_rank"] == uninterrupted(2, *training).digest_per_rank

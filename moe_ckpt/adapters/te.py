@@ -1,0 +1,77 @@
+"""What FP8 layers keep from one iteration to the next: the scales and histories of delayed scaling.
+
+Owns: where they are (`fp8_meta` of each module), that they are there before the first forward pass, and what a pass
+that was cut off leaves of them. The CPU reference (`fp8_linear.DelayedScaling`) keeps its own in the same places; the
+code is written against Transformer Engine 2.9 and later. Must not: know snapshots, which take these tensors as buffers.
+
+Recipes that take a scale from the tensor itself (tensorwise, blockwise, MXFP8) keep nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
+_TENSORS = ("scale", "amax_history")
+
+
+def is_scaling(name: str) -> bool:
+    """Return whether a name is one of `named_scaling`'s."""
+    return f".{FORWARD}." in name or f".{BACKWARD}." in name
+
+
+def named_scaling(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of delayed scaling, float32, in place: `linear.scaling_fwd.scale`, `...amax_history`.
+
+    A module that multiplies n times has scales of [3n] tensors in forward (inputs, weights, outputs), and [2n] in
+    backward; a history has a row for each update that it remembers.
+    """
+    for name, module in model.named_modules():
+        meta = getattr(module, "fp8_meta", {})
+        for direction in (FORWARD, BACKWARD):
+            for kind in _TENSORS:
+                tensor = getattr(meta.get(direction), kind, None)
+                if torch.is_tensor(tensor):
+                    yield f"{name}.{direction}.{kind}", tensor
+
+
+def allocate_scaling(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let Transformer Engine's layers make now what the first forward pass would make.
+
+    A snapshot taken before that pass would lack it, and a history that was longer would be cut in place.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    base: Any = importlib.import_module("transformer_engine.pytorch.module.base").TransformerEngineBaseModule
+    utilities: Any = importlib.import_module("megatron.core.fp8_utils")
+    for chunk in chunks:
+        config: Any = cast("Any", chunk).config
+        if getattr(config, "fp8", None) and config.fp8_recipe == "delayed":
+            with torch.no_grad(), utilities.get_fp8_context(config):  # without gradients, leaving it updates no scale
+                for module in chunk.modules():
+                    if isinstance(module, base) and any(True for _ in module.parameters(recurse=False)):
+                        cast("Any", module).init_fp8_metadata(num_gemms=_num_products(module))
+
+
+def _num_products(module: torch.nn.Module) -> int:
+    """Return how many matrix products a layer makes: 2 of a fused MLP, one an expert of a grouped layer."""
+    return getattr(module, "num_gemms", 2 if hasattr(module, "fc2_weight") else 1)
+
+
+def forget_pass() -> None:
+    """Drop the scales that a pass, now cut off, had put aside for activations that are computed again in backward.
+
+    The next pass would take them for its own.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    pytorch: Any = importlib.import_module("transformer_engine.pytorch")
+    module = "quantization" if importlib.util.find_spec(f"{pytorch.__name__}.quantization") else "fp8"
+    manager: Any = importlib.import_module(f"{pytorch.__name__}.{module}").FP8GlobalStateManager
+    for kept in getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer:
+        kept.clear()
