@@ -63,9 +63,11 @@ def stored_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) ->
     """
     inner, updated = torch_optimizer(optimizer), updated_tensor(optimizer, parameter)
     states = cast("Any", inner).state[updated]
-    found = _stored(inner, updated, MASTER_PARAM, MASTER) if holds_masters(optimizer) else {MASTER: updated.data}
+    found = (
+        payload_and_scale(inner, updated, MASTER_PARAM, MASTER) if holds_masters(optimizer) else {MASTER: updated.data}
+    )
     for name in MOMENTS:
-        found |= _stored(inner, updated, name, name) if name in states else {}
+        found |= payload_and_scale(inner, updated, name, name) if name in states else {}
     return {role: tensor.view(-1) for role, tensor in found.items()}
 
 
@@ -101,7 +103,11 @@ def named_tensors(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Ten
             if not holds_masters(optimizer):  # else it is part of a parameter of the model
                 yield f"{name}.master", updated.data
             for key, value in sorted(inner.state[updated].items()):
-                stored = _stored(inner, updated, key, key) if torch.is_tensor(value) else {key: torch.as_tensor(value)}
+                stored = (
+                    payload_and_scale(inner, updated, key, key)
+                    if torch.is_tensor(value)
+                    else {key: torch.as_tensor(value)}
+                )
                 yield from ((f"{name}.{role}", tensor) for role, tensor in stored.items())
 
 
@@ -152,8 +158,8 @@ def _allocate(inner: Any, updated: torch.Tensor) -> None:
     slots.update({name: torch.zeros_like(updated) for name in MOMENTS})
 
 
-def _stored(inner: Any, updated: torch.Tensor, name: str, role: str) -> dict[str, torch.Tensor]:
-    """Return a state's payload and, where it has one, its scale."""
+def payload_and_scale(inner: Any, updated: torch.Tensor, name: str, role: str) -> dict[str, torch.Tensor]:
+    """Return the memory of a parameter's state `name` under `role` and, where it has a scale, of that."""
     state = inner.state[updated][name]
     if hasattr(state, "_scale_inv"):  # Transformer Engine's Float8Tensor
         return {role: state._data, scale_of(role): state._scale_inv}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ckpt.adapters.optimizer_state import payload_and_scale
 from moe_ckpt.adapters.precision_adam import (
     E4M3,
     PrecisionAwareAdam,
@@ -28,12 +29,32 @@ FORMATS = {
 }
 
 
+KINDS = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+"""The reference, and what it stands for: FusedAdam of Transformer Engine."""
+
+
 def made(
-    compute: torch.dtype, master: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch.dtype, has_remainders: bool
+    compute: torch.dtype,
+    master: torch.dtype,
+    exp_avg: torch.dtype,
+    exp_avg_sq: torch.dtype,
+    has_remainders: bool,
+    kind: str = "cpu",
 ) -> PrecisionAwareAdam:
-    weights = torch.nn.Parameter(torch.randn(4096, generator=torch.Generator().manual_seed(1)).to(compute))
-    return PrecisionAwareAdam(
-        [weights],
+    adam = PrecisionAwareAdam
+    if kind == "cuda":
+        adam = pytest.importorskip("transformer_engine.pytorch.optimizers").FusedAdam
+        if master == FP8:
+            pytest.skip("FusedAdam has no FP8 masters")
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(1)).to(kind, compute)
+    return adam(
+        [torch.nn.Parameter(values)],
         **SETTINGS,
         master_weights=True,
         use_decoupled_grad=True,
@@ -54,14 +75,16 @@ def gradients(first: int, last: int) -> list[torch.Tensor]:
 
 def step(adam: PrecisionAwareAdam, each: list[torch.Tensor]) -> None:
     for gradient in each:
-        weights_of(adam).decoupled_grad = gradient  # type: ignore[attr-defined]
+        weights = weights_of(adam)
+        weights.decoupled_grad = gradient.to(weights.device)  # type: ignore[attr-defined]
         adam.step()
 
 
 def stored(adam: PrecisionAwareAdam) -> dict[str, torch.Tensor]:
-    weights = weights_of(adam)
-    scales = {f"{name}.scale": scale for name, scale in adam._scales[weights].items()}
-    return {"compute": weights.data, **adam.state[weights], **scales}
+    weights, found = weights_of(adam), {"compute": weights_of(adam).data}
+    for name in adam.state[weights]:
+        found |= payload_and_scale(adam, weights, name, name)
+    return found
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -70,7 +93,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def put_back(adam: PrecisionAwareAdam, saved: dict[str, torch.Tensor], steps: int) -> None:
-    adam.initialize_state(weights_of(adam))
+    adam.initialize_state(weights_of(adam), adam.store_param_remainders)
     for name, tensor in stored(adam).items():
         tensor.copy_(saved[name])
     adam.param_groups[0]["step"] = steps
@@ -89,9 +112,10 @@ def test_fp32_states_give_the_weights_of_torchs_adam(decoupled: bool) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # FP32, in another order
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_stored_states_are_put_back_bit_for_bit(name: str) -> None:
-    adam, other = made(*FORMATS[name]), made(*FORMATS[name])
+def test_stored_states_are_put_back_bit_for_bit(name: str, kind: str) -> None:
+    adam, other = made(*FORMATS[name], kind), made(*FORMATS[name], kind)
     step(adam, gradients(10, 30))
     put_back(other, {key: tensor.clone() for key, tensor in stored(adam).items()}, steps=20)
     step(adam, gradients(30, 40))
@@ -99,10 +123,11 @@ def test_stored_states_are_put_back_bit_for_bit(name: str) -> None:
     assert same(stored(adam), stored(other))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("left_out", ["exp_avg.scale", "exp_avg_sq.scale", "master_param.scale", "exp_avg"])
-def test_a_scale_that_is_left_out_is_missed(left_out: str) -> None:
+def test_a_scale_that_is_left_out_is_missed(left_out: str, kind: str) -> None:
     name = "FP8/FP16/FP8+FP16"
-    adam, other = made(*FORMATS[name]), made(*FORMATS[name])
+    adam, other = made(*FORMATS[name], kind), made(*FORMATS[name], kind)
     step(adam, gradients(10, 30))
     saved = {key: tensor.clone() for key, tensor in stored(adam).items()}
     put_back(other, saved | {left_out: torch.ones_like(saved[left_out])}, steps=20)
@@ -111,9 +136,10 @@ def test_a_scale_that_is_left_out_is_missed(left_out: str) -> None:
     assert not same(stored(adam), stored(other))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["FP16/FP16/FP16+FP16", "FP8/FP16/FP8+FP16"])
-def test_compute_weights_are_not_the_rounding_of_an_fp16_master(name: str) -> None:
-    adam = made(*FORMATS[name])
+def test_compute_weights_are_not_the_rounding_of_an_fp16_master(name: str, kind: str) -> None:
+    adam = made(*FORMATS[name], kind)
     step(adam, gradients(10, 30))
     weights = weights_of(adam)
     derived = adam.get_unscaled_state(weights, "master_param").to(weights.dtype)

@@ -62,6 +62,7 @@ def test_values_are_rounded_with_the_scale_of_earlier_passes() -> None:
     assert state.round(torch.tensor([0.3]), tensor=1, is_noted=True) == 44.0 * scale.reciprocal()  # not 44.8
     state.update(torch.tensor([0.0, 1.75, 0.0]))
     assert state.scale[1] == scale, "the larger one of two passes"
+    assert not state.amax_history[0].any(), "the next pass has noted nothing yet"
     state.update(torch.tensor([0.0, 1.75, 0.0]))
     assert state.scale[1] == 256.0
 
