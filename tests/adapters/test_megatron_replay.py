@@ -275,7 +275,7 @@ def _refusals() -> None:
     require_replayable(state)
     config: Any = cast("Any", state.model[0]).config
     optimizer: Any = state.inner_optimizers[-1].config
-    for owner, name in ((config, "calculate_per_token_loss"), (config, "fp8_param"), (optimizer, "optimizer_cpu_offload")):
+    for owner, name in ((config, "calculate_per_token_loss"), (config, "fp4"), (optimizer, "optimizer_cpu_offload")):
         setattr(owner, name, True)
         with pytest.raises(ConfigError, match=f"{name}: got True, wanted False"):
             require_replayable(state)
