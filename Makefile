@@ -19,7 +19,7 @@ demo: venv
 	@.venv/bin/python scripts/demo.py
 
 bench: venv
-	@.venv/bin/torchrun --nproc-per-node=4 benchmarks/overhead.py
+	@.venv/bin/python benchmarks/overhead.py
 	@.venv/bin/python benchmarks/recovery.py
 	@.venv/bin/python benchmarks/policies.py
 	@.venv/bin/torchrun --nproc-per-node=2 benchmarks/copies.py

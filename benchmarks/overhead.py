@@ -1,11 +1,15 @@
-"""What a checkpoint policy costs while nothing fails, measured in pairs within one run.
+"""What a checkpoint policy costs while nothing fails: whole runs in interleaved order, with intervals.
 
-    torchrun --nproc-per-node=4 benchmarks/overhead.py [--pairs 6] [--json FILE] [OVERRIDES]
+    python benchmarks/overhead.py [--rounds 8] [--iterations 52] [--skip 12] [--within 0.02] [--json FILE]
+                                  [--variant NAME=OVERRIDE,...] [OVERRIDES]
 
-Unless overridden: model=small ckpt=moevement. Blocks of iterations with and without checkpointing alternate in the same
-job, with the guards, copies and disks that the policy has; the first iteration of a block is not counted. Printed: the
-ratio of iteration times, in all and pair by pair; the stall; what was moved and what is held. Absolute times mean
-nothing on a laptop, the ratio does.
+Unless overridden: model=small, 4 ranks. Each round runs every variant once, from start to end, in an order that is
+turned by one from round to round, so that no variant always comes after the same other one. Variants: `plain`
+(ckpt=none, no supervisor), `guarded` (supervisors and replica daemons, hooks that do nothing) and those that are given;
+without any, `policy` (+ckpt=moevement). An iteration's time is the time from one commit to the next, on rank 0: all
+that checkpointing does is in it, wherever it is done. Printed for each variant: the geometric mean over rounds of its
+mean iteration time beside that of `plain` and of `guarded`, with 95 % intervals (Student's t of the logarithms); the
+stall; bytes. Rounds end early once all intervals are within `--within`. Absolute times mean nothing on a laptop.
 """
 
 from __future__ import annotations
@@ -13,23 +17,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from launcher.config import Settings, compose_settings
-from launcher.elastic import RankPlace, guard_rank, wants_guard
-from launcher.launch import read_launch
-from launcher.run import run, run_guarded
-from moe_ckpt.events import (
+from moe_ckpt.events import (  # noqa: E402
     CheckpointSaved,
     Event,
     HostMemoryUsed,
@@ -38,150 +40,177 @@ from moe_ckpt.events import (
     SnapshotTaken,
     WindowChosen,
     WindowPersisted,
+    WindowReplicated,
     read_events,
 )
-from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.types import ReadyGradients
 
-_BLOCK_ITERS = 8
+RANKS = 4
+PLAIN, GUARDED = "plain", "guarded"
+QUIET = ("run.progress=none", "run.tensorboard=false", "train.eval_every_iters=0", "train.eval_batches=1")
 _MIB = 1 << 20
+# Student's t, 97.5 %, by degrees of freedom from 1; the last one serves for more
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
-class AlternatingHooks:
-    """Checkpoints in every other block of iterations; notes when each iteration began.
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What rank 0 of a run has seen after the iterations that are skipped. Bytes are an iteration's, of this rank."""
 
-    The policy counts only those that it sees, as if there were no others: its intervals stay what they are.
-    """
-
-    def __init__(self, inner: TrainingHooks) -> None:
-        self._inner = inner
-        self.began_s: list[float] = []
-
-    def iteration_started(self, iteration: int) -> None:
-        dist.barrier()
-        self.began_s.append(time.monotonic())
-        if is_on(iteration):
-            self._inner.iteration_started(seen(iteration))
-
-    def loss_known(self, iteration: int, loss: float) -> None:
-        if is_on(iteration):
-            self._inner.loss_known(seen(iteration), loss)
-
-    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
-        return self._inner.gradients_ready(seen(iteration), gradients) if is_on(iteration) else True
-
-    def update_applied(self, iteration: int) -> None:
-        if is_on(iteration):
-            self._inner.update_applied(seen(iteration))
-
-    def step_committed(self, iteration: int) -> None:
-        if is_on(iteration):
-            self._inner.step_committed(seen(iteration))
+    iteration_s: float
+    stall: float
+    window: int | None
+    pause_iters: int | None
+    every_iters: int | None
+    memory_bytes: float
+    peer_bytes: float
+    disk_bytes: float
+    host_bytes: int
 
 
-def is_on(iteration: int) -> bool:
-    return ((iteration - 1) // _BLOCK_ITERS) % 2 == 1
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """A geometric mean over rounds with its 95 % interval; infinitely wide after one round."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def seen(iteration: int) -> int:
-    """Return which of the iterations with checkpoints this is, from 1."""
-    pairs, rest = divmod(iteration - 1, 2 * _BLOCK_ITERS)
-    return pairs * _BLOCK_ITERS + rest - _BLOCK_ITERS + 1
+def ratio(seconds: Sequence[float], beside: Sequence[float]) -> Ratio:
+    """Return how much longer iterations of one variant take than those of another, round by round."""
+    logs = [math.log(one / other) for one, other in zip(seconds, beside, strict=True)]
+    mean = statistics.mean(logs)
+    if len(logs) < 2:
+        return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
+    half = _STUDENT[min(len(logs) - 1, len(_STUDENT)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Ratio(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
 
 
-def measure(folder: Path, began_s: list[float], replicas: int) -> dict[str, Any]:
-    """Return what rank 0 has seen, without the first pair of blocks, which warms up."""
-    seconds = [after - before for before, after in itertools.pairwise(began_s)]
-    blocks = [seconds[first + 1 : first + _BLOCK_ITERS] for first in range(0, len(seconds), _BLOCK_ITERS)][2:]
-    pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
-    ratios = [statistics.mean(on) / statistics.mean(off) for off, on in pairs]
-    events = [entry.event for entry in read_events(folder / "events" / "rank0000.jsonl")]
-    committed = [e for e in _of(events, IterationCommitted) if is_on(e.iteration)][_BLOCK_ITERS:]
-    snapshots, num_on = _of(events, SnapshotTaken), len(pairs) * _BLOCK_ITERS + _BLOCK_ITERS
-    size_bytes = {taken.window_start: 0 for taken in snapshots}
-    for taken in snapshots:
-        size_bytes[taken.window_start] += taken.size_bytes
-    durable_bytes = sum(saved.size_bytes for saved in _of(events, CheckpointSaved)) / int(os.environ["WORLD_SIZE"])
-    disk_bytes = sum(size_bytes.get(e.window_start, 0) for e in _of(events, WindowPersisted)) + durable_bytes
-    memory, windows, intervals = _of(events, HostMemoryUsed), _of(events, WindowChosen), _of(events, IntervalChosen)
-    return {
-        "iteration_s": statistics.median(second for off, _ in pairs for second in off),
-        "ratio": sum(sum(on) for _, on in pairs) / sum(sum(off) for off, _ in pairs),
-        "ratio_of_pairs": ratios,
-        "stall": sum(e.stall_s for e in committed) / sum(e.seconds for e in committed),
-        "window": windows[-1].num_slots if windows else None,
-        "every_iters": intervals[-1].every_iters if intervals else None,
-        "snapshots": len(snapshots),
-        "memory_bytes_per_iter": sum(size_bytes.values()) / num_on,
-        "peer_bytes_per_iter": replicas * sum(size_bytes.values()) / num_on,
-        "disk_bytes_per_iter": disk_bytes / num_on,
-        "host_bytes": memory[-1].allocated_bytes * (1 + replicas) if memory else 0,
-        "dense_bytes": snapshots[-1].dense_bytes if snapshots else None,
+def measure(folder: Path, skip: int) -> Run:
+    """Return what a finished run has measured."""
+    logged = list(read_events(folder / "events" / "rank0000.jsonl"))
+    commits = [(each.t_s, each.event) for each in logged if isinstance(each.event, IterationCommitted)]
+    times = [t_s for t_s, event in commits if event.iteration >= skip]
+    since = commits[skip - 1][0]
+    counted = [event for _, event in commits if event.iteration > skip]
+    later = [each.event for each in logged if each.t_s > since]
+    number = len(counted)
+    windows, intervals = _of(later, WindowChosen), _of(later, IntervalChosen)
+    sizes = {taken.window_start: 0 for taken in _of(later, SnapshotTaken)}
+    for taken in _of(later, SnapshotTaken):
+        sizes[taken.window_start] += taken.size_bytes
+    durable_bytes = sum(saved.size_bytes for saved in _of(later, CheckpointSaved)) / RANKS
+    disk_bytes = durable_bytes + sum(sizes.get(each.window_start, 0) for each in _of(later, WindowPersisted))
+    memory = _of([each.event for each in logged], HostMemoryUsed)
+    return Run(
+        iteration_s=statistics.fmean(after - before for before, after in itertools.pairwise(times)),
+        stall=sum(event.stall_s for event in counted) / sum(event.seconds for event in counted),
+        window=windows[-1].num_slots if windows else None,
+        pause_iters=windows[-1].pause_iters if windows else None,
+        every_iters=intervals[-1].every_iters if intervals else None,
+        memory_bytes=sum(sizes.values()) / number,
+        peer_bytes=sum(each.size_bytes for each in _of(later, WindowReplicated)) / number,
+        disk_bytes=disk_bytes / number,
+        host_bytes=max((each.allocated_bytes for each in memory), default=0),
+    )
+
+
+def run_once(arguments: Sequence[str], folder: Path, skip: int) -> Run:
+    """Train to the end, and measure. Ends this process where that fails."""
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--standalone", f"--nproc-per-node={RANKS}", *arguments, f"run.dir={folder}"]
+    log = folder.with_suffix(".log")
+    with log.open("w") as said:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, check=False)
+    if ended.returncode != 0:
+        sys.exit(log.read_text()[-4000:])
+    return measure(folder, skip)
+
+
+def measure_variants(
+    variants: dict[str, Sequence[str]], *, rounds: int, within: float, skip: int, show: bool = True
+) -> dict[str, list[Run]]:
+    """Run every variant once a round, until the intervals of all are `within`; `variants` are arguments of torchrun."""
+    runs: dict[str, list[Run]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            with tempfile.TemporaryDirectory() as folder:
+                runs[name].append(run_once(variants[name], Path(folder) / "run", skip))
+            if show:
+                print(f"round {number + 1}, {name}: {runs[name][-1].iteration_s:.3f} s", file=sys.stderr, flush=True)
+        beside = [_ratio_of(runs, name, PLAIN) for name in names if name != PLAIN]
+        if all(each.half_width <= within for each in beside):
+            break
+    return runs
+
+
+def _ratio_of(runs: dict[str, list[Run]], name: str, beside: str) -> Ratio:
+    return ratio([run.iteration_s for run in runs[name]], [run.iteration_s for run in runs[beside]])
+
+
+def variants_of(given: dict[str, list[str]], common: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Return torchrun's arguments for each variant, those to compare with first."""
+    first = next(iter(given.values()))
+    found: dict[str, Sequence[str]] = {
+        PLAIN: ["launcher/train.py", "ckpt=none", "runtime.guard=false", *common],
+        GUARDED: ["benchmarks/without_hooks.py", *first, *common],
     }
+    return found | {name: ["launcher/train.py", *overrides, *common] for name, overrides in given.items()}
+
+
+def lines(runs: dict[str, list[Run]]) -> list[str]:
+    """Return a table of what was measured."""
+    head = "| variant | beside plain | beside guarded | stall | window, pause or interval | MiB: memory, peers, disk |"
+    rows = [head, "| --- | --- | --- | --- | --- | --- |"]
+    for name, each in runs.items():
+        last = each[-1]
+        cadence = "-" if last.window is None else f"{last.window}, {last.pause_iters}"
+        moved = ", ".join(
+            f"{statistics.fmean(values) / _MIB:.1f}"
+            for values in zip(*((run.memory_bytes, run.peer_bytes, run.disk_bytes) for run in each), strict=True)
+        )
+        beside = [str(_ratio_of(runs, name, other)) if name != other else "1" for other in (PLAIN, GUARDED)]
+        stall = f"{100 * statistics.fmean(run.stall for run in each):.2f} %"
+        rows.append(f"| {name} | {' | '.join(beside)} | {stall} | {last.every_iters or cadence} | {moved} |")
+    return rows
 
 
 def _of(events: list[Event], kind: type[Any]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def show(found: dict[str, Any]) -> None:
-    ratios = found["ratio_of_pairs"]
-    print(f"pairs of blocks                  {len(ratios)}, {_BLOCK_ITERS - 1} iterations each")
-    print(f"iteration time, with / without   {found['ratio']:.3f}  (pairs: {min(ratios):.3f} to {max(ratios):.3f})")
-    print(f"stall, share of the iteration    {100 * found['stall']:.2f} %")
-    print(f"window, interval                 {found['window'] or '-'}, {found['every_iters'] or '-'}")
-    for key, name in (
-        ("memory_bytes_per_iter", "to host memory, an iteration"),
-        ("peer_bytes_per_iter", "to peers, an iteration"),
-        ("disk_bytes_per_iter", "to disk, an iteration"),
-        ("host_bytes", "host memory, with others' copies"),
-    ):
-        print(f"{name:<32} {found[key] / _MIB:.1f} MiB a rank")
-    if found["dense_bytes"]:
-        print(f"{'a dense snapshot, to compare':<32} {found['dense_bytes'] / _MIB:.1f} MiB a rank")
+def _variant(text: str) -> tuple[str, list[str]]:
+    name, _, overrides = text.partition("=")
+    return name, overrides.split(",")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=6, help="pairs of blocks, beside one that warms up")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=52)
+    parser.add_argument("--skip", type=int, default=12, help="iterations at the start that do not count")
+    parser.add_argument("--within", type=float, default=0.02, help="half of an interval that is narrow enough")
+    parser.add_argument("--variant", type=_variant, action="append", default=[])
     parser.add_argument("--json", type=Path)
     options, overrides = parser.parse_known_args()
-    iterations = 2 * _BLOCK_ITERS * (options.pairs + 1) + 1
-    quiet = ("run.progress=none", "run.tensorboard=false", "train.eval_every_iters=0", "train.eval_batches=1")
-    defaults = (f"train.iterations={iterations}", "run.name=overhead", *quiet)
-    chosen = [] if any(override.lstrip("+").startswith("ckpt=") for override in overrides) else ["ckpt=moevement"]
     model = [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
-    settings = compose_settings([*defaults, *chosen, *model, *overrides])
-    if not wants_guard(settings):
-        _train(settings, options.json, 0, lambda around: run(settings, around_hooks=around))
-        return 0
-
-    def train(place: RankPlace, life: int) -> int:
-        _train(
-            settings,
-            options.json,
-            place.replicas,
-            lambda around: run_guarded(settings, place, life, around_hooks=around),
-        )
-        return 0
-
-    return guard_rank(settings, read_launch(), train)
-
-
-def _train(settings: Settings, json_path: Path | None, replicas: int, train: Callable[[Any], object]) -> None:
-    made: list[AlternatingHooks] = []
-
-    def alternate(hooks: TrainingHooks) -> TrainingHooks:
-        made.append(AlternatingHooks(hooks))
-        return made[0]
-
-    train(alternate)
-    if os.environ["RANK"] != "0":
-        return
-    found = measure(Path(settings.run.dir or "outputs/latest"), made[0].began_s, replicas)
-    show(found)
-    if json_path:
-        json_path.write_text(json.dumps(found))
+    common = [*model, f"train.iterations={options.iterations}", *QUIET, *overrides]
+    given = dict(options.variant) or {"policy": ["+ckpt=moevement"]}
+    variants = variants_of(given, common)
+    runs = measure_variants(variants, rounds=options.rounds, within=options.within, skip=options.skip)
+    print("\n".join(lines(runs)))
+    if options.json:
+        options.json.write_text(json.dumps({name: [asdict(run) for run in each] for name, each in runs.items()}))
+    return 0
 
 
 if __name__ == "__main__":

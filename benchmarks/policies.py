@@ -1,29 +1,28 @@
 """All policies on one machine: what they cost while nothing fails, and what a fault costs.
 
-    python benchmarks/policies.py [--pairs 6] [--kills 3] [--only POLICY] [--write README.md] [OVERRIDES]
+    python benchmarks/policies.py [--rounds 4] [--kills 3] [--only POLICY] [--write README.md] [OVERRIDES]
 
-For each policy, with model=small on 4 ranks: one job with and without checkpoints in alternating blocks
-(benchmarks/overhead.py), and one that loses a random rank again and again (benchmarks/recovery.py). `--write` puts rows
-into the table between the marks in a file, each as soon as it is measured, and leaves those of other policies.
+With model=small on 4 ranks: whole runs of all policies in interleaved order (benchmarks/overhead.py), and for each
+policy one job that loses a random rank again and again (benchmarks/recovery.py). `--write` puts rows into the table
+between the marks in a file, and leaves those of policies that were not measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.marks import rewrite  # noqa: E402
-from benchmarks.recovery import RANKS, Job, Recovered, measure, summary  # noqa: E402
+from benchmarks.overhead import PLAIN, QUIET, Run, measure_variants, ratio  # noqa: E402
+from benchmarks.recovery import Job, Recovered, measure, summary  # noqa: E402
 
 _MIB = 1 << 20
 MARKS = ("<!-- policies: written by benchmarks/policies.py -->", "<!-- end -->")
@@ -54,9 +53,9 @@ VARIANTS = (
 )
 COLUMNS = (
     "policy",
-    "iteration time, with / without (pairs)",
+    "iteration time beside no checkpoints (95 % interval)",
     "stall",
-    "interval, iterations",
+    "window and pause, or interval, iterations",
     "MiB an iteration: memory, peers, disk",
     "host memory, MiB",
     "kill to next new iteration, s",
@@ -66,61 +65,60 @@ COLUMNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=6, help="blocks with and without checkpoints")
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each policy without faults")
+    parser.add_argument("--iterations", type=int, default=52)
+    parser.add_argument("--skip", type=int, default=12, help="iterations at the start of a run that do not count")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     names = [variant.name for variant in VARIANTS]
     parser.add_argument("--only", action="append", choices=names, metavar="POLICY", help=f"one of: {'; '.join(names)}")
     parser.add_argument("--write", type=Path)
     options, overrides = parser.parse_known_args()
+    chosen = [each for each in VARIANTS if each.name in (options.only or names)]
+    common = [*_model(overrides), f"train.iterations={options.iterations}", *QUIET, *overrides]
+    arguments: dict[str, Sequence[str]] = {PLAIN: ["launcher/train.py", *VARIANTS[0].overrides, *common]}
+    others = [each for each in chosen if each.name != VARIANTS[0].name]
+    arguments |= {each.name: ["launcher/train.py", *each.overrides, *common] for each in others}
+    runs = measure_variants(arguments, rounds=options.rounds, within=0.0, skip=options.skip)
     with tempfile.TemporaryDirectory() as folder:
-        for number, variant in enumerate(each for each in VARIANTS if each.name in (options.only or names)):
+        for number, variant in enumerate(chosen):
             place = Path(folder) / str(number)
             place.mkdir()
-            cost = overhead(variant, place, overrides, options.pairs)
-            row = row_of(variant, cost, recovery(variant, place, overrides, options.kills, options.seed))
+            recovered = recovery(variant, place, overrides, options.kills, options.seed)
+            row = row_of(variant.name, runs.get(variant.name), runs[PLAIN], recovered)
             print(" | ".join(row), flush=True)
             if options.write:
                 write(options.write, row)
     return 0
 
 
-def overhead(variant: Variant, folder: Path, overrides: list[str], pairs: int) -> dict[str, Any] | None:
-    """Return what the job measured; None for the policy that costs nothing."""
-    if variant.overrides == ("ckpt=none",):
-        return None
-    found = folder / "overhead.json"
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    benchmark = ["benchmarks/overhead.py", f"--pairs={pairs}", "--json", str(found), f"run.dir={folder / 'overhead'}"]
-    command = [torchrun, f"--nproc-per-node={RANKS}", *benchmark, *variant.overrides, *overrides]
-    with (folder / "overhead.log").open("w") as log:
-        ended = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
-    if ended.returncode != 0:
-        sys.exit((folder / "overhead.log").read_text()[-4000:])
-    return json.loads(found.read_text())
+def _model(overrides: list[str]) -> list[str]:
+    return [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
 
 
 def recovery(variant: Variant, folder: Path, overrides: list[str], kills: int, seed: int) -> list[Recovered]:
-    model = [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
-    common = ["train.iterations=100000", "train.eval_every_iters=0", "run.tensorboard=false", *model, *overrides]
+    common = ["train.iterations=100000", "train.eval_every_iters=0", "run.tensorboard=false"]
+    common += [*_model(overrides), *overrides]
     restarts = [f"--max-restarts={kills}"] if variant.restarts else []
     return measure(Job(folder / "kills", [*restarts, "launcher/train.py", *variant.overrides, *common]), kills, seed)
 
 
-def row_of(variant: Variant, cost: dict[str, Any] | None, recovered: list[Recovered]) -> list[str]:
+def row_of(name: str, runs: list[Run] | None, plain: list[Run], recovered: list[Recovered]) -> list[str]:
+    """Return a row of the table; `runs` are None for the policy that the others are compared with."""
     again = [float(each.repeated_iters) for each in recovered]
     fault = [summary([each.committed_s for each in recovered]), f"{statistics.median(again):g}"]
-    if cost is None:
-        return [variant.name, "1", "0", "-", "0, 0, 0", "0", *fault]
-    pairs = cost["ratio_of_pairs"]
-    moved = (cost[f"{place}_bytes_per_iter"] / _MIB for place in ("memory", "peer", "disk"))
+    if runs is None:
+        return [name, "1", "0", "-", "0, 0, 0", "0", *fault]
+    last = runs[-1]
+    cadence = "-" if last.window is None else f"{last.window}, {last.pause_iters}"
+    moved = zip(*((run.memory_bytes, run.peer_bytes, run.disk_bytes) for run in runs), strict=True)
     return [
-        variant.name,
-        f"{cost['ratio']:.3f} ({min(pairs):.3f} to {max(pairs):.3f})",
-        f"{100 * cost['stall']:.1f} %",
-        str(cost["every_iters"] or ("-" if cost["window"] is None else f"1, window {cost['window']}")),
-        ", ".join(f"{each:.1f}" for each in moved),
-        f"{cost['host_bytes'] / _MIB:.0f}",
+        name,
+        str(ratio([run.iteration_s for run in runs], [run.iteration_s for run in plain])),
+        f"{100 * statistics.fmean(run.stall for run in runs):.1f} %",
+        str(last.every_iters or cadence),
+        ", ".join(f"{statistics.fmean(each) / _MIB:.1f}" for each in moved),
+        f"{last.host_bytes / _MIB:.0f}",
         *fault,
     ]
 

@@ -207,7 +207,7 @@ def _first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
 
 
 def _interval(events: Sequence[Event]) -> float:
-    """Return the window or the interval that was chosen, the median where that changed; 0 where none was."""
-    windows = [event.num_slots for event in events if isinstance(event, WindowChosen)]
+    """Return the iterations between windows or snapshots, the median where that changed; 0 where none was chosen."""
+    windows = [event.num_slots + event.pause_iters for event in events if isinstance(event, WindowChosen)]
     intervals = [event.every_iters for event in events if isinstance(event, IntervalChosen)]
     return statistics.median(windows or intervals or [0])

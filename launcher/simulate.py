@@ -91,7 +91,8 @@ def cadence(result: Result) -> str:
         return durable or "saves nothing"
     interval = interval_iters(result)
     if saving.recovery is Recovery.LOCAL:
-        snapshots = f"window {interval}"
+        num_slots = saving.later.repeat[0].num_slots
+        snapshots = f"window {num_slots}" + (f" every {interval} iterations" if interval > num_slots else "")
     else:
         snapshots = f"snapshots every {interval} iterations" if interval > 1 else "snapshots every iteration"
     return f"{snapshots}, {durable}" if durable else snapshots

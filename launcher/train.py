@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         return show_with_hydra("config", arguments, GROUPS)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU is not to start CUDA: guards fork
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("moe_ckpt.runtime.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.adapters)\.")  # every rank: what a CPU lacks
     try:

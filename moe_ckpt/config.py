@@ -65,6 +65,9 @@ class MoevementConfig(SavingConfig):
     """`ckpt=moevement`: sparse snapshots in host memory every iteration, localized recovery (MoEvement, section 3)."""
 
     window: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
+    pause_iters: Union[int, str]  # noqa: UP007
+    mtbf_s: float
+    overhead: float
     profile_iters: int
     window_drift: float
     paper_exact: bool
@@ -95,6 +98,10 @@ class MoevementConfig(SavingConfig):
         SavingConfig.__post_init__(self)
         valid = self.window == "auto" or (isinstance(self.window, int) and self.window >= 1)
         require(valid, "ckpt.window", self.window, "auto or a number of iterations of at least 1")
+        valid = self.pause_iters == "auto" or (isinstance(self.pause_iters, int) and self.pause_iters >= 0)
+        require(valid, "ckpt.pause_iters", self.pause_iters, "auto or a number of iterations of at least 0")
+        require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
+        require(0.0 < self.overhead < 1.0, "ckpt.overhead", self.overhead, "more than 0 and less than 1")
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
         require_at_least("ckpt.window_drift", self.window_drift, 0)
         require_choice("ckpt.popularity", self.popularity, ["hard", "soft", "decayed", "capacity"])

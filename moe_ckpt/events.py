@@ -123,7 +123,10 @@ class CheckpointFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowChosen:
-    """A sparse window begins with the snapshot of `iteration`; `fitting` is the fewest slots that cause no stall."""
+    """A sparse window begins with the snapshot of `iteration`; `fitting` is the fewest slots that cause no stall.
+
+    Shares of time that snapshots and replays are expected to take; None where the window is not chosen by them.
+    """
 
     iteration: int
     num_slots: int
@@ -131,6 +134,9 @@ class WindowChosen:
     iteration_s: float
     copy_bytes_per_s: float
     reordered: bool
+    pause_iters: int = 0
+    snapshot_share: float | None = None
+    replay_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ class MemoryForecast:
 def forecast(
     *,
     window_bytes: int,
-    num_slots: int,
+    period_iters: int,
     keep_windows: int,
     log_bytes_per_iteration: int,
     dense_bytes: int,
@@ -45,13 +45,14 @@ def forecast(
 ) -> MemoryForecast:
     """Return what a rank's snapshots and logs will take once `keep_windows` are persisted and one is nearly complete.
 
-    Logs reach back to the start of the oldest window, and forward to the iteration that runs. With 2 bytes of compute
+    A window begins every `period_iters` iterations. Logs reach back to the start of the oldest window, and forward to
+    the iteration that runs. With 2 bytes of compute
     weights and 12 of full state a parameter and W equal slots, a window takes 12 + (W - 1) bytes a parameter: W = 3 and
     one kept window make 28, where two dense checkpoints take 24 (MoEvement, section 3.2). A rank also keeps all that
     for `num_copies` others, whose windows take up to `largest_window_bytes`.
     """
     num_windows = keep_windows + 1
-    num_logged = num_windows * num_slots + 1
+    num_logged = num_windows * period_iters + 1
     snapshots_bytes = num_windows * window_bytes
     boundary_log_bytes = num_logged * log_bytes_per_iteration
     step_log_bytes = num_logged * step_log_bytes_per_iteration

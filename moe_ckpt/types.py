@@ -117,7 +117,7 @@ class SlotPlan:
     """One sparse snapshot: slot `slot` of a window of `num_slots` iterations that began after iteration `window_start`.
 
     `full` are taken with their whole state, `compute` with their compute weights; numbers are positions in the stage's
-    OperatorTable.
+    OperatorTable. The next window begins `pause_iters` iterations after the last slot's iteration.
     """
 
     window_start: int
@@ -125,6 +125,12 @@ class SlotPlan:
     num_slots: int
     full: tuple[int, ...]
     compute: tuple[int, ...]
+    pause_iters: int = 0
+
+    @property
+    def period_iters(self) -> int:
+        """Iterations from the start of this window to that of the next one."""
+        return self.num_slots + self.pause_iters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -191,13 +197,26 @@ class PartialPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowChoice:
-    """How a sparse window came about: its slots, how many would fit, what that follows from, and if order is new."""
+    """How a sparse window came about: its slots and pause, the slots that cause no stall, and if the order is new.
+
+    Shares of time that snapshots and replays are expected to take with it; None where the window is not chosen by them.
+    """
 
     num_slots: int
     fitting: int
     iteration_s: float
     copy_bytes_per_s: float
     reordered: bool
+    pause_iters: int = 0
+    snapshot_share: float | None = None
+    replay_share: float | None = None
+
+    def describe(self) -> str:
+        """Return the window with its terms, in a line."""
+        window = f"{self.num_slots} slots and a pause of {self.pause_iters} iterations"
+        if self.snapshot_share is None or self.replay_share is None:
+            return window
+        return f"{window}: snapshots take {self.snapshot_share:.2%} of the time, replays {self.replay_share:.2%}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +300,8 @@ class Measured:
     order]; seconds that a snapshot has added to training on average, by stopping it and by slowing it down, on the rank
     where that was most (None: not known yet); iterations since nothing was being copied; bytes a second that the
     slowest rank copies to host memory alone, and to peers alone; whether any rank is still writing to its disk.
+    Seconds that a snapshot of no bytes, and one of a rank's whole state, add to training beside waiting for copies
+    (None: not known yet), and seconds in which a lost stage replays an iteration (None: no stage was replayed).
     """
 
     iteration_s: float
@@ -291,6 +312,9 @@ class Measured:
     host_bytes_per_s: float = math.inf
     peer_bytes_per_s: float = math.inf
     is_persisting: bool = False
+    empty_snapshot_s: float | None = None
+    dense_snapshot_s: float | None = None
+    replayed_iteration_s: float | None = None
 
 
 class Phase(IntEnum):

@@ -8,7 +8,7 @@ from moe_ckpt.footprint import MemoryForecast, forecast
 def test_a_forecast_counts_the_logs_of_all_windows_and_of_this_iteration() -> None:
     wanted = forecast(
         window_bytes=1000,
-        num_slots=5,
+        period_iters=5,
         keep_windows=2,
         log_bytes_per_iteration=10,
         dense_bytes=700,
@@ -27,7 +27,7 @@ def test_a_forecast_counts_the_logs_of_all_windows_and_of_this_iteration() -> No
 def test_copies_for_others_take_as_much_as_the_largest_of_them() -> None:
     wanted = forecast(
         window_bytes=1000,
-        num_slots=5,
+        period_iters=5,
         keep_windows=1,
         log_bytes_per_iteration=10,
         dense_bytes=700,

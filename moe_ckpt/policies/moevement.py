@@ -1,11 +1,13 @@
 """`ckpt=moevement`: which operators each iteration's snapshot takes (MoEvement, section 3.5 and Algorithm 1).
 
-Owns: the window, its order, and when either changes. Every rank decides for itself and comes to the same: from the
-sizes of all stages' operators, known from the start, and from measurements that ranks agree on. Must not: measure.
+Owns: the window, the pause after it, its order, and when these change. Every rank decides for itself and comes to the
+same: from the sizes of all stages' operators, known from the start, and from measurements that ranks agree on. Must
+not: measure.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,23 +16,30 @@ import numpy.typing as npt
 from moe_ckpt import schedule
 from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.footprint import MemoryForecast, forecast
+from moe_ckpt.footprint import MemoryForecast
 from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
+from moe_ckpt.policies.window_cost import JobCost, WindowTerms, cheapest_window, window_terms
+from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.popularity import has_shifted, relative_to_capacity
 from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
+
+_TRIAL_PAUSE_ITERS = 2  # between windows of which the cost is measured: iterations without copies to compare with
+_TRIAL_FACTOR = 4  # every other one has so many times the slots: bytes and number of snapshots cost each its own
+_STALE_ITERS = 16
 
 
 class SparseWindows:
     """One window after another: a base that holds everything, then sparse ones. `num_copies` others' are kept, too.
 
-    Raises ConfigError where the window or the memory budget cannot be had, with the numbers.
+    With `window=auto` the first windows have the fewest slots that cause no stall, or a multiple of them; once it is
+    known what snapshots add to training, the window and the pause after it are those that lose the least time. Raises
+    ConfigError where the window or the memory budget cannot be had, with the numbers.
     """
 
     def __init__(
         self, config: MoevementConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int = 0
     ) -> None:
         self._config = config
-        self._num_copies = num_copies
         self._stages = stages
         self._own = stages[own_stage]
         self._own_stage = own_stage
@@ -39,9 +48,8 @@ class SparseWindows:
             wanted = "hard, soft or decayed where experts have no capacity (model.moe_capacity_factor=null)"
             raise ConfigError(f"ckpt.popularity: got 'capacity', wanted {wanted}")
         self._fixed = schedule.fixed_order(self._table.operators)
-        self._natural = [_natural_order(stage.table) for stage in stages]
-        self.max_slots = self._fitting_in_memory()
-        self._order = self._own_natural = self._natural[own_stage]
+        self._sizes = WindowSizes(config, stages, num_copies)
+        self._order = self._own_natural = self._sizes.natural[own_stage]
         self._reference: npt.NDArray[np.float64] | None = None
         self._window: schedule.WindowSchedule | None = None
         self._start = 0
@@ -49,6 +57,14 @@ class SparseWindows:
         self._known: Measured | None = None
         self._newest_on_disk: int | None = None
         self._num_slots = 1 if config.window == AUTO else int(config.window)
+        self._pause_iters = 0 if config.pause_iters == AUTO else int(config.pause_iters)
+        self._num_trials = 0
+        self._terms: WindowTerms | None = None
+
+    @property
+    def max_slots(self) -> int:
+        """The most slots that operators and the memory budget allow."""
+        return self._sizes.max_slots
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return what to take of the state after `iteration` steps: everything at first, then slot after slot.
@@ -63,23 +79,45 @@ class SparseWindows:
         if iteration < self._next_iteration:
             return SnapshotPlan(durable=durable)
         choice = None
-        if self._window is None or iteration != self._next_iteration or iteration == self._start + self._num_slots:
+        if self._window is None or iteration != self._next_iteration or iteration >= self._start + self._num_slots:
             measured, self._known = self._known or measure(), None
             choice = self._begin(iteration, measured)
         assert self._window is not None
-        self._next_iteration = iteration + 1
         slot = iteration - self._start
+        is_last = slot == self._num_slots - 1
+        self._next_iteration = iteration + 1 + (self._pause_iters if is_last else 0)
         to_disk = slot == 0 and is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
         if to_disk:
             self._newest_on_disk = iteration
-        full, compute = self._window.full(slot), self._window.compute(slot)
-        plan = SlotPlan(window_start=self._start, slot=slot, num_slots=self._num_slots, full=full, compute=compute)
+        plan = SlotPlan(
+            window_start=self._start,
+            slot=slot,
+            num_slots=self._num_slots,
+            full=self._window.full(slot),
+            compute=self._window.compute(slot),
+            pause_iters=self._pause_iters,
+        )
         return SnapshotPlan(durable=durable, sparse=plan, window=choice, to_disk=to_disk)
 
-    def forecast(self, num_slots: int) -> MemoryForecast:
+    def forecast(self, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
         """Return the host memory that the rank with the most of it needs."""
-        forecasts = (self.forecast_of(stage, num_slots) for stage in range(len(self._stages)))
-        return max(forecasts, key=lambda forecast: forecast.total_bytes)
+        return self._sizes.forecast(num_slots, pause_iters)
+
+    def forecast_of(self, stage: int, num_slots: int) -> MemoryForecast:
+        """Return the host memory that the rank with the most of one stage needs."""
+        return self._sizes.forecast_of(stage, num_slots)
+
+    def own_forecast(self) -> MemoryForecast:
+        """Return the host memory that the rank with the most of it needs in this rank's stage."""
+        return self._sizes.forecast_of(self._own_stage, self.max_slots, self._pause_iters)
+
+    def notes(self) -> list[str]:
+        """Return what this will cost, line by line, for people."""
+        slots, later = self.max_slots, ""
+        if self._config.window == AUTO:
+            slots, later = 1, f", up to {slots} once iterations have been measured"
+        lines = self._sizes.forecast(slots, self._pause_iters).lines()
+        return [f"host memory of the largest rank, window {slots}{later}:", *lines]
 
     def _base(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         profile_iters = 0
@@ -94,21 +132,71 @@ class SparseWindows:
         return SnapshotPlan(sparse=SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=()))
 
     def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
-        fitting = self._num_slots
+        fitting, terms = self._num_slots, None
         if self._config.window == AUTO:
             fitting = self._fitting_in_time(measured)
-            is_first = self._window is None
-            kept = schedule.refit(self._num_slots, fitting, drift=self._config.window_drift)
-            self._num_slots = fitting if is_first else kept
+            terms = self._choose(fitting, measured)
         reordered = self._reorder(measured.popularity)
         self._start = iteration
-        self._window = self._cut(self._order, self._table, self._num_slots)
+        self._window = self._sizes.cut(self._order, self._table, self._num_slots)
         return WindowChoice(
             num_slots=self._num_slots,
             fitting=fitting,
             iteration_s=measured.iteration_s,
             copy_bytes_per_s=measured.copy_bytes_per_s,
             reordered=reordered,
+            pause_iters=self._pause_iters,
+            snapshot_share=terms.snapshot_share if terms else None,
+            replay_share=terms.replay_share if terms else None,
+        )
+
+    def _choose(self, fitting: int, measured: Measured) -> WindowTerms | None:
+        """Set the slots and the pause; return what they are expected to cost, once that is known."""
+        if self._config.paper_exact:
+            is_first = self._window is None
+            kept = schedule.refit(self._num_slots, fitting, drift=self._config.window_drift)
+            self._num_slots = fitting if is_first else kept
+            return None
+        if measured.dense_snapshot_s is None or measured.empty_snapshot_s is None:
+            self._try(fitting)
+            return None
+        job = self._job_cost(measured)
+        best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
+        if self._terms:
+            current = window_terms(self._sizes.size(self._terms.num_slots), job, self._terms.pause_iters)
+            is_allowed = current.snapshot_share <= max(self._config.overhead, best.snapshot_share)
+            if is_allowed and (1 - self._config.window_drift) * current.lost_share <= best.lost_share:
+                best = current
+        self._terms, self._num_slots = best, best.num_slots
+        # what iterations take by themselves may have changed since one was last measured without copies
+        is_stale = best.pause_iters == 0 and measured.iters_since_quiet >= _STALE_ITERS
+        self._pause_iters = self._within_pauses(1) if is_stale else best.pause_iters
+        return best
+
+    def _try(self, fitting: int) -> None:
+        """Set a window of which the cost is measured."""
+        factor = _TRIAL_FACTOR if self._num_trials % 2 else 1
+        self._num_slots = min(factor * fitting, self.max_slots)
+        self._pause_iters = self._within_pauses(_TRIAL_PAUSE_ITERS)
+        self._num_trials += 1
+
+    def _within_pauses(self, pause_iters: int) -> int:
+        size = self._sizes.size(self._num_slots)
+        return min(max(pause_iters, size.least_pause_iters), size.most_pause_iters)
+
+    def _job_cost(self, measured: Measured) -> JobCost:
+        assert measured.empty_snapshot_s is not None
+        assert measured.dense_snapshot_s is not None
+        replayed_s = measured.iteration_s if measured.replayed_iteration_s is None else measured.replayed_iteration_s
+        host, peers = measured.host_bytes_per_s, measured.peer_bytes_per_s
+        return JobCost(
+            iteration_s=measured.iteration_s,
+            per_snapshot_s=measured.empty_snapshot_s,
+            per_byte_s=(measured.dense_snapshot_s - measured.empty_snapshot_s) / self._sizes.dense_bytes,
+            host_bytes_per_s=measured.copy_bytes_per_s if math.isinf(host) else host,
+            peer_bytes_per_s=peers,
+            replay_share=replayed_s / measured.iteration_s,
+            mtbf_s=self._config.mtbf_s,
         )
 
     def _reorder(self, popularity: npt.NDArray[np.float64]) -> bool:
@@ -127,16 +215,10 @@ class SparseWindows:
         """Return whether a budget allows an order: windows of one may take more than the forecast for another."""
         if self._config.memory_budget_bytes is None:
             return True
-        taken, forecast = (self._window_bytes(each, self._table, self.max_slots) for each in (order, self._own_natural))
+        taken, forecast = (
+            self._sizes.window_bytes(each, self._table, self.max_slots) for each in (order, self._own_natural)
+        )
         return taken <= forecast
-
-    def _cut(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> schedule.WindowSchedule:
-        if self._config.paper_exact:
-            return schedule.paper_schedule(order, num_slots=num_slots, num_active=-(-len(order) // num_slots))
-        return schedule.cut_slots(order, table, num_slots)
-
-    def _window_bytes(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> int:
-        return int(schedule.window_bytes(table, self._cut(order, table, num_slots)).max())
 
     def _fitting_in_time(self, measured: Measured) -> int:
         if self._config.paper_exact:
@@ -144,52 +226,7 @@ class SparseWindows:
         budget_bytes = measured.iteration_s * measured.copy_bytes_per_s
         return max(
             schedule.fitting_window(stage.table, order, budget_bytes, max_slots=self.max_slots)
-            for stage, order in zip(self._stages, self._natural, strict=True)
-        )
-
-    def _fitting_in_memory(self) -> int:
-        """Return the most slots that operators and the memory budget allow."""
-        most = max(len(stage.table.operators) for stage in self._stages)
-        window, budget = self._config.window, self._config.memory_budget_bytes
-        if window != AUTO and int(window) > most:
-            raise ConfigError(f"ckpt.window: got {window}, wanted at most {most}, the operators of the largest stage")
-        candidates = range(1, most + 1) if window == AUTO else [int(window)]
-        if budget is None:
-            return candidates[-1]
-        for num_slots in reversed(candidates):
-            if self.forecast(num_slots).total_bytes <= budget:
-                return num_slots
-        needed = self.forecast(candidates[0])
-        wanted = f"with a window of {candidates[0]} at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
-        raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
-
-    def own_forecast(self) -> MemoryForecast:
-        """Return the host memory that the rank with the most of it needs in this rank's stage."""
-        return self.forecast_of(self._own_stage, self.max_slots)
-
-    def notes(self) -> list[str]:
-        """Return what this will cost, line by line, for people."""
-        slots, later = self.max_slots, ""
-        if self._config.window == AUTO:
-            slots, later = 1, f", up to {slots} once iterations have been measured"
-        return [f"host memory of the largest rank, window {slots}{later}:", *self.forecast(slots).lines()]
-
-    def forecast_of(self, stage: int, num_slots: int) -> MemoryForecast:
-        """Return the host memory that the rank with the most of one stage needs."""
-        profile = self._stages[stage]
-        windows = [
-            self._window_bytes(order, each.table, num_slots)
-            for order, each in zip(self._natural, self._stages, strict=True)
-        ]
-        return forecast(
-            window_bytes=windows[stage],
-            num_slots=num_slots,
-            keep_windows=self._config.keep_windows,
-            log_bytes_per_iteration=profile.boundary_log_bytes,
-            dense_bytes=int(profile.table.full_bytes.sum(axis=1).max()),
-            step_log_bytes_per_iteration=profile.step_log_bytes,
-            num_copies=self._num_copies,
-            largest_window_bytes=max(windows),
+            for stage, order in zip(self._stages, self._sizes.natural, strict=True)
         )
 
 
@@ -205,9 +242,3 @@ def _paper_window(table: OperatorTable, measured: Measured) -> int:
         copy_bytes_per_s=measured.copy_bytes_per_s,
     )
     return window
-
-
-def _natural_order(table: OperatorTable) -> npt.NDArray[np.int64]:
-    """Return the order before any popularity is known, which also serves to compare numbers of slots."""
-    fixed = schedule.fixed_order(table.operators)
-    return schedule.order_operators(fixed, np.zeros(len(fixed.experts)))

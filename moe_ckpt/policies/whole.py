@@ -125,7 +125,7 @@ class WholeSnapshots:
     def _forecast_of(self, stage: int) -> MemoryForecast:
         return forecast(
             window_bytes=self._sizes[stage],
-            num_slots=1,
+            period_iters=1,
             keep_windows=1,
             log_bytes_per_iteration=0,
             dense_bytes=self._sizes[stage],

@@ -139,7 +139,9 @@ class InMemoryAssembly:
         tier = SparseTier(
             self._config, self._place, training, self._stores, shelf, self._meter, self._events, self._account
         )
-        recovery = None if self._is_partial else Recovery(self._place, training, self._stores, self._events)
+        recovery = (
+            None if self._is_partial else Recovery(self._place, training, self._stores, self._meter, self._events)
+        )
         injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
         parts = SparseParts(
             tier=tier,

@@ -24,6 +24,7 @@ from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRe
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
+from moe_ckpt.runtime.meter import Meter
 from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.store.boundary import Direction, LoggedEnds
@@ -50,8 +51,9 @@ class Loss:
 class Recovery:
     """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
 
-    def __init__(self, place: Place, training: Training, stores: SparseStores, events: EventLog) -> None:
+    def __init__(self, place: Place, training: Training, stores: SparseStores, meter: Meter, events: EventLog) -> None:
         self._place = place
+        self._meter = meter
         self._stage = training.stage
         self._operators = training.operators
         assert isinstance(stores.memory, SnapshotMemory), stores.memory
@@ -229,6 +231,8 @@ class Recovery:
         )
 
     def _report(self, rollback: Rollback, target: int, fetched_bytes: int, started_s: float) -> None:
+        seconds = time.monotonic() - started_s
+        self._meter.replayed(target - rollback.window_start, seconds)
         self._events.append(
             StageRecovered(
                 iteration=target,
@@ -237,7 +241,7 @@ class Recovery:
                 last_stage=rollback.segment.last_stage,
                 replayed_iters=target - rollback.window_start,
                 fetched_bytes=fetched_bytes,
-                seconds=time.monotonic() - started_s,
+                seconds=seconds,
             )
         )
 

@@ -24,7 +24,7 @@ from moe_ckpt.runtime.recover import Loss, Recovery
 from moe_ckpt.runtime.rejoining import Rejoined, Rejoining
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.runtime.step_state import StepState
-from moe_ckpt.types import ExpertChoice, Measured, Phase, ReadyGradients, SnapshotPlan
+from moe_ckpt.types import ExpertChoice, Measured, Phase, ReadyGradients, SnapshotPlan, WindowChoice
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class Session:
         self._parts: Parts | None = None
         self._state = StepState()
         self._has_base = False
+        self._logged_window: tuple[int, int] | None = None
 
     @property
     def sparse(self) -> SparseParts | None:
@@ -288,12 +289,19 @@ class Session:
     def _take(self, sparse: SparseParts, iteration: int, plan: SnapshotPlan) -> None:
         if plan.window:
             self._events.append(WindowChosen(iteration=iteration, **asdict(plan.window)))
+            self._log_choice(iteration, plan.window)
         if plan.interval:
             self._events.append(IntervalChosen(iteration=iteration, **asdict(plan.interval)))
         if plan.experts:
             self._events.append(_experts_chosen(iteration, plan.experts))
         if plan.sparse:
             sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
+
+    def _log_choice(self, iteration: int, chosen: WindowChoice) -> None:
+        """Log a window and its expected costs where it is another one than the last."""
+        before, self._logged_window = self._logged_window, (chosen.num_slots, chosen.pause_iters)
+        if self._ranks.rank == 0 and chosen.snapshot_share is not None and before != self._logged_window:
+            _log.info("iteration %d: ckpt.window=auto is %s", iteration, chosen.describe())
 
     def _recover(self, sparse: SparseParts, target_iteration: int, *, undo: bool) -> bool:
         """Return whether something was lost; then all ranks are at the state after the target iteration."""

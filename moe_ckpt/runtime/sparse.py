@@ -129,7 +129,8 @@ class SparseTier:
         self._disk = DiskWindows(shelf.newest_on_disk(), stores.journal, events, strict=config.strict)
         self._on_all_disks = NOTHING
         self._noted: int | None = None
-        self._most_slots = 0
+        self._pauses = False
+        self._longest_iters = 0
         self._meter = meter
         self._counted: ExpertCounts | None = None
         self._measured: Measured | None = None
@@ -160,14 +161,15 @@ class SparseTier:
         if self._logs:
             self._stores.steps.add(self._stage.record(iteration, gradients))
         try:
-            with self._meter.stalling():
+            with self._meter.waiting():
                 self._stores.engine.release()
         except CheckpointSaveError as error:
             self._report(error)
-        self._collect(wait=self._awaits_confirmation and self._logs)
+        waits = self._logs and not self._pauses
+        self._collect(wait=self._awaits_confirmation and waits)
         self._count()
         if self._awaits_confirmation:
-            self._confirm(wait=self._logs)
+            self._confirm(wait=waits)
         if not self._disk.is_writing:
             self.finish_persisting()
         self._meter.resumed()
@@ -208,7 +210,8 @@ class SparseTier:
             self._disk.begin(plan.window_start, to_disk=to_disk)
             self._shelf.begin(plan)
         self._newest = plan
-        self._most_slots = max(self._most_slots, plan.num_slots)
+        self._pauses = isinstance(plan, SlotPlan) and plan.pause_iters > 0
+        self._longest_iters = max(self._longest_iters, plan.period_iters if isinstance(plan, SlotPlan) else 1)
         self._awaits_confirmation = plan.slot == plan.num_slots - 1
         following = plan.window_start + plan.slot + 1
         if self._noted != following and (isinstance(plan, SlotPlan) or following == 1):  # else it is in the core
@@ -299,8 +302,7 @@ class SparseTier:
             self._stores.memory.add(snapshot)
         header, copied = taken.snapshots[0].header, taken.copied
         size_bytes = sum(snapshot.header.payload_bytes for snapshot in taken.snapshots)
-        if size_bytes:
-            self._meter.copy_rates.append(size_bytes / max(copied.seconds, 1e-9))
+        self._meter.copied(size_bytes, copied.seconds)
         self._events.append(
             SnapshotTaken(
                 iteration=header.iteration,
@@ -319,7 +321,7 @@ class SparseTier:
 
         Without `wait`, and where some ranks do not have it yet, nothing happens.
         """
-        with self._meter.stalling():
+        with self._meter.waiting():
             self._collect(wait=wait)
         found = self._agree(wait=wait)
         if found is _Found.NOT_YET:
@@ -336,7 +338,7 @@ class SparseTier:
 
     def finish_persisting(self) -> None:
         """Wait until what is on its way to disk is there."""
-        with self._meter.stalling():
+        with self._meter.waiting():
             self._disk.finish()
 
     def _keep(self) -> None:
@@ -366,6 +368,9 @@ class SparseTier:
         found = self._find(wait=wait)  # first: what is on disk may be more then
         cost_s = self._meter.snapshot_cost_s()
         times = [self._meter.iteration_s(), _UNKNOWN if cost_s is None else cost_s, self._meter.iters_since_quiet()]
+        costs_s = self._meter.snapshot_costs_s(self._dense_bytes)
+        replayed_s = self._meter.replayed_iteration_s()
+        times += [*(costs_s or (_UNKNOWN, _UNKNOWN)), _UNKNOWN if replayed_s is None else replayed_s]
         rates = [self._host_bytes_per_s(), self._peer_bytes_per_s()]
         on_disk, is_writing = self._disk.start_of(Role.RECOVERY), self._disk.is_writing
         mine = [*times, *(-rate for rate in rates), -float(found), -float(on_disk), float(is_writing)]
@@ -374,7 +379,8 @@ class SparseTier:
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         if self._counts:
             self._place.stage_ranks.reduce(popularity, "sum")
-        iteration_s, cost_s, since_quiet, host_rate, peer_rate, least, oldest, is_persisting = worst.tolist()
+        iteration_s, *times, host_rate, peer_rate, least, oldest, is_persisting = worst.tolist()
+        cost_s, since_quiet, empty_s, dense_s, replayed_s = (None if each == _UNKNOWN else each for each in times)
         self._on_all_disks = int(-oldest)
         self._measured = Measured(
             iteration_s=iteration_s,
@@ -383,8 +389,11 @@ class SparseTier:
             peer_bytes_per_s=-peer_rate,
             is_persisting=bool(is_persisting),
             popularity=popularity.cpu().numpy(),
-            snapshot_cost_s=None if cost_s == _UNKNOWN else cost_s,
-            iters_since_quiet=int(since_quiet),
+            snapshot_cost_s=cost_s,
+            iters_since_quiet=int(since_quiet or 0),
+            empty_snapshot_s=empty_s,
+            dense_snapshot_s=dense_s,
+            replayed_iteration_s=replayed_s,
         )
         return _Found(int(-least))
 
@@ -404,7 +413,7 @@ class SparseTier:
             return _Found.ALL
         if not wait and journal.awaits_copies(window.snapshots):
             return _Found.NOT_YET
-        with self._meter.stalling():
+        with self._meter.waiting():
             return _Found.ALL if journal.has_copies(window.snapshots) else _Found.NOTHING
 
     def _is_idle(self) -> bool:
@@ -425,8 +434,8 @@ class SparseTier:
 
     def _log_iters(self) -> int:
         """Return after how many iterations logs end, even where no window is ever complete: longer than any needs."""
-        slots = max([self._most_slots, *(window.num_slots for window in self._stores.memory.windows())])
-        return 2 * ((self._config.keep_windows + 1) * slots + self._config.profile_iters)
+        longest = max([self._longest_iters, *(window.num_slots for window in self._stores.memory.windows())])
+        return 2 * ((self._config.keep_windows + 1) * longest + self._config.profile_iters)
 
     def _drop_logs_up_to(self, iteration: int) -> None:
         self._stores.steps.drop_up_to(iteration)

@@ -131,14 +131,15 @@ class Generation:
     def _complete(self, moment: Moment) -> Iterator[Span]:
         """Yield the windows that are kept, the newest first: those of which the last snapshot is where it is to be.
 
-        Where stages recover alone training waits for that before it changes the state, and for a first one anywhere.
+        Where stages recover alone and windows follow each other, training waits for that before it changes the state,
+        and for a first one anywhere.
         """
         agrees = self.saving.recovery is Recovery.LOCAL
         agreed = moment.iterations if moment.ready else moment.iterations - 1
         now_s = self.elapsed_s(moment.iterations) + moment.into_s
         for span in self.rhythm.spans_back(moment.iterations):
             is_first = span.last == 0 and not self.carried
-            is_agreed = agrees and span.last <= agreed
+            is_agreed = agrees and not span.pause_iters and span.last <= agreed
             kept_s = self.elapsed_s(span.last) + span.size_bytes / self.saving.kept_bytes_per_s
             if is_first or is_agreed or kept_s <= now_s:
                 yield span

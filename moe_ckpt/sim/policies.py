@@ -5,6 +5,7 @@ A policy is one entry in POLICIES. Must not: know faults.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -101,11 +102,8 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
 def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, setup.cluster)
     link = _Link(setup, copy_rate(setup.cluster, replicas))
-    measured = Measured(
-        iteration_s=setup.costs.iteration_s,
-        copy_bytes_per_s=link.bytes_per_s,
-        popularity=_popularity(setup, link.profiles[link.own]),
-    )
+    host = _Link(setup, copy_rate(setup.cluster, 0))
+    measured = _measured_of_windows(setup, link, host, replicas)
     make = partial(SparseWindows, config, link.profiles, link.own, replicas)
     table = link.profiles[link.own].table
     full_bytes, compute_bytes = table.full_bytes, table.compute_bytes
@@ -113,10 +111,12 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     def describe(plan: SlotPlan) -> tuple[int, float]:
         full, compute = np.array(plan.full, np.int64), np.array(plan.compute, np.int64)
         size_bytes = int((full_bytes[:, full].sum(axis=1) + compute_bytes[:, compute].sum(axis=1)).max())
-        return size_bytes, link.stall_s(size_bytes)
+        if not plan.pause_iters:
+            return size_bytes, link.stall_s(size_bytes)
+        return size_bytes, host.wait_s(size_bytes) + link.added_s(size_bytes)  # peers have the pause, too
 
     at_start, later = _listen(make, measured, describe, config, config.window != AUTO)
-    num_slots = later.repeat[0].num_slots
+    num_slots, pause_iters = later.repeat[0].num_slots, later.repeat[0].pause_iters
     return Saving(
         name=config.policy,
         recovery=Recovery.LOCAL,
@@ -131,8 +131,25 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         disk_s=setup.write_s,
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         active=_active_shares(make, measured, setup, link),
-        memory=make().forecast(num_slots),
+        memory=make().forecast(num_slots, pause_iters),
         sizes_are_of_job=link.is_shared,
+    )
+
+
+def _measured_of_windows(setup: Setup, link: _Link, host: _Link, replicas: int) -> Measured:
+    """Return what a job measures of its windows: the cluster's constants, and a stage's replay of all its operators."""
+    costs, cluster = setup.costs, setup.cluster
+    has_link_to_peers = replicas > 0 and not link.is_shared
+    stages = [range(stage, stage + 1) for stage in range(costs.num_stages)]
+    return Measured(
+        iteration_s=costs.iteration_s,
+        copy_bytes_per_s=link.bytes_per_s,
+        host_bytes_per_s=host.bytes_per_s,
+        peer_bytes_per_s=cluster.peer_bytes_per_s / replicas if has_link_to_peers else math.inf,
+        popularity=_popularity(setup, link.profiles[link.own]),
+        empty_snapshot_s=cluster.take_s,
+        dense_snapshot_s=link.added_s(link.most_bytes),
+        replayed_iteration_s=max(costs.replay_s(each, active=1.0) for each in stages),
     )
 
 
@@ -198,6 +215,14 @@ class _Link:
             iteration_s=self._setup.costs.iteration_s,
             interference=self._setup.cluster.interference,
         )
+
+    def wait_s(self, size_bytes: float) -> float:
+        """Return what training waits for a snapshot that is copied through this link alone."""
+        return max(0.0, size_bytes / self.bytes_per_s - self._setup.costs.iteration_s)
+
+    def added_s(self, size_bytes: float) -> float:
+        """Return what a snapshot adds by beginning and by slowing training down, however many iterations it takes."""
+        return self._setup.cluster.take_s + self._setup.cluster.interference * size_bytes / self.bytes_per_s
 
 
 def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:

@@ -40,7 +40,8 @@ class Taken:
 class Take:
     """A snapshot: slot `slot` of a window of `num_slots` that starts at offset `offset` - `slot`.
 
-    `size_bytes` on the rank with the most; the iteration that it is copied in takes `stall_s` longer.
+    After the window there are `pause_iters` iterations without a snapshot. `size_bytes` are those of the rank with the
+    most; the iteration in which it is copied takes `stall_s` longer.
     """
 
     offset: int
@@ -51,6 +52,7 @@ class Take:
     to_disk: bool
     choice: WindowChoice | IntervalChoice | None = None
     experts: Taken | None = None
+    pause_iters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,7 @@ class Span:
     last: int
     size_bytes: int
     to_disk: bool
+    pause_iters: int = 0
 
 
 class Rhythm:
@@ -143,6 +146,7 @@ def listen(
                     stall_s=stall_s,
                     to_disk=plan.to_disk,
                     choice=choice,
+                    pause_iters=plan.sparse.pause_iters,
                 )
             )
         offset += 1
@@ -154,7 +158,13 @@ def _spans(takes: tuple[Take, ...]) -> list[Span]:
     at = {take.offset: take for take in takes}
     pairs = [(take, at.get(take.offset + take.num_slots - 1)) for take in takes if take.slot == 0]
     return [
-        Span(first=first.offset, last=last.offset, size_bytes=last.size_bytes, to_disk=first.to_disk)
+        Span(
+            first=first.offset,
+            last=last.offset,
+            size_bytes=last.size_bytes,
+            to_disk=first.to_disk,
+            pause_iters=last.pause_iters,
+        )
         for first, last in pairs
         if last
     ]

@@ -33,18 +33,35 @@ def begun(*stages: StageProfile, own_stage: int = 0, **changes: Any) -> SparseWi
 
 
 class Meter:
-    """Answers one measurement after another (the last for ever) and counts how often it was asked."""
+    """Answers one measurement after another (the last for ever) and counts how often it was asked.
 
-    def __init__(self, *budgets_bytes: float, popularity: Sequence[Sequence[float]] = ((),)) -> None:
+    `costs_s`: seconds that an empty and a dense snapshot add; `facts` are other measurements.
+    """
+
+    def __init__(
+        self,
+        *budgets_bytes: float,
+        popularity: Sequence[Sequence[float]] = ((),),
+        costs_s: tuple[float, float] | None = None,
+        **facts: Any,
+    ) -> None:
         self.asked = 0
         self._budgets_bytes = budgets_bytes
         self._popularity = popularity
+        if costs_s:
+            facts |= {"empty_snapshot_s": costs_s[0], "dense_snapshot_s": costs_s[1]}
+        self._facts = facts
 
     def __call__(self) -> Measured:
         budget_bytes = self._budgets_bytes[min(self.asked, len(self._budgets_bytes) - 1)]
         popularity = self._popularity[min(self.asked, len(self._popularity) - 1)]
         self.asked += 1
-        return Measured(iteration_s=2.0, copy_bytes_per_s=budget_bytes / 2, popularity=np.array(popularity, np.float64))
+        return Measured(
+            iteration_s=2.0,
+            copy_bytes_per_s=budget_bytes / 2,
+            popularity=np.array(popularity, np.float64),
+            **self._facts,
+        )
 
 
 def slots_of(plans: Sequence[SnapshotPlan]) -> list[SlotPlan]:
@@ -54,12 +71,19 @@ def slots_of(plans: Sequence[SnapshotPlan]) -> list[SlotPlan]:
 
 
 def next_window(policy: SparseWindows, iteration: int, measure: Meter) -> tuple[WindowChoice, list[SlotPlan]]:
-    """Return the window that begins at an iteration; nothing is measured once it has begun."""
+    """Return the window that begins at an iteration; nothing is measured once it has begun, or taken in its pause."""
     first = policy.plan(iteration, measure)
     assert first.window is not None
-    later = [policy.plan(iteration + slot, unasked) for slot in range(1, first.window.num_slots)]
+    end = iteration + first.window.num_slots
+    later = [policy.plan(number, unasked) for number in range(iteration + 1, end)]
     assert all(plan.window is None and not plan.durable for plan in later)
+    paused = [policy.plan(end + number, unasked) for number in range(first.window.pause_iters)]
+    assert paused == [NOTHING] * len(paused)
     return first.window, slots_of([first, *later])
+
+
+def period_iters(choice: WindowChoice) -> int:
+    return choice.num_slots + choice.pause_iters
 
 
 def assert_is_window(slots: Sequence[SlotPlan], start: int, num_slots: int, num_operators: int) -> None:
@@ -104,6 +128,9 @@ def test_the_first_plan_takes_everything(window: int | str, iteration: int) -> N
     assert policy.plan(iteration, nothing_yet) == SnapshotPlan(sparse=everything)
 
 
+TRIAL = WindowChoice(num_slots=3, fitting=3, iteration_s=2.0, copy_bytes_per_s=20.5, reordered=True, pause_iters=2)
+
+
 @pytest.mark.parametrize("profile_iters", [2, 5])
 def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) -> None:
     policy = SparseWindows(moevement(profile_iters=profile_iters), [equal(6)], 0)
@@ -111,7 +138,7 @@ def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) ->
     profiled = [policy.plan(41 + i, unasked) for i in range(profile_iters)]
     assert profiled == [NOTHING] * profile_iters
     choice, slots = next_window(policy, 41 + profile_iters, Meter(41))
-    assert choice == WindowChoice(num_slots=3, fitting=3, iteration_s=2.0, copy_bytes_per_s=20.5, reordered=True)
+    assert choice == TRIAL
     assert_is_window(slots, 41 + profile_iters, 3, 6)
 
 
@@ -120,7 +147,7 @@ def test_auto_does_not_profile_again_after_a_fault() -> None:
     meter = Meter(41)
     assert policy.plan(40, meter).sparse is not None
     first = policy.plan(41, unasked)
-    assert first.window == WindowChoice(num_slots=3, fitting=3, iteration_s=2.0, copy_bytes_per_s=20.5, reordered=True)
+    assert first.window == TRIAL
 
 
 # Slots
@@ -143,20 +170,27 @@ def test_a_fixed_window_takes_every_operator_once_a_window_on_every_stage(
         assert next_window(twin, begin, Meter(1.0, popularity=[popularity_for(own, number)])) == (choice, slots)
 
 
-@given(stages=stages(), budgets_bytes=st.lists(st.floats(1, 5000), min_size=1, max_size=5))
-def test_auto_windows_line_up_over_stages(stages: list[StageProfile], budgets_bytes: list[float]) -> None:
+@given(
+    stages=stages(),
+    budgets_bytes=st.lists(st.floats(1, 5000), min_size=1, max_size=5),
+    costs_s=st.none() | st.tuples(st.floats(0, 1), st.floats(1, 3)),
+)
+def test_auto_windows_line_up_over_stages(
+    stages: list[StageProfile], budgets_bytes: list[float], costs_s: tuple[float, float] | None
+) -> None:
     policies = [SparseWindows(moevement(profile_iters=2), stages, own) for own in range(len(stages))]
     assert {policy.plan(0, nothing_yet) is NOTHING for policy in policies} == {False}
-    begin, current = 3, 0
+    begin = 3
     for number, budget_bytes in enumerate(budgets_bytes):
-        fitting = max(alone(stage, budget_bytes) for stage in stages)
-        current = current if number and abs(fitting - current) <= 0.25 * current else fitting
+        fitting, found = max(alone(stage, budget_bytes) for stage in stages), set()
         for policy, stage in zip(policies, stages, strict=True):
-            measure = Meter(budget_bytes, popularity=[popularity_for(stage, number)])
+            measure = Meter(budget_bytes, popularity=[popularity_for(stage, number)], costs_s=costs_s)
             choice, slots = next_window(policy, begin, measure)
-            assert (choice.num_slots, choice.fitting, measure.asked) == (current, fitting, 1)
-            assert_is_window(slots, begin, current, len(stage.table.operators))
-        begin += current
+            assert (choice.fitting, measure.asked) == (fitting, 1)
+            assert_is_window(slots, begin, choice.num_slots, len(stage.table.operators))
+            found.add(replace(choice, reordered=True))
+        assert len(found) == 1
+        begin += period_iters(found.pop())
 
 
 def alone(stage: StageProfile, budget_bytes: float) -> int:
@@ -195,27 +229,92 @@ def test_an_iteration_that_was_planned_already_changes_nothing() -> None:
 # Length
 
 
-@pytest.mark.parametrize(
-    ("drift", "chosen"),
-    [
-        (0.25, [2, 3, 4, 4, 6, 6, 4]),  # 3 is off by half of 2, 5 by a quarter of 4, 4 by a third of 6
-        (0.0, [2, 3, 4, 5, 6, 5, 4]),
-        (0.49, [2, 3, 3, 5, 5, 5, 5]),
-        (1.0, [2, 2, 2, 5, 5, 5, 5]),  # 4 is off by all of 2
-        (100.0, [2] * 7),
-    ],
-)
-def test_the_window_changes_when_it_is_off_by_more_than_the_drift(drift: float, chosen: list[int]) -> None:
+def test_windows_are_tried_until_it_is_known_what_they_cost() -> None:
+    """The fewest slots that fit, then four times as many: bytes and the number of snapshots cost each its own."""
+    policy, begin, found = begun(equal(6)), 6, []
+    for _ in range(3):
+        choice, _ = next_window(policy, begin, Meter(80))
+        begin += period_iters(choice)
+        found.append((choice.num_slots, choice.pause_iters, choice.snapshot_share))
+    assert found == [(1, 2, None), (4, 2, None), (1, 2, None)]
+
+
+def cheapest(policy: SparseWindows, begin: int, *, costs_s: tuple[float, float], **facts: Any) -> WindowChoice:
+    choice, _ = next_window(policy, begin, Meter(1e9, costs_s=costs_s, **facts))
+    return choice
+
+
+def test_windows_that_cost_nothing_follow_each_other() -> None:
+    choice = cheapest(begun(equal(6)), 6, costs_s=(0.0, 0.0))
+    assert (choice.num_slots, choice.pause_iters, choice.snapshot_share) == (1, 0, 0.0)
+
+
+def test_a_pause_balances_snapshots_and_replays() -> None:
+    """A snapshot of 0.9 s and iterations of 2 s: every 40th at an MTBF of an hour, sqrt(2 * 0.9 * 3600) / 2."""
+    choice = cheapest(begun(equal(6)), 6, costs_s=(0.9, 0.9))
+    assert (choice.num_slots, choice.pause_iters) == (1, 39)
+    assert choice.snapshot_share == pytest.approx(0.9 / 80)
+    assert choice.replay_share == pytest.approx((1.5 + 39 / 2) * 2 / 3600)
+
+
+def test_a_stage_that_replays_fast_has_longer_pauses() -> None:
+    fast = cheapest(begun(equal(6)), 6, costs_s=(0.9, 0.9), replayed_iteration_s=0.5)
+    assert (fast.num_slots, fast.pause_iters) == (1, 79)
+
+
+def test_copies_that_take_longer_than_an_iteration_make_slots() -> None:
+    """The whole state of 72 bytes takes 2 s to copy twice: only three slots of 32, 28 and 24 bytes fit."""
+    measure = Meter(33.0, costs_s=(0.0, 0.0), host_bytes_per_s=16.5, peer_bytes_per_s=1e9)
+    choice, _ = next_window(begun(equal(6), mtbf_s=20.0), 6, measure)
+    assert (choice.num_slots, choice.pause_iters, choice.snapshot_share) == (3, 0, 0.0)
+
+
+def test_a_cap_on_overhead_makes_pauses_longer() -> None:
+    free, capped = (
+        cheapest(begun(equal(6), mtbf_s=20.0, overhead=overhead), 6, costs_s=(0.9, 0.9)) for overhead in (0.99, 0.031)
+    )
+    assert (free.pause_iters, capped.pause_iters) == (2, 14)
+    assert capped.snapshot_share == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(("drift", "is_kept"), [(0.5, True), (0.01, False)])
+def test_the_window_changes_when_another_one_loses_less_by_more_than_the_drift(drift: float, is_kept: bool) -> None:
     policy = begun(equal(6), window_drift=drift)
-    measure, begin, found = Meter(42, 41, 31, 29, 27, 29, 31), 6, []
-    for fitting in (2, 3, 4, 5, 6, 5, 4):
-        choice, slots = next_window(policy, begin, measure)
-        assert choice.fitting == fitting
-        assert_is_window(slots, begin, choice.num_slots, 6)
-        begin += choice.num_slots
-        found.append(choice.num_slots)
-    assert found == chosen
-    assert measure.asked == 7
+    first = cheapest(policy, 6, costs_s=(0.9, 0.9))
+    second = cheapest(policy, 6 + period_iters(first), costs_s=(1.8, 1.8))
+    assert (first.pause_iters, second.pause_iters) == (39, 39 if is_kept else 56)
+    assert second.snapshot_share == pytest.approx(1.8 / (2 * period_iters(second)))
+
+
+def test_a_pause_is_no_longer_than_memory_for_logs() -> None:
+    """Logs of 3 bytes an iteration may take what the state of 72 does: two windows of 11 iterations and one more."""
+    stage = equal(6, boundary_log_bytes=2, step_log_bytes=1)
+    assert cheapest(begun(stage), 6, costs_s=(0.9, 0.9)).pause_iters == 10
+    budget = SparseWindows(moevement(), [stage], 0).forecast(1, 20).total_bytes
+    for allowed, pause_iters in ((budget, 20), (budget - 1, 19)):
+        choice = cheapest(begun(stage, memory_budget_bytes=allowed), 6, costs_s=(0.9, 0.9))
+        assert (choice.num_slots, choice.pause_iters) == (1, pause_iters)
+
+
+def test_a_pause_that_is_given_is_kept() -> None:
+    fixed = begun(equal(6), window=2, pause_iters=3)
+    assert [next_window(fixed, begin, Meter(1.0))[0].pause_iters for begin in (1, 6)] == [3, 3]
+    assert cheapest(begun(equal(6), pause_iters=7), 6, costs_s=(0.9, 0.9)).pause_iters == 7
+
+
+def test_iterations_without_copies_are_measured_again_now_and_then() -> None:
+    policy = begun(equal(6))
+    assert cheapest(policy, 6, costs_s=(0.0, 0.0), iters_since_quiet=15).pause_iters == 0
+    assert cheapest(policy, 7, costs_s=(0.0, 0.0), iters_since_quiet=16).pause_iters == 1
+    assert cheapest(policy, 9, costs_s=(0.0, 0.0)).pause_iters == 0
+
+
+@pytest.mark.parametrize(("drift", "num_slots"), [(0.3, 2), (0.4, 3)])
+def test_the_papers_window_changes_when_it_is_off_by_more_than_the_drift(drift: float, num_slots: int) -> None:
+    policy = begun(equal(6), window_drift=drift, paper_exact=True)
+    first, _ = next_window(policy, 6, Meter(33))
+    second, _ = next_window(policy, 9, Meter(43))
+    assert (first.num_slots, second.num_slots, second.fitting, second.pause_iters) == (3, num_slots, 2, 0)
 
 
 # Order
@@ -279,12 +378,12 @@ def test_changes_count_from_the_last_order_not_from_the_last_window() -> None:
 
 def test_an_order_is_kept_over_a_change_of_the_window() -> None:
     policy = begun(profile([[1] * 6], num_experts=6))
-    measure = Meter(22, 42, popularity=[[6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]])
+    measure = Meter(42, 83, popularity=[[6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]])
     first, slots = next_window(policy, 6, measure)
-    second, later = next_window(policy, 12, measure)
-    assert [(choice.num_slots, choice.reordered) for choice in (first, second)] == [(6, True), (2, False)]
-    assert [slot.full for slot in slots] == [(5,), (4,), (3,), (2,), (1,), (0,)]
-    assert [slot.full for slot in later] == [(3, 4, 5), (0, 1, 2)]
+    second, later = next_window(policy, 6 + period_iters(first), measure)
+    assert [(choice.num_slots, choice.reordered) for choice in (first, second)] == [(2, True), (4, False)]
+    assert [slot.full for slot in slots] == [(3, 4, 5), (0, 1, 2)]
+    assert [slot.full for slot in later] == [(5,), (3, 4), (2,), (0, 1)]
 
 
 # Memory
@@ -331,11 +430,11 @@ def test_auto_stays_in_the_budget_and_uses_it(
     policy.plan(0, nothing_yet)
     begin = 3
     for speed in speeds:
-        measure = Meter(speed, popularity=[popularity_for(stages[0], 0)])
+        measure = Meter(speed, popularity=[popularity_for(stages[0], 0)], costs_s=(0.9, 0.9))
         choice, slots = next_window(policy, begin, measure)
-        assert choice.num_slots <= policy.max_slots
+        assert policy.forecast(choice.num_slots, choice.pause_iters).total_bytes <= budget_bytes
         assert_is_window(slots, begin, choice.num_slots, len(stages[0].table.operators))
-        begin += choice.num_slots
+        begin += period_iters(choice)
 
 
 @pytest.mark.parametrize(("has_budget", "in_slots"), [(False, {1: 0, 2: 0, 0: 1}), (True, {0: 0, 1: 1, 2: 1})])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from moe_ckpt.runtime.meter import Meter
+from moe_ckpt.runtime.snapshot_cost import ENOUGH_BLOCKS
 
 
 class Loop:
@@ -21,10 +24,14 @@ class Loop:
         self.now_s += seconds
         self.meter.iteration_finished()
 
-    def snapshot(self, *, stall_s: float, busy_s: float) -> None:
+    def snapshot(self, *, stall_s: float, busy_s: float, wait_s: float = 0.0, sizes: Sequence[int] = ()) -> None:
         self.meter.snapshot_began()
         with self.meter.stalling():
             self.now_s += stall_s
+        for size_bytes in sizes:
+            self.meter.copied(size_bytes, 1.0)
+        with self.meter.waiting():
+            self.now_s += wait_s
         self.iterate(busy_s, quiet=False)
         self.iterate(1.0, quiet=True)
 
@@ -99,3 +106,22 @@ def test_bubbles_have_room_for_copies() -> None:
     meter.copy_rates.extend([10.0, 1000.0, 20.0])
     meter.bubbles_s.extend([2.0, 50.0])
     assert meter.bubble_bytes() == 40.0
+
+
+def test_waits_for_copies_are_no_part_of_what_snapshots_add() -> None:
+    loop = Loop()
+    loop.iterate(1.0, quiet=True)
+    for _ in range(ENOUGH_BLOCKS):
+        assert loop.meter.snapshot_costs_s(100) is None, "too few have been measured"
+        loop.snapshot(stall_s=0.25, busy_s=1.5, wait_s=4.0, sizes=(30, 20))
+    loop.meter.snapshot_began()
+    assert loop.meter.snapshot_cost_s() == 4.75
+    assert loop.meter.snapshot_costs_s(100) == (0.0, 1.5)  # 50 bytes added 0.75 s
+
+
+def test_replays_are_measured_by_the_iteration() -> None:
+    meter = Meter(0)
+    assert meter.replayed_iteration_s() is None
+    for num_iters, seconds in ((0, 9.0), (4, 2.0), (2, 3.0), (1, 0.75)):
+        meter.replayed(num_iters, seconds)
+    assert meter.replayed_iteration_s() == 0.75

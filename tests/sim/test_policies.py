@@ -12,6 +12,7 @@ from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.schedule import paper_window
 from moe_ckpt.sim.policies import POLICIES, plan_saving
 from moe_ckpt.sim.saving import Recovery, Switches
+from moe_ckpt.types import WindowChoice
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
 
 SLOW = cluster(copy_bytes_per_s=1000.0, whole_copy_bytes_per_s=1000.0)
@@ -76,14 +77,20 @@ def test_a_slow_disk_makes_checkfreq_wait_for_what_is_being_written() -> None:
 
 
 @pytest.mark.parametrize("share", ["rank", "job"])
-def test_a_window_is_the_shortest_that_causes_no_stall(share: str) -> None:
-    of = setup(machines=cluster(copies_share=share, copy_bytes_per_s=3000.0 if share == "rank" else 20_000.0))
-    saving = plan_saving(ckpt("ckpt=moevement"), of)
-    window = saving.later.repeat[0].num_slots
-    assert window > 1
-    assert saving.overhead_s == 0.0
-    shorter = plan_saving(ckpt("ckpt=moevement", f"ckpt.window={window - 1}"), of)
-    assert shorter.overhead_s > 0.0
+def test_a_window_is_the_one_that_loses_the_least_time(share: str) -> None:
+    """Its slots are small enough to cause no stall where faults are frequent; rare faults make long pauses."""
+    rate = 6000.0 if share == "rank" else 20_000.0
+    of = setup(machines=cluster(copies_share=share, copy_bytes_per_s=rate, interference=0.02))
+    roomy = ("ckpt=moevement", "ckpt.memory_budget_bytes=1000000000")
+    often, rarely = (plan_saving(ckpt(*roomy, f"ckpt.mtbf_s={mtbf_s}"), of) for mtbf_s in (300, 1e7))
+    first, last = often.later.repeat[0], rarely.later.repeat[0]
+    assert first.num_slots > 1
+    assert first.pause_iters == 0 < 20 < last.pause_iters
+    assert 0.0 < rarely.overhead_s < often.overhead_s <= 0.03 * 10.0
+    for saving in (often, rarely):
+        choice = saving.later.repeat[0].choice
+        assert isinstance(choice, WindowChoice)
+        assert choice.snapshot_share == pytest.approx(saving.overhead_s / 10.0, rel=0.2)  # of the largest stage alone
 
 
 def test_the_papers_window_is_algorithm_1_over_the_whole_model() -> None:

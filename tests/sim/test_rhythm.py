@@ -35,7 +35,14 @@ def make(overrides: Sequence[str]) -> SparseWindows | WholeSnapshots:
 
 def answers(*, measured_before: bool) -> list[Measured]:
     popularity = np.ones(32)
-    known = Measured(iteration_s=2.0, copy_bytes_per_s=1e5, popularity=popularity, snapshot_cost_s=0.7)
+    known = Measured(
+        iteration_s=2.0,
+        copy_bytes_per_s=1e5,
+        popularity=popularity,
+        snapshot_cost_s=0.7,
+        empty_snapshot_s=0.1,
+        dense_snapshot_s=0.7,
+    )
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
     return [known if measured_before else nothing, known]
 

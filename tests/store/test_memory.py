@@ -389,7 +389,7 @@ def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots
     add_window(memory, buffers, 1 + num_slots, slots)
     wanted = forecast(
         window_bytes=per_parameter * num_parameters,
-        num_slots=num_slots,
+        period_iters=num_slots,
         keep_windows=1,
         log_bytes_per_iteration=0,
         dense_bytes=12 * num_parameters,

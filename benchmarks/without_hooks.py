@@ -1,0 +1,58 @@
+"""A guarded job whose policy is never asked for anything: what supervision and replica daemons cost by themselves.
+
+    torchrun --nproc-per-node=4 benchmarks/without_hooks.py +ckpt=moevement [OVERRIDES]
+
+The job has the supervisors, replica daemons and process groups of its policy; no hook of the training loop reaches it.
+benchmarks/overhead.py runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from launcher.config import compose_settings
+from launcher.elastic import RankPlace, guard_rank
+from launcher.launch import read_launch
+from launcher.run import run_guarded
+from moe_ckpt.ports import TrainingHooks
+from moe_ckpt.types import ReadyGradients
+
+
+class NoHooks:
+    """Implements `ports.TrainingHooks`: training goes on, nothing is saved."""
+
+    def iteration_started(self, iteration: int) -> None:
+        pass
+
+    def loss_known(self, iteration: int, loss: float) -> None:
+        pass
+
+    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:  # noqa: ARG002
+        return True
+
+    def update_applied(self, iteration: int) -> None:
+        pass
+
+    def step_committed(self, iteration: int) -> None:
+        pass
+
+
+def _without(hooks: TrainingHooks) -> TrainingHooks:  # noqa: ARG001
+    return NoHooks()
+
+
+def main() -> int:
+    settings = compose_settings(sys.argv[1:])
+
+    def train(place: RankPlace, life: int) -> int:
+        run_guarded(settings, place, life, around_hooks=_without)
+        return 0
+
+    return guard_rank(settings, read_launch(), train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

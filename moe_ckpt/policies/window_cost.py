@@ -1,0 +1,110 @@
+"""The share of time that a job is expected to lose by its windows: snapshots while nothing fails, replays after faults.
+
+Pure arithmetic over sizes and measured seconds. A longer window makes snapshots smaller and a replay longer; a pause
+between two windows makes both snapshots and replays rarer and longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobCost:
+    """Seconds and rates of a job, of the slowest rank each.
+
+    A snapshot adds `per_snapshot_s + per_byte_s * bytes` to training beside what training waits for copies;
+    `replay_share` is what a lost stage takes for an iteration, as a share of `iteration_s`.
+    """
+
+    iteration_s: float
+    per_snapshot_s: float
+    per_byte_s: float
+    host_bytes_per_s: float
+    peer_bytes_per_s: float
+    replay_share: float
+    mtbf_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowSize:
+    """Bytes of each slot and of a whole window, on the ranks with the most of each, and the pauses allowed."""
+
+    slot_bytes: tuple[int, ...]
+    window_bytes: int
+    least_pause_iters: int
+    most_pause_iters: int
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slot_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowTerms:
+    """A window and the pause after it, with the expected shares of time that snapshots and replays take."""
+
+    num_slots: int
+    pause_iters: int
+    snapshot_share: float
+    replay_share: float
+
+    @property
+    def lost_share(self) -> float:
+        return self.snapshot_share + self.replay_share
+
+
+def window_terms(size: WindowSize, job: JobCost, pause_iters: int) -> WindowTerms:
+    """Return what windows of one size with pauses of so many iterations cost.
+
+    With W slots and a pause of G iterations, W snapshots are taken in W + G iterations. A fault finds the newest
+    complete window between W and 2 W + G iterations old, from its start: 1.5 W + G / 2 on average. Training waits for
+    copies to host memory that take longer than an iteration, and for copies to peers that take longer than the period.
+    10 ms a snapshot, W = 2, G = 8, iterations of 1 s: 0.002; at an MTBF of 1000 s replays add 0.007. MoEvement,
+    Appendix C, with a pause and with what snapshots were measured to add.
+    """
+    snapshot_shares, replay_shares = _shares(size, job, np.array([pause_iters]))
+    return WindowTerms(
+        num_slots=size.num_slots,
+        pause_iters=pause_iters,
+        snapshot_share=float(snapshot_shares[0]),
+        replay_share=float(replay_shares[0]),
+    )
+
+
+def cheapest_window(sizes: Iterable[WindowSize], job: JobCost, *, overhead: float) -> WindowTerms:
+    """Return the window and pause that lose the least, of those whose snapshots take at most `overhead`, a share.
+
+    Where none keeps to `overhead`, the one whose snapshots take the least. Of equals the shorter window and pause.
+    """
+    terms = [best for size in sizes for best in _candidates(size, job, overhead)]
+    allowed = [each for each in terms if each.snapshot_share <= overhead]
+    if allowed:
+        return min(allowed, key=lambda each: each.lost_share)
+    return min(terms, key=lambda each: each.snapshot_share)
+
+
+def _candidates(size: WindowSize, job: JobCost, overhead: float) -> list[WindowTerms]:
+    """Return the pause that loses the least within `overhead`, and that whose snapshots take the least."""
+    pauses = np.arange(size.least_pause_iters, size.most_pause_iters + 1)
+    snapshot_shares, replay_shares = _shares(size, job, pauses)
+    lost = np.where(snapshot_shares <= overhead, snapshot_shares + replay_shares, np.inf)
+    chosen = {int(pauses[np.argmin(lost)]), int(pauses[np.argmin(snapshot_shares)])}
+    return [window_terms(size, job, pause) for pause in sorted(chosen)]
+
+
+def _shares(size: WindowSize, job: JobCost, pauses: Array) -> tuple[Array, Array]:
+    """Return the shares of time that snapshots and replays take, each float64 [pauses]."""
+    num_slots, period_s = size.num_slots, (size.num_slots + pauses) * job.iteration_s
+    added_s = num_slots * job.per_snapshot_s + size.window_bytes * job.per_byte_s
+    host_wait_s = sum(max(0.0, nbytes / job.host_bytes_per_s - job.iteration_s) for nbytes in size.slot_bytes)
+    peer_wait_s = np.maximum(0.0, size.window_bytes / job.peer_bytes_per_s - period_s - host_wait_s)
+    replayed_iters = 1.5 * num_slots + pauses / 2
+    replay_shares = replayed_iters * job.replay_share * job.iteration_s / job.mtbf_s
+    return (added_s + host_wait_s + peer_wait_s) / period_s, replay_shares

@@ -1,0 +1,157 @@
+"""Bytes of windows over all stages: what each number of slots copies and keeps, and which windows a budget allows.
+
+Pure: every rank computes the same from the profiles of all stages. Sizes are those of the order without popularity.
+MoEvement, section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt import schedule
+from moe_ckpt.config import MoevementConfig
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.footprint import MemoryForecast, forecast
+from moe_ckpt.policies.profile import AUTO, StageProfile
+from moe_ckpt.policies.window_cost import WindowSize
+from moe_ckpt.types import OperatorTable
+
+MOST_PAUSE_ITERS = 1024  # a longer pause saves less than a thousandth of a snapshot
+
+
+class WindowSizes:
+    """What windows of all stages take; `num_copies` other ranks' windows are kept, too.
+
+    Raises ConfigError where the configured window has more slots than the largest stage has operators, or where the
+    memory budget allows no window.
+    """
+
+    def __init__(self, config: MoevementConfig, stages: Sequence[StageProfile], num_copies: int) -> None:
+        self._config = config
+        self._stages = stages
+        self._num_copies = num_copies
+        self.natural = [_natural_order(stage.table) for stage in stages]
+        self.max_slots = self._fitting_in_memory()
+
+    def cut(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> schedule.WindowSchedule:
+        """Return the slots of one stage's operators."""
+        if self._config.paper_exact:
+            return schedule.paper_schedule(order, num_slots=num_slots, num_active=-(-len(order) // num_slots))
+        return schedule.cut_slots(order, table, num_slots)
+
+    def window_bytes(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> int:
+        """Return the bytes of a window of one stage on the rank with the most."""
+        return int(schedule.window_bytes(table, self.cut(order, table, num_slots)).max())
+
+    @cached_property
+    def candidates(self) -> Sequence[WindowSize]:
+        """The windows to choose from: some numbers of slots up to `max_slots`, with the pauses that memory allows."""
+        return [self._size(num_slots) for num_slots in _trials(self.max_slots)]
+
+    @cached_property
+    def dense_bytes(self) -> int:
+        """The whole state of the rank with the most."""
+        return max(int(stage.table.full_bytes.sum(axis=1).max()) for stage in self._stages)
+
+    def size(self, num_slots: int) -> WindowSize:
+        """Return the size of windows of so many slots."""
+        return next((each for each in self.candidates if each.num_slots == num_slots), None) or self._size(num_slots)
+
+    def forecast(self, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
+        """Return the host memory that the rank with the most of it needs."""
+        forecasts = (self.forecast_of(stage, num_slots, pause_iters) for stage in range(len(self._stages)))
+        return max(forecasts, key=lambda forecast: forecast.total_bytes)
+
+    def forecast_of(self, stage: int, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
+        """Return the host memory that the rank with the most of one stage needs."""
+        profile = self._stages[stage]
+        windows = [
+            self.window_bytes(order, each.table, num_slots)
+            for order, each in zip(self.natural, self._stages, strict=True)
+        ]
+        return forecast(
+            window_bytes=windows[stage],
+            period_iters=num_slots + pause_iters,
+            keep_windows=self._config.keep_windows,
+            log_bytes_per_iteration=profile.boundary_log_bytes,
+            dense_bytes=int(profile.table.full_bytes.sum(axis=1).max()),
+            step_log_bytes_per_iteration=profile.step_log_bytes,
+            num_copies=self._num_copies,
+            largest_window_bytes=max(windows),
+        )
+
+    def _size(self, num_slots: int) -> WindowSize:
+        tables = [stage.table for stage in self._stages]
+        slots = [
+            schedule.slot_bytes(table, self.cut(order, table, num_slots))
+            for table, order in zip(tables, self.natural, strict=True)
+        ]
+        least_pause_iters, most_pause_iters = self._pauses(num_slots)
+        return WindowSize(
+            slot_bytes=tuple(np.max([each.max(axis=1) for each in slots], axis=0).tolist()),
+            window_bytes=int(max(each.sum(axis=0).max() for each in slots)),
+            least_pause_iters=least_pause_iters,
+            most_pause_iters=most_pause_iters,
+        )
+
+    def _pauses(self, num_slots: int) -> tuple[int, int]:
+        """Return the shortest and the longest pause: what is configured, or what memory allows.
+
+        A budget says how much. Without one, logs may take as much as the whole state of the rank, so that a long pause
+        never needs more host memory than a second dense snapshot would.
+        """
+        if self._config.pause_iters != AUTO:
+            return int(self._config.pause_iters), int(self._config.pause_iters)
+        return 0, min(self._most_pause_of(stage, num_slots) for stage in range(len(self._stages)))
+
+    def _most_pause_of(self, stage: int, num_slots: int) -> int:
+        profile, shortest = self._stages[stage], self.forecast_of(stage, num_slots)
+        budget = self._config.memory_budget_bytes
+        num_windows = self._config.keep_windows + 1
+        log_bytes = profile.boundary_log_bytes + profile.step_log_bytes
+        if budget is None:
+            free_bytes = int(profile.table.full_bytes.sum(axis=1).max())
+            free_bytes -= shortest.boundary_log_bytes + shortest.step_log_bytes
+        else:
+            free_bytes = budget - shortest.total_bytes
+            log_bytes += self._num_copies * profile.step_log_bytes
+        if log_bytes == 0:
+            return MOST_PAUSE_ITERS
+        return min(MOST_PAUSE_ITERS, max(0, free_bytes // (num_windows * log_bytes)))
+
+    def _fitting_in_memory(self) -> int:
+        """Return the most slots that operators and the memory budget allow."""
+        most = max(len(stage.table.operators) for stage in self._stages)
+        window, budget = self._config.window, self._config.memory_budget_bytes
+        pause_iters = 0 if self._config.pause_iters == AUTO else int(self._config.pause_iters)
+        if window != AUTO and int(window) > most:
+            raise ConfigError(f"ckpt.window: got {window}, wanted at most {most}, the operators of the largest stage")
+        candidates = range(1, most + 1) if window == AUTO else [int(window)]
+        if budget is None:
+            return candidates[-1]
+        for num_slots in reversed(candidates):
+            if self.forecast(num_slots, pause_iters).total_bytes <= budget:
+                return num_slots
+        needed = self.forecast(candidates[0], pause_iters)
+        wanted = f"with a window of {candidates[0]} at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
+        raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
+
+
+def _trials(limit: int) -> Iterator[int]:
+    """Yield numbers of slots to compare: all of the first few, then each a quarter larger."""
+    num_slots = 1
+    while num_slots < limit:
+        yield num_slots
+        num_slots = min(limit, math.ceil(schedule.GROWTH * num_slots))
+    yield limit
+
+
+def _natural_order(table: OperatorTable) -> npt.NDArray[np.int64]:
+    """Return the order before any popularity is known, which also serves to compare numbers of slots."""
+    fixed = schedule.fixed_order(table.operators)
+    return schedule.order_operators(fixed, np.zeros(len(fixed.experts)))

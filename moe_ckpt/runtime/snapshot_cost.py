@@ -1,0 +1,106 @@
+"""What snapshots add to training beside waiting for copies: measured in pairs, told apart by number and by bytes.
+
+Iterations in which snapshots are copied are compared with those just before and just after them in which nothing is
+copied, so that neither a slow start nor another job on the machine looks like the price of snapshots.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_RECENT_BLOCKS = 16
+ENOUGH_BLOCKS = 5  # two kinds of windows, each twice, and one more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCost:
+    """What the snapshots between two quiet stretches have added to training."""
+
+    num_snapshots: int
+    size_bytes: int
+    seconds: float
+
+
+class SnapshotCost:
+    """Collects blocks: busy iterations with their snapshots, between quiet iterations."""
+
+    def __init__(self) -> None:
+        self._blocks: deque[BlockCost] = deque(maxlen=_RECENT_BLOCKS)
+        self._quiet_before: list[float] = []
+        self._quiet_after: list[float] = []
+        self._busy: list[float] = []
+        self._stall_s = 0.0
+        self._num_snapshots = 0
+        self._size_bytes = 0
+
+    def iteration_finished(self, seconds: float, *, is_quiet: bool) -> None:
+        (self._quiet_after if is_quiet else self._busy).append(seconds)
+
+    def stalled(self, seconds: float) -> None:
+        self._stall_s += seconds
+
+    def copied(self, size_bytes: int) -> None:
+        self._num_snapshots += 1
+        self._size_bytes += size_bytes
+
+    def snapshot_began(self) -> None:
+        """Close the block if there were quiet iterations since its last snapshot; else it goes on."""
+        if self._quiet_after:
+            self._close()
+            self._begin(self._quiet_after)
+
+    def forget(self) -> None:
+        """Drop the block: a fault, or a first snapshot that training waits for, is part of it."""
+        self._begin([])
+
+    def fit(self, dense_bytes: int) -> tuple[float, float] | None:
+        """Return seconds that a snapshot of no bytes, and one of `dense_bytes`, adds; None before enough are known."""
+        if len(self._blocks) < ENOUGH_BLOCKS:
+            return None
+        per_snapshot_s, per_byte_s = fit_costs(self._blocks)
+        return per_snapshot_s, per_snapshot_s + dense_bytes * per_byte_s
+
+    def _close(self) -> None:
+        if not self._num_snapshots or not self._quiet_before:
+            return
+        quiet_s = (statistics.fmean(self._quiet_before) + statistics.fmean(self._quiet_after)) / 2
+        added_s = self._stall_s + sum(seconds - quiet_s for seconds in self._busy)
+        block = BlockCost(num_snapshots=self._num_snapshots, size_bytes=self._size_bytes, seconds=added_s)
+        self._blocks.append(block)
+
+    def _begin(self, quiet: list[float]) -> None:
+        self._quiet_before, self._quiet_after, self._busy = quiet, [], []
+        self._stall_s, self._num_snapshots, self._size_bytes = 0.0, 0, 0
+
+
+def fit_costs(blocks: Sequence[BlockCost]) -> tuple[float, float]:
+    """Return seconds a snapshot and seconds a byte, neither negative, that explain blocks best (least squares).
+
+    Blocks of one kind of window do not tell the two apart: bytes explain all then.
+    """
+    factors = np.array([(block.num_snapshots, block.size_bytes) for block in blocks], np.float64)
+    seconds = np.array([block.seconds for block in blocks])
+    scale = np.maximum(factors.max(axis=0), 1.0)  # bytes and counts differ by nine orders of magnitude
+    factors = factors / scale
+    if np.linalg.matrix_rank(factors, tol=1e-3) == 2:
+        both = np.linalg.lstsq(factors, seconds, rcond=None)[0]
+        if both.min() >= 0:
+            return float(both[0] / scale[0]), float(both[1] / scale[1])
+    by_bytes, by_count = (_fit_one(factors[:, column], seconds) for column in (1, 0))
+    if by_bytes[1] <= by_count[1]:
+        return 0.0, by_bytes[0] / float(scale[1])
+    return by_count[0] / float(scale[0]), 0.0
+
+
+def _fit_one(factor: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the factor's coefficient, at least 0, and the sum of squares that it leaves."""
+    squares = float(factor @ factor)
+    coefficient = max(0.0, float(factor @ seconds) / squares) if squares else 0.0
+    rest = seconds - coefficient * factor
+    return coefficient, float(rest @ rest)
