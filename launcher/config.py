@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_type_hints
 
@@ -370,11 +370,22 @@ def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
     for key in config[name]:
         require(key in known, f"{name}.{key}", config[name][key], f"one of the keys {_names(kind)}")
     try:
-        return cast("T", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config[name])))
+        return cast("T", OmegaConf.to_object(OmegaConf.merge(_schema(kind), config[name])))
     except OmegaConfBaseException as error:
         is_ours = re.split(r"[.\[]", str(error.full_key))[0] in known
         key = error.full_key if is_ours else f"{_key_of_list(config[name])}: {error.full_key}"
         raise ConfigError(f"{name}.{key}: {error.msg or error}".split("\n")[0]) from None
+
+
+def _schema(kind: type[Any]) -> DictConfig:
+    """Return a class as OmegaConf's schema, with sections of its own writable: frozen classes become read-only."""
+    schema = OmegaConf.structured(kind)
+    OmegaConf.set_readonly(schema, False)
+    for name, of in get_type_hints(kind).items():
+        if is_dataclass(of):
+            schema[name] = OmegaConf.structured(of)
+            OmegaConf.set_readonly(schema[name], False)
+    return schema
 
 
 def _key_of_list(section: DictConfig) -> str:

@@ -126,6 +126,7 @@ def open_elastic(settings: Settings, layout: ParallelLayout, place: RankPlace, m
         replicas=place.replicas,
         ranks_per_node=place.ranks_per_node,
         copy_s=runtime.copy_s,
+        at_end=membership.at_end,
         peers=layout.ranks_per_stage if isinstance(settings.ckpt, MoetionConfig) else None,
     )
 
@@ -174,6 +175,7 @@ def _start_keeper(settings: Settings, place: RankPlace) -> int:
 
 
 def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
+    assert isinstance(settings.ckpt, InMemoryConfig)
     page = Page(place.memory / "page")
     store = open_store("keepers")
     run_keeper(
@@ -184,6 +186,7 @@ def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
             host=place.host,
             timeout_s=settings.runtime.copy_s,
             copy_deadline_s=settings.runtime.copy_s,
+            caps=settings.ckpt.max_bytes_per_s,
         ),
         guard_pid=guard_pid,
         may_send=lambda: not page.communicates,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Union
@@ -49,6 +50,28 @@ class SavingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MaxBytesPerS:
+    """`ckpt.max_bytes_per_s`: caps on what each rank copies, in bytes a second; None: no cap.
+
+    Of snapshots to its host memory, of its blobs to all peers together, and of these to its local disk. Recoveries and
+    whole checkpoints have no cap, nor have boundary logs, whose copies keep buffers of the accelerator in use.
+    """
+
+    host: float | None
+    peers: float | None
+    disk: float | None
+
+    def __post_init__(self) -> None:
+        for name in ("host", "peers", "disk"):
+            got = getattr(self, name)
+            wanted = "more than 0 bytes a second, or null: no cap"
+            require(got is None or 0 < got < math.inf, f"ckpt.max_bytes_per_s.{name}", got, wanted)
+
+
+NO_CAPS = MaxBytesPerS(host=None, peers=None, disk=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DenseConfig(SavingConfig):
     """`ckpt=dense`: the whole state, durable, in Megatron's dist_checkpointing format."""
 
@@ -84,6 +107,7 @@ class MoevementConfig(SavingConfig):
     disk_path: str | None
     disk_budget_bytes: int | None
     durable_every_iters: int
+    max_bytes_per_s: MaxBytesPerS
 
     @property
     def recovers_locally(self) -> bool:
@@ -148,6 +172,7 @@ class WholeSnapshotsConfig(RollbackConfig):
     disk_path: str | None
     disk_budget_bytes: int | None
     durable_every_iters: int
+    max_bytes_per_s: MaxBytesPerS
 
     def __post_init__(self) -> None:
         SavingConfig.__post_init__(self)
@@ -208,6 +233,7 @@ class PartialConfig(RollbackConfig):
     disk_path: str | None
     disk_budget_bytes: int | None
     durable_every_iters: int
+    max_bytes_per_s: MaxBytesPerS
 
     @property
     def profile_iters(self) -> int:
@@ -288,6 +314,9 @@ def _check_in_memory(config: InMemoryConfig) -> None:
     wanted = "auto or a number of copies of at least 0"
     valid = config.replicas == "auto" or (isinstance(config.replicas, int) and config.replicas >= 0)
     require(valid, "ckpt.replicas", config.replicas, wanted)
+    capped = config.max_bytes_per_s.peers
+    wanted = "null where ckpt.replicas=0: nothing is copied to peers"
+    require(capped is None or config.replicas != 0, "ckpt.max_bytes_per_s.peers", capped, wanted)
     for name in ("memory_budget_bytes", "disk_budget_bytes"):
         if getattr(config, name) is not None:
             require_at_least(f"ckpt.{name}", getattr(config, name), 1)

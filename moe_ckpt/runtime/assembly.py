@@ -22,6 +22,7 @@ from moe_ckpt.config import (
     MocConfig,
     MoetionConfig,
     MoevementConfig,
+    require,
 )
 from moe_ckpt.events import EventLog
 from moe_ckpt.faults import FaultSchedule, StateLoss
@@ -53,6 +54,7 @@ from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.memory import HostBuffers, PrivateMemory, SnapshotMemory
 from moe_ckpt.store.snapshot import SnapshotEngine
 from moe_ckpt.store.steps import StepLog
+from moe_ckpt.store.token_bucket import Throttle
 from moe_ckpt.store.unit_memory import UnitMemory
 from moe_ckpt.types import OperatorKind
 
@@ -118,7 +120,9 @@ class InMemoryAssembly:
         """Return the parts of a new generation; the content of host memory stays. Collective over all ranks."""
         self._attached.operators.meet()
         num_copies = self._elastic.replicas if self._elastic else 0
-        self._policy = _make_policy(self._config, self._gather_profiles(), self._place, num_copies)
+        stages = self._gather_profiles()
+        self._require_time_for_copies(stages, num_copies)
+        self._policy = _make_policy(self._config, stages, self._place, num_copies)
         if self._elastic:
             self._elastic.use_peers()
         self._stores = self._stores or self._open_stores()
@@ -223,7 +227,10 @@ class InMemoryAssembly:
         pinned = torch.cuda.is_available()
         private = PrivateMemory(pinned=pinned)
         journal = self._open_journal(pinned=pinned)
-        copier, log_copier = HostCopier(), HostCopier()  # two: what is sent is not to wait behind a snapshot
+        # two copiers: what is sent is not to wait behind a snapshot, and has no cap: it waits in memory of the device
+        copier, log_copier = HostCopier(Throttle(self._config.max_bytes_per_s.host)), HostCopier()
+        if self._elastic:
+            self._elastic.at_end(copier.throttle.lift)  # or survivors would join late by what is left of a copy
         log_buffers = HostBuffers(private)
         snapshot_buffers = HostBuffers(journal.folder if journal else private, limit_bytes=self._limit())
         keeps_log = self._config.logs_boundaries and self._place.num_stages > 1
@@ -264,6 +271,23 @@ class InMemoryAssembly:
             return None
         forecast = self._policy.own_forecast()
         return self._config.memory_budget_bytes - forecast.total_bytes + forecast.snapshots_bytes
+
+    def _require_time_for_copies(self, stages: Sequence[StageProfile], num_copies: int) -> None:
+        """Raise ConfigError, on all ranks alike, where a cap lets no full snapshot through within `runtime.copy_s`."""
+        if self._elastic is None:
+            return
+        caps, copy_s = self._config.max_bytes_per_s, self._elastic.copy_s
+        most_bytes = max(int(stage.table.full_bytes.sum(axis=1).max()) for stage in stages)
+        for name, cap, nbytes in (
+            ("host", caps.host, most_bytes),
+            ("peers", caps.peers, most_bytes * num_copies),
+            ("disk", caps.disk, most_bytes),
+        ):
+            if cap is not None:
+                wanted = (
+                    f"at least {nbytes / cap:.3g}: a full snapshot of {nbytes} bytes at ckpt.max_bytes_per_s.{name}"
+                )
+                require(nbytes <= cap * copy_s, "runtime.copy_s", copy_s, wanted)
 
     def _gather_profiles(self) -> list[StageProfile]:
         """Return the profile of every stage, from the rank of it that logs most. Collective over all ranks."""

@@ -21,7 +21,7 @@ class Elastic:
     `settle` returns once all that this rank has communicated has arrived; it raises PeersLostError if ranks were lost.
 
     `copy_s` bounds what a copy of a window, or getting it back, may take. `peers` consecutive ranks train one stage, if
-    copies are to stay among these.
+    copies are to stay among these. `at_end` has an action run, in another thread, at each end of a generation.
     """
 
     member: Member
@@ -35,6 +35,7 @@ class Elastic:
     ranks_per_node: int
     copy_s: float
     peers: int | None = None
+    at_end: Callable[[Callable[[], None]], None] = lambda _: None
 
     def enter_phase(self, phase: Phase) -> None:
         """The training thread begins a phase; what a recovery runs again is all recovery."""

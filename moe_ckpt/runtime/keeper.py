@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NoReturn
 
+from moe_ckpt.config import NO_CAPS, MaxBytesPerS
 from moe_ckpt.runtime.parent import die_with_parent
 from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.copy_server import CopyServer
@@ -38,6 +39,7 @@ from moe_ckpt.store.messages import (
     parse_address,
 )
 from moe_ckpt.store.replicate import Replicator
+from moe_ckpt.store.token_bucket import Throttle, unlimited
 
 _LOOK_EVERY_S = 0.1
 
@@ -54,6 +56,7 @@ class KeeperPlace:
     host: str
     timeout_s: float
     copy_deadline_s: float
+    caps: MaxBytesPerS = NO_CAPS
 
 
 def run_keeper(
@@ -70,8 +73,15 @@ def run_keeper(
     deadline_s = place.copy_deadline_s
     server = CopyServer(place.rank_folder, place.global_rank, place.ticket, host=place.host, timeout_s=place.timeout_s)
     own = BlobFolder(own_path(place.rank_folder))
-    replicator = Replicator(own, place.global_rank, place.ticket, may_send=may_send, deadline_s=deadline_s)
-    door = TrainerDoor(place.rank_folder, replicator, timeout_s=place.timeout_s)
+    replicator = Replicator(
+        own,
+        place.global_rank,
+        place.ticket,
+        may_send=may_send,
+        deadline_s=deadline_s,
+        throttle=Throttle(place.caps.peers),
+    )
+    door = TrainerDoor(place.rank_folder, replicator, timeout_s=place.timeout_s, disk=Throttle(place.caps.disk))
     announce(server.address)
     while True:
         time.sleep(_LOOK_EVERY_S)
@@ -84,7 +94,10 @@ def run_keeper(
 class TrainerDoor:
     """Serves the trainers of one rank, one after another, at a socket in the rank's folder."""
 
-    def __init__(self, rank_folder: Path, replicator: Replicator, *, timeout_s: float) -> None:
+    def __init__(
+        self, rank_folder: Path, replicator: Replicator, *, timeout_s: float, disk: Throttle | None = None
+    ) -> None:
+        self._disk = disk or unlimited()
         self._path = keeper_socket(rank_folder)
         self._own = BlobFolder(own_path(rank_folder))
         self._replicator = replicator
@@ -123,7 +136,11 @@ class TrainerDoor:
             case Copy(number=number, keys=keys):
                 self._replicator.copy(keys).add_done_callback(lambda copied: trainer.answer(number, copied))
             case Persist(number=number, keys=keys, stale=stale, path=path, limit_bytes=limit_bytes):
-                persisted = self._disk_thread.submit(persist, self._own, Path(path), keys, stale, limit_bytes)
+                # nothing to write: a recovery waits until all else is there, and nothing of training is in its way
+                (self._disk.apply if keys else self._disk.lift)()
+                persisted = self._disk_thread.submit(
+                    persist, self._own, Path(path), keys, stale, limit_bytes, self._disk
+                )
                 persisted.add_done_callback(lambda persisted: trainer.answer(number, persisted))
             case Forget(keys=keys):
                 self._replicator.forget(keys)

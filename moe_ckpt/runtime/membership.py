@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -171,6 +171,11 @@ class Membership:
         self._reported = 0  # deaths in generations before this one
         self._furthest = 0
         self._fruitless = 0
+        self._at_end: list[Callable[[], None]] = []
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Run `action`, which must not wait, in the watching thread whenever a generation ends."""
+        self._at_end.append(action)
 
     def join(self) -> int:
         """Wait for all other ranks, form the groups with them, and return the generation that begins.
@@ -281,6 +286,8 @@ class Membership:
                 return
             _exit(STORE_LOST, f"the store of torchrun does not answer any more: {error}")
         ended.set()
+        for action in self._at_end:
+            action()
         abandon_s = time.monotonic() + self._grace_s
         while not left.is_set():
             self._groups.cut()

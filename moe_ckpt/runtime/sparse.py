@@ -24,7 +24,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from moe_ckpt.config import InMemoryConfig
+from moe_ckpt.config import InMemoryConfig, WholeSnapshotsConfig
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
     CheckpointFailed,
@@ -108,6 +108,7 @@ class SparseTier:
         account: TokenAccount | None = None,
     ) -> None:
         self._config = config
+        self._cap = config.max_bytes_per_s
         self._logs = config.recovers_locally
         self._place = place
         self._stage = training.stage
@@ -134,6 +135,7 @@ class SparseTier:
         self._meter = meter
         self._counted: ExpertCounts | None = None
         self._measured: Measured | None = None
+        stores.engine.apply_cap()  # which the end of the generation before this one has lifted
 
     def started(self, iteration: int) -> None:
         """Before the first forward of `iteration`."""
@@ -267,8 +269,9 @@ class SparseTier:
         self._stores.memory.keep_complete()
 
     def settle(self) -> None:
-        """Finish what is being taken: the state under it may change then."""
-        self._collect(wait=True)
+        """Finish what is being taken, without a cap: the state under it may change then."""
+        with self._stores.engine.uncapped():
+            self._collect(wait=True)
 
     def close(self) -> None:
         """Finish, and end the thread that copies."""
@@ -384,7 +387,7 @@ class SparseTier:
         self._on_all_disks = int(-oldest)
         self._measured = Measured(
             iteration_s=iteration_s,
-            copy_bytes_per_s=min(-host_rate, -peer_rate),
+            copy_bytes_per_s=min(-host_rate, -peer_rate, self._disk_bytes_per_s()),
             host_bytes_per_s=-host_rate,
             peer_bytes_per_s=-peer_rate,
             is_persisting=bool(is_persisting),
@@ -458,10 +461,20 @@ class SparseTier:
             self._meter.popularity = accumulate(kind, self._meter.popularity, counted.hard, counted.soft, decay=decay)
 
     def _host_bytes_per_s(self) -> float:
-        return statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
+        measured = statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
+        return min(measured, self._cap.host or math.inf)
 
     def _peer_bytes_per_s(self) -> float:
-        return self._stores.journal.copy_bytes_per_s() if self._stores.journal else math.inf
+        """Return the rate to each peer: the cap is for all of them."""
+        journal = self._stores.journal
+        if journal is None or not journal.num_peers:
+            return math.inf
+        return min(journal.copy_bytes_per_s(), (self._cap.peers or math.inf) / journal.num_peers)
+
+    def _disk_bytes_per_s(self) -> float:
+        """Return the cap of the disk where every snapshot goes there, before the next one is taken."""
+        waits = isinstance(self._config, WholeSnapshotsConfig) and self._config.disk_every_iters == 1
+        return self._cap.disk or math.inf if waits else math.inf
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None

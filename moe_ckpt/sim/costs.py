@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ckpt.config import require, require_at_least
+from moe_ckpt.config import MaxBytesPerS, require, require_at_least
 from moe_ckpt.sim.hardware import JOB, ClusterConfig
 from moe_ckpt.sim.job import Array, Job
 from moe_ckpt.types import OperatorKind
@@ -98,14 +98,40 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
     )
 
 
-def copy_rate(cluster: ClusterConfig, replicas: int) -> float:
-    """Return the bytes a second that a rank copies into its host memory and into that of `replicas` peers.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyRates:
+    """The bytes a second of copies, within the caps of a policy (`ckpt.max_bytes_per_s`, of a rank).
 
-    Where all ranks share one link, this is the job's, and peers are taken to keep up (cluster.copies_share=job).
+    Where all ranks share one link, host and peer rates are the job's, and peers are taken to keep up
+    (cluster.copies_share=job); the disk's are always the job's.
     """
-    if cluster.copies_share == JOB or replicas == 0:
-        return cluster.copy_bytes_per_s
-    return min(cluster.copy_bytes_per_s, cluster.peer_bytes_per_s / replicas)
+
+    cluster: ClusterConfig
+    caps: MaxBytesPerS
+    num_ranks: int
+
+    def host(self, bytes_per_s: float) -> float:
+        """Return a rate of copies to host memory within its cap."""
+        return min(bytes_per_s, self._sharing * (self.caps.host or math.inf))
+
+    def to_peers(self, replicas: int) -> float:
+        """Return the rate to each of `replicas` peers; infinite for none."""
+        if replicas == 0:
+            return math.inf
+        link = math.inf if self.cluster.copies_share == JOB else self.cluster.peer_bytes_per_s
+        return min(link, self._sharing * (self.caps.peers or math.inf)) / replicas
+
+    def kept(self, replicas: int) -> float:
+        """Return the bytes a second that a rank copies into its host memory and into that of `replicas` peers."""
+        return min(self.host(self.cluster.copy_bytes_per_s), self.to_peers(replicas))
+
+    def disk(self) -> float:
+        """Return the rate of the whole job's writes to local disks."""
+        return min(self.cluster.disk_bytes_per_s, self.num_ranks * (self.caps.disk or math.inf))
+
+    @property
+    def _sharing(self) -> int:
+        return self.num_ranks if self.cluster.copies_share == JOB else 1
 
 
 def stall_s(*, copy_s: float, iteration_s: float, interference: float) -> float:

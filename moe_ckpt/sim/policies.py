@@ -5,7 +5,6 @@ A policy is one entry in POLICIES. Must not: know faults.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from moe_ckpt.config import (
     CheckfreqConfig,
     DenseConfig,
     GeminiConfig,
+    InMemoryConfig,
     MocConfig,
     MoetionConfig,
     MoevementConfig,
@@ -31,7 +31,7 @@ from moe_ckpt.policies.partial import MoeStage
 from moe_ckpt.policies.profile import AUTO, StageProfile
 from moe_ckpt.policies.whole import WholeSnapshots
 from moe_ckpt.schedule import fixed_order
-from moe_ckpt.sim.costs import copy_rate, stall_s
+from moe_ckpt.sim.costs import CopyRates, stall_s
 from moe_ckpt.sim.hardware import JOB, ClusterConfig
 from moe_ckpt.sim.job import Array
 from moe_ckpt.sim.partial import Partial, Tokens, hear_turns
@@ -67,12 +67,13 @@ def _dense(config: DenseConfig, setup: Setup) -> Saving:
 
 
 def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
-    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
+    rates = _rates(config, setup)
+    link = _Link(setup, rates.host(setup.cluster.whole_copy_bytes_per_s))
     replicas = _replicas(config.replicas, setup.cluster)
     stalled_s = link.stall_s(link.most_bytes)
-    kept_bytes_per_s = narrowest = min(link.bytes_per_s, copy_rate(setup.cluster, replicas))
+    kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
     if config.disk_every_iters == 1:  # nothing is taken before that is written
-        narrowest = min(narrowest, setup.cluster.disk_bytes_per_s * link.most_bytes / setup.total_full_bytes)
+        narrowest = min(narrowest, rates.disk() * link.most_bytes / setup.total_full_bytes)
     measured = Measured(
         iteration_s=setup.costs.iteration_s,
         copy_bytes_per_s=narrowest,
@@ -89,10 +90,10 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         at_start=at_start,
         later=later,
         whole_bytes=link.most_bytes,
-        reload_bytes_per_s=link.bytes_per_s,
+        reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
-        disk_s=setup.write_s,
+        disk_s=setup.total_full_bytes / rates.disk(),
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
         sizes_are_of_job=link.is_shared,
@@ -101,9 +102,10 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
 
 def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, setup.cluster)
-    link = _Link(setup, copy_rate(setup.cluster, replicas))
-    host = _Link(setup, copy_rate(setup.cluster, 0))
-    measured = _measured_of_windows(setup, link, host, replicas)
+    rates = _rates(config, setup)
+    link = _Link(setup, rates.kept(replicas))
+    host = _Link(setup, rates.kept(0))
+    measured = _measured_of_windows(setup, link, host, rates.to_peers(replicas))
     make = partial(SparseWindows, config, link.profiles, link.own, replicas)
     table = link.profiles[link.own].table
     full_bytes, compute_bytes = table.full_bytes, table.compute_bytes
@@ -128,7 +130,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         logs=config.boundary_log,
         keep_windows=config.keep_windows,
         kept_bytes_per_s=link.bytes_per_s,
-        disk_s=setup.write_s,
+        disk_s=setup.total_full_bytes / rates.disk(),
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         active=_active_shares(make, measured, setup, link),
         memory=make().forecast(num_slots, pause_iters),
@@ -136,16 +138,15 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     )
 
 
-def _measured_of_windows(setup: Setup, link: _Link, host: _Link, replicas: int) -> Measured:
+def _measured_of_windows(setup: Setup, link: _Link, host: _Link, peer_bytes_per_s: float) -> Measured:
     """Return what a job measures of its windows: the cluster's constants, and a stage's replay of all its operators."""
     costs, cluster = setup.costs, setup.cluster
-    has_link_to_peers = replicas > 0 and not link.is_shared
     stages = [range(stage, stage + 1) for stage in range(costs.num_stages)]
     return Measured(
         iteration_s=costs.iteration_s,
         copy_bytes_per_s=link.bytes_per_s,
         host_bytes_per_s=host.bytes_per_s,
-        peer_bytes_per_s=cluster.peer_bytes_per_s / replicas if has_link_to_peers else math.inf,
+        peer_bytes_per_s=peer_bytes_per_s,
         popularity=_popularity(setup, link.profiles[link.own]),
         empty_snapshot_s=cluster.take_s,
         dense_snapshot_s=link.added_s(link.most_bytes),
@@ -174,7 +175,7 @@ def _partial(config: MocConfig | MoetionConfig, setup: Setup) -> Saving:
         at_start=rhythm,
         later=rhythm,
         whole_bytes=costs.link.most_bytes,
-        reload_bytes_per_s=costs.link.bytes_per_s,
+        reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=costs.replicas,
         kept_bytes_per_s=min(costs.size_bytes(choice) / costs.copy_s(choice) for choice in choices),
         disk_s=max(map(costs.write_s, choices)),
@@ -243,14 +244,13 @@ class _PartialCosts:
         cluster = setup.cluster
         self.iteration_s = setup.costs.iteration_s
         self.replicas = _replicas(config.replicas, cluster)
-        self.link = _Link(setup, cluster.whole_copy_bytes_per_s)
+        rates = _rates(config, setup)
+        self.link = _Link(setup, rates.host(cluster.whole_copy_bytes_per_s))
         self.stages = _kinds_of_stages(self.link.profiles)
         table = self.stages[0].table
         self._own = MoeStage(table, config.partial if isinstance(config, MocConfig) else "both")
-        self._peer_bytes_per_s = cluster.peer_bytes_per_s / self.replicas if self.replicas else np.inf
-        if self.link.is_shared:
-            self._peer_bytes_per_s = np.inf  # peers are taken to keep up
-        self._disk_bytes_per_s = cluster.disk_bytes_per_s * int(table.full_bytes.sum()) / setup.total_full_bytes
+        self._peer_bytes_per_s = rates.to_peers(self.replicas)
+        self._disk_bytes_per_s = rates.disk() * int(table.full_bytes.sum()) / setup.total_full_bytes
 
     def measured(self, tokens: IntArray) -> Measured:
         return Measured(
@@ -303,6 +303,10 @@ def _durable(setup: Setup, *, asynchronous: bool, every_iters: int) -> Durable |
     copy_s = link.most_bytes / link.bytes_per_s
     waits_s = max(0.0, write_s - every_iters * setup.costs.iteration_s)
     return Durable(every_iters=every_iters, stall_s=copy_s + waits_s, done_s=copy_s + write_s)
+
+
+def _rates(config: InMemoryConfig, setup: Setup) -> CopyRates:
+    return CopyRates(cluster=setup.cluster, caps=config.max_bytes_per_s, num_ranks=setup.job.layout.world_size)
 
 
 def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:

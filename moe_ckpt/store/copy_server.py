@@ -102,7 +102,7 @@ class CopyServer:
                 self._put(link, owner_rank, key, link.expect(Found))
             case Get(owner_rank=owner_rank, key=key):
                 folder = self._folder(owner_rank, [key])
-                send_blob(link, folder, key, folder.get(key), lambda: link.allow(self._timeout_s))
+                send_blob(link, folder, key, folder.get(key), lambda _: link.allow(self._timeout_s))
             case ListKeys(owner_rank=owner_rank):
                 link.send(Keys(keys=tuple(self._folder(owner_rank).keys())))
             case Drop(owner_rank=owner_rank, keys=keys):
@@ -119,7 +119,7 @@ class CopyServer:
     def _put(self, link: Link, owner_rank: int, key: str, found: Found) -> None:
         folder = self._held_folder(owner_rank, [key])
         keep = functools.partial(apply_update, folder) if is_update(key) else folder.deposit
-        receive_blob(link, found, folder, key, keep, lambda: link.allow(self._timeout_s))
+        receive_blob(link, found, folder, key, keep, lambda _: link.allow(self._timeout_s))
         link.send(Done())
 
     def _folder(self, owner_rank: int, keys: Sequence[str] = ()) -> BlobFolder:

@@ -94,5 +94,5 @@ def _fetch_if_given(caller: Caller, request: Get, folder: BlobFolder, until_s: f
         return 0
 
 
-def _at_once() -> None:
+def _at_once(_: int) -> None:
     """A recovery yields to nothing."""

@@ -27,8 +27,8 @@ _HEAD = struct.Struct(">IIQ")
 _ALL_BITS = 0xFFFFFFFF
 
 M = TypeVar("M", bound=Message)
-Pace = Callable[[], None]
-"""Called before each chunk of a stream: may wait, allow more time, or raise."""
+Pace = Callable[[int], None]
+"""Called before each chunk of a stream with its bytes: may wait, allow more time, or raise."""
 
 
 class RefusedError(Exception):
@@ -105,8 +105,8 @@ class Link:
         """Send bytes in chunks; return their XXH3."""
         digest = xxhash.xxh3_64()
         for start in range(0, len(content), CHUNK_BYTES):
-            pace()
             chunk = content[start : start + CHUNK_BYTES]
+            pace(len(chunk))
             digest.update(chunk)
             self._send(chunk)
         return digest.intdigest()
@@ -115,8 +115,8 @@ class Link:
         """Fill memory with bytes in chunks; return their XXH3."""
         digest = xxhash.xxh3_64()
         for start in range(0, len(target), CHUNK_BYTES):
-            pace()
             chunk = target[start : start + CHUNK_BYTES]
+            pace(len(chunk))
             self._receive_into(chunk)
             digest.update(chunk)
         return digest.intdigest()

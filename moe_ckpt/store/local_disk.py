@@ -17,6 +17,9 @@ from pathlib import Path
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.store.blobs import Blob, BlobFolder
 from moe_ckpt.store.keeper_client import KeeperClient
+from moe_ckpt.store.token_bucket import Throttle, unlimited
+
+_CHUNK_BYTES = 1 << 20
 
 
 class LocalDisk:
@@ -32,7 +35,7 @@ class LocalDisk:
         return self._keeper.persist(keys, stale, self.path, self._limit_bytes)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until nothing is on its way there, whoever has asked for it."""
+        """Wait until nothing is on its way there, whoever has asked for it; without a cap: a recovery waits for it."""
         with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the keeper is gone: so is what it was doing
             self.persist([], []).result(timeout_s)
 
@@ -41,8 +44,15 @@ class LocalDisk:
         return restore(self.path, own)
 
 
-def persist(own: BlobFolder, path: Path, keys: Sequence[str], stale: Sequence[str], limit_bytes: int | None) -> None:
-    """Drop what is stale on disk, then let these blobs be there.
+def persist(
+    own: BlobFolder,
+    path: Path,
+    keys: Sequence[str],
+    stale: Sequence[str],
+    limit_bytes: int | None,
+    throttle: Throttle | None = None,
+) -> None:
+    """Drop what is stale on disk, then let these blobs be there, once each may pass `throttle`.
 
     Raises CheckpointSaveError if there is no room, or `limit_bytes` is not enough for what is there and what is to
     come, and CheckpointLoadError for one that was withdrawn meanwhile; then nothing has been added.
@@ -59,7 +69,7 @@ def persist(own: BlobFolder, path: Path, keys: Sequence[str], stale: Sequence[st
     _check_room(disk, blobs, limit_bytes)
     try:
         for key, blob in blobs.items():
-            _copy(key, blob, own, disk)
+            _copy(key, blob, own, disk, throttle or unlimited())
     except CheckpointSaveError:
         for key in set(blobs).difference(before):
             with contextlib.suppress(OSError):  # it is told what came first
@@ -73,14 +83,18 @@ def restore(path: Path, own: BlobFolder) -> int:
     Raises CheckpointLoadError for the first that is damaged, and CheckpointSaveError if there is no room.
     """
     disk = BlobFolder(path)
-    return sum(_copy(key, disk.get(key), disk, own) for key in disk.keys())  # noqa: SIM118 - not a mapping
+    return sum(_copy(key, disk.get(key), disk, own, unlimited()) for key in disk.keys())  # noqa: SIM118 - not a mapping
 
 
-def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder) -> int:
+def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle: Throttle) -> int:
     payload = None
+    throttle.wait(len(blob.header))
     if blob.payload is not None:
         payload = target.allocate(blob.payload_bytes)
-        payload.copy_(blob.payload[: blob.payload_bytes])
+        for start in range(0, blob.payload_bytes, _CHUNK_BYTES):
+            chunk = slice(start, min(start + _CHUNK_BYTES, blob.payload_bytes))
+            throttle.wait(chunk.stop - chunk.start)
+            payload[chunk].copy_(blob.payload[chunk])
     try:
         if not source.is_current(key, blob):  # its memory may have been in other use already
             raise CheckpointSaveError(f"blob {key} was withdrawn while it was copied")

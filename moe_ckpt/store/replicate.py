@@ -1,7 +1,7 @@
 """Copies one rank's blobs to its peers while training goes on.
 
-Owns: a sending thread per peer, its order, and yielding to training traffic. Must not: decide what is copied, or keep a
-payload mapped for longer than a copy takes. Gemini, section 5: chunks between the traffic of training.
+Owns: a sending thread per peer, its order, yielding to training traffic, and waits for a cap. Must not: decide what is
+copied, or keep a payload mapped for longer than a copy takes. Gemini, section 5: chunks between training's traffic.
 
     copy a, copy b, forget a     in this order to each peer, each peer at its own speed; confirmed when all have it
 """
@@ -16,15 +16,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.store.blobs import BlobFolder
+from moe_ckpt.store.blobs import Blob, BlobFolder
 from moe_ckpt.store.caller import Caller
 from moe_ckpt.store.link import Link, RefusedError
 from moe_ckpt.store.messages import Address, Done, Drop, Put, Ticket
+from moe_ckpt.store.token_bucket import Throttle, unlimited
 from moe_ckpt.store.transfer import send_blob
 from moe_ckpt.store.updates import is_update, update_from_bytes
 
 _LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
 _YIELD_S = 0.001
+_LOOK_EVERY_S = 0.1  # while a chunk waits for tokens: whether its snapshot is still wanted
 _MOST_REFUSED = 3  # a peer whose arithmetic differs never comes to the same state
 
 _log = logging.getLogger(__name__)
@@ -34,17 +36,25 @@ class Replicator:
     """Copies blobs of `own`, those of rank `owner_rank`, to the peers that `use_peers` named last; for any thread.
 
     A copy that is not confirmed `deadline_s` after it was asked for has failed. While `may_send()` is False, every
-    chunk waits up to 20 ms.
+    chunk waits up to 20 ms. What goes to all peers together waits for tokens of `throttle`.
     """
 
     def __init__(
-        self, own: BlobFolder, owner_rank: int, ticket: Ticket, *, may_send: Callable[[], bool], deadline_s: float
+        self,
+        own: BlobFolder,
+        owner_rank: int,
+        ticket: Ticket,
+        *,
+        may_send: Callable[[], bool],
+        deadline_s: float,
+        throttle: Throttle | None = None,
     ) -> None:
         self._own = own
         self._owner_rank = owner_rank
         self._ticket = ticket
         self._may_send = may_send
         self._deadline_s = deadline_s
+        self._throttle = throttle or unlimited()
         self._lock = Lock()
         self._peers: dict[Address, _Peer] | None = None
 
@@ -79,13 +89,17 @@ class Replicator:
             self._peers = None
 
     def _peer(self, address: Address) -> _Peer:
-        return _Peer(self._own, self._owner_rank, Caller(address, self._ticket, CheckpointSaveError), self._may_send)
+        caller = Caller(address, self._ticket, CheckpointSaveError)
+        return _Peer(self._own, self._owner_rank, caller, self._may_send, self._throttle)
 
 
 class _Peer:
     """The sending thread to one peer."""
 
-    def __init__(self, own: BlobFolder, owner_rank: int, caller: Caller, may_send: Callable[[], bool]) -> None:
+    def __init__(
+        self, own: BlobFolder, owner_rank: int, caller: Caller, may_send: Callable[[], bool], throttle: Throttle
+    ) -> None:
+        self._throttle = throttle
         self._own = own
         self._owner_rank = owner_rank
         self._caller = caller
@@ -137,8 +151,22 @@ class _Peer:
     def _send(self, link: Link, key: str) -> None:
         blob = self._own.get(key)
         link.send(Put(owner_rank=self._owner_rank, key=key))
-        send_blob(link, self._own, key, blob, self._yield_to_training)
+
+        def pace(nbytes: int) -> None:
+            self._throttle.wait(nbytes, lambda seconds: self._sleep(seconds, key, blob))
+            self._yield_to_training()
+
+        send_blob(link, self._own, key, blob, pace)
         link.expect(Done)
+
+    def _sleep(self, seconds: float, key: str, blob: Blob) -> bool:
+        """Sleep, unless this peer is given up or the blob is dropped: then raise, with the other tokens unused."""
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            self._caller.pause(min(left_s, _LOOK_EVERY_S))
+            if not self._own.is_current(key, blob):
+                raise CheckpointSaveError(f"blob {key} was withdrawn while it was sent")
+        return False
 
     def _yield_to_training(self) -> None:
         until_s = time.monotonic() + _LONGEST_YIELD_S

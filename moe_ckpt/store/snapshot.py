@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -139,8 +139,21 @@ class SnapshotEngine:
             return
         self._capture = None
         self._hurry()
-        with contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
+        with self.uncapped(), contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
             self._drop(capture.finished.result().snapshots)
+
+    @contextlib.contextmanager
+    def uncapped(self) -> Iterator[None]:
+        """Copy without a cap inside: a recovery waits for it, or for memory that is of no use any more."""
+        self._copier.throttle.lift()
+        try:
+            yield
+        finally:
+            self._copier.throttle.apply()
+
+    def apply_cap(self) -> None:
+        """Copy under the cap from now on, where there is one."""
+        self._copier.throttle.apply()
 
     def _hurry(self) -> None:
         if self._bubbles:

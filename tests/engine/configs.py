@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from moe_ckpt.config import CKPT_CONFIGS, InMemoryConfig
+from moe_ckpt.config import CKPT_CONFIGS, InMemoryConfig, MaxBytesPerS
 
 _FOLDER = Path(__file__).parents[2] / "conf" / "ckpt"
 
@@ -17,7 +17,8 @@ C = TypeVar("C", bound=InMemoryConfig)
 
 @cache
 def _defaults(policy: str) -> dict[str, Any]:
-    return yaml.safe_load((_FOLDER / f"{policy}.yaml").read_text())
+    values = yaml.safe_load((_FOLDER / f"{policy}.yaml").read_text())
+    return values | {"max_bytes_per_s": MaxBytesPerS(**values["max_bytes_per_s"])}
 
 
 def config(policy: str, **settings: Any) -> InMemoryConfig:

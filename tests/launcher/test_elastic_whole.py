@@ -11,9 +11,10 @@ import pytest
 
 from moe_ckpt.adapters.megatron_operators import RankOperators
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import IntervalChosen, WindowPersisted
+from moe_ckpt.events import IntervalChosen, SnapshotTaken, WindowPersisted
 from moe_ckpt.store import replicate
 from moe_ckpt.store.link import Link
+from moe_ckpt.store.token_bucket import BURST_S
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, all_go_back, call_is_a_point, lose_nodes, stretches_of, survive
 from tests.elastic import ElasticJob
@@ -100,14 +101,20 @@ def test_all_copies_are_gone_and_the_job_says_so(tmp_path: Path) -> None:
 
 
 def test_the_interval_is_chosen_by_measurements_and_kept(tmp_path: Path) -> None:
-    """Snapshots come every two iterations until the costs of three are known."""
-    auto = ("ckpt.profile_iters=2", "ckpt.mtbf_s=0.2")
+    """Snapshots come every two iterations until the costs of three are known. Copies go on under caps."""
+    host, peers = 40e6, 30e6
+    caps = (f"ckpt.max_bytes_per_s.host={host}", f"ckpt.max_bytes_per_s.peers={peers}")
+    auto = ("ckpt.profile_iters=2", "ckpt.mtbf_s=0.2", *caps)
     faults = [all_go_back("once the interval is chosen", range(10, 18), Point(2, Phase.BACKWARD, 18))]
     job = survive(tmp_path, faults, "train.iterations=24", ckpt="gemini", settings=auto)
     chosen = [events_of(job.run, IntervalChosen, rank) for rank in RANKS]
     assert chosen[0][0].iteration == 10
     assert all(event.snapshot_cost_s >= 0 and event.iteration_s > 0 for event in chosen[0])
     assert chosen[0] == chosen[1] == chosen[3], "all ranks decide alike"
+    assert all(event.copy_bytes_per_s <= peers for event in chosen[0])
+    before = [event for event in events_of(job.run, SnapshotTaken, 1) if 0 < event.iteration < 18]
+    assert before
+    assert all(event.size_bytes <= host * (event.copy_s + BURST_S) for event in before)
     rejoined = stretches_of(job.run, 0)[1].rejoined
     assert rejoined
     assert rejoined.iteration in [event.iteration for event in chosen[0]], "what was measured before a fault counts"

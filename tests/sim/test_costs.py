@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from moe_ckpt.config import NO_CAPS, MaxBytesPerS
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.costs import TimingConfig, copy_rate, estimate, stall_s
+from moe_ckpt.sim.costs import CopyRates, TimingConfig, estimate, stall_s
 from tests.sim.setups import cluster, job, setup
 
 
@@ -82,7 +83,28 @@ def test_what_does_not_fit_into_an_iteration_of_2_s_stalls(copy_s: float, interf
     ("share", "replicas", "rate"), [("rank", 0, 1e6), ("rank", 1, 1e4), ("rank", 2, 5e3), ("job", 2, 1e6)]
 )
 def test_copies_go_at_the_rate_of_the_narrowest_link(share: str, replicas: int, rate: float) -> None:
-    assert copy_rate(cluster(copies_share=share, network_bytes_per_s=2e4), replicas) == rate
+    machines = cluster(copies_share=share, network_bytes_per_s=2e4)
+    assert CopyRates(cluster=machines, caps=NO_CAPS, num_ranks=8).kept(replicas) == rate
+
+
+@pytest.mark.parametrize(
+    ("share", "caps", "kept", "disk"),
+    [
+        pytest.param("rank", (3e3, None, None), 3e3, 1e7, id="host"),
+        pytest.param("rank", (None, 4e3, None), 2e3, 1e7, id="peers share theirs"),
+        pytest.param("rank", (None, None, 1e3), 5e3, 8e3, id="every rank has a disk"),
+        pytest.param("rank", (1e9, 1e9, 1e9), 5e3, 1e7, id="wider than the links"),
+        pytest.param("job", (3e3, None, None), 2.4e4, 1e7, id="one link for the host copies of all ranks"),
+        pytest.param("job", (None, 4e3, None), 1.6e4, 1e7, id="one link for the copies of all ranks to peers"),
+    ],
+)
+def test_caps_are_those_of_a_rank(
+    share: str, caps: tuple[float | None, float | None, float | None], kept: float, disk: float
+) -> None:
+    host, peers, to_disk = caps
+    machines = cluster(copies_share=share, network_bytes_per_s=2e4)
+    rates = CopyRates(cluster=machines, caps=MaxBytesPerS(host=host, peers=peers, disk=to_disk), num_ranks=8)
+    assert (rates.kept(2), rates.disk()) == (kept, disk)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from moe_ckpt.store.fetch import fetch_blobs, list_held
 from moe_ckpt.store.link import Link, open_link
 from moe_ckpt.store.messages import Address, Ticket
 from moe_ckpt.store.replicate import Replicator
+from moe_ckpt.store.token_bucket import Throttle
 from tests.store.proxy import Damage, Proxy
 from tests.waits import WAIT_S
 
@@ -80,8 +81,11 @@ class Ranks:
         may_send: Callable[[], bool] = always,
         ticket: Ticket = TICKET,
         deadline_s: float = WAIT_S,
+        bytes_per_s: float | None = None,
     ) -> Replicator:
-        replicator = Replicator(self.own(rank), rank, ticket, may_send=may_send, deadline_s=deadline_s)
+        throttle = Throttle(bytes_per_s)
+        own = self.own(rank)
+        replicator = Replicator(own, rank, ticket, may_send=may_send, deadline_s=deadline_s, throttle=throttle)
         self._stack.callback(replicator.close)
         replicator.use_peers(peers)
         return replicator

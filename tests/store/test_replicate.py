@@ -400,6 +400,25 @@ def test_a_blob_that_is_withdrawn_while_it_is_copied_is_not_held(ranks: Ranks, n
     assert len(buffers_of(held)) == 1
 
 
+def test_a_capped_copy_that_is_given_up_waits_for_no_tokens(ranks: Ranks) -> None:
+    own, old, new = ranks.own(0), ranks.serve(1), ranks.serve(2)
+    publish(own, "a", FIVE_CHUNKS)
+    publish(own, "b")
+    replicator = ranks.replicate(0, old.address, bytes_per_s=1000.0)
+    dropped, behind = replicator.copy(["a"]), replicator.copy(["b"])
+    own.withdraw("a")
+    with pytest.raises(CheckpointSaveError, match=r"blob a was withdrawn while it was sent|No such file"):
+        dropped.result(WAIT_S)
+    behind.result(WAIT_S)
+    publish(own, "a", FIVE_CHUNKS)
+    waiting = replicator.copy(["a"])
+    replicator.use_peers([new.address])
+    with pytest.raises(CheckpointSaveError, match="copy of a"):
+        waiting.result(WAIT_S)
+    copy(replicator, "b")
+    assert ranks.held(2, 0).keys() == ["b"]
+
+
 def test_a_blob_that_is_not_there_fails_at_once(ranks: Ranks) -> None:
     replicator = ranks.replicate(0, ranks.serve(1).address)
     with pytest.raises(CheckpointSaveError, match=r"copy of a, .*index/a\.blob: No such file"):
