@@ -173,6 +173,7 @@ class RankOperators:
             if each.start < each.end:
                 self._owned[each.operator].append(each)
         self.buffers = list(_buffers(state))
+        self._frozen: frozenset[str] = frozenset()
         self.table = _gather_table(self)
 
     def meet(self) -> None:
@@ -244,13 +245,24 @@ class RankOperators:
 
         The embedding always computes its own, so that every rank runs backward through all its layers: exchanges of
         tokens in there are collective. Grouped experts skip theirs only all together. Where gradients are reduced while
-        backward runs nobody skips: Megatron waits for all of them.
+        backward runs nobody skips: Megatron waits for all of them. The optimizer skips all frozen ones in any case: see
+        `drop_frozen_gradients`.
         """
+        self._frozen = frozenset(frozen)
         overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
         needed = {_grouped_name(owned) for owned in self.parameters if str(owned.operator) not in frozen}
         for owned in self.parameters:
             computes = owned.operator.kind is OperatorKind.EMBEDDING or _grouped_name(owned) in needed
             owned.parameter.requires_grad_(overlapped or computes)
+
+    def drop_frozen_gradients(self) -> None:
+        """Let the optimizer's next step leave out frozen operators: it skips what has no gradient (section 3.3)."""
+        for owned in self.parameters:
+            if str(owned.operator) in self._frozen and owned.start < owned.end:
+                updated = updated_tensor(owned.optimizer, owned.parameter)
+                updated.grad = None
+                if hasattr(updated, "decoupled_grad"):
+                    cast("Any", updated).decoupled_grad = None
 
 
 def shard_identity() -> ShardIdentity:

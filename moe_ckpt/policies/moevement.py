@@ -16,7 +16,7 @@ from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.footprint import MemoryForecast, forecast
 from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
-from moe_ckpt.popularity import has_shifted, relative_to_capacity
+from moe_ckpt.popularity import has_shifted
 from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
 
 
@@ -35,9 +35,6 @@ class SparseWindows:
         self._own = stages[own_stage]
         self._own_stage = own_stage
         self._table = self._own.table
-        if config.popularity == "capacity" and any(stage.has_unlimited_experts for stage in stages):
-            wanted = "hard, soft or decayed where experts have no capacity (model.moe_capacity_factor=null)"
-            raise ConfigError(f"ckpt.popularity: got 'capacity', wanted {wanted}")
         self._fixed = schedule.fixed_order(self._table.operators)
         self._natural = [_natural_order(stage.table) for stage in stages]
         self.max_slots = self._fitting_in_memory()
@@ -115,9 +112,7 @@ class SparseWindows:
         change, share = self._config.reorder_change, self._config.reorder_share
         if self._reference is not None and not has_shifted(self._reference, popularity, change=change, share=share):
             return False
-        capacity = self._own.expert_capacity if self._config.popularity == "capacity" else None
-        scores = popularity if capacity is None else relative_to_capacity(popularity, capacity)
-        order = schedule.order_operators(self._fixed, scores)
+        order = schedule.order_operators(self._fixed, popularity)
         if not self._is_within_forecast(order):
             return False
         self._reference, self._order = popularity, order

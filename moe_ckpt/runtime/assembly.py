@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, assert_never
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from moe_ckpt.config import (
@@ -70,8 +68,8 @@ class Communicator(Protocol):
 class Attached:
     """One rank's training, as an adapter presents it to the engine.
 
-    Bytes are those that this rank logs in an iteration. `counts` and `expert_capacity` are called once the operator
-    table of the whole stage is known; `notes` are shown to people at the start.
+    Bytes are those that this rank logs in an iteration. `counts` is called once the operator table of the
+    whole stage is known; `notes` are shown to people at the start.
     """
 
     place: Place
@@ -80,7 +78,6 @@ class Attached:
     communicator: Communicator
     injector: FaultInjector
     counts: Callable[[], Counts]
-    expert_capacity: Callable[[], npt.NDArray[np.float64] | None]
     tokens: TokenRate
     boundary_log_bytes: int
     step_log_bytes: int
@@ -294,7 +291,6 @@ class InMemoryAssembly:
             table=attached.operators.table,
             boundary_log_bytes=attached.boundary_log_bytes if self._config.logs_boundaries else 0,
             step_log_bytes=attached.step_log_bytes,
-            expert_capacity=attached.expert_capacity(),
         )
         of_each = self._place.ranks.gather((self._place.stage, mine))
         by_stage = dict(sorted(of_each, key=lambda entry: entry[1].step_log_bytes))

@@ -374,7 +374,7 @@ def test_a_fault_in_a_list_that_cannot_be_is_named(kind: str, at: str, says: str
         {"train.iterations": 5, "train.lr_decay_iters": 100},
         {"ckpt.window": "auto", "ckpt.popularity_decay": 0.0, "ckpt.memory_budget_bytes": 1, "ckpt.profile_iters": 2},
         {"ckpt.window": 1, "ckpt.popularity_decay": 1.0, "ckpt.memory_budget_bytes": None, "ckpt.keep_windows": 1},
-        {"ckpt.window_drift": 0.0, "ckpt.popularity": "capacity", "ckpt.boundary_log": False},
+        {"ckpt.window_drift": 0.0, "ckpt.popularity": "soft", "ckpt.boundary_log": False},
         {"ckpt.reorder_change": 0.0, "ckpt.reorder_share": 1.0},
     ],
     ids=lambda changes: next(iter(changes)),
