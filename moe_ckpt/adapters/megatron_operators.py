@@ -36,6 +36,7 @@ from moe_ckpt.adapters.optimizer_state import (
 )
 from moe_ckpt.adapters.te import is_scaling
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.store.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity, scale_of, scaled_role
 from moe_ckpt.store.snapshot import Piece
 from moe_ckpt.store.updates import AdamStep, Gradients
@@ -411,8 +412,10 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
     for buffer in operators.buffers:
         for index in range(2):
             mine[buffer.operator][index] += buffer.buffer.nbytes
-    everyone: list[dict[OperatorId, list[int]]] = [{}] * stage_group().size()
-    dist.all_gather_object(everyone, dict(mine), group=stage_group())
+    own = pack_rows(list(mine), np.array(list(mine.values()), np.int64).reshape(-1, 3).T)
+    packed = [b""] * stage_group().size()  # compressed: every rank gets those of all ranks of its stage
+    dist.all_gather_object(packed, own, group=stage_group())
+    everyone = [dict(zip(held, columns.T.tolist(), strict=True)) for held, columns in map(unpack_rows, packed)]
     names = sorted({operator for rank in everyone for operator in rank}, key=front_to_back)
     sizes = np.array([[rank.get(operator, [0, 0, 0]) for operator in names] for rank in everyone], dtype=np.int64)
     full, compute, moments = np.moveaxis(sizes, 2, 0)

@@ -41,6 +41,7 @@ from moe_ckpt.runtime.session import Parts, SparseParts
 from moe_ckpt.runtime.shelf import UnitShelf, WindowShelf
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.runtime.stage import Boost, Counts, FaultInjector, Operators, Place, Stage, Training
+from moe_ckpt.runtime.stage_profiles import share_profiles
 from moe_ckpt.runtime.tokens import TokenAccount, TokenRate
 from moe_ckpt.runtime.unit_rejoin import UnitRejoin
 from moe_ckpt.store.blobs import BlobFolder, own_path
@@ -285,16 +286,14 @@ class InMemoryAssembly:
                 require(nbytes <= cap * copy_s, "runtime.copy_s", copy_s, wanted)
 
     def _gather_profiles(self) -> list[StageProfile]:
-        """Return the profile of every stage, from the rank of it that logs most. Collective over all ranks."""
+        """Return the profile of every stage. Collective over all ranks."""
         attached = self._attached
         mine = StageProfile(
             table=attached.operators.table,
             boundary_log_bytes=attached.boundary_log_bytes if self._config.logs_boundaries else 0,
             step_log_bytes=attached.step_log_bytes,
         )
-        of_each = self._place.ranks.gather((self._place.stage, mine))
-        by_stage = dict(sorted(of_each, key=lambda entry: entry[1].step_log_bytes))
-        return [by_stage[stage] for stage in sorted(by_stage)]
+        return share_profiles(self._place, mine)
 
 
 def _make_policy(
