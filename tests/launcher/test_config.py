@@ -264,7 +264,7 @@ def test_a_value_of_a_wrong_type_is_named(override: str, got: str) -> None:
         ("run.progress", "one of auto, bar, lines, none"),
         ("ckpt.policy", "one of none, dense, moevement, gemini, checkfreq, moc, moetion"),
         ("ckpt.window", "auto or a number of iterations of at least 1"),
-        ("ckpt.popularity", "one of hard, soft, decayed, capacity"),
+        ("ckpt.popularity", "one of hard, soft, decayed"),
         ("fault.kind", "one of none, state_loss, at, poisson, trace"),
         ("fault.signal", "one of KILL, STOP, SEGV, TERM"),
         ("fault.scope", "one of process, node"),
