@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.control_plane import measure
 
 
-def test_a_rank_receives_few_bytes_and_asks_the_store_as_often_as_in_a_small_job() -> None:
+def test_bytes_and_store_operations_of_a_rank_stay_few() -> None:
     rows = [measure(num_ranks, "small") for num_ranks in (128, 256)]
     assert all(row.total_bytes <= 65536 + 100 * row.ranks for row in rows)
     assert rows[0].join_operations == rows[1].join_operations <= 10
