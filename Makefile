@@ -4,7 +4,8 @@
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
 # make mutants  faults of one line each in the source, which tests must catch; writes docs/mutants.md
 # make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are,
-#             how long the simulator takes, and a report of a large run (4 GB of events in a temporary folder)
+#             how long the simulator takes, what 1,024 ranks exchange as a generation starts, and a report of a large run
+#             (4 GB of events in a temporary folder)
 # make partial  evaluation loss of lossless and partial checkpoints under four faults, into docs/partial.md
 # make profile  this machine's constants for the simulator, as cluster=measured (a minute of training on 4 local ranks)
 # All make .venv on the first call and install nothing on the next.
@@ -25,6 +26,7 @@ bench: venv
 	@.venv/bin/torchrun --nproc-per-node=2 benchmarks/copies.py
 	@.venv/bin/python benchmarks/report.py
 	@.venv/bin/python benchmarks/simulator.py
+	@.venv/bin/python benchmarks/control_plane.py
 
 partial: venv
 	@.venv/bin/python benchmarks/partial.py

@@ -20,7 +20,7 @@ from moe_ckpt.adapters.megatron_durable import MegatronDurableState
 from moe_ckpt.adapters.megatron_operators import RankOperators, shard_identity, stage_group
 from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
 from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
-from moe_ckpt.adapters.megatron_router import RouterCounts, expert_capacity, router_top_k
+from moe_ckpt.adapters.megatron_router import RouterCounts, router_top_k
 from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.adapters.megatron_wipe import StateWiper
 from moe_ckpt.adapters.te import allocate_scaling
@@ -126,8 +126,7 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
         operators=operators,
         communicator=loop.communicator,
         injector=StateWiper(state),
-        counts=lambda: RouterCounts(state, operators.table),
-        expert_capacity=lambda: expert_capacity(state, operators.table),
+        counts=lambda: RouterCounts(state, operators.table, soft=ckpt.popularity == "soft"),
         tokens=TokenRate(tokens=tokens, top_k=router_top_k(state)),
         boundary_log_bytes=num_neighbours * loop.num_micro_batches * sent_bytes,
         step_log_bytes=sum(tensor.nbytes for tensor in small_state(state).values()) + stage.tied_gradient_bytes,

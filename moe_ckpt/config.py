@@ -128,7 +128,7 @@ class MoevementConfig(SavingConfig):
         require(0.0 < self.overhead < 1.0, "ckpt.overhead", self.overhead, "more than 0 and less than 1")
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
         require_at_least("ckpt.window_drift", self.window_drift, 0)
-        require_choice("ckpt.popularity", self.popularity, ["hard", "soft", "decayed", "capacity"])
+        require_choice("ckpt.popularity", self.popularity, ["hard", "soft", "decayed"])
         for name in ("popularity_decay", "reorder_share"):
             require(0.0 <= getattr(self, name) <= 1.0, f"ckpt.{name}", getattr(self, name), "between 0 and 1")
         require_at_least("ckpt.reorder_change", self.reorder_change, 0)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.errors import ConfigError
-
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.float64] | npt.NDArray[np.int64]
-KINDS = ("hard", "soft", "decayed", "capacity")
+KINDS = ("hard", "soft", "decayed")
 
 
 def accumulate(kind: str, so_far: Array, hard: Counts, soft: Counts, *, decay: float) -> Array:
     """Return the popularity (float64, one value per expert, any shape) after one more iteration.
 
-    `hard` are the tokens routed to each expert, `soft` the sums of its gating probabilities. Kinds `hard`, `capacity`
-    add the former, `soft` the latter; `decayed` is decay * so_far + (1 - decay) * hard: 10, then 20 at a decay of 0.9
+    `hard` are the tokens routed to each expert, `soft` the sums of its gating probabilities. `hard` adds the former,
+    `soft` the latter; `decayed` is decay * so_far + (1 - decay) * hard: 10, then 20 at a decay of 0.9
     make 11. Linear in all three: ranks may accumulate what they see and sum the results later.
     MoEvement, section 3.5 and Appendix B.
     """
@@ -34,17 +32,6 @@ def carried_over(kind: str, popularity: Array) -> Array:
     """Return what a new window starts to count from: zeros, but for `decayed` the average so far (float64, a copy)."""
     assert kind in KINDS, kind
     return popularity.copy() if kind == "decayed" else np.zeros_like(popularity)
-
-
-def relative_to_capacity(popularity: Array, capacity_tokens: Counts) -> Array:
-    """Return the popularity as a share of what each expert can take: 30 tokens of 120 make 0.25.
-
-    Shapes are equal or broadcast. Raises ConfigError for a capacity that is not above 0. MoEvement, Appendix B.
-    """
-    if not np.all(capacity_tokens > 0):
-        least = capacity_tokens.min()
-        raise ConfigError(f"ckpt.popularity=capacity: got an expert capacity of {least:g} tokens, wanted more than 0")
-    return popularity / capacity_tokens
 
 
 def has_shifted(reference: Counts, now: Counts, *, change: float, share: float) -> bool:

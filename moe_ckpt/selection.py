@@ -48,6 +48,27 @@ def most_popular(tokens: IntArray, num_taken: Sequence[int]) -> Selection:
     return tuple(tuple(sorted(row[:num].tolist())) for row, num in zip(descending, num_taken, strict=True))
 
 
+def within_links(tokens: IntArray, num_taken: Sequence[int], expert_bytes: IntArray, left_bytes: IntArray) -> Selection:
+    """Return `most_popular` of these, without those that a rank's link has no room for; others take their place.
+
+    `expert_bytes` are int64 [ranks, layers, experts], `left_bytes` what the link of each rank carries beside all that
+    is no expert, int64 [ranks]; negative tokens are no candidates. The most tokens of all layers go first. Two ranks
+    with room for one expert each take one each, though the two most popular are on the first. At least one is taken.
+    MoEtion, section 4.2: a budget is that of a link.
+    """
+    left, taken = left_bytes.copy(), [set[int]() for _ in num_taken]
+    candidates = [divmod(int(place), tokens.shape[1]) for place in np.argsort(-tokens, axis=None, kind="stable")]
+    candidates = [(layer, expert) for layer, expert in candidates if tokens[layer, expert] >= 0 and num_taken[layer]]
+    for layer, expert in candidates:
+        needed = expert_bytes[:, layer, expert]
+        if len(taken[layer]) < num_taken[layer] and np.all((needed <= left) | (needed == 0)):
+            left -= needed
+            taken[layer].add(expert)
+    if candidates and not any(taken):
+        taken[candidates[0][0]].add(candidates[0][1])
+    return tuple(tuple(sorted(experts)) for experts in taken)
+
+
 def sent_by_gradient(before: Selection, now: Selection) -> Selection:
     """Return those whose gradients are all that peers need: they got the same expert by the snapshot before.
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.popularity import KINDS, accumulate, carried_over, has_shifted, relative_to_capacity
+from moe_ckpt.popularity import KINDS, accumulate, carried_over, has_shifted
 
 SO_FAR = np.array([[10.0, 0.0], [2.0, 4.0]])
 HARD = np.array([[20, 0], [1, 3]])
@@ -25,7 +24,6 @@ def counts(values: list[int]) -> npt.NDArray[np.float64]:
     ("kind", "expected"),
     [
         ("hard", [[30.0, 0.0], [3.0, 7.0]]),
-        ("capacity", [[30.0, 0.0], [3.0, 7.0]]),
         ("soft", [[17.5, 0.25], [2.5, 6.0]]),
         ("decayed", [[12.5, 0.0], [1.75, 3.75]]),
     ],
@@ -57,19 +55,6 @@ def test_ranks_may_accumulate_their_own_and_sum_later(
     summed_later = sum(accumulate(kind, *triple, decay=0.25) for triple in triples)
     so_far, hard, soft = (np.sum(column, axis=0) for column in zip(*triples, strict=True))
     np.testing.assert_array_equal(summed_later, accumulate(kind, so_far, hard, soft, decay=0.25))
-
-
-def test_capacity_divides_tokens() -> None:
-    assert relative_to_capacity(np.array([30.0, 30.0, 0.0]), np.array([120, 60, 1])).tolist() == [0.25, 0.5, 0.0]
-    assert relative_to_capacity(np.array([]), np.array([])).tolist() == []
-
-
-@pytest.mark.parametrize("least", [0.0, -3.0, float("nan")])
-def test_a_capacity_of_nothing_is_refused(least: float) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^ckpt\.popularity=capacity: .*got .*{least:g} tokens, wanted more than 0$"
-    ):
-        relative_to_capacity(np.array([1.0, 1.0]), np.array([8.0, least]))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from moe_ckpt.adapters.optimizer_state import (
 )
 from moe_ckpt.adapters.te import is_scaling
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.store.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity, scale_of, scaled_role
 from moe_ckpt.store.snapshot import Piece
 from moe_ckpt.store.updates import AdamStep, Gradients
@@ -173,6 +174,7 @@ class RankOperators:
             if each.start < each.end:
                 self._owned[each.operator].append(each)
         self.buffers = list(_buffers(state))
+        self._frozen: frozenset[str] = frozenset()
         self.table = _gather_table(self)
 
     def meet(self) -> None:
@@ -244,13 +246,24 @@ class RankOperators:
 
         The embedding always computes its own, so that every rank runs backward through all its layers: exchanges of
         tokens in there are collective. Grouped experts skip theirs only all together. Where gradients are reduced while
-        backward runs nobody skips: Megatron waits for all of them.
+        backward runs nobody skips: Megatron waits for all of them. The optimizer skips all frozen ones in any case: see
+        `drop_frozen_gradients`.
         """
+        self._frozen = frozenset(frozen)
         overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
         needed = {_grouped_name(owned) for owned in self.parameters if str(owned.operator) not in frozen}
         for owned in self.parameters:
             computes = owned.operator.kind is OperatorKind.EMBEDDING or _grouped_name(owned) in needed
             owned.parameter.requires_grad_(overlapped or computes)
+
+    def drop_frozen_gradients(self) -> None:
+        """Let the optimizer's next step leave out frozen operators: it skips what has no gradient (section 3.3)."""
+        for owned in self.parameters:
+            if str(owned.operator) in self._frozen and owned.start < owned.end:
+                updated = updated_tensor(owned.optimizer, owned.parameter)
+                updated.grad = None
+                if hasattr(updated, "decoupled_grad"):
+                    cast("Any", updated).decoupled_grad = None
 
 
 def shard_identity() -> ShardIdentity:
@@ -399,8 +412,10 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
     for buffer in operators.buffers:
         for index in range(2):
             mine[buffer.operator][index] += buffer.buffer.nbytes
-    everyone: list[dict[OperatorId, list[int]]] = [{}] * stage_group().size()
-    dist.all_gather_object(everyone, dict(mine), group=stage_group())
+    own = pack_rows(list(mine), np.array(list(mine.values()), np.int64).reshape(-1, 3).T)
+    packed = [b""] * stage_group().size()  # compressed: every rank gets those of all ranks of its stage
+    dist.all_gather_object(packed, own, group=stage_group())
+    everyone = [dict(zip(held, columns.T.tolist(), strict=True)) for held, columns in map(unpack_rows, packed)]
     names = sorted({operator for rank in everyone for operator in rank}, key=front_to_back)
     sizes = np.array([[rank.get(operator, [0, 0, 0]) for operator in names] for rank in everyone], dtype=np.int64)
     full, compute, moments = np.moveaxis(sizes, 2, 0)

@@ -60,6 +60,7 @@ class StageReplay:
         self._state = state
         self._communicator = communicator
         self._forward_backward = forward_backward
+        self._operators = operators
         self._tied = _TiedEmbedding(state, operators)
         self._began: int | None = None
         self._buffers: Mapping[str, torch.Tensor] = {}
@@ -103,6 +104,7 @@ class StageReplay:
             with self._communicator.replaying(ends), self._tied.replaying(tied):
                 self._forward_backward(record.iteration)
             unscale_gradients(self._state)
+            self._operators.drop_frozen_gradients()
             self.update(record.gradients)
             self.gather()
         finally:

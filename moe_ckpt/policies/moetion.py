@@ -1,7 +1,8 @@
 """`ckpt=moetion`: the experts with the most tokens at risk, as many as each link carries (MoEtion, section 4).
 
 Owns: which experts in which snapshot, and where they go. Every rank of a stage decides for itself and comes to the
-same; a stage's budget is that of all its ranks. Must not: measure.
+same. As many as all links of a stage carry together are divided among its layers; of these each rank's link takes only
+what it carries by itself. Must not: measure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe_ckpt.policies.partial import (
     require_experts,
 )
 from moe_ckpt.policies.profile import AUTO, StageProfile
-from moe_ckpt.selection import Selection, most_popular, sent_by_gradient
+from moe_ckpt.selection import Selection, most_popular, sent_by_gradient, within_links
 from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
 
 
@@ -124,16 +125,23 @@ class PopularExperts:
         at_risk = self._at_risk[place]
         is_candidate = marked(among, at_risk.shape)
         num_taken = np.minimum(allocate(np.where(is_candidate, at_risk, 0), num_total), is_candidate.sum(axis=1))
-        return most_popular(np.where(is_candidate, at_risk, -1), num_taken.tolist())
+        tokens = np.where(is_candidate, at_risk, -1)
+        if asked != AUTO or _is_unknown(rate, measured):
+            return most_popular(tokens, num_taken.tolist())
+        left_bytes = self._budget(rate, measured) - self._stage.core_bytes
+        return within_links(tokens, num_taken.tolist(), self._stage.expert_bytes, left_bytes)
+
+    def _budget(self, bytes_per_s: float, measured: Measured) -> int:
+        return budget_bytes(bytes_per_s, measured.iteration_s * self._config.every_iters)
 
     def _affordable(self, bytes_per_s: float, measured: Measured, place: str) -> int:
         """Return how many experts of the stage are copied by the next snapshot; all while that is not known.
 
         Raises ConfigError the first time where there is a stage that has no room for one: later one is taken.
         """
-        if math.isinf(bytes_per_s) or measured.iteration_s <= 0:
+        if _is_unknown(bytes_per_s, measured):
             return self._stage.num_layers * self._stage.num_experts
-        budget = budget_bytes(bytes_per_s, measured.iteration_s * self._config.every_iters)
+        budget = self._budget(bytes_per_s, measured)
         setting = f"ckpt.{'experts' if place == 'memory' else 'remote_experts'}=auto"
         try:
             affordable = [_affordable(stage, budget, setting) for stage in self._stages if stage.num_layers]
@@ -143,6 +151,10 @@ class PopularExperts:
             return 1
         self._is_affordable.add(place)
         return _affordable(self._stage, budget, setting) if self._stage.num_layers else max(affordable)
+
+
+def _is_unknown(bytes_per_s: float, measured: Measured) -> bool:
+    return math.isinf(bytes_per_s) or measured.iteration_s <= 0
 
 
 def _affordable(stage: MoeStage, budget: int, setting: str) -> int:

@@ -15,12 +15,11 @@ import numpy.typing as npt
 
 from moe_ckpt import schedule
 from moe_ckpt.config import MoevementConfig
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.footprint import MemoryForecast
 from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
 from moe_ckpt.policies.window_cost import JobCost, WindowTerms, cheapest_window, window_terms
 from moe_ckpt.policies.window_sizes import WindowSizes
-from moe_ckpt.popularity import has_shifted, relative_to_capacity
+from moe_ckpt.popularity import has_shifted
 from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
 
 _TRIAL_PAUSE_ITERS = 2  # between windows of which the cost is measured: iterations without copies to compare with
@@ -44,9 +43,6 @@ class SparseWindows:
         self._own = stages[own_stage]
         self._own_stage = own_stage
         self._table = self._own.table
-        if config.popularity == "capacity" and any(stage.has_unlimited_experts for stage in stages):
-            wanted = "hard, soft or decayed where experts have no capacity (model.moe_capacity_factor=null)"
-            raise ConfigError(f"ckpt.popularity: got 'capacity', wanted {wanted}")
         self._fixed = schedule.fixed_order(self._table.operators)
         self._sizes = WindowSizes(config, stages, num_copies)
         self._order = self._own_natural = self._sizes.natural[own_stage]
@@ -203,9 +199,7 @@ class SparseWindows:
         change, share = self._config.reorder_change, self._config.reorder_share
         if self._reference is not None and not has_shifted(self._reference, popularity, change=change, share=share):
             return False
-        capacity = self._own.expert_capacity if self._config.popularity == "capacity" else None
-        scores = popularity if capacity is None else relative_to_capacity(popularity, capacity)
-        order = schedule.order_operators(self._fixed, scores)
+        order = schedule.order_operators(self._fixed, popularity)
         if not self._is_within_forecast(order):
             return False
         self._reference, self._order = popularity, order

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, assert_never
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from moe_ckpt.config import (
@@ -43,6 +41,7 @@ from moe_ckpt.runtime.session import Parts, SparseParts
 from moe_ckpt.runtime.shelf import UnitShelf, WindowShelf
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
 from moe_ckpt.runtime.stage import Boost, Counts, FaultInjector, Operators, Place, Stage, Training
+from moe_ckpt.runtime.stage_profiles import share_profiles
 from moe_ckpt.runtime.tokens import TokenAccount, TokenRate
 from moe_ckpt.runtime.unit_rejoin import UnitRejoin
 from moe_ckpt.store.blobs import BlobFolder, own_path
@@ -70,8 +69,8 @@ class Communicator(Protocol):
 class Attached:
     """One rank's training, as an adapter presents it to the engine.
 
-    Bytes are those that this rank logs in an iteration. `counts` and `expert_capacity` are called once the operator
-    table of the whole stage is known; `notes` are shown to people at the start.
+    Bytes are those that this rank logs in an iteration. `counts` is called once the operator table of the
+    whole stage is known; `notes` are shown to people at the start.
     """
 
     place: Place
@@ -80,7 +79,6 @@ class Attached:
     communicator: Communicator
     injector: FaultInjector
     counts: Callable[[], Counts]
-    expert_capacity: Callable[[], npt.NDArray[np.float64] | None]
     tokens: TokenRate
     boundary_log_bytes: int
     step_log_bytes: int
@@ -290,17 +288,14 @@ class InMemoryAssembly:
                 require(nbytes <= cap * copy_s, "runtime.copy_s", copy_s, wanted)
 
     def _gather_profiles(self) -> list[StageProfile]:
-        """Return the profile of every stage, from the rank of it that logs most. Collective over all ranks."""
+        """Return the profile of every stage. Collective over all ranks."""
         attached = self._attached
         mine = StageProfile(
             table=attached.operators.table,
             boundary_log_bytes=attached.boundary_log_bytes if self._config.logs_boundaries else 0,
             step_log_bytes=attached.step_log_bytes,
-            expert_capacity=attached.expert_capacity(),
         )
-        of_each = self._place.ranks.gather((self._place.stage, mine))
-        by_stage = dict(sorted(of_each, key=lambda entry: entry[1].step_log_bytes))
-        return [by_stage[stage] for stage in sorted(by_stage)]
+        return share_profiles(self._place, mine)
 
 
 def _make_policy(

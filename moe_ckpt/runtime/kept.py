@@ -19,6 +19,15 @@ from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.journal import holds_records, newest_snapshot
 from moe_ckpt.types import ReadyGradients
 
+_Values = tuple[tuple[int, int | None, bool, bool], bool, dict[int, frozenset[str]], dict[int, ReadyGradients]]
+
+
+def report_of(values: _Values) -> Report:
+    """Return the report that `as_values` describes."""
+    (stage, reached, prepared, whole), has_progress, held, gradients = values
+    standing = Standing(stage=stage, reached=reached, prepared=prepared, whole=whole)
+    return Report(standing=standing, has_progress=has_progress, held=held, gradients=gradients)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
@@ -31,6 +40,12 @@ class Report:
     has_progress: bool
     held: Mapping[int, frozenset[str]]
     gradients: Mapping[int, ReadyGradients]
+
+    def as_values(self) -> _Values:
+        """Return the report without the names of its classes, which are most of its bytes where little is there."""
+        standing = self.standing
+        where = (standing.stage, standing.reached, standing.prepared, standing.whole)
+        return where, self.has_progress, dict(self.held), dict(self.gradients)
 
 
 class KeptCopies:
@@ -46,7 +61,8 @@ class KeptCopies:
         """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
         if self._stores.journal:
             self._stores.journal.stop_copying()
-        self._reports = gather_results(self._place.ranks, lambda: self._report(state), CheckpointLoadError)
+        told = gather_results(self._place.ranks, lambda: self._report(state).as_values(), CheckpointLoadError)
+        self._reports = [report_of(values) for values in told]
         return self._reports
 
     def resume_copying(self) -> None:

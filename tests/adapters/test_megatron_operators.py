@@ -23,11 +23,11 @@ from moe_ckpt.adapters.megatron_operators import (
     stage_group,
 )
 from moe_ckpt.adapters.megatron_state import TrainingState, named_state, sharded_state
-from moe_ckpt.adapters.megatron_step import clear_gradients
+from moe_ckpt.adapters.megatron_step import apply_update, clear_gradients, unscale_gradients
 from moe_ckpt.adapters.megatron_wipe import StateWiper
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.store.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey
-from moe_ckpt.types import OperatorId, OperatorKind
+from moe_ckpt.types import OperatorId, OperatorKind, ReadyGradients
 from tests.adapters.stage import (
     BIAS,
     FP16,
@@ -335,12 +335,35 @@ def _freeze() -> None:
         for owned in operators.parameters:
             has_gradient = bool(cast("Any", owned.parameter).main_grad.any())
             assert has_gradient == (str(owned.operator) not in frozen - {"embedding"}), (owned.name, frozen)
+    operators.freeze(some)
+    _step_without_frozen(state, operators, some)
     cast("Any", state.model[0]).ddp_config.overlap_grad_reduce = True
     operators.freeze(some)
     assert all(owned.parameter.requires_grad for owned in operators.parameters), "overlapping needs every gradient"
 
 
-def test_frozen_operators_get_no_gradient() -> None:
+def _step_without_frozen(state: TrainingState, operators: RankOperators, frozen: set[str]) -> None:
+    """Take a step from the gradients that are there: frozen operators keep masters, moments and step counts."""
+    before = optimizer_states(operators)
+    unscale_gradients(state)
+    operators.drop_frozen_gradients()
+    apply_update(
+        state, ReadyGradients(overflows=(False,) * len(state.inner_optimizers), total_norm=1.0, loss_scale=1.0)
+    )
+    after = optimizer_states(operators)
+    for name, state_before in before.items():
+        same = all(torch.equal(tensor, after[name][role]) for role, tensor in state_before.items())
+        assert same == (name[0] in frozen), name
+
+
+def optimizer_states(operators: RankOperators) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    return {
+        (str(owned.operator), owned.name): {role: tensor.clone() for role, tensor in owned.optimizer_state().items()}
+        for owned in operators.parameters
+    }
+
+
+def test_frozen_operators_get_no_gradient_and_no_update() -> None:
     run_ranks(1, _freeze)
 
 

@@ -518,7 +518,6 @@ class ThreadJob:
             communicator=model.communicator,
             injector=model,
             counts=lambda: TokenCounts(model),
-            expert_capacity=lambda: None,
             tokens=TokenRate(tokens=MICRO_BATCHES * TOKENS * shape.dp, top_k=1),
             boundary_log_bytes=neighbours * MICRO_BATCHES * BOUNDARY_BYTES,
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),

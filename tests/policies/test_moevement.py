@@ -479,18 +479,6 @@ def test_a_window_of_more_slots_than_any_stage_has_operators_is_refused() -> Non
         SparseWindows(moevement(window=7), stages, 1)
 
 
-def test_capacity_orders_by_the_share_of_what_an_expert_can_take() -> None:
-    stage = replace(profile([[1] * 3], num_experts=3), expert_capacity=np.array([1.0, 10.0, 2.0]))
-    policy = begun(stage, popularity="capacity", window=3)
-    _, slots = next_window(policy, 1, Meter(1.0, popularity=[(3.0, 5.0, 4.0)]))
-    assert [slot.full for slot in slots] == [(1,), (2,), (0,)]  # 0.5, 2 and 3 of capacity
-
-
-def test_capacity_without_a_capacity_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^ckpt\.popularity: got 'capacity', wanted hard, soft or decayed where"):
-        SparseWindows(moevement(popularity="capacity"), [profile([[1] * 3], num_experts=3)], 0)
-
-
 def test_paper_exact_cuts_by_count_and_takes_all_operators_for_equal() -> None:
     stage = profile([[1, 1, 1, 1, 1, 7]])  # 144 bytes whole, 24 of weights: 24 and 4 an operator on the average
     _, slots = next_window(begun(stage, paper_exact=True), 6, Meter(64))  # 2 * 24 + 4 * 4

@@ -185,6 +185,15 @@ def test_budgets_follow_what_links_carry() -> None:
     assert sum(map(len, choice.on_peers)) == 1
 
 
+def test_no_link_carries_more_than_its_budget() -> None:
+    """360 bytes are the core's 120 and an expert of each rank; the popular ones of both layers are on the first."""
+    policy = begun(moetion("auto"))
+    popular = (9.0, 8.0, 1.0, 2.0, 9.0, 8.0, 1.0, 2.0)
+    memory = chosen(policy, 1, measuring(popular, host_bytes_per_s=360.0)).memory
+    assert memory == ((0,), (3,))
+    assert MoeStage(stage().table).snapshot_bytes(memory).tolist() == [360, 360]
+
+
 def test_a_budget_without_room_for_an_expert_is_refused_with_the_numbers() -> None:
     policy = begun(moetion("auto"))
     wanted = r"ckpt.experts=auto: got a budget of 400 bytes an iteration, wanted at least 480"

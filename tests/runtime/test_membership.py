@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.death import Death
-from moe_ckpt.runtime.membership import FENCED, GUARD, STORE_LOST, Generations, Membership
+from moe_ckpt.runtime.membership import FENCED, GUARD, STORE_LOST, Generations, Member, Membership
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.types import Phase
 from tests.ranks import run_ranks
@@ -370,3 +370,33 @@ def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
     assert member.hear() == 1
     agent.kill()
     assert member.exit_status() == STORE_LOST
+
+
+class _NoGroups:
+    """Process groups that are not formed."""
+
+    def form(self, store: object, generation: int) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
+    store, page = dist.HashStore(), Page(tmp_path / "page")
+    generations = Generations(store)
+    generations.set_life(0, 0)
+    member = Member(global_rank=0, world_size=1, life=0)
+    groups: Any = _NoGroups()
+    membership = Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
+    ends = [threading.Event(), threading.Event()]
+    remaining = iter(ends)
+    membership.at_end(lambda: next(remaining).set())
+    for generation, end in enumerate(ends, 1):
+        assert membership.join() == generation
+        assert not end.is_set()
+        generations.end(generation, "a test")
+        assert end.wait(WAIT_S)
+        membership.leave()

@@ -25,7 +25,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
-    def sleep(self, seconds: float) -> bool:
+    def move(self, seconds: float) -> bool:
         self.now_s += seconds
         return False
 
@@ -36,7 +36,7 @@ def traffic(clock: Clock, throttle: Throttle, seed: int) -> Iterator[tuple[float
     for _ in range(300):
         nbytes = chance.choice([1, 7, 40, 90])
         late_s = chance.choice([0.0, 0.0, 0.01, 0.2])
-        throttle.wait(nbytes, lambda seconds, late_s=late_s: clock.sleep(seconds + late_s))
+        throttle.wait(nbytes, lambda seconds, late_s=late_s: clock.move(seconds + late_s))
         yield clock.now_s, nbytes
         clock.now_s += chance.choice([0.0, 0.0, 0.0, 0.003, 1.5])
 
@@ -60,7 +60,7 @@ def test_a_copy_waits_as_long_as_on_a_link_of_that_rate() -> None:
     throttle = Throttle(RATE, clock)
     clock.now_s += 60.0  # a pause earns a burst, and no more
     for _ in range(100):
-        throttle.wait(50, clock.sleep)
+        throttle.wait(50, clock.move)
     assert clock.now_s == pytest.approx(160.0 + 5.0 - BURST_S)
 
 
@@ -82,7 +82,7 @@ def test_tokens_of_an_interrupted_wait_come_back() -> None:
     with pytest.raises(ConnectionAbortedError):
         throttle.wait(10**9, refuse)
     throttle.wait(10**9, lambda _: True)
-    throttle.wait(500, clock.sleep)
+    throttle.wait(500, clock.move)
     assert clock.now_s == pytest.approx(100.5)
 
 

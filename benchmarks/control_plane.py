@@ -1,0 +1,300 @@
+"""How long ranks take to enter a generation, and how many bytes each receives for it, without a model.
+
+    python benchmarks/control_plane.py [--ranks 64 256 1024] [--model deepseek_671b]
+
+Ranks are threads of this process with the real protocol (`Membership`, over torch's HashStore), profiles
+(`share_profiles`) and reports; only process groups are not formed. A row a number of ranks:
+
+    join    from the first rank's arrival to the last one's go: operations in the store, and bytes of keys and values
+    table   operators of the own stage, gathered from its 64 ranks
+    agree   profiles of all stages: bytes of reductions, as a ring receives them
+    report  what each rank's memory has, gathered from all, as torch's all_gather_object receives it
+    plan    one rank's first plan of windows from these profiles
+
+All threads share the interpreter, so seconds are those of all ranks' work one after the other; `ms a rank` is what a
+process of its own computes for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pickle
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from launcher.config import compose_settings  # noqa: E402
+from launcher.simulation import compose_simulation  # noqa: E402
+from moe_ckpt.collectives import Ranks, Reduction  # noqa: E402
+from moe_ckpt.config import MoevementConfig  # noqa: E402
+from moe_ckpt.packed import IntArray, pack_rows  # noqa: E402
+from moe_ckpt.policies.moevement import SparseWindows  # noqa: E402
+from moe_ckpt.policies.profile import StageProfile  # noqa: E402
+from moe_ckpt.recovery.target import Standing  # noqa: E402
+from moe_ckpt.runtime.kept import Report  # noqa: E402
+from moe_ckpt.runtime.membership import Member, Membership  # noqa: E402
+from moe_ckpt.runtime.page import Page  # noqa: E402
+from moe_ckpt.runtime.stage import Place  # noqa: E402
+from moe_ckpt.runtime.stage_profiles import share_profiles  # noqa: E402
+from moe_ckpt.store.codec import ShardIdentity  # noqa: E402
+from moe_ckpt.types import Measured, OperatorTable, ParallelLayout, RunIdentity  # noqa: E402
+
+GPUS_A_NODE, RANKS_A_STAGE = 8, 64
+JOIN_S = 300.0
+
+
+@dataclass
+class Traffic:
+    """What one rank has asked and received."""
+
+    operations: int = 0
+    nbytes: int = 0
+
+
+class CountedStore:
+    """Torch's store, as one rank sees it, with what passes counted."""
+
+    def __init__(self, store: dist.Store, traffic: Traffic) -> None:
+        self._store, self._traffic = store, traffic
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            answer = method(*arguments)
+            self._traffic.operations += 1
+            self._traffic.nbytes += sum(len(str(each)) for each in (*arguments, answer) if each is not None)
+            return answer
+
+        return counted
+
+
+class SharedGroup:
+    """Collectives of threads: contributions are added up once, in place."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lock, self._barrier = threading.Lock(), threading.Barrier(size)
+        self._total: torch.Tensor | None = None
+
+    def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
+        with self._lock:
+            if self._total is None:
+                self._total = tensor.clone()
+            else:
+                self._total = self._total + tensor if operation == "sum" else torch.maximum(self._total, tensor)
+        self._barrier.wait()
+        assert self._total is not None
+        tensor.copy_(self._total)
+        if self._barrier.wait() == 0:
+            self._total = None
+        self._barrier.wait()
+
+
+class CountedRanks:
+    """What `share_profiles` needs of `Ranks`."""
+
+    def __init__(self, rank: int, group: SharedGroup, traffic: Traffic) -> None:
+        self.rank, self.size = rank, group.size
+        self._group, self._traffic = group, traffic
+
+    def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
+        self._traffic.nbytes += 2 * tensor.nbytes * (self.size - 1) // self.size
+        self._group.reduce(tensor, operation)
+
+
+class NoGroups:
+    """Process groups that are not formed."""
+
+    def form(self, store: object, generation: int) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a number of ranks has taken: seconds of all ranks, operations and bytes of the rank with the most."""
+
+    ranks: int
+    join_s: float
+    join_operations: int
+    join_bytes: int
+    agree_s: float
+    agree_bytes: int
+    table_bytes: int
+    report_bytes: int
+    plan_s: float
+
+    @property
+    def total_bytes(self) -> int:
+        return self.join_bytes + self.agree_bytes + self.table_bytes + self.report_bytes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 512, 1024])
+    parser.add_argument("--model", default="deepseek_671b")
+    arguments = parser.parse_args()
+    print("ranks  join s  store ops  agree s  ms a rank  plan s |    store   table  profiles  reports  all B    limit")
+    for num_ranks in arguments.ranks:
+        row = measure(num_ranks, arguments.model)
+        print(
+            f"{row.ranks:5d} {row.join_s:7.2f} {row.join_operations:10d} {row.agree_s:8.2f} "
+            f"{1000 * row.agree_s / row.ranks:10.1f} {row.plan_s:7.2f} | {row.join_bytes:8d} {row.table_bytes:7d} "
+            f"{row.agree_bytes:9d} {row.report_bytes:8d} {row.total_bytes:8d} {65536 + 100 * row.ranks:8d}",
+            flush=True,
+        )
+    return 0
+
+
+def measure(num_ranks: int, model: str) -> Row:
+    """Return what it takes `num_ranks` threads to enter a generation."""
+    profiles = profiles_of(model, num_ranks)
+    join_s, joining = _join(num_ranks)
+    agree_s, agreeing = _agree(num_ranks, profiles)
+    config = compose_settings(["ckpt=moevement"]).ckpt
+    assert isinstance(config, MoevementConfig)
+    started_s = time.perf_counter()
+    policy = SparseWindows(config, profiles, 1, 1)
+    policy.plan(0, lambda: _measured(profiles[1]))
+    return Row(
+        ranks=num_ranks,
+        join_s=join_s,
+        join_operations=max(each.operations for each in joining),
+        join_bytes=max(each.nbytes for each in joining),
+        agree_s=agree_s,
+        agree_bytes=max(each.nbytes for each in agreeing),
+        table_bytes=RANKS_A_STAGE * (max(_own_bytes(each.table) for each in profiles) + 8),
+        report_bytes=num_ranks * (len(pickle.dumps((_report(num_ranks).as_values(), None))) + 8),
+        plan_s=time.perf_counter() - started_s,
+    )
+
+
+@functools.cache
+def profiles_of(model: str, num_ranks: int) -> list[StageProfile]:
+    """Return the profiles of a job of so many ranks, 64 a stage."""
+    stages = num_ranks // RANKS_A_STAGE
+    job = f"model={model} cluster=h100_ib cluster.nodes={num_ranks // GPUS_A_NODE} parallel.pp={stages}"
+    batch = "batch.global_batch_size=1024 batch.micro_batch_size=1 cluster.gpu_memory_bytes=1e15"
+    found = compose_simulation([*job.split(), *batch.split()]).setup.job.profiles
+    return [replace(each, table=_of_all_ranks(each.table)) for each in found]
+
+
+def _of_all_ranks(table: OperatorTable) -> OperatorTable:
+    """Return the table as a sharded optimizer has it: ranks with the same operators own a piece each of all of them.
+
+    The simulator has a row for each expert-parallel rank, with an even share of every operator.
+    """
+    replicas = RANKS_A_STAGE // len(table.full_bytes)
+    compute = np.concatenate([_pieces(row, replicas) for row in table.compute_bytes])
+    return OperatorTable(
+        operators=table.operators, full_bytes=6 * compute, compute_bytes=compute, moment_bytes=4 * compute
+    )
+
+
+def _own_bytes(table: OperatorTable) -> int:
+    """Return the bytes of what the rank with most of them tells its stage of its operators."""
+    assert table.moment_bytes is not None
+    kinds = np.stack([table.full_bytes, table.compute_bytes, table.moment_bytes], axis=1)
+    owned = [np.flatnonzero(kind[0]) for kind in kinds]
+    rows = [([table.operators[i] for i in own.tolist()], kind[:, own]) for own, kind in zip(owned, kinds, strict=True)]
+    return max(len(pickle.dumps(pack_rows(*row))) for row in rows)
+
+
+def _pieces(row: IntArray, count: int) -> IntArray:
+    """Return what each of `count` ranks owns of operators of so many bytes in a row: the bounds of equal pieces cut."""
+    ends = count * np.cumsum(row)
+    bounds = ends[-1] // count * np.arange(count + 1)
+    before = np.clip(ends - count * row, bounds[:-1, None], bounds[1:, None])
+    return np.clip(ends, bounds[:-1, None], bounds[1:, None]) - before
+
+
+def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
+    store, traffic = dist.HashStore(), [Traffic() for _ in range(num_ranks)]
+    for rank in range(num_ranks):
+        store.set(f"life/{rank}", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        members = [_member(Path(folder), rank, num_ranks, store, traffic[rank]) for rank in range(num_ranks)]
+        seconds = _run(num_ranks, lambda rank: members[rank].join())
+        assert {member.generation for member in members} == {1}
+        cast("Any", members[0])._generations.end(1, "the benchmark is over")
+        for member in members:
+            member.leave()
+    return seconds, traffic
+
+
+def _member(folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic: Traffic) -> Membership:
+    counted = cast("dist.Store", CountedStore(store, traffic))
+    member = Member(global_rank=rank, world_size=num_ranks, life=0)
+    page = Page(folder / str(rank))
+    return Membership(member, counted, store, cast("Any", NoGroups()), page, join_s=JOIN_S, grace_s=0.0)
+
+
+def _agree(num_ranks: int, profiles: Sequence[StageProfile]) -> tuple[float, Sequence[Traffic]]:
+    traffic, everyone = [Traffic() for _ in range(num_ranks)], SharedGroup(num_ranks)
+    of_stages = [SharedGroup(RANKS_A_STAGE) for _ in profiles]
+
+    def agree(rank: int) -> None:
+        stage, in_stage = divmod(rank, RANKS_A_STAGE)
+        ranks = CountedRanks(rank, everyone, traffic[rank])
+        of_stage = CountedRanks(in_stage, of_stages[stage], traffic[rank])
+        place = _place(stage, len(profiles), cast("Ranks", ranks), cast("Ranks", of_stage))
+        assert len(share_profiles(place, profiles[stage])) == len(profiles)
+
+    return _run(num_ranks, agree), traffic
+
+
+def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> Place:
+    layout = ParallelLayout(pp=num_stages, dp=RANKS_A_STAGE, ep=GPUS_A_NODE, tp=1)
+    shard = ShardIdentity(global_rank=ranks.rank, pp_rank=stage, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0)
+    return Place(
+        identity=RunIdentity(run_id="run", model="model", layout=layout),
+        shard=shard,
+        ranks=ranks,
+        stage_ranks=stage_ranks,
+        previous_rank=None,
+        next_rank=None,
+        device=torch.device("cpu"),
+    )
+
+
+def _report(num_ranks: int) -> Report:
+    standing = Standing(stage=1, reached=None, prepared=False, whole=False)
+    return Report(standing=standing, has_progress=False, held={num_ranks - 1: frozenset()}, gradients={})
+
+
+def _measured(profile: StageProfile) -> Measured:
+    num_experts = sum(operator.expert is not None for operator in profile.table.operators)
+    return Measured(iteration_s=1.0, copy_bytes_per_s=1e9, popularity=np.ones(num_experts))
+
+
+def _run(num_ranks: int, act: Callable[[int], object]) -> float:
+    """Return the seconds in which so many threads have each done something."""
+    threads = [threading.Thread(target=act, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    started_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - started_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Stage tables as few bytes: what ranks exchange as a generation starts grows with kinds of stages, not with ranks.
+
+Owns: the format of operators and columns of numbers, compressed, without pickle. Must not: communicate.
+
+Neighbouring operators are alike: so are the ranks that own them. What is written is where a number differs from that
+of the operator before it, and by how much.
+
+    LZMA( number of operators, columns, changes | kind, layer, expert, MTP depth of each | places | changes ), all int64
+"""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.types import OperatorId, OperatorKind
+
+IntArray = npt.NDArray[np.int64]
+
+_KINDS = tuple(OperatorKind)
+_NONE = -1
+
+
+def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
+    """Return operators and what is known of each, int64 [columns, operators], as bytes."""
+    changes = np.diff(columns.T, axis=0, prepend=0).ravel()
+    places = np.flatnonzero(changes)
+    ids = np.diff(_ids(operators), axis=0, prepend=0)
+    head = np.array([len(operators), len(columns), len(places)], np.int64)
+    steps = np.diff(places, prepend=0)
+    content = np.concatenate([head, ids.ravel(), steps, changes[places]]).astype(np.int64)
+    return lzma.compress(content.tobytes(), lzma.FORMAT_ALONE, preset=1)
+
+
+def unpack_rows(packed: bytes, layers: int = 0) -> tuple[tuple[OperatorId, ...], IntArray]:
+    """Return what was packed, `shifted` by so many layers."""
+    content = np.frombuffer(lzma.decompress(packed), np.int64)
+    num_operators, num_columns, num_changes = content[:3].tolist()
+    ids, steps, values = np.split(content[3:], [4 * num_operators, 4 * num_operators + num_changes])
+    changes = np.zeros(num_operators * num_columns, np.int64)
+    changes[np.cumsum(steps)] = values
+    columns = np.cumsum(changes.reshape(num_operators, num_columns), axis=0).T.copy()
+    return _operators(np.cumsum(ids.reshape(-1, 4), axis=0), layers), columns
+
+
+def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, ...]:
+    """Return the same operators so many layers further back in the model; MTP modules count their own layers."""
+    return _operators(_ids(operators), layers)
+
+
+def first_layer(operators: Sequence[OperatorId]) -> int:
+    """Return the lowest layer among operators, 0 for none."""
+    layers = [each.layer for each in operators if each.layer is not None and each.mtp_depth is None]
+    return min(layers, default=0)
+
+
+def _ids(operators: Sequence[OperatorId]) -> IntArray:
+    numbers = [
+        (_KINDS.index(each.kind), _number(each.layer), _number(each.expert), _number(each.mtp_depth))
+        for each in operators
+    ]
+    return np.array(numbers, np.int64).reshape(-1, 4)
+
+
+def _operators(ids: IntArray, layers: int) -> tuple[OperatorId, ...]:
+    ids[(ids[:, 1] != _NONE) & (ids[:, 3] == _NONE), 1] += layers
+    return tuple(map(_operator, ids.tolist()))
+
+
+def _number(value: int | None) -> int:
+    return _NONE if value is None else value
+
+
+def _operator(ids: Sequence[int]) -> OperatorId:
+    kind, *others = ids
+    layer, expert, mtp_depth = (None if number == _NONE else number for number in others)
+    return OperatorId(kind=_KINDS[kind], layer=layer, expert=expert, mtp_depth=mtp_depth)
