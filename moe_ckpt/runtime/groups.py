@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.abandon import Helper, Outcome
-from moe_ckpt.runtime.alone import Alone
+from moe_ckpt.runtime.alone import Alone, Done
 from moe_ckpt.runtime.polling_store import PollingStore
 from moe_ckpt.runtime.transport import GlooTransport, Transport, die
 
@@ -197,6 +197,10 @@ class ElasticGroups:
             work = getattr(inside, name)(*arguments, **options)
         except RuntimeError as error:
             raise PeersLostError(f"{name}: {error}") from error
+        if work is None:  # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
+            if over.is_set():
+                raise PeersLostError(f"{name}: other ranks were lost")
+            return Done()
         self._unfinished[id(work)] = (work, arguments)
         return _Operation(work, self, over, can_be_forgotten=handle.transport.can_forget)
 

@@ -26,7 +26,17 @@ from moe_ckpt.runtime.groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTi
 from moe_ckpt.runtime.guard import run_and_exit
 from moe_ckpt.runtime.transport import GlooTransport
 from tests.ranks import rank_store, run_ranks
-from tests.runtime.collectives import COLLECTIVES, all_reduce, call_all, plain
+from tests.runtime.collectives import (
+    COLLECTIVES,
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduce_later,
+    barrier,
+    broadcast,
+    broadcast_object,
+    call_all,
+    plain,
+)
 from tests.runtime.trainers import WAIT_S, meet, open_groups, open_store, own_rank, wait_until
 
 PATIENT = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S)
@@ -395,3 +405,49 @@ def form_while_the_generation_ends() -> str:
 
 def test_groups_of_a_generation_that_ended_meanwhile_are_not_used() -> None:
     assert run_ranks(1, form_while_the_generation_ends) == ["PeersLostError"]
+
+
+class LikeNccl:
+    """gloo that answers as NCCL does since torch 2.8: a synchronous operation returns no Work."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            work = getattr(self._group, name)(*arguments, **options)
+            if any(getattr(value, "asyncOp", False) for value in (*arguments, *options.values())):
+                return work
+            work.wait()
+            return None
+
+        return operation
+
+
+class LikeNcclTransport(GlooTransport):
+    """gloo whose groups answer as NCCL's."""
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        return LikeNccl(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+
+
+def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
+    """Return what operations gave, how many are kept as unfinished, and how one ends after a cut."""
+    groups = ElasticGroups(LikeNcclTransport(), PATIENT, lambda waiting: None)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    groups.form(open_store(folder), 1)
+    calls = (all_reduce, all_reduce_later, broadcast, broadcast_object, barrier, all_gather_into_tensor)
+    results = [plain(call(dist.group.WORLD, [0, 1])) for call in calls]
+    kept = len(groups._unfinished)
+    meet(open_store(folder), "all operations are done", 2)
+    groups.cut()
+    return results, kept, outcome_of(dist.barrier)
+
+
+def test_an_inside_that_returns_no_work_for_a_synchronous_operation_is_used(tmp_path: Path) -> None:
+    for results, kept, after in run_ranks(2, use_groups_without_work, str(tmp_path)):
+        assert results[0] == [11.0, 22.0, 33.0]
+        assert results[1:3] == [[[10.0, 20.0, 30.0], True], [10.0, 20.0, 30.0]]
+        assert results[3:] == [["of rank 1"], None, [1.0, 2.0, 10.0, 20.0]]
+        assert (kept, after) == (0, "PeersLostError")
