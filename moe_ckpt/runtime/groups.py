@@ -52,6 +52,22 @@ class GroupTimeouts:
     operation_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendAbilities:
+    """The answer of a handle to torch's question for its backend: transfers are batched where it supports that."""
+
+    supports_coalescing: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    """Operations that an inside collects, to begin them together; `arguments` holds their tensors."""
+
+    inside: Any
+    device: torch.device
+    arguments: list[tuple[Any, ...]]
+
+
 class ElasticGroup(dist.ProcessGroup):
     """The handle of one group, in which this process has place `own` of `size`."""
 
@@ -60,6 +76,7 @@ class ElasticGroup(dist.ProcessGroup):
         self.key = name
         self.inside: Any = Alone(size)
         self.transport = transport
+        self.batch: _Batch | None = None
         self._groups = groups
 
     @property
@@ -68,6 +85,20 @@ class ElasticGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
+
+    # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
+
+    def _get_backend(self, device: torch.device) -> BackendAbilities:
+        is_formed = self.inside is not None and not isinstance(self.inside, Alone)
+        return BackendAbilities(
+            supports_coalescing=is_formed and bool(self.inside._get_backend(device).supports_coalescing)
+        )
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._groups.start_batch(self, device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002 - the batch has it
+        return self._groups.end_batch(self)
 
 
 def _forwarded(name: str) -> Callable[..., dist.Work]:
@@ -112,6 +143,8 @@ class ElasticGroups:
         for name, transport in self._transports.items():
             create = functools.partial(self._create, transport)
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
+        if not isinstance(dist.batch_isend_irecv, _BatchedTransfers):
+            dist.batch_isend_irecv = _BatchedTransfers(dist.batch_isend_irecv)
 
     def form(self, client: dist.Store, generation: int) -> None:
         """Form what is inside all handles, for a generation that no group was formed for yet.
@@ -192,11 +225,50 @@ class ElasticGroups:
         if isinstance(inside, Alone):
             return getattr(inside, name)(*arguments, **options)
         if over.is_set() or inside is None:
+            self._drop_batch(handle)
             raise PeersLostError(f"{name}: other ranks were lost")
         try:
             work = getattr(inside, name)(*arguments, **options)
         except RuntimeError as error:
+            self._drop_batch(handle)
             raise PeersLostError(f"{name}: {error}") from error
+        if handle.batch is not None:  # the batch's end returns the operation that is waited for
+            handle.batch.arguments.append(arguments)
+            return Done()
+        return self._begun(handle, name, work, arguments, over)
+
+    def start_batch(self, handle: ElasticGroup, device: torch.device) -> None:
+        """Let a handle's operations begin together, at `end_batch`. Raises PeersLostError where others are lost.
+
+        NCCL serializes transfers that are not batched: two neighbours that both send first would wait for ever.
+        """
+        over, inside = self._over, handle.inside
+        if over.is_set() or inside is None:
+            raise PeersLostError("batched transfers: other ranks were lost")
+        inside._start_coalescing(device)
+        handle.batch = _Batch(inside=inside, device=device, arguments=[])
+
+    def end_batch(self, handle: ElasticGroup) -> dist.Work:
+        """Begin a handle's batch and return it as one operation. Raises PeersLostError where others are lost."""
+        over, batch = self._over, handle.batch
+        assert batch is not None, "the batch was not started"
+        handle.batch = None
+        try:
+            work = batch.inside._end_coalescing(batch.device)
+        except RuntimeError as error:
+            raise PeersLostError(f"batched transfers: {error}") from error
+        return self._begun(handle, "batched transfers", work, tuple(batch.arguments), over)
+
+    def _drop_batch(self, handle: ElasticGroup) -> None:
+        """End a batch that failed: NCCL counts open batches per thread, and would begin no later operation."""
+        batch, handle.batch = handle.batch, None
+        if batch is not None:
+            with contextlib.suppress(RuntimeError):
+                batch.inside._end_coalescing(batch.device)
+
+    def _begun(
+        self, handle: ElasticGroup, name: str, work: Any, arguments: tuple[Any, ...], over: threading.Event
+    ) -> dist.Work:
         if work is None:  # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
             if over.is_set():
                 raise PeersLostError(f"{name}: other ranks were lost")
@@ -313,6 +385,33 @@ class _Operation(dist.Work):
 
     def result(self) -> Any:
         return self._work.result()
+
+
+class _BatchedTransfers:
+    """`torch.distributed.batch_isend_irecv` that also batches the transfers of handles.
+
+    Releases before 2.14 begin them one after another unless the group's type is exactly `ProcessGroup`.
+    """
+
+    def __init__(self, plain: Callable[[list[dist.P2POp]], list[dist.Work]]) -> None:
+        self._plain = plain
+
+    def __call__(self, p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        group = (p2p_op_list[0].group or dist.group.WORLD) if p2p_op_list else None
+        if not isinstance(group, ElasticGroup):
+            return self._plain(p2p_op_list)
+        device = p2p_op_list[0].tensor.device
+        if not group._get_backend(device).supports_coalescing:
+            return [work for operation in p2p_op_list if (work := _begin(operation, group))]
+        group._start_coalescing(device)
+        for operation in p2p_op_list:
+            _begin(operation, group)
+        return [group._end_coalescing(device)]
+
+
+def _begin(transfer: dist.P2POp, group: ElasticGroup) -> dist.Work | None:
+    peer = "group_dst" if transfer.op is dist.isend else "group_src"
+    return transfer.op(transfer.tensor, group=group, tag=transfer.tag, **{peer: transfer.group_peer})
 
 
 def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:

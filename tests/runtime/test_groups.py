@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from tests.runtime.collectives import (
     broadcast,
     broadcast_object,
     call_all,
+    ones,
     plain,
 )
 from tests.runtime.trainers import WAIT_S, meet, open_groups, open_store, own_rank, wait_until
@@ -451,3 +452,104 @@ def test_an_inside_that_returns_no_work_for_a_synchronous_operation_is_used(tmp_
         assert results[1:3] == [[[10.0, 20.0, 30.0], True], [10.0, 20.0, 30.0]]
         assert results[3:] == [["of rank 1"], None, [1.0, 2.0, 10.0, 20.0]]
         assert (kept, after) == (0, "PeersLostError")
+
+
+class SerialGroup:
+    """gloo whose transfers take turns unless they are batched, as on the one stream of an NCCL communicator."""
+
+    supports_coalescing = True
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._stream = ThreadPoolExecutor(1)
+        self._batch: list[Callable[[], Any]] | None = None
+        self.open_batches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def _get_backend(self, device: torch.device) -> SerialGroup:
+        return self
+
+    def send(self, *arguments: Any) -> Any:
+        return self._queue(partial(self._group.send, *arguments))
+
+    def recv(self, *arguments: Any) -> Any:
+        return self._queue(partial(self._group.recv, *arguments))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+        self.open_batches += 1
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        batch, self._batch = self._batch or [], None
+        self.open_batches -= 1
+        return Queued(self._stream.submit(lambda: [work.wait() for work in [call() for call in batch]]))
+
+    def _queue(self, call: Callable[[], Any]) -> Any:
+        if self._batch is not None:
+            return self._batch.append(call)
+        return Queued(self._stream.submit(lambda: call().wait()))
+
+
+class Queued:
+    """A transfer on the stream of a SerialGroup."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class SerialTransport(GlooTransport):
+    """gloo whose groups transfer as NCCL's do."""
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        return SerialGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+
+
+def exchange_in_batches(folder: str) -> tuple[str, list[float], int, str, int]:
+    """Return how the first batch went and its data, how many operations are kept, and how a batch fails after a cut.
+
+    And how many batches are open then.
+    """
+    groups = ElasticGroups(SerialTransport(), GroupTimeouts(form_s=WAIT_S, operation_s=3.0), lambda waiting: None)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    groups.form(open_store(folder), 1)
+    other, received = 1 - own_rank(), torch.zeros(2)
+    both_send_first = [dist.P2POp(dist.isend, ones(2), other), dist.P2POp(dist.irecv, received, other)]
+
+    def exchange() -> None:
+        for work in dist.batch_isend_irecv(both_send_first):
+            work.wait()
+
+    outcome, kept = outcome_of(exchange), len(groups._unfinished)
+    meet(open_store(folder), "the exchange ended", 2)
+    (inside,) = groups.insides
+    inside._batch_was_started = inside._start_coalescing
+    inside._start_coalescing = lambda device: (inside._batch_was_started(device), groups.cut())
+    return outcome, received.tolist(), kept, outcome_of(exchange), inside.open_batches
+
+
+def test_transfers_are_batched_where_the_inside_can(tmp_path: Path) -> None:
+    first, second = run_ranks(2, exchange_in_batches, str(tmp_path))
+    assert first == ("got None", [10.0, 20.0], 0, "PeersLostError", 0)
+    assert second == ("got None", [1.0, 2.0], 0, "PeersLostError", 0)
+
+
+def abilities_before_and_after_forming(folder: str) -> list[bool]:
+    """Return the answers to the question that torch 2.14 asks of every group before it batches transfers."""
+    groups = open_groups(own_rank(), 2)
+    handle: Any = dist.group.WORLD
+    answers = [handle._get_backend(torch.device("cpu")).supports_coalescing]
+    groups.form(open_store(folder), 1)
+    answers.append(handle._get_backend(torch.device("cpu")).supports_coalescing)
+    meet(open_store(folder), "both have asked", 2)
+    groups.leave()
+    return [*answers, handle._get_backend(torch.device("cpu")).supports_coalescing]
+
+
+def test_a_handle_answers_whether_it_batches_transfers(tmp_path: Path) -> None:
+    assert run_ranks(2, abilities_before_and_after_forming, str(tmp_path)) == [[False] * 3] * 2
