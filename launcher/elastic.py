@@ -88,7 +88,7 @@ def open_groups(settings: Settings, page: Page, transport: Transport) -> Elastic
     """Return process groups that outlive generations, registered with torch; this process is alone in them yet."""
     runtime = settings.runtime
     timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s)
-    groups = ElasticGroups(transport, timeouts, page.wait)
+    groups = ElasticGroups(transport, timeouts, page.wait, page.wait_on_device)
     groups.register()
     return groups
 

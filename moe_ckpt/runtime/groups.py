@@ -28,6 +28,7 @@ import torch.distributed as dist
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.abandon import Helper, Outcome
 from moe_ckpt.runtime.alone import Alone, Done
+from moe_ckpt.runtime.device_waits import DeviceWaits
 from moe_ckpt.runtime.polling_store import PollingStore
 from moe_ckpt.runtime.transport import GlooTransport, Transport, die
 
@@ -88,11 +89,10 @@ class ElasticGroup(dist.ProcessGroup):
 
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
 
-    def _get_backend(self, device: torch.device) -> BackendAbilities:
-        is_formed = self.inside is not None and not isinstance(self.inside, Alone)
-        return BackendAbilities(
-            supports_coalescing=is_formed and bool(self.inside._get_backend(device).supports_coalescing)
-        )
+    def _get_backend(self, device: torch.device) -> Any:
+        if self.inside is None or isinstance(self.inside, Alone):
+            return BackendAbilities(supports_coalescing=False)
+        return BackendAbilities(supports_coalescing=self.inside._get_backend(device).supports_coalescing)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._groups.start_batch(self, device)
@@ -115,15 +115,22 @@ for _name in _OPERATIONS:
 class ElasticGroups:
     """All handles of this process. One thread forms and leaves; `cut` and `abandon` may come from any other.
 
-    `on_wait` learns when that thread waits for other ranks, and when it does not any more.
+    `on_wait` is called when that thread begins and ends to wait for other ranks, `on_device_wait` when its device does.
     """
 
-    def __init__(self, transport: Transport, timeouts: GroupTimeouts, on_wait: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        timeouts: GroupTimeouts,
+        on_wait: Callable[[bool], None],
+        on_device_wait: Callable[[bool], None] | None = None,
+    ) -> None:
         self._transports = {BACKEND: transport, CPU_BACKEND: transport}
         if transport.device.type != "cpu":
             self._transports[CPU_BACKEND] = GlooTransport()
         self._timeouts = timeouts
         self._on_wait = on_wait
+        self._device_waits = DeviceWaits(on_device_wait or _nobody, limit_s=timeouts.operation_s)
         self._handles: list[ElasticGroup] = []
         self._helpers = threading.local()
         self._lock = threading.Lock()
@@ -206,6 +213,7 @@ class ElasticGroups:
     def leave(self) -> None:
         """Drop what is inside, once nothing can arrive in anybody's tensors any more."""
         self.cut()
+        self._device_waits.clear()
         begun_s = time.monotonic()
         unfinished, self._unfinished = list(self._unfinished.values()), {}
         insides = self.insides
@@ -228,7 +236,8 @@ class ElasticGroups:
             self._drop_batch(handle)
             raise PeersLostError(f"{name}: other ranks were lost")
         try:
-            work = getattr(inside, name)(*arguments, **options)
+            with self._telling():  # NCCL's synchronous barrier blocks in here
+                work = getattr(inside, name)(*arguments, **options)
         except RuntimeError as error:
             self._drop_batch(handle)
             raise PeersLostError(f"{name}: {error}") from error
@@ -272,17 +281,19 @@ class ElasticGroups:
         if work is None:  # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
             if over.is_set():
                 raise PeersLostError(f"{name}: other ranks were lost")
+            self._device_waits.add(handle.transport.mark())
             return Done()
         self._unfinished[id(work)] = (work, arguments)
-        return _Operation(work, self, over, can_be_forgotten=handle.transport.can_forget)
+        return _Operation(work, self, over, handle.transport)
 
-    def wait(self, work: Any, over: threading.Event, *, can_be_forgotten: bool) -> None:
+    def wait(self, work: Any, over: threading.Event, transport: Transport) -> None:
         """Wait for an operation to end or to be abandoned; `over` is its generation's. Raises PeersLostError."""
         try:
             with self._telling():
-                self._wait_for_helper(work) if can_be_forgotten else work.wait()
+                self._wait_for_helper(work) if transport.can_forget else work.wait()
         except RuntimeError as error:
             raise PeersLostError(str(error)) from error
+        self._device_waits.add(transport.mark())  # NCCL: the current stream waits for it, the host does not
         self._unfinished.pop(id(work), None)
         if over.is_set():
             raise PeersLostError("other ranks were lost")
@@ -369,15 +380,15 @@ class ElasticGroups:
 class _Operation(dist.Work):
     """An operation of what is inside a handle, which can be abandoned."""
 
-    def __init__(self, work: Any, groups: ElasticGroups, over: threading.Event, *, can_be_forgotten: bool) -> None:
+    def __init__(self, work: Any, groups: ElasticGroups, over: threading.Event, transport: Transport) -> None:
         super().__init__()
         self._work = work
         self._groups = groups
         self._over = over
-        self._can_be_forgotten = can_be_forgotten
+        self._transport = transport
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
-        self._groups.wait(self._work, self._over, can_be_forgotten=self._can_be_forgotten)
+        self._groups.wait(self._work, self._over, self._transport)
         return True
 
     def is_completed(self) -> bool:

@@ -27,6 +27,14 @@ _LOOK_AGAIN_S = 0.0001
 _NCCL_NEVER_ENDS_THE_PROCESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Return, at once, whether the device has reached it."""
+        ...
+
+
 class Transport(Protocol):
     """Forms the inside of groups for one generation after another."""
 
@@ -38,6 +46,10 @@ class Transport(Protocol):
 
     def begin(self) -> None:
         """A generation is about to be formed: what is opened from now on belongs to it."""
+        ...
+
+    def mark(self) -> Mark | None:
+        """Return the point behind the operations that this thread has begun; None where those awaited are done."""
         ...
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
@@ -81,6 +93,9 @@ class GlooTransport:
         self._before = frozenset(_open_sockets())
         self._own = None
 
+    def mark(self) -> Mark | None:
+        return None
+
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=form_s))
         backend._set_default_timeout(timedelta(seconds=operation_s))
@@ -122,6 +137,11 @@ class NcclTransport:
         with self._lock:
             self._aborts.clear()
         self._draining = None
+
+    def mark(self) -> Mark | None:
+        reached = torch.cuda.Event()
+        reached.record(torch.cuda.current_stream(self.device))
+        return reached
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()

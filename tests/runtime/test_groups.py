@@ -24,7 +24,8 @@ from launcher.proc import stands_still
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.runtime.guard import run_and_exit
-from moe_ckpt.runtime.transport import GlooTransport
+from moe_ckpt.runtime.page import Page
+from moe_ckpt.runtime.transport import GlooTransport, Mark
 from tests.ranks import rank_store, run_ranks
 from tests.runtime.collectives import (
     COLLECTIVES,
@@ -212,11 +213,11 @@ def test_an_abandoned_operation_keeps_no_later_one_waiting() -> None:
     over, first, second = threading.Event(), Forgotten(), Forgotten()
     second.end.set()
     with ThreadPoolExecutor(1) as training_thread:
-        abandoned = training_thread.submit(groups.wait, first, over, can_be_forgotten=True)
+        abandoned = training_thread.submit(groups.wait, first, over, GlooTransport())
         assert wait_until(lambda: groups.abandon() or abandoned.done())
         with pytest.raises(PeersLostError, match="abandoned"):
             abandoned.result()
-        training_thread.submit(groups.wait, second, over, can_be_forgotten=True).result(WAIT_S / 3)
+        training_thread.submit(groups.wait, second, over, GlooTransport()).result(WAIT_S / 3)
         first.end.set()
 
 
@@ -354,6 +355,9 @@ class HeldTransport:
         return object()
 
     def begin(self) -> None: ...
+
+    def mark(self) -> Mark | None:
+        return None
 
     def formed(self) -> None:
         self.when_formed()
@@ -553,3 +557,66 @@ def abilities_before_and_after_forming(folder: str) -> list[bool]:
 
 def test_a_handle_answers_whether_it_batches_transfers(tmp_path: Path) -> None:
     assert run_ranks(2, abilities_before_and_after_forming, str(tmp_path)) == [[False] * 3] * 2
+
+
+class Point:
+    """A point in the work of a device, which the test lets it reach."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.query = self.reached.is_set
+
+
+class Launching:
+    """A group whose operations are launched only: the device does them later."""
+
+    def allreduce(self, *_: Any) -> None: ...
+
+
+class LaunchingTransport(HeldTransport):
+    """A transport of which the host sees a device's points only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held.set()
+        self.points: list[Point] = []
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        return Launching()
+
+    def mark(self) -> Point:
+        self.points.append(Point())
+        return self.points[-1]
+
+
+def block_in_an_event(folder: str) -> tuple[bool, bool, bool, bool, float]:
+    """Return whether a rank waits for others: before and while its host blocks, after that, and when it is wedged.
+
+    And the age of its last progress in seconds as the wait has ended.
+    """
+    page, transport = Page(Path(folder) / "page"), LaunchingTransport()
+    page.reset()
+    groups = ElasticGroups(transport, PATIENT, page.wait, page.wait_on_device)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
+    groups.form(dist.HashStore(), 1)
+    seen = [page.waiting]
+    dist.all_reduce(torch.ones(1))
+    host = threading.Thread(target=transport.points[-1].reached.wait)  # as `.item()` does
+    host.start()
+    seen.append(wait_until(lambda: page.waiting))
+    transport.points[-1].reached.set()
+    host.join()
+    wait_until(lambda: not page.waiting)
+    age_s = time.monotonic() - page.progress_s
+    seen.append(page.waiting)
+    dist.all_reduce(torch.ones(1))
+    wait_until(lambda: page.waiting)
+    groups.leave()
+    return seen[0], seen[1], seen[2], page.waiting, age_s
+
+
+def test_a_rank_whose_host_blocks_for_its_device_waits_for_others(tmp_path: Path) -> None:
+    ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path))
+    assert waits == [False, True, False, False]
+    assert age_s < 1.0, "the guard would kill a rank as soon as a long wait has ended"
