@@ -7,10 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.transport import GlooTransport, NcclTransport
@@ -205,3 +209,43 @@ def lose_the_device() -> str:
 def test_a_device_that_is_lost_ends_the_process_by_a_signal() -> None:
     with pytest.raises(RankFailedError, match="rank 0 died"):
         run_ranks(1, lose_the_device)
+
+
+class BootstrappingBackend:
+    """A backend of NCCL whose peer never comes: only an abort ends its forming."""
+
+    def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+        self.blocking = options.config.blocking
+        self.waits, self.aborted = threading.Event(), threading.Event()
+        made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.waits.set()
+        if self.aborted.wait(2.0):
+            raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    @staticmethod
+    def Options() -> Any:  # noqa: N802 - torch's name
+        return SimpleNamespace(config=SimpleNamespace(blocking=1))
+
+
+made: list[BootstrappingBackend] = []
+
+
+def test_a_cut_aborts_groups_that_are_being_formed(nccl: NcclTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.clear()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", BootstrappingBackend, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800")
+    nccl.begin()
+    with ThreadPoolExecutor(1) as forming:
+        group = forming.submit(nccl.make, dist.HashStore(), 0, 2, form_s=7.5, operation_s=WAIT_S)
+        assert wait_until(lambda: bool(made) and made[0].waits.is_set())
+        nccl.cut([])
+        with pytest.raises(RuntimeError, match="was aborted"):
+            group.result(WAIT_S)
+    assert (made[0].blocking, os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == (0, "8")
+    with pytest.raises(PeersLostError, match="forming process groups"):
+        nccl.make(dist.HashStore(), 0, 2, form_s=7.5, operation_s=WAIT_S)
