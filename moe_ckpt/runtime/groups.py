@@ -159,25 +159,12 @@ class ElasticGroups:
         The ranks meet in the store of `client`, which nobody else may use meanwhile. Raises PeersLostError if that
         takes too long, or is cut.
         """
-        for transport in self._distinct:
-            transport.begin()
         over = self._over = threading.Event()
         self._training_thread = threading.get_ident()
-        shared = [handle for handle in self._handles if handle.size() > 1]
-        parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
         made: dict[ElasticGroup, Any] = {}
-        prefix, form_s = f"{generation}/groups/", self._timeouts.form_s
-        store = PollingStore(client, self._store_lock, prefix, over.is_set, form_s)
-        outcomes = [self._start(lambda part=part: self._form(part, store, over, made)) for part in parts]
-        try:
-            for outcome in outcomes:
-                self._await(outcome, 2 * self._timeouts.form_s)
-        except RuntimeError as error:
-            over.set()
-            raise PeersLostError(f"forming process groups: {error}") from error
-        finally:
-            for transport in self._distinct:
-                transport.formed()
+        store = PollingStore(client, self._store_lock, f"{generation}/groups/", over.is_set, self._timeouts.form_s)
+        for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
+            self._form_all(transport, store, over, made)
         for handle, inside in made.items():
             handle.inside = inside
         if over.is_set():
@@ -299,8 +286,9 @@ class ElasticGroups:
             raise PeersLostError("other ranks were lost")
 
     @property
-    def _distinct(self) -> set[Transport]:
-        return set(self._transports.values())
+    def _distinct(self) -> tuple[Transport, ...]:
+        """The device's transport first: its groups are aborted before sockets under running kernels are shut down."""
+        return tuple(dict.fromkeys(self._transports.values()))
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -352,6 +340,23 @@ class ElasticGroups:
         finally:
             with self._lock:
                 self._awaited.discard(outcome)
+
+    def _form_all(
+        self, transport: Transport, store: dist.Store, over: threading.Event, made: dict[ElasticGroup, Any]
+    ) -> None:
+        """Form what is inside the handles of one transport. Raises PeersLostError."""
+        shared = [handle for handle in self._handles if handle.size() > 1 and handle.transport is transport]
+        parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
+        transport.begin()
+        outcomes = [self._start(lambda part=part: self._form(part, store, over, made)) for part in parts]
+        try:
+            for outcome in outcomes:
+                self._await(outcome, 2 * self._timeouts.form_s)
+        except RuntimeError as error:
+            over.set()
+            raise PeersLostError(f"forming process groups: {error}") from error
+        finally:
+            transport.formed()
 
     def _form(
         self,

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -620,3 +621,45 @@ def test_a_rank_whose_host_blocks_for_its_device_waits_for_others(tmp_path: Path
     ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path))
     assert waits == [False, True, False, False]
     assert age_s < 1.0, "the guard would kill a rank as soon as a long wait has ended"
+
+
+class DeviceTransport(HeldTransport):
+    """A device's transport, which opens a socket for each group, as NCCL's bootstrap does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device, self.can_forget = torch.device("cuda"), False
+        self.held.set()
+        self.sockets: list[tuple[socket.socket, socket.socket]] = []
+        self.worked_at_the_cut: list[bool] = []
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        self.sockets.append(socket.socketpair())
+        return object()
+
+    def cut(self, insides: Sequence[Any]) -> None:
+        self.worked_at_the_cut += [self.passes(pair) for pair in self.sockets]
+
+    @staticmethod
+    def passes(pair: tuple[socket.socket, socket.socket]) -> bool:
+        try:
+            return pair[0].send(b"x") == 1 and pair[1].recv(1) == b"x"
+        except OSError:
+            return False
+
+
+def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
+    """Return whether a device's sockets work as its groups are aborted, and after the cut of the host's groups."""
+    transport = DeviceTransport()
+    groups = ElasticGroups(transport, PATIENT, lambda waiting: None)
+    groups.register()
+    dist.init_process_group(CPU_BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    dist.new_group([0, 1], backend=BACKEND)
+    groups.form(open_store(folder), 1)
+    meet(open_store(folder), "both have formed", 2)
+    groups.cut()
+    return transport.worked_at_the_cut, [transport.passes(pair) for pair in transport.sockets]
+
+
+def test_a_cut_leaves_the_sockets_of_a_device_to_its_own_abort(tmp_path: Path) -> None:
+    assert run_ranks(2, cut_beside_a_device, str(tmp_path)) == [([True], [True])] * 2
