@@ -47,10 +47,11 @@ _OPERATIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTimeouts:
-    """Seconds: to form all groups, and for one operation."""
+    """Seconds: to form all groups, for one operation, and for a device to be quiet after its groups were aborted."""
 
     form_s: float
     operation_s: float
+    abort_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,11 +303,11 @@ class ElasticGroups:
 
     def _wait_for_quiet(self, transport: Transport, begun_s: float) -> None:
         """Wait until nothing can arrive any more: the kernel tells nobody when gloo has read its last."""
-        limit_s = self._timeouts.operation_s if transport.closing_s is None else transport.closing_s
+        limit_s = self._timeouts.abort_s if transport.closing_s is None else transport.closing_s
         while not transport.is_quiet():
             if time.monotonic() - begun_s > limit_s:
                 if transport.closing_s is None:
-                    die(f"{transport.device} is not done runtime.operation_s={limit_s:g} seconds after an abort")
+                    die(f"{transport.device} is not done runtime.abort_s={limit_s:g} seconds after an abort")
                 return
             time.sleep(0.001)
 

@@ -27,7 +27,7 @@ from moe_ckpt.runtime.groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTi
 from moe_ckpt.runtime.guard import run_and_exit
 from moe_ckpt.runtime.page import Page
 from moe_ckpt.runtime.transport import GlooTransport, Mark
-from tests.ranks import rank_store, run_ranks
+from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.runtime.collectives import (
     COLLECTIVES,
     all_gather_into_tensor,
@@ -42,7 +42,7 @@ from tests.runtime.collectives import (
 )
 from tests.runtime.trainers import WAIT_S, meet, open_groups, open_store, own_rank, wait_until
 
-PATIENT = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S)
+PATIENT = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=WAIT_S)
 
 
 def make_groups(backend: str) -> list[tuple[Any, list[int]]]:
@@ -381,7 +381,7 @@ def open_held_groups(transport: HeldTransport, timeouts: GroupTimeouts) -> Elast
 def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
     """Return how forming ended, how many groups its threads made, and how many are in the next generation."""
     transport = HeldTransport()
-    groups = open_held_groups(transport, GroupTimeouts(form_s=0.02, operation_s=WAIT_S))
+    groups = open_held_groups(transport, GroupTimeouts(form_s=0.02, operation_s=WAIT_S, abort_s=WAIT_S))
     for _ in range(7):
         dist.new_group([0, 1], backend=CPU_BACKEND)
     outcome = outcome_of(lambda: groups.form(dist.HashStore(), 1))
@@ -451,7 +451,7 @@ def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
     return results, kept, outcome_of(dist.barrier)
 
 
-def test_an_inside_that_returns_no_work_for_a_synchronous_operation_is_used(tmp_path: Path) -> None:
+def test_an_inside_that_returns_no_work_is_used(tmp_path: Path) -> None:
     for results, kept, after in run_ranks(2, use_groups_without_work, str(tmp_path)):
         assert results[0] == [11.0, 22.0, 33.0]
         assert results[1:3] == [[[10.0, 20.0, 30.0], True], [10.0, 20.0, 30.0]]
@@ -519,7 +519,9 @@ def exchange_in_batches(folder: str) -> tuple[str, list[float], int, str, int]:
 
     And how many batches are open then.
     """
-    groups = ElasticGroups(SerialTransport(), GroupTimeouts(form_s=WAIT_S, operation_s=3.0), lambda waiting: None)
+    groups = ElasticGroups(
+        SerialTransport(), GroupTimeouts(form_s=WAIT_S, operation_s=3.0, abort_s=WAIT_S), lambda waiting: None
+    )
     groups.register()
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
     groups.form(open_store(folder), 1)
@@ -617,7 +619,7 @@ def block_in_an_event(folder: str) -> tuple[bool, bool, bool, bool, float]:
     return seen[0], seen[1], seen[2], page.waiting, age_s
 
 
-def test_a_rank_whose_host_blocks_for_its_device_waits_for_others(tmp_path: Path) -> None:
+def test_a_host_that_blocks_for_its_device_waits_for_others(tmp_path: Path) -> None:
     ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path))
     assert waits == [False, True, False, False]
     assert age_s < 1.0, "the guard would kill a rank as soon as a long wait has ended"
@@ -661,5 +663,29 @@ def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
     return transport.worked_at_the_cut, [transport.passes(pair) for pair in transport.sockets]
 
 
-def test_a_cut_leaves_the_sockets_of_a_device_to_its_own_abort(tmp_path: Path) -> None:
+def test_a_cut_leaves_a_devices_sockets_to_its_abort(tmp_path: Path) -> None:
     assert run_ranks(2, cut_beside_a_device, str(tmp_path)) == [([True], [True])] * 2
+
+
+class HangingTransport(DeviceTransport):
+    """A device's transport whose aborts never end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closing_s: float | None = None
+
+    def is_quiet(self) -> bool:
+        return False
+
+
+def leave_a_device_that_hangs() -> str:
+    timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=0.1)
+    ElasticGroups(HangingTransport(), timeouts, lambda waiting: None).leave()
+    return "it went on"
+
+
+def test_a_device_that_does_not_abort_in_time_ends_its_worker() -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, leave_a_device_that_hangs)
+    assert time.monotonic() - begun_s < WAIT_S, "runtime.operation_s ended it, not runtime.abort_s"
