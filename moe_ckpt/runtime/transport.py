@@ -25,7 +25,13 @@ from moe_ckpt.errors import PeersLostError
 
 _log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.0001
-_NCCL_NEVER_ENDS_THE_PROCESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_NCCL_NEVER_ENDS_THE_PROCESS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # else the watchdog asks the store of a generation that is over, and sleeps up to a minute in the thread that ends
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
 
 
 class Mark(Protocol):

@@ -115,6 +115,11 @@ def test_a_transport_is_quiet_once_all_bytes_are_read(pair) -> None:
 # NCCL's transport, on a device that is not there: what it asks of CUDA.
 
 
+NCCL_SWITCHES = tuple(
+    f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")
+)
+
+
 class FakeEvent:
     """A point in a stream, reached after some looks."""
 
@@ -129,7 +134,7 @@ class FakeEvent:
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+    for name in NCCL_SWITCHES:
         monkeypatch.setenv(name, "1")  # as torchrun does; undone when the test ends
     return nccl_without_cuda(monkeypatch)
 
@@ -142,8 +147,7 @@ def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
 
 
 def test_nccl_is_kept_from_ending_survivors(nccl: NcclTransport) -> None:
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert {name: os.environ[name] for name in NCCL_SWITCHES} == dict.fromkeys(NCCL_SWITCHES, "0")
 
 
 def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclTransport) -> None:
