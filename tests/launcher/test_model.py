@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from launcher.config import compose_settings
@@ -38,7 +40,7 @@ def test_count_equals_what_is_built(overrides: tuple[str, ...]) -> None:
 
 def _synchronizes_after_transfers() -> bool:
     state, _ = build_stage()
-    return state.model[0].config.batch_p2p_sync
+    return cast("Any", state.model[0]).config.batch_p2p_sync
 
 
 def test_pipeline_transfers_do_not_synchronize_the_device() -> None:
