@@ -87,8 +87,8 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
 def open_groups(settings: Settings, page: Page, transport: Transport) -> ElasticGroups:
     """Return process groups that outlive generations, registered with torch; this process is alone in them yet."""
     runtime = settings.runtime
-    timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s)
-    groups = ElasticGroups(transport, timeouts, page.wait)
+    timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
+    groups = ElasticGroups(transport, timeouts, page.wait, page.wait_on_device)
     groups.register()
     return groups
 

@@ -10,6 +10,7 @@ import gc
 from launcher.config import Settings
 from launcher.elastic import RankPlace, guard_rank, wants_guard
 from launcher.launch import read_launch, say_once
+from launcher.parallel import require_forkable
 from launcher.run import run, run_guarded
 from launcher.run_folder import require_lasting
 from moe_ckpt.config import InMemoryConfig, require
@@ -22,6 +23,7 @@ def start(settings: Settings) -> int:
     if wants_guard(settings):
         launch = read_launch()
         require_lasting(settings.run)
+        require_forkable()
         return guard_rank(settings, launch, lambda place, life: _train(settings, place, life))
     wanted = (
         "none or state_loss where no guard replaces who is killed (ckpt=moevement, gemini and checkfreq have guards)"

@@ -10,6 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from launcher.launch import Launch, agent_store
 from moe_ckpt.adapters import megatron_cpu
+from moe_ckpt.config import require
 from moe_ckpt.runtime.groups import BACKEND
 from moe_ckpt.types import ParallelLayout
 
@@ -23,6 +24,12 @@ def choose_device(launch: Launch, *, deterministic: bool) -> bool:
         _make_deterministic()
     torch.cuda.set_device(torch.device("cuda", launch.local_rank))
     return True
+
+
+def require_forkable() -> None:
+    """Raise ConfigError where an import has started CUDA: trainers that a guard forks could not use it."""
+    wanted = "false: an import has started CUDA, which a forked trainer cannot use (Transformer Engine does that where "
+    require(not torch.cuda.is_initialized(), "runtime.guard", True, f"{wanted}flash-attn is installed: uninstall it)")
 
 
 def join_job(launch: Launch, *, on_gpu: bool, store: dist.Store | None = None) -> None:
@@ -49,6 +56,9 @@ def _make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
     os.environ.setdefault("NCCL_ALGO", "Ring")  # the order of sums
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch have an order of their own
+    # torch.compile's choices depend on what a process compiled before; and a replacement would compile all anew
+    torch._dynamo.config.disable = True
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 

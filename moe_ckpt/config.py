@@ -331,6 +331,7 @@ class RuntimeConfig:
     progress_s: float
     form_s: float
     operation_s: float
+    abort_s: float
     join_s: float
     grace_s: float
     copy_s: float
@@ -343,6 +344,7 @@ class RuntimeConfig:
         require_at_least("runtime.heartbeat_s", self.heartbeat_s, 0.5)  # ten beats
         require_at_least("runtime.progress_s", self.progress_s, self.heartbeat_s)
         require_at_least("runtime.form_s", self.form_s, 1.0)
+        require_at_least("runtime.abort_s", self.abort_s, 1.0)
         require_at_least("runtime.grace_s", self.grace_s, 0.0)
         require_at_least("runtime.copy_s", self.copy_s, 1.0)
         require_at_least("runtime.max_deaths", self.max_deaths, 1)

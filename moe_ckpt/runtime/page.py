@@ -36,6 +36,7 @@ class _Word(IntEnum):
     ORDER_PHASE = 8
     ORDER_SKIP = 9
     ORDERS_OBEYED = 10
+    DEVICE_WAITS = 11
 
 
 class _Waiting(IntEnum):
@@ -77,8 +78,8 @@ class Page:
 
     @property
     def waiting(self) -> bool:
-        """Whether the training thread waits for other ranks or their keepers: then a hang is not this rank's."""
-        return self._words[_Word.WAITING] != _Waiting.NO
+        """Whether the training thread or its device waits for ranks or keepers: then a hang is not this rank's."""
+        return self._words[_Word.WAITING] != _Waiting.NO or bool(self._words[_Word.DEVICE_WAITS])
 
     @property
     def communicates(self) -> bool:
@@ -112,6 +113,11 @@ class Page:
     def wait(self, waiting: bool) -> None:
         """The training thread begins or ends to wait for other ranks."""
         self._wait(_Waiting.FOR_RANKS if waiting else _Waiting.NO)
+
+    def wait_on_device(self, waiting: bool) -> None:
+        """The device begins or ends to wait for other ranks; the host may block for it anywhere."""
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()  # first: the host may compute for as long from here
+        self._words[_Word.DEVICE_WAITS] = waiting
 
     def wait_for_copies(self, waiting: bool) -> None:
         """The training thread begins or ends to wait for keepers, its own or others'."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import signal
 import socket
@@ -24,7 +25,21 @@ from moe_ckpt.errors import PeersLostError
 
 _log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.0001
-_NCCL_NEVER_ENDS_THE_PROCESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_NCCL_NEVER_ENDS_THE_PROCESS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # else the watchdog asks the store of a generation that is over, and sleeps up to a minute in the thread that ends
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Return, at once, whether the device has reached it."""
+        ...
 
 
 class Transport(Protocol):
@@ -38,6 +53,10 @@ class Transport(Protocol):
 
     def begin(self) -> None:
         """A generation is about to be formed: what is opened from now on belongs to it."""
+        ...
+
+    def mark(self) -> Mark | None:
+        """Return the point behind the operations that this thread has begun; None where those awaited are done."""
         ...
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
@@ -81,6 +100,9 @@ class GlooTransport:
         self._before = frozenset(_open_sockets())
         self._own = None
 
+    def mark(self) -> Mark | None:
+        return None
+
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=form_s))
         backend._set_default_timeout(timedelta(seconds=operation_s))
@@ -115,21 +137,35 @@ class NcclTransport:
         self.closing_s: float | None = None
         self._lock = threading.Lock()
         self._aborts: dict[int, threading.Thread] = {}
+        self._forming: dict[int, Any] = {}  # a rank that dies leaves the others in NCCL's bootstrap: a cut aborts them
+        self._is_cut = False
         self._draining: threading.Thread | None = None
         keep_nccl_from_ending_the_process()
 
     def begin(self) -> None:
         with self._lock:
             self._aborts.clear()
+            self._forming.clear()
+            self._is_cut = False
         self._draining = None
+
+    def mark(self) -> Mark | None:
+        reached = torch.cuda.Event()
+        reached.record(torch.cuda.current_stream(self.device))
+        return reached
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=form_s)
+        options.config.blocking = 0  # a blocking ncclCommInitRank cannot be aborted
+        os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(form_s))  # torch's own is 30 minutes
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        self._register(backend)
         backend.eager_connect_single_device(self.device)  # communicators made lazily have hung in an abort
         backend._set_default_timeout(timedelta(seconds=operation_s))
-        return _group_of(backend, store, self.device, dist.ProcessGroup.BackendType.NCCL)
+        group = _group_of(backend, store, self.device, dist.ProcessGroup.BackendType.NCCL)
+        self._register(group, replaces=backend)
+        return group
 
     def formed(self) -> None:
         pass
@@ -145,7 +181,9 @@ class NcclTransport:
 
     def cut(self, insides: Sequence[Any]) -> None:
         with self._lock:
-            new = {id(inside): inside for inside in insides if id(inside) not in self._aborts}
+            self._is_cut = True
+            all_made = (*insides, *self._forming.values())
+            new = {id(inside): inside for inside in all_made if id(inside) not in self._aborts}
             for key, inside in new.items():
                 self._aborts[key] = threading.Thread(target=inside.abort, name="abort", daemon=True)
                 self._aborts[key].start()
@@ -154,10 +192,19 @@ class NcclTransport:
         with self._lock:
             if any(thread.is_alive() for thread in self._aborts.values()):
                 return False
+            self._forming.clear()
         if self._draining is None:
             self._draining = threading.Thread(target=_drain, args=(self.device,), name="drain", daemon=True)
             self._draining.start()
         return not self._draining.is_alive()
+
+    def _register(self, made: Any, replaces: Any = None) -> None:
+        """Let a cut abort a group that no handle has yet. Raises PeersLostError where that cut was before."""
+        with self._lock:
+            if self._is_cut:
+                raise PeersLostError("forming process groups: other ranks were lost")
+            self._forming.pop(id(replaces), None)
+            self._forming[id(made)] = made
 
 
 def keep_nccl_from_ending_the_process() -> None:

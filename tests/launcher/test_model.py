@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from launcher.config import compose_settings
@@ -34,3 +36,13 @@ def test_count_equals_what_is_built(overrides: tuple[str, ...]) -> None:
     assert total == run_ranks(1, _built_parameters, overrides)[0]
     assert active <= total
     assert (active < total) == (model.num_experts > 0)
+
+
+def _synchronizes_after_transfers() -> bool:
+    state, _ = build_stage()
+    return cast("Any", state.model[0]).config.batch_p2p_sync
+
+
+def test_pipeline_transfers_do_not_synchronize_the_device() -> None:
+    """Megatron's default waits, after each transfer, for all streams: also for the copies of a whole snapshot."""
+    assert run_ranks(1, _synchronizes_after_transfers) == [False]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +15,11 @@ import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
 from launcher.launch import Launch, read_launch
 from launcher.layout import check_fit, fit_layout
+from launcher.parallel import _make_deterministic, require_forkable
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of
+from tests.ranks import run_ranks
 
 AUTO_ALL = ParallelConfig(pp=AUTO, dp=AUTO, ep=AUTO, tp=AUTO, ranks_per_node=AUTO)
 DEGREES = st.one_of(st.just(AUTO), st.integers(1, 8))
@@ -169,3 +173,22 @@ def test_without_torchrun_the_error_says_how_to_start(torchrun: pytest.MonkeyPat
     message = error_of(read_launch)
     assert f"({', '.join(missing)} not set)" in message
     assert "torchrun --nproc-per-node=4 launcher/train.py" in message
+
+
+def test_a_guard_does_not_fork_where_an_import_has_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine starts CUDA as it is imported where flash-attn is installed."""
+    require_forkable()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted false: .*flash-attn"):
+        require_forkable()
+
+
+def _settings_of_a_deterministic_gpu() -> tuple[bool, str | None]:
+    torch._dynamo.config.disable = False
+    os.environ.pop("NCCL_NVLS_ENABLE", None)
+    _make_deterministic()
+    return torch._dynamo.config.disable, os.environ.get("NCCL_NVLS_ENABLE")
+
+
+def test_deterministic_runs_compile_nothing_and_sum_in_one_order() -> None:
+    assert run_ranks(1, _settings_of_a_deterministic_gpu) == [(True, "0")]

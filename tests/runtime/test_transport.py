@@ -7,10 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.runtime.transport import GlooTransport, NcclTransport
@@ -111,6 +115,11 @@ def test_a_transport_is_quiet_once_all_bytes_are_read(pair) -> None:
 # NCCL's transport, on a device that is not there: what it asks of CUDA.
 
 
+NCCL_SWITCHES = tuple(
+    f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")
+)
+
+
 class FakeEvent:
     """A point in a stream, reached after some looks."""
 
@@ -125,7 +134,7 @@ class FakeEvent:
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+    for name in NCCL_SWITCHES:
         monkeypatch.setenv(name, "1")  # as torchrun does; undone when the test ends
     return nccl_without_cuda(monkeypatch)
 
@@ -138,8 +147,7 @@ def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
 
 
 def test_nccl_is_kept_from_ending_survivors(nccl: NcclTransport) -> None:
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert {name: os.environ[name] for name in NCCL_SWITCHES} == dict.fromkeys(NCCL_SWITCHES, "0")
 
 
 def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclTransport) -> None:
@@ -205,3 +213,43 @@ def lose_the_device() -> str:
 def test_a_device_that_is_lost_ends_the_process_by_a_signal() -> None:
     with pytest.raises(RankFailedError, match="rank 0 died"):
         run_ranks(1, lose_the_device)
+
+
+class BootstrappingBackend:
+    """A backend of NCCL whose peer never comes: only an abort ends its forming."""
+
+    def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+        self.blocking = options.config.blocking
+        self.waits, self.aborted = threading.Event(), threading.Event()
+        made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.waits.set()
+        if self.aborted.wait(2.0):
+            raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    @staticmethod
+    def Options() -> Any:  # noqa: N802 - torch's name
+        return SimpleNamespace(config=SimpleNamespace(blocking=1))
+
+
+made: list[BootstrappingBackend] = []
+
+
+def test_a_cut_aborts_groups_that_are_being_formed(nccl: NcclTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.clear()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", BootstrappingBackend, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800")
+    nccl.begin()
+    with ThreadPoolExecutor(1) as forming:
+        group = forming.submit(nccl.make, dist.HashStore(), 0, 2, form_s=7.5, operation_s=WAIT_S)
+        assert wait_until(lambda: bool(made) and made[0].waits.is_set())
+        nccl.cut([])
+        with pytest.raises(RuntimeError, match="was aborted"):
+            group.result(WAIT_S)
+    assert (made[0].blocking, os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == (0, "8")
+    with pytest.raises(PeersLostError, match="forming process groups"):
+        nccl.make(dist.HashStore(), 0, 2, form_s=7.5, operation_s=WAIT_S)

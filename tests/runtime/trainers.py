@@ -47,7 +47,7 @@ def open_groups(
     on_wait: Callable[[bool], None] = lambda waiting: None,
 ) -> ElasticGroups:
     """Make the world a group that outlives generations; nobody else is in it yet."""
-    timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s)
+    timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, abort_s=WAIT_S)
     groups = ElasticGroups(GlooTransport(), timeouts, on_wait)
     groups.register()
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=global_rank, world_size=world_size)
