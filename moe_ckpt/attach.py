@@ -27,6 +27,7 @@ from moe_ckpt.adapters.te import allocate_scaling
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import (
     CkptConfig,
+    FlowcheckConfig,
     InMemoryConfig,
     MoetionConfig,
     MoevementConfig,
@@ -112,6 +113,8 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
     """Return this rank's training behind the engine's seams. Raises ConfigError for what cannot be replayed."""
     require_replayable(state)
     operators = RankOperators(state)
+    if isinstance(ckpt, FlowcheckConfig):
+        operators.require_steps()
     stage = StageReplay(state, operators, loop.communicator, loop.forward_backward)
     place = _place(identity, loop.communicator)
     num_neighbours = sum(rank is not None for rank in (place.previous_rank, place.next_rank))

@@ -21,7 +21,7 @@ class Elastic:
     `settle` returns once all that this rank has communicated has arrived; it raises PeersLostError if ranks were lost.
 
     `copy_s` bounds what a copy of a window, or getting it back, may take. `peers` consecutive ranks train one stage, if
-    copies are to stay among these.
+    copies are to stay among these. `serves_itself`: this rank's own daemon is one of those that hold its state.
     """
 
     member: Member
@@ -35,6 +35,7 @@ class Elastic:
     ranks_per_node: int
     copy_s: float
     peers: int | None = None
+    serves_itself: bool = False
 
     def enter_phase(self, phase: Phase) -> None:
         """The training thread begins a phase; what a recovery runs again is all recovery."""
@@ -50,7 +51,8 @@ class Elastic:
     @property
     def holders(self) -> tuple[int, ...]:
         """The ranks that keep copies of this rank's memory."""
-        return copy_holders(
+        own = (self.member.global_rank,) if self.serves_itself else ()
+        return own + copy_holders(
             self.member.global_rank,
             world_size=self.member.world_size,
             ranks_per_node=self.ranks_per_node,

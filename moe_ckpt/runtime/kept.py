@@ -5,11 +5,12 @@ Owns: one survey with all ranks, in which no copy changes. Must not: decide what
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_ckpt.collectives import gather_results
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.target import Standing
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.sparse import SparseStores
@@ -18,6 +19,8 @@ from moe_ckpt.runtime.step_state import StepState
 from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.journal import holds_records, newest_snapshot
 from moe_ckpt.types import ReadyGradients
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +49,7 @@ class KeptCopies:
         """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
         if self._stores.journal:
             self._stores.journal.stop_copying()
+        self._flush()
         self._reports = gather_results(self._place.ranks, lambda: self._report(state), CheckpointLoadError)
         return self._reports
 
@@ -66,6 +70,19 @@ class KeptCopies:
         """Return the keys of this rank's blobs that each peer has told to hold."""
         mine = self._place.shard.global_rank
         return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
+
+    def _flush(self) -> None:
+        """Wait until servers have made what they were sent: a state that comes after the survey is never dropped."""
+        keeper = self._elastic.keeper
+        if keeper is None or not self._elastic.serves_itself:
+            return
+        self._elastic.page.wait_for_copies(True)
+        try:
+            keeper.copy([]).result(self._elastic.copy_s)
+        except (CheckpointSaveError, TimeoutError) as error:
+            _log.warning("what servers are still making is left to them: %s", error or "no answer in time")
+        finally:
+            self._elastic.page.wait_for_copies(False)
 
     def _report(self, state: StepState) -> Report:
         folders = {int(path.name.removeprefix("rank")): path for path in (self._elastic.memory / "held").glob("rank*")}
