@@ -122,8 +122,10 @@ class OwnedParameter:
 
     def reduced_gradient(self) -> torch.Tensor | None:
         """Return the gradient of the owned piece, float32, flattened; None where there is none."""
+        if self.start == self.end:  # a sharded optimizer knows it on another rank only
+            return None
         master = updated_tensor(self.optimizer, self.parameter)
-        if self.start == self.end or master.grad is None:
+        if master.grad is None:
             return None
         assert master.grad.dtype == torch.float32, master.grad.dtype
         return master.grad.view(-1)[self._held()]
