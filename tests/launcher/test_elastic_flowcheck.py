@@ -14,7 +14,7 @@ from moe_ckpt.events import GradientsLost, Rejoined, SnapshotTaken
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, all_go_back, call_is_a_point, lose_nodes, survive
 from tests.elastic import ElasticJob
-from tests.exact_rows import Row, job_of, name_of, rows
+from tests.exact_rows import LAYOUTS, Row, job_of, name_of, rows
 from tests.references import uninterrupted
 from tests.scenarios import BIAS, FP16_SKIPPING, FP16_SKIPPING_AT_FIRST, TIED, UNSHARDED
 from tests.training import events_of
@@ -121,12 +121,22 @@ _POINTS = {
 }
 
 
+def _can_be_guarded(row: Row) -> bool:
+    """Leave out what differs, or hangs, under any policy with guards before a fault.
+
+    A job of one rank computes with other thread counts than its reference. Where one stage has no experts and the
+    optimizer is whole, a rank that builds its model alone makes no optimizer for experts, and norms do not meet.
+    """
+    has_dense_stage = row["first layer"] == "dense" and LAYOUTS[row["layout"]].pp > 1
+    return row["layout"] != "PP1" and not (has_dense_stage and row["optimizer"] == "whole")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("row", "phase"),
     [
         pytest.param(row, phase, id=f"{phase}: {name_of(row)}")
-        for row, phase in zip(rows(), cycle(_POINTS), strict=False)
+        for row, phase in zip(filter(_can_be_guarded, rows()), cycle(_POINTS), strict=False)
     ],
 )
 def test_a_killed_rank_goes_back_exactly_in_every_kind_of_training(row: Row, phase: str, tmp_path: Path) -> None:

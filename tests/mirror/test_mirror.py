@@ -17,7 +17,7 @@ from moe_ckpt.mirror.framing import PREAMBLE_BYTES, Framing
 from moe_ckpt.mirror.gradients import Gradient, Spans
 from moe_ckpt.mirror.ring import Ring, RingTracker
 from moe_ckpt.mirror.tcp import Begin, Gap, Reassembly
-from tests.mirror.captured import BUCKETS, ITERATIONS, NUM_RANKS, Mirror, frames, is_of_store
+from tests.mirror.captured import BUCKETS, ITERATIONS, NUM_RANKS, Mirror, frames, is_of_store, reduced
 
 EVERYTHING = list(range(ITERATIONS))
 STREAM = Stream(source=b"\x0a\x4d\x00\x01", source_port=1, target=b"\x0a\x4d\x00\x03", target_port=2)
@@ -114,14 +114,20 @@ def test_a_capture_finds_its_place_again_after_a_loss(captured: Sequence[bytes])
     for lost in _data_frames(captured, 0):
         left = [frame for number, frame in enumerate(captured) if number != lost]
         mirror = Mirror(0, 1).see_frames(left)
-        there = [mirror.collected.gradient(operation)._there for operation in range(4)]
-        missing = [
-            size - sum(end - start for start, end in spans.within(0, size))
-            for spans, size in zip(there, BUCKETS * ITERATIONS, strict=True)
-        ]
+        missing = [_missing_bytes(mirror, operation) for operation in range(len(BUCKETS) * ITERATIONS)]
         incomplete += any(missing)
         assert all(each <= 2 * 1048 for each in missing), (lost, missing)
     assert incomplete
+
+
+def _missing_bytes(mirror: Mirror, operation: int) -> int:
+    """Return how many bytes of a result no capture has; those that are there are what the ranks have reduced."""
+    gradient, (iteration, bucket) = mirror.collected.gradient(operation), divmod(operation, len(BUCKETS))
+    spans = gradient._there.within(0, BUCKETS[bucket])
+    for start, end in spans:
+        assert gradient._bytes[start:end] == reduced(iteration)[bucket][start:end], (operation, start)
+    assert not gradient.differs
+    return BUCKETS[bucket] - sum(end - start for start, end in spans)
 
 
 def test_bytes_that_differ_between_captures_are_not_accepted(captured: Sequence[bytes]) -> None:
