@@ -32,6 +32,7 @@ from launcher.run import run, run_guarded
 from moe_ckpt.events import (
     CheckpointSaved,
     Event,
+    GradientsSent,
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
@@ -101,6 +102,7 @@ def measure(folder: Path, began_s: list[float], replicas: int) -> dict[str, Any]
     size_bytes = {taken.window_start: 0 for taken in snapshots}
     for taken in snapshots:
         size_bytes[taken.window_start] += taken.size_bytes
+    moved_bytes = sum(size_bytes.values()) + sum(sent.size_bytes for sent in _of(events, GradientsSent))
     durable_bytes = sum(saved.size_bytes for saved in _of(events, CheckpointSaved)) / int(os.environ["WORLD_SIZE"])
     disk_bytes = sum(size_bytes.get(e.window_start, 0) for e in _of(events, WindowPersisted)) + durable_bytes
     memory, windows, intervals = _of(events, HostMemoryUsed), _of(events, WindowChosen), _of(events, IntervalChosen)
@@ -112,8 +114,8 @@ def measure(folder: Path, began_s: list[float], replicas: int) -> dict[str, Any]
         "window": windows[-1].num_slots if windows else None,
         "every_iters": intervals[-1].every_iters if intervals else None,
         "snapshots": len(snapshots),
-        "memory_bytes_per_iter": sum(size_bytes.values()) / num_on,
-        "peer_bytes_per_iter": replicas * sum(size_bytes.values()) / num_on,
+        "memory_bytes_per_iter": moved_bytes / num_on,
+        "peer_bytes_per_iter": replicas * moved_bytes / num_on,
         "disk_bytes_per_iter": disk_bytes / num_on,
         "host_bytes": memory[-1].allocated_bytes * (1 + replicas) if memory else 0,
         "dense_bytes": snapshots[-1].dense_bytes if snapshots else None,

@@ -15,9 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import hosts
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import hosts
 
 NUM_RANKS, ITERATIONS, BUCKETS = 3, 2, (1500, 700)
 CAPTURES = Path(__file__).resolve().parent.parent / "tests" / "mirror" / "captures"

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import EventLog, GradientsLost, GradientsSent
+from moe_ckpt.events import EventLog, GradientsLost, GradientsSent, HostMemoryUsed
 from moe_ckpt.runtime.stage import Operators, Place
 from moe_ckpt.store.codec import Snapshot, layout_parts
 from moe_ckpt.store.gradient_stream import NOTHING, GradientStream
@@ -111,11 +111,27 @@ class ServerStates:
 
     def _drop_before(self, completed: int) -> None:
         """All servers have the state of an iteration: nothing older is needed, and nothing in this process's memory."""
+        old = [window.start for window in self._memory.windows() if window.start < completed]
+        if old:
+            self._events.append(self._memory_used())
         self._stream.drop_before(completed)
-        for window in self._memory.windows():
-            if window.start < completed:
-                self._memory.drop(window.start)
+        for start in old:
+            self._memory.drop(start)
         self._steps.drop_up_to(completed)
+
+    def _memory_used(self) -> HostMemoryUsed:
+        """Return what one server holds of this rank's states, and what this rank needs to hand them over."""
+        state_bytes = int(self._operators.table.full_bytes[self._place.stage_ranks.rank].sum())
+        states_bytes = self._stream.num_states * state_bytes
+        return HostMemoryUsed(
+            full_bytes=states_bytes,
+            compute_bytes=0,
+            buffer_bytes=0,
+            boundary_log_bytes=0,
+            step_log_bytes=self._steps.size_bytes,
+            allocated_bytes=states_bytes + self._stream.packed_bytes + self._steps.size_bytes,
+            double_buffered_dense_bytes=2 * state_bytes,
+        )
 
     def _tell_lost(self, iteration: int, reason: str) -> None:
         self._events.append(GradientsLost(iteration=iteration, reason=reason))

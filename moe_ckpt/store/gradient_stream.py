@@ -77,6 +77,16 @@ class GradientStream:
         """How many iterations the slowest server is behind."""
         return 0 if self._base is None else max(self._keys) - max(self._completed, self._base - 1)
 
+    @property
+    def num_states(self) -> int:
+        """How many states a server of this rank may hold."""
+        return len(self._keys)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of gradients on their way to servers, with memory to use again."""
+        return self._journal.update_bytes
+
     def begin(self, base: Snapshot) -> None:
         """Servers have this snapshot, or are being sent it: gradients of the next iteration follow."""
         self._base = base.header.iteration

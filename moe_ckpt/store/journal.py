@@ -151,6 +151,11 @@ class Journal:
         """Use memory that was acquired, and is not handed over, for the next."""
         self._packed_in.release(packed)
 
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of updates on their way to peers, with memory to use again."""
+        return self._packed_in.total_bytes
+
     def begin_states(self, base: Snapshot) -> str:
         """The states that peers make follow from this snapshot, which is kept here; return its key."""
         with self._lock:

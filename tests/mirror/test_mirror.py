@@ -309,7 +309,7 @@ def test_other_operations_of_the_group_are_passed_over() -> None:
     assert tracker.place(4, 32) is None, "the place is lost"
 
 
-def test_after_a_loss_between_operations_nothing_is_believed_until_the_next_iteration() -> None:
+def test_after_a_loss_between_operations_the_iteration_is_lost() -> None:
     tracker = RingTracker([120], size=2, rank=1)
     assert tracker.place(7, 32, 500) is None, "the beginning of it may be what is lost"
     assert tracker.place(8, 32) is None, "this may be of another iteration"

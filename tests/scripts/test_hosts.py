@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.mirror.frames import segment_of
-from scripts import hosts
+from scripts import hosts, run_on_hosts
 
-ROOT = Path(__file__).parents[2]
 _LISTEN = "import socket, sys; s = socket.create_server(('', 5000)); print('ready', flush=True); s.accept()[0].recv(99)"
 _CALL = f"import socket; socket.create_connection(('{hosts.address_of(0)}', 5000)).sendall(b'across the bridge')"
+_JOB = """
+import os, socket, sys, threading
+if len(sys.argv) > 2:
+    sys.exit(3) if os.environ["RANK"] == "1" else threading.Event().wait()
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    probe.connect((os.environ["MASTER_ADDR"], 1))
+    open(os.path.join(sys.argv[1], probe.getsockname()[0]), "w").close()
+"""
 _HEAR = """
 import socket, sys
 port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -49,6 +56,19 @@ def test_a_wrong_number_of_hosts_is_named(number: str, says: str, capsys: pytest
     assert says in capsys.readouterr().err
 
 
+def test_each_host_runs_an_agent_of_the_same_job() -> None:
+    commands = [" ".join(run_on_hosts.agent_command(host, 3, 2, ["train.py", "a=1"])) for host in range(3)]
+    for host, command in enumerate(commands):
+        assert command.startswith(f"ip netns exec moe{host} env GLOO_SOCKET_IFNAME=e0 ")
+        assert f"--nnodes=3 --node-rank={host} --nproc-per-node=2 --master-addr=10.77.0.1" in command
+        assert command.endswith("train.py a=1")
+
+
+def test_a_job_without_enough_hosts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_on_hosts.main(["150", "train.py"]) == 1
+    assert "wanted 150: scripts/hosts.py up" in capsys.readouterr().err
+
+
 @pytest.fixture
 def two_hosts() -> Iterator[None]:
     reason = hosts.why_impossible() or ("there are hosts already" if hosts.is_up() else None)
@@ -79,3 +99,13 @@ def test_the_mirror_port_sees_what_hosts_send_each_other(two_hosts: None, capsys
     assert streams == {(socket.inet_aton(hosts.address_of(1)), b"across the bridge")}
     assert hosts.main(["up", "1"]) == 1, "they are there already"
     assert "wanted none: hosts.py down" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_job_on_hosts_ends_with_its_agents(two_hosts: None, tmp_path: Path) -> None:
+    """Each rank writes under which address it reaches the first host; one that fails ends the others."""
+    job = tmp_path / "job.py"
+    job.write_text(_JOB)
+    assert run_on_hosts.main(["2", str(job), str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.glob("10.*")) == [hosts.address_of(0), hosts.address_of(1)]
+    assert run_on_hosts.main(["2", str(job), str(tmp_path), "fails"]) == 1
