@@ -136,8 +136,15 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
         step_log_bytes=sum(tensor.nbytes for tensor in small_state(state).values()) + stage.tied_gradient_bytes,
         tied_gradient_bytes=stage.tied_gradient_bytes,
         boost=boost,
-        notes=[boost.note] if boost else [],
+        notes=[*([boost.note] if boost else []), *_notes_of_servers(ckpt)],
     )
+
+
+def _notes_of_servers(ckpt: InMemoryConfig) -> list[str]:
+    """Return what a user has to know of servers that do not compute where training does."""
+    if not isinstance(ckpt, FlowcheckConfig) or not torch.cuda.is_available():
+        return []
+    return ["servers take the optimizer's steps on CPUs: after a fault all ranks have their states, not the GPUs' bits"]
 
 
 def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:

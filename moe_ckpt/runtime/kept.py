@@ -44,6 +44,7 @@ class KeptCopies:
         self._stores = stores
         self._elastic = elastic
         self._reports: Sequence[Report] = ()
+        self._dropped_of_servers = False
 
     def stop_copying(self, state: StepState) -> Sequence[Report]:
         """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
@@ -54,13 +55,18 @@ class KeptCopies:
         return self._reports
 
     def resume_copying(self) -> None:
-        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again."""
-        journal = self._stores.journal
+        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again.
+
+        Servers do not once all has been dropped: they are asked first, and would have the newest states of another way.
+        """
+        journal, dropped = self._stores.journal, self._dropped_of_servers
+        self._dropped_of_servers = False
         if journal:
-            journal.begin_copying(self.held_for_me(), forget=bool(self._stores.memory.windows()))
+            journal.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
 
     def drop_all(self) -> None:
         """Keep nothing in memory; until `resume_copying` peers do not hear of it."""
+        self._dropped_of_servers = self._elastic.serves_itself
         self._stores.clear()
         if self._stores.journal:
             self._stores.journal.stop_copying()

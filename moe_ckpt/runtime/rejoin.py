@@ -81,7 +81,7 @@ class Rejoin:
         self._fill_records(reports)
         live = self._settle(state, target) if target else False
         if begins_anew or not (all_go_back or any(report.has_progress for report in reports)):
-            self._stores.clear()
+            self._begin_anew()
             return Rejoined(iteration=None)
         inventories = self._take_stock(target)
         started_s = time.monotonic()
@@ -102,6 +102,12 @@ class Rejoin:
             fetched_bytes=fetched_bytes,
             executed_iters=executed_iters,
         )
+
+    def _begin_anew(self) -> None:
+        if self._servers_lead:
+            self.copies.drop_all()
+        else:
+            self._stores.clear()
 
     def look_at_disks(self) -> OnDisks:
         """Return what all ranks' local disks lead to, verified, once nothing is on its way there any more."""

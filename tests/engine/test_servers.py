@@ -15,7 +15,7 @@ import pytest
 from allpairspy import AllPairs
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import CheckpointSaved, GradientsLost, GradientsSent, Rejoined, SnapshotTaken
+from moe_ckpt.events import CheckpointSaved, GradientsLost, GradientsSent, LossNotFinite, Rejoined, SnapshotTaken
 from moe_ckpt.runtime.session import Session
 from moe_ckpt.store.blobs import BlobFolder, held_path
 from moe_ckpt.store.journal import read_kept
@@ -231,3 +231,16 @@ def test_whole_checkpoints_come_from_the_durable_tier(tmp_path: Path) -> None:
     job = ThreadJob(tmp_path, config("flowcheck", durable_every_iters=3), PAIR)
     job.run()
     assert [event.iteration for event in job.events(CheckpointSaved)] == [3, 6]
+
+
+def test_states_that_all_ranks_have_left_are_dropped_by_servers(tmp_path: Path) -> None:
+    """All go back to memory, the loss is infinite, and they go down to the checkpoint at 4; then one more dies."""
+    faults = [Fault(rank=1, phase=Phase.FORWARD, iteration=7), Fault(rank=0, phase=Phase.FORWARD, iteration=5)]
+    policy = config("flowcheck", max_lag_iters=0, durable_every_iters=4, keep=3)
+    job = ThreadJob(tmp_path, policy, PAIR, faults=faults, iterations=9)
+    job.on_worker.append(lambda *_: job.diverging.update({7: 1}) if len(job.struck) == 1 else None)
+    assert job.run().digests == uninterrupted(PAIR, 9).digests
+    assert [(event.iteration, event.action[-1]) for event in job.events(LossNotFinite)] == [(7, "4")]
+    first, second = (event.iteration for event in job.events(Rejoined, 1))
+    assert first in (5, 6)
+    assert second == 4, "not the states of 5 and 6, which the infinite loss came from"
