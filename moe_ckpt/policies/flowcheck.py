@@ -58,10 +58,9 @@ class ServerSnapshots:
     def notes(self) -> list[str]:
         """Return what this will cost, line by line, for people."""
         lag = self._config.max_lag_iters
-        where = "its own node" + (f" and {self._num_servers - 1} other nodes" if self._num_servers > 1 else "")
         return [
-            f"each rank's state is made of its gradients every iteration, by servers on {where}, "
-            + (f"which may lag {lag} iterations" if lag else "which training waits for"),
+            f"each iteration servers make a rank's state of its gradients: its own node's and {self._num_servers - 1} "
+            f"on other nodes, {f'which may lag {lag} iterations' if lag else 'which training waits for'}",
             "host memory of the largest rank:",
             *self.forecast().lines(),
         ]

@@ -69,10 +69,21 @@ def _is_possible(row: Sequence[Any]) -> bool:
     return not (named.get("loses_memory") and named.get("dead") == "all")
 
 
+_NUM_BY_DEFAULT = 10  # which hold each value of each axis
 ROWS = [Row(*row) for row in AllPairs(list(AXES.values()), filter_func=_is_possible)]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.shape.pp}x{row.shape.dp} {row.dead} {row.phase[0].name}")
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            id=f"{row.shape.pp}x{row.shape.dp} {row.dead} {row.phase[0].name} of {row.iteration}",
+            marks=() if number < _NUM_BY_DEFAULT else pytest.mark.full,
+        )
+        for number, row in enumerate(ROWS)
+    ],
+)
 def test_a_recovered_job_ends_as_without_faults(row: Row, tmp_path: Path) -> None:
     shape = replace(row.shape, skips=row.skips)
     first, *others = row.victims()
@@ -82,6 +93,11 @@ def test_a_recovered_job_ends_as_without_faults(row: Row, tmp_path: Path) -> Non
     )
     job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=row.max_lag_iters), shape, faults=[fault])
     assert job.run() == uninterrupted(shape, 8)
+
+
+def test_rows_that_always_run_hold_every_value() -> None:
+    for axis, values in AXES.items():
+        assert {getattr(row, axis) for row in ROWS[:_NUM_BY_DEFAULT]} == set(values), axis
 
 
 @dataclass
