@@ -1,4 +1,4 @@
-"""What a job has to be like so that checkpoint servers can follow it (`ckpt=flowcheck`). Pure checks over settings."""
+"""Checks that checkpoint servers can follow a job (`ckpt=flowcheck`). Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Several hosts on one machine: network namespaces on one bridge, with a mirror port. Needs root and iproute2.
 
     python scripts/hosts.py up 4 [--rate 1gbit]      namespaces moe0 to moe3 with 10.77.0.1 to .4, and moe-mirror
-    python scripts/hosts.py down                     all of them again, with what runs in them
+    python scripts/hosts.py down                     remove them, and end the processes in them
     ip netns exec moe2 COMMAND                       COMMAND on the third host
 
 The bridge forgets every address at once, so each frame goes to every port, as to the mirror port of a switch; the
@@ -90,7 +90,7 @@ def our_namespaces() -> list[str]:
 
 
 def is_up() -> bool:
-    """Return whether there are hosts, or what a start that failed has left of them."""
+    """Return whether there are hosts, or remains of a start that failed."""
     return bool(our_namespaces()) or Path("/sys/class/net", _BRIDGE).exists()
 
 
@@ -115,14 +115,14 @@ def up(num_hosts: int, rate: str | None = None) -> None:
 
 
 def down() -> None:
-    """Remove the hosts, and end what runs in them."""
+    """Remove the hosts, and end the processes in them."""
     namespaces = our_namespaces()
     for name in namespaces:
         found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
         for pid in found.stdout.split():
             os.kill(int(pid), signal.SIGKILL)
     for command in plan_down(namespaces):
-        subprocess.run(command, capture_output=True, check=False)  # the bridge may be what is missing
+        subprocess.run(command, capture_output=True, check=False)  # a start that failed may have made no bridge
 
 
 def _run_all(commands: Sequence[Command]) -> None:

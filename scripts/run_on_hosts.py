@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: hosts: got {len(there)}, wanted {options.num_hosts}: scripts/hosts.py up", file=sys.stderr)
         return 1
     if not options.job:
-        parser.error("SCRIPT: got nothing, wanted what torchrun is to run")
+        parser.error("SCRIPT: got nothing, wanted a script for torchrun")
     return run(options.num_hosts, options.per_host, options.job)
 
 

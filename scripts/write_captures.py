@@ -35,7 +35,7 @@ def gradient(iteration: int, bucket: int, rank: int, size: int) -> torch.Tensor:
 
 
 def be_rank(rank: int) -> None:
-    """Reduce what every iteration reduces."""
+    """Run the collective operations of all iterations."""
     os.environ["GLOO_SOCKET_IFNAME"] = hosts.INTERFACE
     store = dist.TCPStore(hosts.address_of(0), _PORT, NUM_RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)

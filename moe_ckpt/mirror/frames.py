@@ -25,7 +25,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """What one frame carries of a stream; `opens`: the first packet of the end that has opened the connection."""
+    """The part of a stream in one frame; `opens`: the first packet of the end that has opened the connection."""
 
     stream: Stream
     sequence: int

@@ -1,6 +1,6 @@
 """The messages that gloo sends over one TCP connection, in one direction (torch 2.13). Pure.
 
-Owns: where a message begins and ends, over gaps as well. Must not: know what a message is for.
+Owns: where a message begins and ends, over gaps as well. Must not: know a message's purpose.
 
     8 bytes, from the end that has opened the connection     | message | message | ...
     message: six little-endian 64-bit numbers - its bytes with these, opcode, slot, offset, length, offset there -
@@ -63,7 +63,7 @@ class Framing:
     """One direction of one connection."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()  # what may be the beginning of a preamble
+        self._buffer = bytearray()  # perhaps the beginning of a preamble
         self._open: _Open | None = None
         self._skip = 0
         self._skipped: int | None = None  # bytes since the place in the stream was lost
@@ -115,7 +115,7 @@ class Framing:
         self._skipped = UNKNOWN if is_unknown else num_bytes + (self._skipped or 0)
 
     def _look_for_preamble(self, chunk: bytes) -> bytes:
-        """Begin a message if there is the preamble of one; return what follows it."""
+        """Begin a message if there is the preamble of one; return the bytes behind it."""
         self._buffer += chunk
         while len(self._buffer) >= PREAMBLE_BYTES:
             found = _read(bytes(self._buffer[:PREAMBLE_BYTES]))

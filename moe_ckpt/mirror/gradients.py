@@ -50,7 +50,7 @@ class Gradient:
         self.differs = False
 
     def put(self, start: int, data: bytes) -> None:
-        """Put in what one capture has; where others had it before, it must be the same."""
+        """Put in the bytes of one capture; bytes that other captures had before must be the same."""
         end = start + len(data)
         assert 0 <= start <= end <= len(self._bytes), (start, end, len(self._bytes))
         for first, last in self._there.within(start, end):
@@ -70,7 +70,7 @@ class Gradient:
 
 
 class Collected:
-    """The all-reduces of a run, each with what captures have of it, counted from the first."""
+    """The all-reduces of a run, counted from the first, each as far as captures have it."""
 
     def __init__(self, buckets: Sequence[int]) -> None:
         self._buckets = tuple(buckets)
@@ -102,7 +102,7 @@ class Collected:
 
 
 class Capture:
-    """What one rank sends to the one before it in its group, from the segments of that stream to gradients."""
+    """The stream from one rank to the one before it in its group, from segments to gradients."""
 
     def __init__(self, collected: Collected, tracker: RingTracker, *, patience_bytes: int) -> None:
         self._collected = collected
@@ -116,7 +116,7 @@ class Capture:
             self._put_all(chunk)
 
     def flush(self) -> None:
-        """Nothing more comes in time of what is missing."""
+        """Count missing bytes as lost: the frames with them do not come in time."""
         for chunk in self._reassembly.flush():
             self._put_all(chunk)
 

@@ -17,7 +17,7 @@ def failure_probability(*, packets: float, ranks: int, captures: int, loss: floa
     assert 1 <= captures <= ranks, (captures, ranks)
     assert 0.0 <= loss <= 1.0, loss
     if loss == 1.0 or captures == 1:
-        return 1.0  # nobody else has the share that a single capture lacks
+        return 1.0  # a single capture lacks a share of the gradients
     thin = captures / ranks * packets * math.log1p(-(loss ** (captures - 1)))
     thick = (ranks - captures) / ranks * packets * math.log1p(-(loss**captures))
     return -math.expm1(thin + thick)

@@ -62,7 +62,7 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a message is: which all-reduce of the expected ones, counted from the first, and what it has of it."""
+    """The place of a message: the number of its all-reduce among the expected ones, and its bytes of the buffer."""
 
     operation: int
     sent: Sent
@@ -86,7 +86,7 @@ class _Run:
 
 
 class RingTracker:
-    """Follows what one rank sends to the one before it: the expected all-reduces of each iteration, and others.
+    """Follows the stream from one rank to the one before it: the expected all-reduces of each iteration, and others.
 
     gloo numbers the operations of a group: all messages of one have the same slot, and several may be under way. An
     operation whose first message has another length than an expected one's is another, and passed over.
@@ -118,7 +118,7 @@ class RingTracker:
         return self._take(self._runs[slot], length)
 
     def _begin(self, length: int) -> _Run:
-        """Return what a new slot is, by the length of its first message."""
+        """Return the operation of a new slot, by the length of its first message."""
         left = len(self._expected) - self._next % len(self._expected)
         for operation in () if self._is_lost else range(self._next, self._next + left):
             messages = self._expected[operation % len(self._expected)]
@@ -149,7 +149,7 @@ class RingTracker:
 def _number_after(run: _Run, length: int, skipped_bytes: int) -> int | None:
     """Return the number of the message of this length after so many lost bytes; None where that is not certain.
 
-    What is lost are messages of the operation and announcements of 48 bytes each.
+    The lost bytes are messages of the operation and announcements of 48 bytes each.
     """
     fitting, left = [], skipped_bytes
     for number in range(run.count, len(run.messages)):

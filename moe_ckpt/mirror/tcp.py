@@ -44,7 +44,7 @@ class Reassembly:
         self._held: dict[int, bytes] = {}  # by sequence number, all beyond `_next`
 
     def feed(self, segment: Segment) -> Iterator[Chunk]:
-        """Yield what follows in order now."""
+        """Yield the bytes and gaps that follow in order now."""
         if segment.begins:
             if segment.sequence != self._first:  # else it was sent again
                 self._first, self._held = segment.sequence, {}

@@ -1,6 +1,6 @@
 """`ckpt=flowcheck`: every iteration's state on checkpoint servers, which make it of gradients (FlowCheck).
 
-Owns: what is saved when, which is everything in every iteration, and the host memory that this takes. Every rank
+Owns: the plan, which is everything in every iteration, and the host memory that this takes. Every rank
 decides for itself and comes to the same. Must not: know how a state reaches the servers.
 """
 
@@ -39,7 +39,7 @@ class ServerSnapshots:
             raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - nothing varies
-        """Return what servers get of the state after `iteration` steps: everything."""
+        """Return the plan for the state after `iteration` steps: servers get all of it."""
         every = self._config.durable_every_iters
         durable = self._has_begun and every > 0 and iteration % every == 0
         self._has_begun = True
@@ -56,7 +56,7 @@ class ServerSnapshots:
         return self._forecast(self._own_stage)
 
     def notes(self) -> list[str]:
-        """Return what this will cost, line by line, for people."""
+        """Return the costs, line by line, for people."""
         lag = self._config.max_lag_iters
         return [
             f"each iteration servers make a rank's state of its gradients: its own node's and {self._num_servers - 1} "
@@ -66,7 +66,7 @@ class ServerSnapshots:
         ]
 
     def _forecast(self, stage: int) -> MemoryForecast:
-        """Return what a rank needs: two whole snapshots at most, and gradients under way to servers that lag.
+        """Return the memory of a rank: two whole snapshots at most, and gradients under way to servers that lag.
 
         A server holds the states from the newest that all servers have to its own newest, and the one it makes.
         """

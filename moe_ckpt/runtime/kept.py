@@ -57,7 +57,7 @@ class KeptCopies:
     def resume_copying(self) -> None:
         """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again.
 
-        Servers do not once all has been dropped: they are asked first, and would have the newest states of another way.
+        Servers drop theirs after `drop_all`: a survey would take states that all ranks have left for the newest.
         """
         journal, dropped = self._stores.journal, self._dropped_of_servers
         self._dropped_of_servers = False
@@ -78,7 +78,7 @@ class KeptCopies:
         return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
 
     def _flush(self) -> None:
-        """Wait until servers have made what they were sent: a state that comes after the survey is never dropped."""
+        """Wait until servers have made all states: one that came after the survey would never be dropped."""
         keeper = self._elastic.keeper
         if keeper is None or not self._elastic.serves_itself:
             return
@@ -86,7 +86,7 @@ class KeptCopies:
         try:
             keeper.copy([]).result(self._elastic.copy_s)
         except (CheckpointSaveError, TimeoutError) as error:
-            _log.warning("what servers are still making is left to them: %s", error or "no answer in time")
+            _log.warning("servers may make further states during the survey: %s", error or "no answer in time")
         finally:
             self._elastic.page.wait_for_copies(False)
 

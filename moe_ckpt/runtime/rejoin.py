@@ -170,7 +170,7 @@ class Rejoin:
         return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]
 
     def _own(self, goal: int | None) -> Inventory:
-        """Return what this rank's memory and, where there is one, its node's server have for it."""
+        """Return the windows in this rank's memory and, where there is one, on its node's server."""
         inventory, mine = self._recovery.inventory(goal), self._place.shard.global_rank
         if not self._servers_lead:
             return inventory
@@ -267,7 +267,7 @@ class Rejoin:
         return size_bytes
 
     def _fetch_from(self, source: int, folder: BlobFolder, plan: RecoveryPlan) -> int:
-        """Get what a peer holds for this rank; of a server's states only the one that the plan needs."""
+        """Get a peer's copies of this rank's blobs; of a server's states only the one that the plan needs."""
         elastic, mine = self._elastic, self._place.shard.global_rank
         address, timeout_s, keys = elastic.address_of(source), elastic.copy_s, None
         if self._servers_lead:

@@ -1,4 +1,4 @@
-"""One rank's checkpoint servers, as its in-memory tier uses them: what they are given, and what they have completed.
+"""One rank's checkpoint servers, as its in-memory tier uses them: their gradients and their progress.
 
 Owns: when the stream of gradients goes on, agreed by all ranks, and when host memory and servers may drop older states.
 Must not: take whole snapshots (the tier does, where the stream begins or was cut). FlowCheck, sections 4 to 6.
@@ -120,7 +120,7 @@ class ServerStates:
         self._steps.drop_up_to(completed)
 
     def _memory_used(self) -> HostMemoryUsed:
-        """Return what one server holds of this rank's states, and what this rank needs to hand them over."""
+        """Return the bytes of this rank's states on one server, and of the gradients on their way."""
         state_bytes = int(self._operators.table.full_bytes[self._place.stage_ranks.rank].sum())
         states_bytes = self._stream.num_states * state_bytes
         return HostMemoryUsed(

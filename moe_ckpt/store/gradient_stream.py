@@ -1,7 +1,7 @@
 """One rank's gradients on their way to its checkpoint servers, which take the optimizer's steps themselves.
 
 Owns: which iterations the servers have been given, which of them they have completed, and how far they may lag. Must
-not: know what a gradient is of, or agree with other ranks. FlowCheck, sections 4 and 5.
+not: know parameters, or agree with other ranks. FlowCheck, sections 4 and 5.
 
     reduction          tap: gradients into shared memory
     step committed     hand over: header, Adam's numbers, buffers -> replica daemon -> servers: state t - 1 -> state t
@@ -98,12 +98,12 @@ class GradientStream:
         self._release()
 
     def reset(self) -> None:
-        """A whole snapshot is being taken: forget what was lost. Older states stay until servers have a newer one."""
+        """A whole snapshot is being taken: the stream begins with it. Older states stay until servers have it."""
         self._release()
         self._base, self._completed, self._lost = None, NOTHING, ""
 
     def clear(self) -> None:
-        """Other ranks were lost: what servers have is surveyed anew."""
+        """Other ranks were lost: a survey finds the servers' states anew."""
         self.reset()
         self._keys.clear()
 
@@ -149,7 +149,7 @@ class GradientStream:
         return HandedOver(size_bytes=size_bytes, tap_s=tapped.seconds, lag_iters=self.lag_iters)
 
     def progress(self) -> Progress:
-        """Return what servers have completed."""
+        """Return the newest iteration that all servers have."""
         if self._base is not None:
             try:
                 self._look(wait=False)

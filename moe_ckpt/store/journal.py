@@ -186,7 +186,7 @@ class Journal:
         return key
 
     def has_state(self, key: str, iteration: int, *, wait: bool) -> bool:
-        """Return whether peers have a state, and what the iteration after it starts from; with `wait`, wait for it.
+        """Return whether peers have a state, and the start of the iteration after it; with `wait`, wait for both.
 
         Raises CheckpointSaveError if they cannot have it.
         """

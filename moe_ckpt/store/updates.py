@@ -1,6 +1,6 @@
-"""Copies by gradient: a peer that holds a state as it was makes of its gradients what the state has become.
+"""Copies by gradient: a peer that holds the state before a step takes the step itself.
 
-Owns: what an update consists of, and taking the step on the peer's side. Must not: send. MoEtion, section 5.2 and
+Owns: the content of an update, and taking the step on the peer's side. Must not: send. MoEtion, section 5.2 and
 Algorithm 3; FlowCheck, section 5.
 
     owner   state t-1 -> Adam -> state t      header of t, gradients, Adam's numbers of the step, buffers

@@ -1,4 +1,4 @@
-"""ckpt=flowcheck with ranks that are threads: what servers make of gradients is the training's state, bit for bit.
+"""ckpt=flowcheck with ranks that are threads: servers make the training's states of gradients, bit for bit.
 
 `ThreadJob` compares every rank's digest after every iteration; `Follower` compares servers' states with the models.
 """

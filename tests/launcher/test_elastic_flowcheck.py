@@ -122,7 +122,7 @@ _POINTS = {
 
 
 def _can_be_guarded(row: Row) -> bool:
-    """Leave out what differs, or hangs, under any policy with guards before a fault.
+    """Leave out jobs that differ or hang before a fault under every policy with guards.
 
     A job of one rank computes with other thread counts than its reference. Where one stage has no experts and the
     optimizer is whole, a rank that builds its model alone makes no optimizer for experts, and norms do not meet.

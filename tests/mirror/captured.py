@@ -35,7 +35,7 @@ def frames() -> list[bytes]:
 
 
 def reduced(iteration: int) -> list[bytes]:
-    """Return what the ranks have reduced in an iteration."""
+    """Return the sums that the ranks have reduced in an iteration."""
 
     def gradient(bucket: int, rank: int) -> np.ndarray:
         return np.arange(SIZES[bucket], dtype=np.float32) % 1000 + 1000 * bucket + 10_000 * iteration + rank
@@ -76,7 +76,7 @@ class Mirror:
         return self.see(map(segment_of, frames))
 
     def whole_iterations(self) -> list[int]:
-        """Return the iterations that are complete; what they hold is what the ranks have reduced."""
+        """Return the iterations that are complete, whose bytes are the ranks' sums."""
         whole = [iteration for iteration in range(ITERATIONS) if self.collected.is_complete(iteration)]
         for iteration in whole:
             assert self.collected.take(iteration) == reduced(iteration)

@@ -1,4 +1,4 @@
-"""From captured frames to gradients: what two captures have is what the ranks have reduced, or is not accepted."""
+"""From captured frames to gradients: results are the ranks' sums, or are not accepted."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_capture_finds_its_place_again_after_a_loss(captured: Sequence[bytes])
 
 
 def _missing_bytes(mirror: Mirror, operation: int) -> int:
-    """Return how many bytes of a result no capture has; those that are there are what the ranks have reduced."""
+    """Return how many bytes of a result no capture has; all others are those of the ranks' sums."""
     gradient, (iteration, bucket) = mirror.collected.gradient(operation), divmod(operation, len(BUCKETS))
     spans = gradient._there.within(0, BUCKETS[bucket])
     for start, end in spans:
@@ -259,7 +259,7 @@ def test_garbage_within_a_stream_is_never_accepted(noise: bytes, at: int) -> Non
     if segment and segment.payload and not segment.begins:
         segments[at] = replace(segment, payload=(noise + segment.payload)[: len(segment.payload)])
     mirror = Mirror(0, 1, 2).see(segments)
-    mirror.whole_iterations()  # compares them with what the ranks have reduced
+    mirror.whole_iterations()  # compares them with the ranks' sums
 
 
 # --- the ring
@@ -311,7 +311,7 @@ def test_other_operations_of_the_group_are_passed_over() -> None:
 
 def test_after_a_loss_between_operations_the_iteration_is_lost() -> None:
     tracker = RingTracker([120], size=2, rank=1)
-    assert tracker.place(7, 32, 500) is None, "the beginning of it may be what is lost"
+    assert tracker.place(7, 32, 500) is None, "its beginning may be lost"
     assert tracker.place(8, 32) is None, "this may be of another iteration"
     tracker.resume(3)
     place = tracker.place(9, 32)

@@ -1,4 +1,4 @@
-"""Hosts on one machine: what is done is a plan; where namespaces can be made, frames of all hosts reach the mirror."""
+"""Hosts on one machine: plans of commands and, where namespaces can be made, frames that reach the mirror."""
 
 from __future__ import annotations
 
