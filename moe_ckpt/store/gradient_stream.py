@@ -11,7 +11,7 @@ not: know parameters, or agree with other ranks. FlowCheck, sections 4 and 5.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,8 +123,7 @@ class GradientStream:
         except CheckpointSaveError as error:
             self.cut(str(error))
             return
-        if gradient_bytes:
-            torch.cat([*gradients.values()], out=packed[:gradient_bytes].view(torch.float32))
+        _copy_all([*gradients.values()], packed[:gradient_bytes].view(torch.float32))
         seconds = time.monotonic() - began_s
         masters = tuple(gradients)
         self._tapped = _Tapped(masters=masters, packed=packed, gradient_bytes=gradient_bytes, seconds=seconds)
@@ -207,6 +206,15 @@ class GradientStream:
         tapped, self._tapped = self._tapped, None
         if tapped:
             self._journal.release_update(tapped.packed)
+
+
+def _copy_all(gradients: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    """Copy gradients one after another into host memory; return once that is done."""
+    places = packed.split([gradient.numel() for gradient in gradients])
+    for gradient, place in zip(gradients, places, strict=True):
+        place.copy_(gradient, non_blocking=True)
+    if any(gradient.is_cuda for gradient in gradients):
+        torch.cuda.current_stream().synchronize()  # the step scales them in place
 
 
 def _require_complete(
