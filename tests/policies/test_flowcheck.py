@@ -6,7 +6,7 @@ import pytest
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.flowcheck import ServerSnapshots
-from moe_ckpt.types import Measured
+from moe_ckpt.types import Measured, SlotPlan
 from tests.engine.configs import config
 from tests.policies.profiles import equal
 
@@ -23,8 +23,9 @@ def _never() -> Measured:
 def test_everything_is_saved_in_every_iteration_and_durably_when_due() -> None:
     flowcheck = policy(durable_every_iters=3)
     plans = [flowcheck.plan(iteration, _never) for iteration in range(7)]
-    assert [plan.sparse.window_start for plan in plans if plan.sparse] == list(range(7))
-    assert all(plan.sparse and len(plan.sparse.full) == 3 and not plan.sparse.compute for plan in plans)
+    slots = [plan.sparse for plan in plans if isinstance(plan.sparse, SlotPlan)]
+    assert [slot.window_start for slot in slots] == list(range(7))
+    assert {(slot.full, slot.compute) for slot in slots} == {((0, 1, 2), ())}
     assert [iteration for iteration, plan in enumerate(plans) if plan.durable] == [3, 6]
 
 
