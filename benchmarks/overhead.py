@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from moe_ckpt.events import (  # noqa: E402
     CheckpointSaved,
     Event,
+    GradientsSent,
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
@@ -109,14 +110,15 @@ def measure(folder: Path, skip: int) -> Run:
     durable_bytes = sum(saved.size_bytes for saved in _of(later, CheckpointSaved)) / RANKS
     disk_bytes = durable_bytes + sum(sizes.get(each.window_start, 0) for each in _of(later, WindowPersisted))
     memory = _of([each.event for each in logged], HostMemoryUsed)
+    gradient_bytes = sum(sent.size_bytes for sent in _of(later, GradientsSent))
     return Run(
         iteration_s=statistics.fmean(after - before for before, after in itertools.pairwise(times)),
         stall=sum(event.stall_s for event in counted) / sum(event.seconds for event in counted),
         window=windows[-1].num_slots if windows else None,
         pause_iters=windows[-1].pause_iters if windows else None,
         every_iters=intervals[-1].every_iters if intervals else None,
-        memory_bytes=sum(sizes.values()) / number,
-        peer_bytes=sum(each.size_bytes for each in _of(later, WindowReplicated)) / number,
+        memory_bytes=(sum(sizes.values()) + gradient_bytes) / number,
+        peer_bytes=(sum(each.size_bytes for each in _of(later, WindowReplicated)) + gradient_bytes) / number,
         disk_bytes=disk_bytes / number,
         host_bytes=max((each.allocated_bytes for each in memory), default=0),
     )

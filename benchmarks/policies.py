@@ -50,6 +50,7 @@ VARIANTS = (
     Variant(name="moevement", overrides=("ckpt=moevement",)),
     Variant(name="moc", overrides=("ckpt=moc",)),
     Variant(name="moetion", overrides=("ckpt=moetion",)),
+    Variant(name="flowcheck", overrides=("ckpt=flowcheck",)),
 )
 COLUMNS = (
     "policy",

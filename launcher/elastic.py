@@ -20,7 +20,7 @@ from launcher.faults.carry_out import carry_out
 from launcher.launch import Launch, has_agent_store, open_store, use_hosted_store
 from launcher.network import own_host
 from launcher.run_folder import wait_for_run_folder
-from moe_ckpt.config import InMemoryConfig, MoetionConfig, require
+from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, require
 from moe_ckpt.faults import Kill
 from moe_ckpt.placement import num_nodes
 from moe_ckpt.runtime.elastic import Elastic
@@ -65,7 +65,7 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
 
     Raises ConfigError for what cannot work.
     """
-    wanted = "ckpt=moevement, gemini or checkfreq (dense and none: torchrun --max-restarts)"
+    wanted = "ckpt=moevement, flowcheck, gemini or checkfreq (dense and none: torchrun --max-restarts)"
     require(isinstance(settings.ckpt, InMemoryConfig), "runtime.guard", settings.runtime.guard, f"false, or {wanted}")
     if not has_agent_store():
         use_hosted_store(launch, _start_beside)
@@ -128,6 +128,7 @@ def open_elastic(settings: Settings, layout: ParallelLayout, place: RankPlace, m
         copy_s=runtime.copy_s,
         at_end=membership.at_end,
         peers=layout.ranks_per_stage if isinstance(settings.ckpt, MoetionConfig) else None,
+        serves_itself=isinstance(settings.ckpt, FlowcheckConfig),
     )
 
 
@@ -152,7 +153,7 @@ def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
         ticket=Ticket(run_id=token[:8], token=token),
         ranks_per_node=ranks_per_node,
         replicas=replicas,
-        has_keeper=replicas > 0 or settings.ckpt.disk_every_iters > 0,
+        has_keeper=replicas > 0 or settings.ckpt.disk_every_iters > 0 or isinstance(settings.ckpt, FlowcheckConfig),
         host=own_host(launch, settings.ckpt.network_interface),
     )
 
@@ -187,6 +188,7 @@ def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
             timeout_s=settings.runtime.copy_s,
             copy_deadline_s=settings.runtime.copy_s,
             caps=settings.ckpt.max_bytes_per_s,
+            serves_itself=isinstance(settings.ckpt, FlowcheckConfig),
         ),
         guard_pid=guard_pid,
         may_send=lambda: not page.communicates,

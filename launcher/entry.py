@@ -13,6 +13,7 @@ from launcher.launch import read_launch, say_once
 from launcher.parallel import require_forkable
 from launcher.run import run, run_guarded
 from launcher.run_folder import require_lasting
+from launcher.servers import require_servable
 from moe_ckpt.config import InMemoryConfig, require
 from moe_ckpt.errors import MoeCkptError
 
@@ -20,6 +21,7 @@ from moe_ckpt.errors import MoeCkptError
 def start(settings: Settings) -> int:
     """Train, or guard what trains; return the exit status. Raises MoeCkptError where a user can mend the cause."""
     gc.freeze()  # what was imported stays: nobody is to look through it for garbage
+    require_servable(settings)
     if wants_guard(settings):
         launch = read_launch()
         require_lasting(settings.run)

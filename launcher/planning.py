@@ -81,6 +81,7 @@ def _candidates(base: Simulation) -> Iterator[tuple[str, ...]]:
     copies = [replicas for replicas in (1, 2) if replicas < setup.cluster.nodes] or [0]
     for replicas in copies:
         yield "ckpt=gemini", f"ckpt.replicas={replicas}", f"ckpt.mtbf_s={mtbf_s:g}"
+        yield "ckpt=flowcheck", f"ckpt.replicas={replicas}"
         for window in ("auto", *WINDOWS):
             yield "ckpt=moevement", f"ckpt.replicas={replicas}", f"ckpt.window={window}"
     num_experts = setup.job.shape.num_experts

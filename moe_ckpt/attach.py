@@ -27,6 +27,7 @@ from moe_ckpt.adapters.te import allocate_scaling
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import (
     CkptConfig,
+    FlowcheckConfig,
     InMemoryConfig,
     MoetionConfig,
     MoevementConfig,
@@ -112,6 +113,8 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
     """Return this rank's training behind the engine's seams. Raises ConfigError for what cannot be replayed."""
     require_replayable(state)
     operators = RankOperators(state)
+    if isinstance(ckpt, FlowcheckConfig):
+        operators.require_steps()
     stage = StageReplay(state, operators, loop.communicator, loop.forward_backward)
     place = _place(identity, loop.communicator)
     num_neighbours = sum(rank is not None for rank in (place.previous_rank, place.next_rank))
@@ -132,8 +135,15 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
         step_log_bytes=sum(tensor.nbytes for tensor in small_state(state).values()) + stage.tied_gradient_bytes,
         tied_gradient_bytes=stage.tied_gradient_bytes,
         boost=boost,
-        notes=[boost.note] if boost else [],
+        notes=[*([boost.note] if boost else []), *_notes_of_servers(ckpt)],
     )
+
+
+def _notes_of_servers(ckpt: InMemoryConfig) -> list[str]:
+    """Return what a user has to know of servers that do not compute where training does."""
+    if not isinstance(ckpt, FlowcheckConfig) or not torch.cuda.is_available():
+        return []
+    return ["servers take the optimizer's steps on CPUs: after a fault all ranks have their states, not the GPUs' bits"]
 
 
 def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:

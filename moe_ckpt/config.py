@@ -304,7 +304,45 @@ class MoetionConfig(PartialConfig):
         _check_in_memory(self)
 
 
-InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig | MocConfig | MoetionConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowcheckConfig(RollbackConfig):
+    """`ckpt=flowcheck`: checkpoint servers take the optimizer's steps from gradients, every iteration (FlowCheck)."""
+
+    max_lag_iters: int
+    replicas: Union[int, str]  # noqa: UP007
+    network_interface: str | None
+    memory_budget_bytes: int | None
+    durable_every_iters: int
+
+    @property
+    def profile_iters(self) -> int:
+        return 0
+
+    @property
+    def max_bytes_per_s(self) -> MaxBytesPerS:
+        """No caps: a server that gradients reach late gets a whole snapshot instead, which is more bytes."""
+        return NO_CAPS
+
+    @property
+    def disk_every_iters(self) -> int:
+        return 0
+
+    @property
+    def disk_path(self) -> None:
+        return None
+
+    @property
+    def disk_budget_bytes(self) -> None:
+        return None
+
+    def __post_init__(self) -> None:
+        require_choice("ckpt.policy", self.policy, ["flowcheck"])
+        SavingConfig.__post_init__(self)
+        require_at_least("ckpt.max_lag_iters", self.max_lag_iters, 0)
+        _check_in_memory(self)
+
+
+InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig | MocConfig | MoetionConfig | FlowcheckConfig
 """Policies that keep snapshots in host memory, and live through the loss of ranks."""
 
 
@@ -366,4 +404,5 @@ CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
     "checkfreq": CheckfreqConfig,
     "moc": MocConfig,
     "moetion": MoetionConfig,
+    "flowcheck": FlowcheckConfig,
 }

@@ -203,6 +203,27 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GradientsSent:
+    """This rank's gradients of `iteration` are on their way to its checkpoint servers: `size_bytes`, buffers included.
+
+    Copying them has stopped training for `tap_s`; the slowest server had `lag_iters` iterations to complete then.
+    """
+
+    iteration: int
+    size_bytes: int
+    tap_s: float
+    lag_iters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientsLost:
+    """Some rank's checkpoint servers lack gradients up to `iteration`: all ranks take a whole snapshot after it."""
+
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WindowReplicated:
     """All peers hold this rank's window that starts at `window_start`: each of the `num_peers` has `size_bytes` of it.
 
@@ -385,6 +406,8 @@ Event = (
     | ExpertsChosen
     | TokensLost
     | SnapshotTaken
+    | GradientsSent
+    | GradientsLost
     | WindowReplicated
     | ExpertPopularity
     | ExpertsOrdered

@@ -13,6 +13,7 @@ import torch
 
 from moe_ckpt.adapters.megatron_state import TrainingState
 from moe_ckpt.adapters.optimizer_state import torch_optimizer
+from moe_ckpt.config import require
 from moe_ckpt.store.updates import AdamStep
 
 _CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
@@ -37,6 +38,16 @@ class AdamSteps:
             else []
             for inner in self._optimizers
         ]
+
+    def require_known(self) -> None:
+        """Raise ConfigError unless the steps of all optimizers will be known, and their states are FP32."""
+        for inner in self._optimizers:
+            wanted = "torch's Adam or AdamW, without options that change its arithmetic, where ckpt=flowcheck"
+            name = type(inner).__name__
+            require(inner is None or type(inner) in (torch.optim.Adam, torch.optim.AdamW), "optimizer", name, wanted)
+            for group in inner.param_groups if inner else []:
+                changed = [option for option in _CHANGED if group.get(option)]
+                require(not changed, "optimizer", f"{name} with {', '.join(changed)}", wanted)
 
     def known(self, iteration: int) -> Mapping[int, AdamStep]:
         """Return the steps that were taken in `iteration`, by the id of the master weights."""

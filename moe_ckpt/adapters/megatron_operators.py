@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -121,6 +121,22 @@ class OwnedParameter:
             return None
         return master.grad.view(-1)[self._held()], steps[id(master)]
 
+    def reduced_gradient(self) -> torch.Tensor | None:
+        """Return the gradient of the owned piece, float32, flattened; None where there is none."""
+        if self.start == self.end:  # a sharded optimizer knows it on another rank only
+            return None
+        master = updated_tensor(self.optimizer, self.parameter)
+        if master.grad is None:
+            return None
+        assert master.grad.dtype == torch.float32, master.grad.dtype
+        return master.grad.view(-1)[self._held()]
+
+    def clipped_by(self, total_norm: float | None) -> float:
+        """Return what Megatron multiplies the gradient with before the step, for a norm over all ranks."""
+        most = self.optimizer.config.clip_grad
+        scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
+        return scale if scale < 1.0 else 1.0
+
     def forward_values(self) -> torch.Tensor:
         """Return all weights that forward passes compute with, flattened."""
         return fp8_linear.forward_values(self.parameter).view(-1)
@@ -168,6 +184,7 @@ class RankOperators:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._steps = AdamSteps(state)
+        self._total_norm: float | None = None
         self.parameters = list(_parameters(state))
         self._owned: dict[OperatorId, list[OwnedParameter]] = defaultdict(list)
         for each in self.parameters:
@@ -202,6 +219,28 @@ class RankOperators:
     def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
         """The step of `iteration` is about to be taken with these gradients."""
         self._steps.note(iteration, overflow=gradients.overflow)
+        self._total_norm = gradients.total_norm
+
+    def require_steps(self) -> None:
+        """Raise ConfigError unless steps can be told to servers that take them, too."""
+        self._steps.require_known()
+
+    def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
+        """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
+
+        By the master weights, flattened, float32, in the order of `pieces`; without those that take no step.
+        """
+        found = {each.key(MASTER): each.reduced_gradient() for each in self.parameters}
+        return {key: gradient for key, gradient in found.items() if gradient is not None}
+
+    def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
+        """Return the steps that followed in `iteration`, by the same keys; none where it was skipped."""
+        steps, found = self._steps.known(iteration), dict[PartKey, AdamStep]()
+        for each in self.parameters if steps else ():
+            if each.reduced_gradient() is not None:
+                step = steps[id(updated_tensor(each.optimizer, each.parameter))]
+                found[each.key(MASTER)] = replace(step, scale=each.clipped_by(self._total_norm))
+        return found
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
         """Return what this rank's pieces of these operators took the step of `iteration` with; None if not known."""

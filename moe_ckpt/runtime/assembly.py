@@ -15,6 +15,7 @@ import torch
 
 from moe_ckpt.config import (
     CheckfreqConfig,
+    FlowcheckConfig,
     GeminiConfig,
     InMemoryConfig,
     MocConfig,
@@ -25,6 +26,7 @@ from moe_ckpt.config import (
 from moe_ckpt.events import EventLog
 from moe_ckpt.faults import FaultSchedule, StateLoss
 from moe_ckpt.placement import placement_lines
+from moe_ckpt.policies.flowcheck import ServerSnapshots
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
@@ -37,6 +39,7 @@ from moe_ckpt.runtime.meter import Meter
 from moe_ckpt.runtime.recover import Recovery
 from moe_ckpt.runtime.rejoin import Rejoin, adopt_kept
 from moe_ckpt.runtime.rejoining import Rejoining
+from moe_ckpt.runtime.server_states import ServerStates
 from moe_ckpt.runtime.session import Parts, SparseParts
 from moe_ckpt.runtime.shelf import UnitShelf, WindowShelf
 from moe_ckpt.runtime.sparse import SparseStores, SparseTier
@@ -48,6 +51,7 @@ from moe_ckpt.store.blobs import BlobFolder, own_path
 from moe_ckpt.store.boundary import BoundaryLog
 from moe_ckpt.store.bubbles import PipelineBubbles
 from moe_ckpt.store.copier import HostCopier
+from moe_ckpt.store.gradient_stream import GradientStream
 from moe_ckpt.store.journal import Journal, NoCopies
 from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.memory import HostBuffers, PrivateMemory, SnapshotMemory
@@ -139,7 +143,15 @@ class InMemoryAssembly:
         )
         shelf = self._shelf(self._stores)
         tier = SparseTier(
-            self._config, self._place, training, self._stores, shelf, self._meter, self._events, self._account
+            self._config,
+            self._place,
+            training,
+            self._stores,
+            shelf,
+            self._meter,
+            self._events,
+            self._account,
+            self._server_states(self._stores),
         )
         recovery = (
             None if self._is_partial else Recovery(self._place, training, self._stores, self._meter, self._events)
@@ -155,6 +167,15 @@ class InMemoryAssembly:
             rejoin=self._rejoin(training, self._stores, shelf, recovery),
         )
         return Parts(policy=self._policy, sparse=parts)
+
+    def _server_states(self, stores: SparseStores) -> ServerStates | None:
+        config = self._config
+        if not isinstance(config, FlowcheckConfig):
+            return None
+        assert stores.journal is not None, "checkpoint servers live beside guarded ranks"
+        assert isinstance(stores.memory, SnapshotMemory)
+        stream = GradientStream(stores.journal, config.max_lag_iters)
+        return ServerStates(self._place, self._attached.operators, stream, stores.memory, stores.steps, self._events)
 
     def _shelf(self, stores: SparseStores) -> WindowShelf | UnitShelf:
         if isinstance(stores.memory, SnapshotMemory):
@@ -206,6 +227,7 @@ class InMemoryAssembly:
             self._elastic,
             logs_tied=self._attached.tied_gradient_bytes > 0,
             recovers_locally=self._config.recovers_locally,
+            servers_lead=isinstance(self._config, FlowcheckConfig),
         )
 
     def _placement(self) -> list[str]:
@@ -300,7 +322,7 @@ class InMemoryAssembly:
 
 def _make_policy(
     config: InMemoryConfig, stages: Sequence[StageProfile], place: Place, num_copies: int
-) -> SparseWindows | WholeSnapshots | PartialExperts | PopularExperts:
+) -> SparseWindows | WholeSnapshots | PartialExperts | PopularExperts | ServerSnapshots:
     match config:
         case MoevementConfig():
             return SparseWindows(config, stages, place.stage, num_copies)
@@ -310,5 +332,7 @@ def _make_policy(
             return PartialExperts(config, stages, place.stage, place.identity.layout.ep)
         case MoetionConfig():
             return PopularExperts(config, stages, place.stage, num_copies)
+        case FlowcheckConfig():
+            return ServerSnapshots(config, stages, place.stage, num_copies)
         case _:
             assert_never(config)

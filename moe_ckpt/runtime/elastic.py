@@ -22,6 +22,7 @@ class Elastic:
 
     `copy_s` bounds what a copy of a window, or getting it back, may take. `peers` consecutive ranks train one stage, if
     copies are to stay among these. `at_end` has an action run, in another thread, at each end of a generation.
+    `serves_itself`: this rank's own daemon is one of those that hold its state.
     """
 
     member: Member
@@ -36,6 +37,7 @@ class Elastic:
     copy_s: float
     peers: int | None = None
     at_end: Callable[[Callable[[], None]], None] = lambda _: None
+    serves_itself: bool = False
 
     def enter_phase(self, phase: Phase) -> None:
         """The training thread begins a phase; what a recovery runs again is all recovery."""
@@ -51,7 +53,8 @@ class Elastic:
     @property
     def holders(self) -> tuple[int, ...]:
         """The ranks that keep copies of this rank's memory."""
-        return copy_holders(
+        own = (self.member.global_rank,) if self.serves_itself else ()
+        return own + copy_holders(
             self.member.global_rank,
             world_size=self.member.world_size,
             ranks_per_node=self.ranks_per_node,

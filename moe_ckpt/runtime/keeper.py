@@ -48,7 +48,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeeperPlace:
-    """What a keeper is for, and how long it waits: for anything to move on a connection, and for a copy in all."""
+    """What a keeper is for, and how long it waits: for anything to move on a connection, and for a copy in all.
+
+    `serves_itself`: it is a checkpoint server of its own rank as well.
+    """
 
     rank_folder: Path
     global_rank: int
@@ -57,6 +60,7 @@ class KeeperPlace:
     timeout_s: float
     copy_deadline_s: float
     caps: MaxBytesPerS = NO_CAPS
+    serves_itself: bool = False
 
 
 def run_keeper(
@@ -71,7 +75,14 @@ def run_keeper(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # the guard's handlers are not for this process
     deadline_s = place.copy_deadline_s
-    server = CopyServer(place.rank_folder, place.global_rank, place.ticket, host=place.host, timeout_s=place.timeout_s)
+    server = CopyServer(
+        place.rank_folder,
+        place.global_rank,
+        place.ticket,
+        host=place.host,
+        timeout_s=place.timeout_s,
+        serves_itself=place.serves_itself,
+    )
     own = BlobFolder(own_path(place.rank_folder))
     replicator = Replicator(
         own,

@@ -5,11 +5,12 @@ Owns: one survey with all ranks, in which no copy changes. Must not: decide what
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_ckpt.collectives import gather_results
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.target import Standing
 from moe_ckpt.runtime.elastic import Elastic
 from moe_ckpt.runtime.sparse import SparseStores
@@ -19,6 +20,7 @@ from moe_ckpt.store.blobs import BlobFolder
 from moe_ckpt.store.journal import holds_records, newest_snapshot
 from moe_ckpt.types import ReadyGradients
 
+_log = logging.getLogger(__name__)
 _Values = tuple[tuple[int, int | None, bool, bool], bool, dict[int, frozenset[str]], dict[int, ReadyGradients]]
 
 
@@ -56,23 +58,30 @@ class KeptCopies:
         self._stores = stores
         self._elastic = elastic
         self._reports: Sequence[Report] = ()
+        self._dropped_of_servers = False
 
     def stop_copying(self, state: StepState) -> Sequence[Report]:
         """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
         if self._stores.journal:
             self._stores.journal.stop_copying()
+        self._flush()
         told = gather_results(self._place.ranks, lambda: self._report(state).as_values(), CheckpointLoadError)
         self._reports = [report_of(values) for values in told]
         return self._reports
 
     def resume_copying(self) -> None:
-        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again."""
-        journal = self._stores.journal
+        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again.
+
+        Servers drop theirs after `drop_all`: a survey would take states that all ranks have left for the newest.
+        """
+        journal, dropped = self._stores.journal, self._dropped_of_servers
+        self._dropped_of_servers = False
         if journal:
-            journal.begin_copying(self.held_for_me(), forget=bool(self._stores.memory.windows()))
+            journal.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
 
     def drop_all(self) -> None:
         """Keep nothing in memory; until `resume_copying` peers do not hear of it."""
+        self._dropped_of_servers = self._elastic.serves_itself
         self._stores.clear()
         if self._stores.journal:
             self._stores.journal.stop_copying()
@@ -82,6 +91,19 @@ class KeptCopies:
         """Return the keys of this rank's blobs that each peer has told to hold."""
         mine = self._place.shard.global_rank
         return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
+
+    def _flush(self) -> None:
+        """Wait until servers have made all states: one that came after the survey would never be dropped."""
+        keeper = self._elastic.keeper
+        if keeper is None or not self._elastic.serves_itself:
+            return
+        self._elastic.page.wait_for_copies(True)
+        try:
+            keeper.copy([]).result(self._elastic.copy_s)
+        except (CheckpointSaveError, TimeoutError) as error:
+            _log.warning("servers may make further states during the survey: %s", error or "no answer in time")
+        finally:
+            self._elastic.page.wait_for_copies(False)
 
     def _report(self, state: StepState) -> Report:
         folders = {int(path.name.removeprefix("rank")): path for path in (self._elastic.memory / "held").glob("rank*")}

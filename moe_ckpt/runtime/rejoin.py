@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_ckpt.collectives import gather_results
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.target import Target, plan_target
@@ -26,9 +26,9 @@ from moe_ckpt.runtime.sparse import SparseStores
 from moe_ckpt.runtime.stage import Place, Stage
 from moe_ckpt.runtime.step_state import StepState
 from moe_ckpt.store.blobs import BlobFolder, held_path
-from moe_ckpt.store.fetch import fetch_blobs
-from moe_ckpt.store.journal import Journal, newest_snapshot, read_kept
-from moe_ckpt.store.local_disk import LocalDisk
+from moe_ckpt.store.fetch import fetch_blobs, list_held
+from moe_ckpt.store.journal import Journal, belongs_to, newest_snapshot, read_kept
+from moe_ckpt.store.local_disk import LocalDisk, copy_blobs
 from moe_ckpt.store.memory import SnapshotMemory, Window, group_windows
 from moe_ckpt.store.steps import StepLog
 
@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 class Rejoin:
     """Implements `Rejoining` with windows. `logs_tied`: this rank's records hold a gradient that no other rank has.
 
-    Without `recovers_locally` nobody's state counts: all go back to the newest snapshots that everybody has.
+    Without `recovers_locally` nobody's state counts: all go back to the newest snapshots that everybody has. With
+    `servers_lead` those are on checkpoint servers, that of this rank's own node among them, and not in its memory.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Rejoin:
         *,
         logs_tied: bool,
         recovers_locally: bool,
+        servers_lead: bool = False,
     ) -> None:
         self._place = place
         self._stage = stage
@@ -63,6 +65,7 @@ class Rejoin:
         self._elastic = elastic
         self._logs_tied = logs_tied
         self._recovers_locally = recovers_locally
+        self._servers_lead = servers_lead
 
     def run(self, state: StepState) -> Rejoined:
         """Bring all ranks to one state. Until copying is resumed no copy in anybody's memory changes.
@@ -78,7 +81,7 @@ class Rejoin:
         self._fill_records(reports)
         live = self._settle(state, target) if target else False
         if begins_anew or not (all_go_back or any(report.has_progress for report in reports)):
-            self._stores.clear()
+            self._begin_anew()
             return Rejoined(iteration=None)
         inventories = self._take_stock(target)
         started_s = time.monotonic()
@@ -99,6 +102,12 @@ class Rejoin:
             fetched_bytes=fetched_bytes,
             executed_iters=executed_iters,
         )
+
+    def _begin_anew(self) -> None:
+        if self._servers_lead:
+            self.copies.drop_all()
+        else:
+            self._stores.clear()
 
     def look_at_disks(self) -> OnDisks:
         """Return what all ranks' local disks lead to, verified, once nothing is on its way there any more."""
@@ -155,10 +164,18 @@ class Rejoin:
     def _take_stock(self, target: Target | None) -> list[Inventory]:
         """Return what every rank has to recover with; copies only of those whose own memory does not lead there."""
         goal = target.iteration if target else None
-        own = gather_results(self._place.ranks, lambda: self._recovery.inventory(goal), CheckpointLoadError)
-        poor = [inventory.global_rank for inventory in own if not inventory.leads_to(goal)]
+        own = gather_results(self._place.ranks, lambda: self._own(goal), CheckpointLoadError)
+        poor = [each.global_rank for each in own if self._servers_lead or not each.leads_to(goal)]
         held = gather_results(self._place.ranks, lambda: self._held(poor, goal), CheckpointLoadError)
         return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]
+
+    def _own(self, goal: int | None) -> Inventory:
+        """Return the windows in this rank's memory and, where there is one, on its node's server."""
+        inventory, mine = self._recovery.inventory(goal), self._place.shard.global_rank
+        if not self._servers_lead:
+            return inventory
+        windows = {window.start: window for window in (*self._windows_of(mine, goal), *inventory.windows)}
+        return replace(inventory, windows=tuple(windows.values()))
 
     def _plan_and_fetch(self, target: Target | None, inventories: list[Inventory]) -> tuple[RecoveryPlan, int]:
         """Return the plan, once this rank has what it needs for it, and the bytes that it got from peers.
@@ -168,14 +185,16 @@ class Rejoin:
         while True:
             plan = self._plan(target, inventories)
             fetched = gather_results(self._place.ranks, lambda plan=plan: self._fetch(plan), CheckpointLoadError)
-            failed = [fetch for fetch in plan.fetches if fetched[fetch.global_rank] is None]
+            failed = {rank for rank, size_bytes in enumerate(fetched) if size_bytes is None}
             if not failed:
                 return plan, sum(nbytes or 0 for nbytes in fetched)
-            for fetch in failed:
-                source = inventories[fetch.source_rank]
-                held = {owner: windows for owner, windows in source.held.items() if owner != fetch.global_rank}
-                inventories[fetch.source_rank] = replace(source, held=held)
-                inventories[fetch.global_rank] = replace(inventories[fetch.global_rank], windows=())
+            for rank in failed:
+                inventories[rank] = replace(inventories[rank], windows=())
+            for fetch in plan.fetches:
+                if fetch.global_rank in failed:
+                    source = inventories[fetch.source_rank]
+                    held = {owner: windows for owner, windows in source.held.items() if owner != fetch.global_rank}
+                    inventories[fetch.source_rank] = replace(source, held=held)
 
     def _plan(self, target: Target | None, inventories: Sequence[Inventory]) -> RecoveryPlan:
         lost = target.lost_stages if target else frozenset(range(self._place.num_stages))
@@ -225,25 +244,53 @@ class Rejoin:
         """Get this rank's memory back, if the plan says so; return its bytes, or None if it cannot be had."""
         mine, journal = self._place.shard.global_rank, self._stores.journal
         source = next((fetch.source_rank for fetch in plan.fetches if fetch.global_rank == mine), None)
-        if source is None or journal is None:
+        start = self._start_on_own_server(plan) if source is None else None
+        if journal is None or (source is None and start is None):
             return 0
         facts = dict(self._stores.steps.gradients)
         self._memory.clear()
         self._stores.steps.clear()
         try:
-            size_bytes = journal.replace(lambda folder: self._fetch_from(source, folder))
+            if source is None:
+                journal.replace(lambda folder: self._read_own_server(start, folder))
+                size_bytes = 0
+            else:
+                size_bytes = journal.replace(lambda folder: self._fetch_from(source, folder, plan))
             adopt_kept(self._stores)
             if not self._logs_tied:
                 self._stores.steps.fill(facts)
             self._recovery.require(plan)
         except CheckpointLoadError as error:
-            _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, source, error)
+            holder = mine if source is None else source
+            _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, holder, error)
             return None
         return size_bytes
 
-    def _fetch_from(self, source: int, folder: BlobFolder) -> int:
+    def _fetch_from(self, source: int, folder: BlobFolder, plan: RecoveryPlan) -> int:
+        """Get a peer's copies of this rank's blobs; of a server's states only the one that the plan needs."""
         elastic, mine = self._elastic, self._place.shard.global_rank
-        return fetch_blobs(elastic.address_of(source), elastic.ticket, mine, folder, timeout_s=elastic.copy_s)
+        address, timeout_s, keys = elastic.address_of(source), elastic.copy_s, None
+        if self._servers_lead:
+            start = next(fetch.window_start for fetch in plan.fetches if fetch.global_rank == mine)
+            there = list_held(address, elastic.ticket, mine, timeout_s=timeout_s)
+            keys = [key for key in there if belongs_to(key, start)]
+        return fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+
+    def _start_on_own_server(self, plan: RecoveryPlan) -> int | None:
+        """Return where the window starts that this rank rolls back to, if only its own node's server has it."""
+        starts = [each.window_start for each in plan.rollbacks if self._place.stage in each.segment.stages]
+        kept = {window.start for window in self._memory.windows()}
+        missing = [start for start in starts if self._servers_lead and start not in kept]
+        return missing[0] if missing else None
+
+    def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:
+        """Copy the window that starts there from the server of this rank's own node; return its bytes."""
+        assert start is not None
+        held = BlobFolder(held_path(self._elastic.memory, self._place.shard.global_rank))
+        try:
+            return copy_blobs(held, folder, [key for key in held.keys() if belongs_to(key, start)])  # noqa: SIM118
+        except CheckpointSaveError as error:
+            raise CheckpointLoadError(str(error)) from error
 
     def _keep_safest(self) -> None:
         """Of the windows that all ranks have keep those with most copies, the newer where that is the same.

@@ -37,6 +37,7 @@ from moe_ckpt.ledger import IntArray
 from moe_ckpt.popularity import accumulate, carried_over
 from moe_ckpt.runtime.expert_events import ExpertEvents
 from moe_ckpt.runtime.meter import Meter
+from moe_ckpt.runtime.server_states import ServerStates
 from moe_ckpt.runtime.shelf import NOTHING, Shelf
 from moe_ckpt.runtime.stage import Place, Training
 from moe_ckpt.runtime.to_disk import DiskWindows, Role
@@ -106,6 +107,7 @@ class SparseTier:
         meter: Meter,
         events: EventLog,
         account: TokenAccount | None = None,
+        servers: ServerStates | None = None,
     ) -> None:
         self._config = config
         self._cap = config.max_bytes_per_s
@@ -119,6 +121,7 @@ class SparseTier:
         self._stores = stores
         self._shelf = shelf
         self._account = account
+        self._servers = servers
         self._events = events
         rank_in_stage = place.stage_ranks.rank
         self._dense_bytes = int(training.operators.table.full_bytes[rank_in_stage].sum())
@@ -172,6 +175,9 @@ class SparseTier:
         self._count()
         if self._awaits_confirmation:
             self._confirm(wait=waits)
+        if self._servers:
+            with self._meter.stalling():
+                self._servers.ready(iteration, gradients)
         if not self._disk.is_writing:
             self.finish_persisting()
         self._meter.resumed()
@@ -203,6 +209,11 @@ class SparseTier:
 
     def take(self, plan: SlotPlan | PartialPlan, *, to_disk: bool = False) -> None:
         """Start taking of the state what the plan for it says; `to_disk`: the window that begins goes there, too."""
+        if self._servers:
+            if self._servers.goes_on:
+                self._hand_over(self._servers, plan)
+                return
+            self._servers.reset()
         if self._awaits_confirmation:
             self._confirm(wait=True)
         self._collect(wait=True)
@@ -222,13 +233,27 @@ class SparseTier:
             self._capture(plan)
 
     def take_base(self, plan: SlotPlan | PartialPlan, *, to_disk: bool = False) -> None:
-        """Take everything; where a rank keeps nothing else, wait until it is kept: a fault can come at any time."""
+        """Take everything; where a rank keeps nothing else, wait until it is kept: a fault can come at any time.
+
+        Where servers make further states of a snapshot that all ranks have been given back, there is nothing to take.
+        """
+        if self._servers and self._servers.adopt(plan.window_start):
+            return
         self.take(plan, to_disk=to_disk)
         num_kept = torch.tensor([len(self._stores.memory.windows())], device=self._place.device)
         self._place.ranks.reduce(num_kept, "min")
         if not num_kept.item():
             self._confirm(wait=True)
             self._meter.forget_snapshot()  # no other has training wait for all of it
+
+    def _hand_over(self, servers: ServerStates, plan: SlotPlan | PartialPlan) -> None:
+        """Let servers make the state that the plan names, of the gradients that led to it."""
+        self._collect(wait=True)  # the stream may begin with it
+        self.note_start(plan.window_start + 1)
+        kept = [self._stores.memory.in_flight(), *self._stores.memory.windows()]
+        whole = [snapshot for window in kept if window for snapshot in window.snapshots]
+        with self._meter.stalling():
+            servers.hand_over(self._shelf.wanted(plan)[0], whole[0] if whole else None)
 
     def stop_observing(self) -> None:
         """The pass over the batch is over: what follows is neither logged nor counted."""
@@ -265,6 +290,8 @@ class SparseTier:
         self._meter.forget_snapshot()
         self._stage.abandon_pass()
         self._operators.freeze(())
+        if self._servers:
+            self._servers.clear()
         self.settle()
         self._stores.memory.keep_complete()
 

@@ -19,7 +19,7 @@ from moe_ckpt.store.boundary import LoggedEnds
 from moe_ckpt.store.codec import PartKey, ShardIdentity
 from moe_ckpt.store.snapshot import Piece
 from moe_ckpt.store.steps import StepRecord
-from moe_ckpt.store.updates import Gradients
+from moe_ckpt.store.updates import AdamStep, Gradients
 from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdentity
 
 
@@ -70,6 +70,17 @@ class Operators(Protocol):
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
         """Return what these took the step of `iteration` with, live until the next one; None if not known."""
+        ...
+
+    def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
+        """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
+
+        By the master weights, flattened, float32, in the order of `pieces`; without those that take no step.
+        """
+        ...
+
+    def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
+        """Return the steps that followed in `iteration`, by the same keys; none where it was skipped."""
         ...
 
     def adam_steps(self) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 from moe_ckpt.config import (
     CheckfreqConfig,
     DenseConfig,
+    FlowcheckConfig,
     GeminiConfig,
     InMemoryConfig,
     MocConfig,
@@ -24,6 +25,7 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.ledger import IntArray
+from moe_ckpt.policies.flowcheck import GRADIENT_SHARE, ServerSnapshots
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
@@ -94,6 +96,30 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
         disk_s=setup.total_full_bytes / rates.disk(),
+        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
+        memory=make().forecast(),
+        sizes_are_of_job=link.is_shared,
+    )
+
+
+def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
+    """Each iteration gradients are copied while training waits, and sent; a whole state is fetched after a fault."""
+    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
+    replicas = _replicas(config.replicas, setup.cluster)
+    gradient_bytes = link.most_bytes // GRADIENT_SHARE
+    tap_s = setup.cluster.take_s + gradient_bytes / link.bytes_per_s
+    make = partial(ServerSnapshots, config, link.profiles, link.own, replicas)
+    measured = Measured(iteration_s=setup.costs.iteration_s, copy_bytes_per_s=link.bytes_per_s, popularity=np.zeros(0))
+    at_start, later = _listen(make, measured, lambda _: (gradient_bytes, tap_s), config, is_settled=True)
+    return Saving(
+        name=config.policy,
+        recovery=Recovery.ROLLBACK,
+        at_start=at_start,
+        later=later,
+        whole_bytes=link.most_bytes,
+        reload_bytes_per_s=link.bytes_per_s,
+        replicas=replicas,
+        kept_bytes_per_s=min(link.bytes_per_s, _rates(config, setup).kept(replicas)),
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
         sizes_are_of_job=link.is_shared,
@@ -194,6 +220,7 @@ POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
     "moevement": _moevement,
     "moc": _partial,
     "moetion": _partial,
+    "flowcheck": _servers,
 }
 
 

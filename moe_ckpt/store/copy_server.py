@@ -5,6 +5,8 @@ send anything unasked, or believe anything that does not come with the run's tic
 
     own/              this rank's blobs: read only
     held/rank0001/    copies for rank 1
+
+A checkpoint server (`serves_itself`) makes states of gradients for its own rank, too: those are held as any other's.
 """
 
 from __future__ import annotations
@@ -48,11 +50,21 @@ class CopyServer:
     A connection on which nothing moves for `timeout_s` is closed; its other end connects anew when it needs to.
     """
 
-    def __init__(self, rank_folder: Path, global_rank: int, ticket: Ticket, *, host: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank_folder: Path,
+        global_rank: int,
+        ticket: Ticket,
+        *,
+        host: str,
+        timeout_s: float,
+        serves_itself: bool = False,
+    ) -> None:
         self._rank_folder = rank_folder
         self._global_rank = global_rank
         self._ticket = ticket
         self._timeout_s = timeout_s
+        self._serves_itself = serves_itself
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
         self._held: dict[int, HeldFolder] = {}  # by the owner's rank
@@ -132,7 +144,7 @@ class CopyServer:
     def _held_folder(self, owner_rank: int, keys: Sequence[str] = ()) -> HeldFolder:
         """Return the folder of the copies for a rank; of a keeper's life, the first to ask adopts it."""
         _require_keys(keys)
-        if owner_rank == self._global_rank:
+        if owner_rank == self._global_rank and not self._serves_itself:
             raise RefusedError(f"rank {owner_rank} keeps no copies for itself", garbled=False)
         with self._lock:
             if owner_rank not in self._held:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import RLock
@@ -32,6 +33,7 @@ from moe_ckpt.store.local_disk import LocalDisk
 from moe_ckpt.store.memory import HostBuffers
 from moe_ckpt.store.steps import StepRecord
 from moe_ckpt.store.updates import (
+    AdamStep,
     Gradients,
     Update,
     can_be_updated,
@@ -112,7 +114,7 @@ class Journal:
         """
         header = snapshot.header
         kind = _SNAPSHOT if header.unit is None or header.unit.on_peers else _LOCAL
-        key = f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
+        key = _new_key(kind, header)
         with self._lock:
             self.folder.publish(key, header_to_json(header), snapshot.payload, header.payload_bytes)
             self._keys[id(snapshot.payload)] = key
@@ -129,7 +131,8 @@ class Journal:
         """
         if self._copying is None or base not in self._copying or not can_be_updated(header):
             return key
-        update = Update(base=base, target=key, steps=steps_of(header, gradients), header=header)
+        steps = {part: step for part, (_, step) in gradients.items()}
+        update = Update(base=base, target=key, steps=steps_of(header, steps), header=header)
         try:
             packed, packed_bytes = pack_gradients(header, gradients, self._packed_in.acquire)
             self._packed[update_key(key)] = packed
@@ -139,6 +142,76 @@ class Journal:
             self._drop_update(update_key(key))
             return key
         return update_key(key)
+
+    def acquire_update(self, nbytes: int) -> torch.Tensor:
+        """Return shared memory for an update's payload, until it is handed over or released."""
+        return self._packed_in.acquire(nbytes)
+
+    def release_update(self, packed: torch.Tensor) -> None:
+        """Use memory that was acquired, and is not handed over, for the next."""
+        self._packed_in.release(packed)
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of updates on their way to peers, with memory to use again."""
+        return self._packed_in.total_bytes
+
+    def begin_states(self, base: Snapshot) -> str:
+        """The states that peers make follow from this snapshot, which is kept here; return its key."""
+        with self._lock:
+            key = self._newest[None] = self._keys[id(base.payload)]
+            return key
+
+    def hand_over(
+        self, header: SnapshotHeader, steps: Sequence[AdamStep | None], packed: torch.Tensor, packed_bytes: int
+    ) -> str:
+        """Let peers make the state of `header`, which is not kept here, of the one before; return its key.
+
+        `packed` was acquired, and is released once they have it. Raises CheckpointSaveError; then it is released.
+        """
+        key = _new_key(_SNAPSHOT, header)
+        with self._lock:
+            self._packed[update_key(key)] = packed
+            base = self._newest.get(None)
+            try:
+                if base is None or self._copying is None or base not in self._copying:
+                    raise CheckpointSaveError(f"{header}: peers have no state that it follows from")
+                update = Update(base=base, target=key, steps=tuple(steps), header=header, seals=True)
+                self.folder.publish(update_key(key), update_to_bytes(update), packed, packed_bytes)
+            except CheckpointSaveError:
+                self._drop_update(update_key(key))
+                raise
+            self._newest[None] = key
+            self._copy(key, packed_bytes, update_key(key))
+        return key
+
+    def has_state(self, key: str, iteration: int, *, wait: bool) -> bool:
+        """Return whether peers have a state, and the start of the iteration after it; with `wait`, wait for both.
+
+        Raises CheckpointSaveError if they cannot have it.
+        """
+        keys = (key, f"{_START}{iteration + 1}")
+        with self._lock:
+            copies = [self._copying.get(each) if self._copying else None for each in keys]
+        if wait:
+            self._wait_for_all([copy for copy in copies if copy])
+        for copy in copies:
+            if copy is None:
+                raise CheckpointSaveError(f"the state of iteration {iteration} was not sent")
+            if copy.done() and (reason := copy.exception()):
+                raise CheckpointSaveError(f"the state of iteration {iteration}: {reason}")
+        return all(copy is not None and copy.done() for copy in copies)
+
+    def _wait_for_all(self, copies: Iterable[Future[None]]) -> None:
+        self._on_wait(True)
+        try:
+            wait_for_futures(copies, self._copy_s)
+        finally:
+            self._on_wait(False)
+
+    def drop_states(self, keys: list[str]) -> None:
+        """Let peers drop states that they have made."""
+        self._drop(keys)
 
     def _drop_update(self, key: str) -> None:
         """Use its memory for the next."""
@@ -195,7 +268,7 @@ class Journal:
         records = [f"{_RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
         keys = self._keys_of(snapshots) + records
         there = BlobFolder(disk.path).keys()
-        stale = [] if keep is None else [key for key in there if key not in keys and not _belongs_to(key, keep)]
+        stale = [] if keep is None else [key for key in there if key not in keys and not belongs_to(key, keep)]
         return disk.persist(keys, stale)
 
     def persist_units(
@@ -368,6 +441,10 @@ class Journal:
         return True
 
 
+def _new_key(kind: str, header: SnapshotHeader) -> str:
+    return f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
+
+
 def newest_snapshot(keys: Iterable[str]) -> int | None:
     """Return the newest iteration that a snapshot is of, whole or not; None for none."""
     places = (key.split("-") for key in keys if _is_snapshot(key))
@@ -378,7 +455,7 @@ def _is_snapshot(key: str) -> bool:
     return key.startswith((_SNAPSHOT, _LOCAL))
 
 
-def _belongs_to(key: str, window_start: int) -> bool:
+def belongs_to(key: str, window_start: int) -> bool:
     """Return whether a blob is of the window that starts there, or of an iteration after that."""
     kind, _, rest = key.partition("-")
     number = int(rest.split("-")[0])

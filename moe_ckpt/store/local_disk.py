@@ -83,7 +83,15 @@ def restore(path: Path, own: BlobFolder) -> int:
     Raises CheckpointLoadError for the first that is damaged, and CheckpointSaveError if there is no room.
     """
     disk = BlobFolder(path)
-    return sum(_copy(key, disk.get(key), disk, own, unlimited()) for key in disk.keys())  # noqa: SIM118 - not a mapping
+    return copy_blobs(disk, own, disk.keys())
+
+
+def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> int:
+    """Copy blobs from a folder of this node into another; return their bytes.
+
+    Raises CheckpointLoadError for the first that is damaged, and CheckpointSaveError if there is no room.
+    """
+    return sum(_copy(key, source.get(key), source, target, unlimited()) for key in keys)
 
 
 def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle: Throttle) -> int:

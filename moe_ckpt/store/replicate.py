@@ -131,7 +131,9 @@ class _Peer:
             self._send(link, key)
             return
         update = update_from_bytes(self._own.get(key).header)
-        if not self._has_updated(link, key, update.unit):
+        if update.seals:  # the state that it makes is nowhere else
+            self._send(link, key)
+        elif not self._has_updated(link, key, update.unit):
             self._send(link, update.target)
 
     def _has_updated(self, link: Link, key: str, unit: str) -> bool:

@@ -81,9 +81,9 @@ class Result:
 class _Daemon:
     """The replica daemon of one rank: a server for its peers, senders to them, and a socket for its workers."""
 
-    def __init__(self, folder: Path, rank: int, may_send: Callable[[], bool]) -> None:
+    def __init__(self, folder: Path, rank: int, may_send: Callable[[], bool], *, serves_itself: bool) -> None:
         folder.mkdir(exist_ok=True)
-        self.server = CopyServer(folder, rank, TICKET, host="127.0.0.1", timeout_s=_WAIT_S)
+        self.server = CopyServer(folder, rank, TICKET, host="127.0.0.1", timeout_s=_WAIT_S, serves_itself=serves_itself)
         own = BlobFolder(own_path(folder))
         self._replicator = Replicator(own, rank, TICKET, may_send=may_send, deadline_s=_WAIT_S)
         self._door = TrainerDoor(folder, self._replicator, timeout_s=_WAIT_S)
@@ -367,7 +367,7 @@ class ThreadJob:
         """Run to the end. Raises the error of the first rank that failed."""
         try:
             for rank in self.ranks:
-                self._daemons[rank] = _Daemon(self.memory(rank), rank, lambda: not self.sends_slowly)
+                self._daemons[rank] = self._daemon(rank)
             self._arm_next()
             for rank in self.ranks:
                 self._start(rank)
@@ -419,7 +419,15 @@ class ThreadJob:
         """Lose a node's memory, while its worker is dead: own blobs, and copies of others."""
         self._daemons[rank].close()
         shutil.rmtree(self.memory(rank))
-        self._daemons[rank] = _Daemon(self.memory(rank), rank, lambda: not self.sends_slowly)
+        self._daemons[rank] = self._daemon(rank)
+
+    @property
+    def _has_servers(self) -> bool:
+        return self.config is not None and self.config.policy == "flowcheck"
+
+    def _daemon(self, rank: int) -> _Daemon:
+        may_send = lambda: not self.sends_slowly  # noqa: E731
+        return _Daemon(self.memory(rank), rank, may_send, serves_itself=self._has_servers)
 
     def _start(self, rank: int) -> None:
         thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -468,7 +476,7 @@ class ThreadJob:
         return model.digest()
 
     def _elastic(self, rank: int, page: Page) -> Elastic:
-        has_daemon = self._replicas > 0 or bool(self.config and self.config.disk_every_iters)
+        has_daemon = self._replicas > 0 or self._has_servers or bool(self.config and self.config.disk_every_iters)
         return Elastic(
             member=Member(global_rank=rank, world_size=self.shape.world_size, life=self._incarnations[rank]),
             settle=lambda: None,
@@ -480,6 +488,7 @@ class ThreadJob:
             replicas=self._replicas,
             ranks_per_node=self._ranks_per_node,
             copy_s=_WAIT_S,
+            serves_itself=self._has_servers,
         )
 
     def _address_of(self, rank: int, peer: int) -> Address:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -175,6 +175,7 @@ class Model:
         self._remembered: tuple[int, dict[str, torch.Tensor]] | None = None
         self._tied_gradient: torch.Tensor | None = None
         self._stepped: tuple[int, Mapping[str, float]] | None = None
+        self._clip = 1.0
         self._counted = np.zeros(shape.experts)
         self._armed = _Armed()
 
@@ -402,7 +403,7 @@ class Model:
         else:
             self.adam.param_groups[0]["lr"] = 0.05 / (1 + 0.1 * float(self.schedule))
             for weight in self.owned:
-                weight.master.grad = weight.gradient[weight.owned] / max(1.0, gradients.total_norm)
+                weight.master.grad = weight.gradient[weight.owned] * _clip(gradients)
             self.adam.step()
             for weight in self.owned:
                 weight.derive()
@@ -439,6 +440,7 @@ class Model:
     def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
         numbers = {"lr": 0.05 / (1 + 0.1 * float(self.schedule)), "steps": self.adam_steps()[0]}
         self._stepped = None if gradients.overflow else (iteration, numbers)
+        self._clip = _clip(gradients)
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
         if self._stepped is None or self._stepped[0] != iteration:
@@ -455,6 +457,13 @@ class Model:
         )
         masters = [(weight.key(MASTER), weight.master) for weight in self._at(full)]
         return {key: (master.grad, step) for key, master in masters if master.grad is not None}
+
+    def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
+        return {weight.key(MASTER): weight.gradient[weight.owned] for weight in self.owned}
+
+    def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
+        taken = self.gradients(range(len(self.operators)), iteration) or {}
+        return {key: replace(step, scale=self._clip) for key, (_, step) in taken.items()}
 
     def adam_steps(self) -> tuple[float, ...]:
         return (float(self.adam.state[self.owned[0].master]["step"]),) if self.owned else (0.0,)
@@ -556,6 +565,11 @@ class TokenCounts:
 
     def end(self) -> ExpertCounts:
         return self._model.counts()
+
+
+def _clip(gradients: ReadyGradients) -> float:
+    """Return what gradients are multiplied with before a step."""
+    return 1.0 / max(1.0, gradients.total_norm or 0.0)
 
 
 def _operators(shape: Shape, stage: int) -> list[OperatorId]:

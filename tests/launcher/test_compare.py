@@ -45,7 +45,7 @@ def test_without_policies_all_are_run() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["genimi"], "POLICY: got 'genimi', wanted one of checkfreq, dense, gemini"),
+        (["genimi"], "POLICY: got 'genimi', wanted one of checkfreq, dense, flowcheck, gemini"),
         (["dense", "train.iteration=5"], "train.iteration"),
         (
             ["moevement", "fault=state_loss", "fault.at=[{iteration: 3, stage: 0, phase: step}]"],

@@ -153,3 +153,11 @@ def test_what_cannot_be_had_is_named(overrides: tuple[str, ...], changes: dict[s
     with pytest.raises(ConfigError) as caught:
         plan_saving(ckpt(*overrides), setup(machines=cluster(**changes)))
     assert str(caught.value).startswith(says)
+
+
+def test_gradients_stop_training_for_as_long_as_they_are_copied() -> None:
+    of = setup(machines=SLOW)
+    saving = plan_saving(ckpt("ckpt=flowcheck"), of)
+    (take,) = saving.later.repeat
+    assert (take.size_bytes, saving.later.period) == (saving.whole_bytes // 3, 1)
+    assert saving.overhead_s == pytest.approx(take.size_bytes / SLOW.whole_copy_bytes_per_s)

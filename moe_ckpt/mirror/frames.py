@@ -1,0 +1,74 @@
+"""From the frames of a mirror port to TCP segments: Ethernet, one VLAN tag at most, IPv4. Pure.
+
+Checksums are not looked at: frames between hosts on one machine carry none, as their network cards would add them.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+_IPV4, _VLAN, _TCP = 0x0800, 0x8100, 6
+_FIN, _SYN, _RST, _ACK = 0x01, 0x02, 0x04, 0x10
+_ETHERNET_BYTES, _LEAST_HEADER_BYTES = 14, 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """One direction of a TCP connection: addresses as in the header, 4 bytes each."""
+
+    source: bytes
+    source_port: int
+    target: bytes
+    target_port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """The part of a stream in one frame; `opens`: the first packet of the end that has opened the connection."""
+
+    stream: Stream
+    sequence: int
+    payload: bytes
+    begins: bool = False
+    opens: bool = False
+    ends: bool = False
+
+
+def segment_of(frame: bytes) -> Segment | None:
+    """Return the TCP segment of a frame; None for a frame of anything else, a fragment, or one that was cut off."""
+    packet = _ipv4_packet(frame)
+    if packet is None:
+        return None
+    header_bytes = 4 * (packet[0] & 15)
+    tcp = packet[header_bytes:]
+    if packet[9] != _TCP or len(tcp) < _LEAST_HEADER_BYTES:
+        return None
+    source_port, target_port, sequence = struct.unpack_from(">HHI", tcp)
+    offset_bytes, flags = 4 * (tcp[12] >> 4), tcp[13]
+    if not _LEAST_HEADER_BYTES <= offset_bytes <= len(tcp):
+        return None
+    return Segment(
+        stream=Stream(source=packet[12:16], source_port=source_port, target=packet[16:20], target_port=target_port),
+        sequence=sequence,
+        payload=tcp[offset_bytes:],
+        begins=bool(flags & _SYN),
+        opens=bool(flags & _SYN) and not flags & _ACK,
+        ends=bool(flags & (_FIN | _RST)),
+    )
+
+
+def _ipv4_packet(frame: bytes) -> bytes | None:
+    """Return a whole, unfragmented IPv4 packet without the padding of short frames."""
+    start = _ETHERNET_BYTES
+    if frame[12:14] == _VLAN.to_bytes(2, "big"):
+        start += 4
+    packet = frame[start:]
+    if frame[start - 2 : start] != _IPV4.to_bytes(2, "big") or len(packet) < _LEAST_HEADER_BYTES:
+        return None
+    version, header_bytes = packet[0] >> 4, 4 * (packet[0] & 15)
+    total_bytes, _, fragment = struct.unpack_from(">HHH", packet, 2)
+    total_bytes = total_bytes or len(packet)  # segmentation is offloaded, and the packet larger than the field
+    if version != 4 or fragment & 0x3FFF or not _LEAST_HEADER_BYTES <= header_bytes <= total_bytes <= len(packet):
+        return None
+    return packet[:total_bytes]

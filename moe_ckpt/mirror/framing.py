@@ -1,0 +1,168 @@
+"""The messages that gloo sends over one TCP connection, in one direction (torch 2.13). Pure.
+
+Owns: where a message begins and ends, over gaps as well. Must not: know a message's purpose.
+
+    8 bytes, from the end that has opened the connection     | message | message | ...
+    message: six little-endian 64-bit numbers - its bytes with these, opcode, slot, offset, length, offset there -
+             then `length` bytes where the opcode is 1; 2 and 3 announce that the other side may send
+
+A preamble is believed only if all its numbers fit together. After a gap that may have taken one along, the next is
+searched for: one byte after another, never taken for granted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_ckpt.mirror.tcp import Begin, Chunk, Gap
+
+PREAMBLE_BYTES = 48
+OPENING_BYTES = 8
+MOST_PAYLOAD_BYTES = 1 << 30
+_DATA, _MAY_SEND, _MAY_RECEIVE = 1, 2, 3
+_PREAMBLE = struct.Struct("<6Q")
+_OPCODE_OFFSET = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """A message with data. `pieces`: where in its `length` bytes those begin that are there, and the bytes.
+
+    `skipped_bytes`: how much of the stream before it was lost together with the place in it; None where none was, -1
+    where the stream's beginning was not seen.
+    """
+
+    slot: int
+    length: int
+    pieces: tuple[tuple[int, bytes], ...]
+    skipped_bytes: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return sum(len(piece) for _, piece in self.pieces) == self.length
+
+
+UNKNOWN = -1
+"""Where skipped bytes are meant: more than can be counted."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A message that has begun."""
+
+    slot: int
+    length: int
+    pieces: list[tuple[int, bytes]]
+    skipped_bytes: int | None
+    done: int = 0
+
+
+class Framing:
+    """One direction of one connection."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()  # perhaps the beginning of a preamble
+        self._open: _Open | None = None
+        self._skip = 0
+        self._skipped: int | None = None  # bytes since the place in the stream was lost
+
+    def _begin(self, *, opened: bool) -> None:
+        self._buffer.clear()
+        self._open, self._skipped = None, None
+        self._skip = OPENING_BYTES if opened else 0
+
+    def feed(self, chunk: Chunk) -> Iterator[Message]:
+        """Yield the messages with data that end with these bytes."""
+        if isinstance(chunk, Begin):
+            self._begin(opened=chunk.opened)
+            return
+        if isinstance(chunk, Gap):
+            yield from self._pass_over(chunk.num_bytes)
+            return
+        skipped, chunk = chunk[: self._skip], chunk[self._skip :]
+        self._skip -= len(skipped)
+        while chunk:
+            if self._open is None:
+                chunk = self._look_for_preamble(chunk)
+            else:
+                taken = chunk[: self._open.length - self._open.done]
+                self._open.pieces.append((self._open.done, taken))
+                self._open.done += len(taken)
+                chunk = chunk[len(taken) :]
+            yield from self._close()
+
+    def _pass_over(self, num_bytes: int) -> Iterator[Message]:
+        if num_bytes == 0:
+            self._lose(UNKNOWN)
+            return
+        if self._open is not None:
+            left = self._open.length - self._open.done
+            self._open.done += min(num_bytes, left)
+            num_bytes -= left
+            yield from self._close()
+        elif self._skip:
+            over, self._skip = num_bytes - self._skip, max(0, self._skip - num_bytes)
+            num_bytes = over
+        if num_bytes > 0:
+            self._lose(num_bytes + len(self._buffer))
+
+    def _lose(self, num_bytes: int) -> None:
+        self._buffer.clear()
+        self._open = None
+        is_unknown = UNKNOWN in (num_bytes, self._skipped)
+        self._skipped = UNKNOWN if is_unknown else num_bytes + (self._skipped or 0)
+
+    def _look_for_preamble(self, chunk: bytes) -> bytes:
+        """Begin a message if there is the preamble of one; return the bytes behind it."""
+        self._buffer += chunk
+        while len(self._buffer) >= PREAMBLE_BYTES:
+            found = _read(bytes(self._buffer[:PREAMBLE_BYTES]))
+            if found is not None:
+                rest = bytes(self._buffer[PREAMBLE_BYTES:])
+                self._buffer.clear()
+                self._begin_message(*found)
+                return rest
+            self._drop(self._next_candidate())
+        return b""
+
+    def _begin_message(self, slot: int, length: int | None) -> None:
+        if length is None:  # an announcement
+            if self._skipped not in (None, UNKNOWN):
+                self._skipped += PREAMBLE_BYTES
+            return
+        self._open = _Open(slot=slot, length=length, pieces=[], skipped_bytes=self._skipped)
+        self._skipped = None
+
+    def _next_candidate(self) -> int:
+        """Return how many bytes of the buffer are no part of a preamble."""
+        found = self._buffer.find(_DATA.to_bytes(1, "little"), _OPCODE_OFFSET + 1)
+        others = [self._buffer.find(bytes([code]), _OPCODE_OFFSET + 1) for code in (_MAY_SEND, _MAY_RECEIVE)]
+        nearest = min((place for place in (found, *others) if place >= 0), default=len(self._buffer))
+        return min(nearest - _OPCODE_OFFSET, len(self._buffer) - PREAMBLE_BYTES + 1)
+
+    def _drop(self, num_bytes: int) -> None:
+        del self._buffer[:num_bytes]
+        if self._skipped != UNKNOWN:
+            self._skipped = num_bytes + (self._skipped or 0)
+
+    def _close(self) -> Iterator[Message]:
+        each = self._open
+        if each is not None and each.done == each.length:
+            self._open = None
+            yield Message(
+                slot=each.slot, length=each.length, pieces=tuple(each.pieces), skipped_bytes=each.skipped_bytes
+            )
+
+
+def _read(preamble: bytes) -> tuple[int, int | None] | None:
+    """Return the slot, and the length of the data if there are some; None for bytes that are no preamble."""
+    num_bytes, opcode, slot, offset, length, offset_there = _PREAMBLE.unpack(preamble)
+    if offset or offset_there or length > MOST_PAYLOAD_BYTES:
+        return None
+    if opcode == _DATA and num_bytes == PREAMBLE_BYTES + length:
+        return slot, length
+    if opcode in (_MAY_SEND, _MAY_RECEIVE) and num_bytes == PREAMBLE_BYTES:
+        return slot, None
+    return None

@@ -1,0 +1,23 @@
+"""How likely captures at several ranks of a ring lack a part of the gradients. Pure (FlowCheck, section 6.2).
+
+Of N ranks M are watched. M / N of the packets are in M - 1 captures, all others in M; each capture loses a packet with
+probability p. An iteration of K packets cannot be put together if all captures have lost one of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def failure_probability(*, packets: float, ranks: int, captures: int, loss: float) -> float:
+    """Return equation (2): the probability that an iteration of so many packets is incomplete.
+
+    With 16 million packets, 8 ranks, 2 captures and a loss of 1e-9 it is 4e-3; with 3 captures 6e-12.
+    """
+    assert 1 <= captures <= ranks, (captures, ranks)
+    assert 0.0 <= loss <= 1.0, loss
+    if loss == 1.0 or captures == 1:
+        return 1.0  # a single capture lacks a share of the gradients
+    thin = captures / ranks * packets * math.log1p(-(loss ** (captures - 1)))
+    thick = (ranks - captures) / ranks * packets * math.log1p(-(loss**captures))
+    return -math.expm1(thin + thick)

@@ -1,0 +1,88 @@
+"""`ckpt=flowcheck`: every iteration's state on checkpoint servers, which make it of gradients (FlowCheck).
+
+Owns: the plan, which is everything in every iteration, and the host memory that this takes. Every rank
+decides for itself and comes to the same. Must not: know how a state reaches the servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moe_ckpt.config import FlowcheckConfig
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.policies.profile import StageProfile
+from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan
+
+GRADIENT_SHARE = 3
+"""FP32 masters and moments are so many times the bytes of FP32 gradients."""
+
+
+class ServerSnapshots:
+    """Each rank's state is on its own node's server and on those of `num_copies` other nodes.
+
+    Raises ConfigError where the memory budget does not allow that, with the numbers.
+    """
+
+    def __init__(
+        self, config: FlowcheckConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int = 0
+    ) -> None:
+        self._config = config
+        self._num_servers = 1 + num_copies
+        self._stages = stages
+        self._own_stage = own_stage
+        self._has_begun = False
+        self._num_operators = len(stages[own_stage].table.operators)
+        budget, needed = config.memory_budget_bytes, self.forecast()
+        if budget is not None and needed.total_bytes > budget:
+            wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
+            raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
+
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - nothing varies
+        """Return the plan for the state after `iteration` steps: servers get all of it."""
+        every = self._config.durable_every_iters
+        durable = self._has_begun and every > 0 and iteration % every == 0
+        self._has_begun = True
+        everything = tuple(range(self._num_operators))
+        plan = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=())
+        return SnapshotPlan(durable=durable, sparse=plan)
+
+    def forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank can need."""
+        return max(map(self._forecast, range(len(self._stages))), key=lambda needed: needed.total_bytes)
+
+    def own_forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank of this stage can need."""
+        return self._forecast(self._own_stage)
+
+    def notes(self) -> list[str]:
+        """Return the costs, line by line, for people."""
+        lag = self._config.max_lag_iters
+        return [
+            f"each iteration servers make a rank's state of its gradients: its own node's and {self._num_servers - 1} "
+            f"on other nodes, {f'which may lag {lag} iterations' if lag else 'which training waits for'}",
+            "host memory of the largest rank:",
+            *self.forecast().lines(),
+        ]
+
+    def _forecast(self, stage: int) -> MemoryForecast:
+        """Return the memory of a rank: two whole snapshots at most, and gradients under way to servers that lag.
+
+        A server holds the states from the newest that all servers have to its own newest, and the one it makes.
+        """
+        size, largest = self._size(stage), max(map(self._size, range(len(self._stages))))
+        under_way = self._config.max_lag_iters + 1
+        snapshots_bytes = 2 * size + under_way * size // GRADIENT_SHARE
+        step_log_bytes = (under_way + 2) * self._stages[stage].step_log_bytes
+        copies_bytes = self._num_servers * ((under_way + 2) * largest + step_log_bytes)
+        return MemoryForecast(
+            snapshots_bytes=snapshots_bytes,
+            boundary_log_bytes=0,
+            step_log_bytes=step_log_bytes,
+            copies_bytes=copies_bytes,
+            total_bytes=snapshots_bytes + step_log_bytes + copies_bytes,
+            double_buffered_dense_bytes=2 * size,
+        )
+
+    def _size(self, stage: int) -> int:
+        return int(self._stages[stage].table.full_bytes.sum(axis=1).max())

@@ -1,0 +1,170 @@
+"""Several hosts on one machine: network namespaces on one bridge, with a mirror port. Needs root and iproute2.
+
+    python scripts/hosts.py up 4 [--rate 1gbit]      namespaces moe0 to moe3 with 10.77.0.1 to .4, and moe-mirror
+    python scripts/hosts.py down                     remove them, and end the processes in them
+    ip netns exec moe2 COMMAND                       COMMAND on the third host
+
+The bridge forgets every address at once, so each frame goes to every port, as to the mirror port of a switch; the
+interface e0 of moe-mirror has no address and only listens. `--rate` limits each host's link in both directions.
+`ip netns exec moe2 ip link set e0 down` cuts a host off. Frames never leave the machine: the bridge has no other port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PREFIX = "moe"
+INTERFACE = "e0"
+MOST_HOSTS = 200
+_BRIDGE, _MIRROR, _MIRROR_END = f"{PREFIX}-br", f"{PREFIX}-mirror", f"{PREFIX}-vm"
+_NAMESPACES = Path("/run/netns")
+
+Command = tuple[str, ...]
+
+
+def name_of(host: int) -> str:
+    """Return the network namespace of a host."""
+    return f"{PREFIX}{host}"
+
+
+def address_of(host: int) -> str:
+    """Return the IPv4 address of a host."""
+    return f"10.77.0.{host + 1}"
+
+
+def mirror_namespace() -> str:
+    """Return the network namespace whose interface sees all frames."""
+    return _MIRROR
+
+
+def plan_up(num_hosts: int, rate: str | None = None) -> list[Command]:
+    """Return the commands that make the hosts, in order."""
+    commands: list[Command] = [
+        ("ip", "link", "add", _BRIDGE, "type", "bridge", "ageing_time", "0"),
+        ("ip", "link", "set", _BRIDGE, "up"),
+    ]
+    for host in range(num_hosts):
+        end, inside = _end_of(host), ("ip", "-n", name_of(host))
+        commands += _plan_port(name_of(host), end)
+        commands += [
+            (*inside, "addr", "add", f"{address_of(host)}/24", "dev", INTERFACE),
+            (*inside, "link", "set", INTERFACE, "up"),
+            (*inside, "link", "set", "lo", "up"),
+        ]
+        if rate:
+            limit = ("root", "tbf", "rate", rate, "burst", "128kbit", "latency", "50ms")
+            commands += [
+                ("tc", "qdisc", "add", "dev", end, *limit),
+                ("tc", "-n", name_of(host), "qdisc", "add", "dev", INTERFACE, *limit),
+            ]
+    commands += _plan_port(_MIRROR, _MIRROR_END)
+    commands.append(("ip", "-n", _MIRROR, "link", "set", INTERFACE, "up", "promisc", "on"))
+    return commands
+
+
+def _plan_port(namespace: str, end: str) -> list[Command]:
+    """Return the commands that make a namespace and connect it to the bridge."""
+    return [
+        ("ip", "netns", "add", namespace),
+        ("ip", "link", "add", end, "type", "veth", "peer", "name", INTERFACE, "netns", namespace),
+        ("ip", "link", "set", end, "master", _BRIDGE, "up"),
+    ]
+
+
+def plan_down(namespaces: Sequence[str]) -> list[Command]:
+    """Return the commands that remove these namespaces, with their links, and the bridge."""
+    return [*(("ip", "netns", "del", name) for name in namespaces), ("ip", "link", "del", _BRIDGE)]
+
+
+def our_namespaces() -> list[str]:
+    """Return the namespaces of hosts, and of the mirror port, that there are."""
+    there = sorted(path.name for path in _NAMESPACES.iterdir()) if _NAMESPACES.is_dir() else []
+    return [name for name in there if name == _MIRROR or (name.startswith(PREFIX) and name[len(PREFIX) :].isdigit())]
+
+
+def is_up() -> bool:
+    """Return whether there are hosts, or remains of a start that failed."""
+    return bool(our_namespaces()) or Path("/sys/class/net", _BRIDGE).exists()
+
+
+def why_impossible() -> str | None:
+    """Return why this process cannot make hosts; None if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces: got a process without root's privileges, wanted root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces: got no {' and no '.join(missing)}, wanted iproute2"
+    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    return None if tried.returncode == 0 else f"network namespaces: {tried.stderr.strip()}"
+
+
+def up(num_hosts: int, rate: str | None = None) -> None:
+    """Make the hosts. Raises subprocess.CalledProcessError for a command that fails; then nothing is left."""
+    try:
+        _run_all(plan_up(num_hosts, rate))
+    except subprocess.CalledProcessError:
+        down()
+        raise
+
+
+def down() -> None:
+    """Remove the hosts, and end the processes in them."""
+    namespaces = our_namespaces()
+    for name in namespaces:
+        found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+        for pid in found.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+    for command in plan_down(namespaces):
+        subprocess.run(command, capture_output=True, check=False)  # a start that failed may have made no bridge
+
+
+def _run_all(commands: Sequence[Command]) -> None:
+    for command in commands:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _end_of(host: int) -> str:
+    return f"{PREFIX}-v{host}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    upwards = actions.add_parser("up", help="make hosts")
+    upwards.add_argument("num_hosts", type=int, metavar="N")
+    upwards.add_argument("--rate", help="of each host's link, as tc writes it: 1gbit, 200mbit")
+    upwards.add_argument("--dry-run", action="store_true", help="print the commands")
+    actions.add_parser("down", help="remove them")
+    options = parser.parse_args(arguments)
+    if options.action == "up" and not 1 <= options.num_hosts <= MOST_HOSTS:
+        parser.error(f"N: got {options.num_hosts}, wanted 1 to {MOST_HOSTS}")
+    if options.action == "up" and options.dry_run:
+        print("\n".join(" ".join(command) for command in plan_up(options.num_hosts, options.rate)))
+        return 0
+    return _act(options)
+
+
+def _act(options: argparse.Namespace) -> int:
+    reason = why_impossible()
+    if reason is None and options.action == "up" and is_up():
+        reason = f"hosts: got {', '.join(our_namespaces()) or _BRIDGE} there already, wanted none: hosts.py down"
+    if reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 1
+    try:
+        down() if options.action == "down" else up(options.num_hosts, options.rate)
+    except subprocess.CalledProcessError as error:
+        print(f"error: {' '.join(error.cmd)}: {error.stderr.strip()}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Run a job on the hosts of scripts/hosts.py, one torchrun agent on each.
+
+    python scripts/hosts.py up 4
+    python scripts/run_on_hosts.py 4 launcher/train.py +ckpt=flowcheck run.dir=outputs/hosts
+
+Agents meet at the first host's address; gloo uses the hosts' own interfaces. Hosts share the machine's files, /dev/shm
+among them, where each agent's ranks have a folder of their own. If an agent fails, the others are ended; the exit
+status is that of the first that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import hosts
+
+PORT = 29500
+_LOOK_EVERY_S = 0.1
+_ENDING_S = 20.0
+
+
+def agent_command(host: int, num_hosts: int, per_host: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command that is the agent of one host."""
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    environment = (f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    where = (f"--master-addr={hosts.address_of(0)}", f"--master-port={PORT}")
+    of_job = (f"--nnodes={num_hosts}", f"--node-rank={host}", f"--nproc-per-node={per_host}")
+    return ["ip", "netns", "exec", hosts.name_of(host), "env", *environment, torchrun, *of_job, *where, *arguments]
+
+
+def run(num_hosts: int, per_host: int, arguments: Sequence[str]) -> int:
+    """Run the job to its end; return its exit status."""
+    agents = [
+        subprocess.Popen(agent_command(host, num_hosts, per_host, arguments), start_new_session=True)
+        for host in range(num_hosts)
+    ]
+    try:
+        return _wait(agents)
+    finally:
+        _end(agents)
+
+
+def _wait(agents: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Return the status of the first agent that fails, or 0 once all have ended well."""
+    while True:
+        statuses = [agent.poll() for agent in agents]
+        failed = [status for status in statuses if status]
+        if failed:
+            return failed[0]
+        if all(status == 0 for status in statuses):
+            return 0
+        time.sleep(_LOOK_EVERY_S)  # several processes: there is nothing to block on
+
+
+def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the agents that still run, and their workers with them."""
+    running = [agent for agent in agents if agent.poll() is None]
+    for agent in running:
+        os.killpg(agent.pid, signal.SIGTERM)
+    for agent in running:
+        try:
+            agent.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_hosts", type=int, metavar="N")
+    parser.add_argument("--per-host", type=int, default=1, metavar="RANKS", help="ranks on each host")
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="SCRIPT ...")
+    options = parser.parse_args(arguments)
+    there = [name for name in hosts.our_namespaces() if name != hosts.mirror_namespace()]
+    if len(there) < options.num_hosts:
+        print(f"error: hosts: got {len(there)}, wanted {options.num_hosts}: scripts/hosts.py up", file=sys.stderr)
+        return 1
+    if not options.job:
+        parser.error("SCRIPT: got nothing, wanted a script for torchrun")
+    return run(options.num_hosts, options.per_host, options.job)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

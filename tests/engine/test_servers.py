@@ -1,0 +1,262 @@
+"""ckpt=flowcheck with ranks that are threads: servers make the training's states of gradients, bit for bit.
+
+`ThreadJob` compares every rank's digest after every iteration; `Follower` compares servers' states with the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.events import CheckpointSaved, GradientsLost, GradientsSent, LossNotFinite, Rejoined, SnapshotTaken
+from moe_ckpt.runtime.session import Session
+from moe_ckpt.store.blobs import BlobFolder, held_path
+from moe_ckpt.store.journal import read_kept
+from moe_ckpt.types import Phase
+from tests.engine.configs import config
+from tests.engine.damage import flip_a_bit
+from tests.engine.job import Fault, ThreadJob, uninterrupted
+from tests.engine.model import Model, Shape
+
+PAIR = Shape(pp=2, dp=1)
+
+AXES: dict[str, Sequence[Any]] = {
+    "shape": [PAIR, Shape(pp=3, dp=1), Shape(pp=1, dp=2), Shape(ep=2), Shape(tied=True)],
+    "skips": [0, 3],
+    "max_lag_iters": [0, 1, 3],
+    "phase": [
+        (Phase.FORWARD, 0),
+        (Phase.BACKWARD, 0),
+        (Phase.REDUCE, 0),
+        (Phase.STEP, 0),
+        (Phase.STEP, 1),
+        (Phase.SNAPSHOT, 0),
+        (Phase.BETWEEN, 0),
+    ],
+    "iteration": [1, 2, 6],
+    "dead": ["first", "last", "all"],
+    "loses_memory": [False, True],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job, and the fault in one of its iterations."""
+
+    shape: Shape
+    skips: int
+    max_lag_iters: int
+    phase: tuple[Phase, int]
+    iteration: int
+    dead: str
+    loses_memory: bool
+
+    def victims(self) -> tuple[int, ...]:
+        ranks = range(self.shape.world_size)
+        return {"first": (0,), "last": (ranks[-1],), "all": tuple(ranks)}[self.dead]
+
+
+def _is_possible(row: Sequence[Any]) -> bool:
+    """The state of a node that is lost is on another node's server."""
+    named = dict(zip(AXES, row, strict=False))
+    return not (named.get("loses_memory") and named.get("dead") == "all")
+
+
+_NUM_BY_DEFAULT = 10  # which hold each value of each axis
+ROWS = [Row(*row) for row in AllPairs(list(AXES.values()), filter_func=_is_possible)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            id=f"{row.shape.pp}x{row.shape.dp} {row.dead} {row.phase[0].name} of {row.iteration}",
+            marks=() if number < _NUM_BY_DEFAULT else pytest.mark.full,
+        )
+        for number, row in enumerate(ROWS)
+    ],
+)
+def test_a_recovered_job_ends_as_without_faults(row: Row, tmp_path: Path) -> None:
+    shape = replace(row.shape, skips=row.skips)
+    first, *others = row.victims()
+    phase, skip = row.phase
+    fault = Fault(
+        rank=first, phase=phase, iteration=row.iteration, skip=skip, also=tuple(others), loses_memory=row.loses_memory
+    )
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=row.max_lag_iters), shape, faults=[fault])
+    assert job.run() == uninterrupted(shape, 8)
+
+
+def test_rows_that_always_run_hold_every_value() -> None:
+    for axis, values in AXES.items():
+        assert {getattr(row, axis) for row in ROWS[:_NUM_BY_DEFAULT]} == set(values), axis
+
+
+@dataclass
+class Follower:
+    """Compares the states that servers hold for each rank with its model's, iteration by iteration."""
+
+    job: ThreadJob
+    states: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
+    compared: int = 0
+
+    def started(self, iteration: int, rank: int, model: Model) -> None:
+        self.committed(iteration, rank, model)
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        pieces = model.pieces(range(len(model.operators)), ())
+        pieces += model.buffer_pieces(range(len(model.operators)))
+        self.states[rank, iteration] = {str(key): _bytes_of(tensor) for key, tensor, _ in pieces}
+
+    def compare(self) -> None:
+        for holder in self.job.ranks:
+            for owner in self.job.ranks:
+                for state in read_kept(BlobFolder(held_path(self.job.memory(holder), owner))).snapshots:
+                    wanted = self.states[owner, state.header.iteration]
+                    assert {str(p.key): _bytes_of(state.part(p)) for p in state.header.parts} == wanted
+                    self.compared += 1
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    return tensor.detach().contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(ep=2, skips=2)], ids=["sharded", "experts spread, skipping"])
+def test_servers_hold_what_training_has_after_every_iteration(shape: Shape, tmp_path: Path) -> None:
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), shape)
+    follower = Follower(job)
+    job.observers.append(follower)
+    job.run()
+    follower.compare()
+    assert follower.compared >= 2 * job.shape.world_size, "on its own node's server, and on another's"
+    for rank in job.ranks:
+        assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0], "one snapshot, at the start"
+        sent = job.events(GradientsSent, rank)
+        assert [event.iteration for event in sent] == list(range(1, 9))
+        masters = sum(weight.master.numel() for weight in job.models[rank].owned)
+        buffers = sum(buffer.nbytes for buffer in job.models[rank].buffers.values())
+        assert [event.size_bytes for event in sent] == [
+            buffers + (0 if iteration <= shape.skips else 4 * masters) for iteration in range(1, 9)
+        ]
+
+
+def test_no_more_than_the_last_states_are_kept_anywhere(tmp_path: Path) -> None:
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, iterations=12)
+    job.run()
+    for holder in job.ranks:
+        assert not job.sessions[holder].sparse.stores.memory.windows(), "training's own memory is empty again"  # type: ignore[union-attr]
+        for owner in job.ranks:
+            kept = read_kept(BlobFolder(held_path(job.memory(holder), owner)))
+            assert {state.header.iteration for state in kept.snapshots} <= {10, 11, 12}
+            assert len(kept.snapshots) <= 3
+
+
+def test_ranks_go_on_from_servers_without_another_snapshot(tmp_path: Path) -> None:
+    faults = [Fault(rank=1, phase=Phase.BACKWARD, iteration=4), Fault(rank=0, phase=Phase.STEP, iteration=7)]
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=faults, iterations=9)
+    assert job.run() == uninterrupted(PAIR, 9)
+    for rank in job.ranks:
+        assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0]
+        assert [event.iteration in (2, 3) for event in job.events(Rejoined, rank)][:1] == [True]
+        assert not any(event.fetched_bytes for event in job.events(Rejoined, rank)), "its own node's server has it"
+
+
+def test_a_lost_node_gets_its_state_from_another_nodes_server(tmp_path: Path) -> None:
+    fault = Fault(rank=0, phase=Phase.REDUCE, iteration=5, loses_memory=True)
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=[fault])
+    assert job.run() == uninterrupted(PAIR, 8)
+    state_bytes = sum(tensor.nbytes for _, tensor, _ in job.models[0].pieces(range(len(job.models[0].operators)), ()))
+    (rejoined,) = job.events(Rejoined, 0)
+    assert state_bytes <= rejoined.fetched_bytes < 2 * state_bytes + 20_000, "one state of one rank"
+
+
+def test_gradients_that_do_not_arrive_cost_a_snapshot_of_every_rank(tmp_path: Path) -> None:
+    """Rank 1 cannot send iteration 3: all ranks take a snapshot of a later one, and go on by gradients."""
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, iterations=9)
+    job.on_worker.append(lambda rank, session: _lose_update_of(3, session) if rank == 1 else None)
+    follower = Follower(job)
+    job.observers.append(follower)
+    assert job.run() == uninterrupted(PAIR, 9)
+    follower.compare()
+    for rank in job.ranks:
+        assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0, 4]
+        assert [event.iteration for event in job.events(GradientsLost, rank)] == [4]
+        assert [event.iteration for event in job.events(GradientsSent, rank)] == [1, 2, 3, 5, 6, 7, 8, 9]
+    assert "a test lets this copy fail" in job.events(GradientsLost, 1)[0].reason
+
+
+def _lose_update_of(iteration: int, session: Session) -> None:
+    """Let the copy of this iteration's update fail, once."""
+    assert session._elastic is not None
+    assert session._elastic.keeper is not None
+    keeper, copy = session._elastic.keeper, session._elastic.keeper.copy
+
+    def copy_others(keys: Sequence[str]) -> Future[None]:
+        if not any(key.startswith(f"update-snapshot-{iteration}-") for key in keys):
+            return copy(keys)
+        failed: Future[None] = Future()
+        failed.set_exception(CheckpointSaveError("a test lets this copy fail"))
+        return failed
+
+    keeper.copy = copy_others  # type: ignore[method-assign]
+
+
+def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=1), PAIR, iterations=9)
+    held: list[Future[None]] = []
+
+    def hold(session: Session) -> None:
+        assert session._elastic is not None
+        assert session._elastic.keeper is not None
+        keeper, copy = session._elastic.keeper, session._elastic.keeper.copy
+
+        def copy_or_hold(keys: Sequence[str]) -> Future[None]:
+            if any(key.startswith("update-snapshot-3-") for key in keys):
+                held.append(Future())
+                return held[0]
+            return copy(keys)
+
+        keeper.copy = copy_or_hold  # type: ignore[method-assign]
+
+    job.on_worker.append(lambda rank, session: hold(session) if rank == 1 else None)
+    assert job.run() == uninterrupted(PAIR, 9)
+    assert held, "the update of iteration 3 was held back"
+    assert [event.iteration for event in job.events(GradientsLost, 0)] == [5]
+    assert "lags by 2 iterations" in job.events(GradientsLost, 1)[0].reason
+
+
+def test_a_damaged_state_on_the_own_server_is_replaced_by_the_peers(tmp_path: Path) -> None:
+    def damage(job: ThreadJob) -> None:
+        flip_a_bit(held_path(job.memory(0), 0))
+
+    fault = Fault(rank=0, phase=Phase.FORWARD, iteration=6, before_restart=damage)
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=[fault])
+    assert job.run() == uninterrupted(PAIR, 8)
+    assert job.events(Rejoined, 0)[0].fetched_bytes > 0
+
+
+def test_whole_checkpoints_come_from_the_durable_tier(tmp_path: Path) -> None:
+    job = ThreadJob(tmp_path, config("flowcheck", durable_every_iters=3), PAIR)
+    job.run()
+    assert [event.iteration for event in job.events(CheckpointSaved)] == [3, 6]
+
+
+def test_states_that_all_ranks_have_left_are_dropped_by_servers(tmp_path: Path) -> None:
+    """All go back to memory, the loss is infinite, and they go down to the checkpoint at 4; then one more dies."""
+    faults = [Fault(rank=1, phase=Phase.FORWARD, iteration=7), Fault(rank=0, phase=Phase.FORWARD, iteration=5)]
+    policy = config("flowcheck", max_lag_iters=0, durable_every_iters=4, keep=3)
+    job = ThreadJob(tmp_path, policy, PAIR, faults=faults, iterations=9)
+    job.on_worker.append(lambda *_: job.diverging.update({7: 1}) if len(job.struck) == 1 else None)
+    assert job.run().digests == uninterrupted(PAIR, 9).digests
+    assert [(event.iteration, event.action[-1]) for event in job.events(LossNotFinite)] == [(7, "4")]
+    first, second = (event.iteration for event in job.events(Rejoined, 1))
+    assert first in (5, 6)
+    assert second == 4, "not the states of 5 and 6, which the infinite loss came from"

@@ -1,0 +1,29 @@
+"""Settings under which checkpoint servers cannot follow a job are one error each."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.config import compose_settings
+from launcher.entry import start
+from launcher.servers import require_servable
+from moe_ckpt.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["precision=fp16_fp16_fp16"], "precision.master: got 'fp16', wanted fp32 where ckpt=flowcheck"),
+        (["precision=fp8_fp32_fp32", "precision.exp_avg=fp8"], "precision.exp_avg: got 'fp8', wanted fp32"),
+        (["precision.exp_avg_sq=fp16"], "precision.exp_avg_sq: got 'fp16', wanted fp32"),
+        (["runtime.guard=false"], "runtime.guard: got False, wanted auto or true with ckpt=flowcheck"),
+    ],
+)
+def test_what_servers_cannot_follow_is_named(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        start(compose_settings(["ckpt=flowcheck", *overrides]))
+    assert str(caught.value).startswith(says)
+
+
+def test_other_policies_take_any_number_format() -> None:
+    require_servable(compose_settings(["ckpt=gemini", "precision=fp16_fp16_fp16"]))

@@ -1,0 +1,51 @@
+"""Equation (2) of FlowCheck, against the paper's numbers and against frames dropped from a capture."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moe_ckpt.mirror.frames import segment_of
+from moe_ckpt.mirror.redundancy import failure_probability
+from tests.mirror.captured import BUCKETS, NUM_RANKS, Mirror, frames
+
+
+@pytest.mark.parametrize(("captures", "at_most", "at_least"), [(2, 4.1e-3, 3.9e-3), (3, 6.1e-12, 5.9e-12)])
+def test_the_papers_example(captures: int, at_most: float, at_least: float) -> None:
+    """Section 6.2 has 4e-3 and 6e-12 for 16 million packets on 8 ranks."""
+    found = failure_probability(packets=16e6, ranks=8, captures=captures, loss=1e-9)
+    assert at_least <= found <= at_most
+
+
+def test_one_capture_is_never_enough_and_nothing_lost_is_always() -> None:
+    assert failure_probability(packets=10, ranks=4, captures=1, loss=0.0) == 1.0
+    assert failure_probability(packets=10, ranks=4, captures=2, loss=0.0) == 0.0
+    assert failure_probability(packets=10, ranks=4, captures=2, loss=1.0) == 1.0
+
+
+def test_more_captures_lose_less() -> None:
+    found = [failure_probability(packets=1e4, ranks=8, captures=captures, loss=1e-3) for captures in range(1, 9)]
+    assert found == sorted(found, reverse=True)
+    assert found[1] > 0.9 > 0.02 > found[2]
+
+
+def _failed_share(captures: int, loss: float) -> float:
+    """Return how often the first iteration is incomplete where each capture loses segments by itself."""
+    generator, rounds = random.Random(7), 300
+    segments = [segment for frame in frames() if (segment := segment_of(frame))]
+    failed = 0
+    for _ in range(rounds):
+        mirror = Mirror(*range(captures))
+        mirror.see([each for each in segments if each.begins or generator.random() >= loss])
+        failed += not mirror.collected.is_complete(0)
+    return failed / rounds
+
+
+def test_what_is_measured_lies_with_the_equation() -> None:
+    """A loss between operations takes more along than the equation has."""
+    loss, packets = 0.01, 3 * 2 * len(BUCKETS)
+    two, three = (_failed_share(captures, loss) for captures in (2, 3))
+    expected = failure_probability(packets=packets, ranks=NUM_RANKS, captures=2, loss=loss)
+    assert expected / 3 < two < 6 * expected
+    assert three < two / 2
