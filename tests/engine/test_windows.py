@@ -45,6 +45,7 @@ AXES: dict[str, Sequence[Any]] = {
     "loses_memory": [False, True],
     "boundary_log": [True, False],
     "keep_windows": [1, 2],
+    "pause_iters": ["auto", 1, 3],
 }
 
 
@@ -60,6 +61,7 @@ class Row:
     loses_memory: bool
     boundary_log: bool
     keep_windows: int
+    pause_iters: int | str
 
     def victims(self) -> tuple[int, ...]:
         ranks = range(self.shape.world_size)
@@ -88,7 +90,7 @@ def test_rows_cover_every_pair() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.shape.pp}x{row.shape.dp} {row.dead} {row.phase[0].name}")
 def test_a_recovered_job_ends_as_without_faults(row: Row, tmp_path: Path) -> None:
     shape = Shape(**{**vars(row.shape), "skips": row.skips})
-    settings = {"window": row.window, "boundary_log": row.boundary_log, "keep_windows": row.keep_windows}
+    settings = {name: getattr(row, name) for name in ("window", "pause_iters", "boundary_log", "keep_windows")}
     first, *others = row.victims()
     phase, skip = row.phase
     fault = Fault(rank=first, phase=phase, iteration=6, skip=skip, also=tuple(others), loses_memory=row.loses_memory)
@@ -125,6 +127,14 @@ def test_only_stages_of_dead_ranks_replay(
     assert replayed(job) == dict.fromkeys(replaying, 4), "from the window of iterations 1 to 3 up to 5"
     assert [event.iteration for event in rejoined(job)] == [5] * shape.world_size
     assert {rank for rank in job.ranks if job.events(StageRecovered, rank)} == replaying
+
+
+def test_a_stage_is_rebuilt_from_a_window_before_a_long_pause(tmp_path: Path) -> None:
+    fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=15)
+    settings = config("moevement", window=1, pause_iters=14, profile_iters=2)
+    job = ThreadJob(tmp_path, settings, PIPE, iterations=18, faults=[fault])
+    assert job.run() == uninterrupted(PIPE, 18)
+    assert replayed(job) == {1: 13}, "from the window of iteration 1 to the end of the fourteenth"
 
 
 @pytest.mark.parametrize(

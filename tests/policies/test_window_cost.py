@@ -70,3 +70,11 @@ def test_the_choice_is_the_best_of_all(sizes: list[WindowSize], job: JobCost, ov
         assert found.lost_share == min(terms.lost_share for terms in allowed)
     else:
         assert found.snapshot_share == min(terms.snapshot_share for terms in everything)
+
+
+def test_a_window_beyond_the_cap_is_not_chosen_although_it_loses_less() -> None:
+    large, small = size(1, slot_bytes=150, most_pause_iters=0), size(2, most_pause_iters=0)
+    job = replace(JOB, mtbf_s=2.0)
+    assert window_terms(large, job, 0).lost_share < window_terms(small, job, 0).lost_share
+    assert cheapest_window([large, small], job, overhead=0.03).num_slots == 2
+    assert cheapest_window([large, small], job, overhead=0.6).num_slots == 1
