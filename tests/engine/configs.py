@@ -18,6 +18,8 @@ C = TypeVar("C", bound=InMemoryConfig)
 @cache
 def _defaults(policy: str) -> dict[str, Any]:
     values = yaml.safe_load((_FOLDER / f"{policy}.yaml").read_text())
+    if "max_bytes_per_s" not in values:
+        return values
     return values | {"max_bytes_per_s": MaxBytesPerS(**values["max_bytes_per_s"])}
 
 
