@@ -52,3 +52,15 @@ def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) ->
     step = train.micro_batch_size * layout.dp
     wanted = f"a multiple of train.micro_batch_size={train.micro_batch_size} * dp={layout.dp}"
     require(train.global_batch_size % step == 0, "train.global_batch_size", train.global_batch_size, wanted)
+
+
+def check_guarded(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ConfigError for a model that a replaced rank cannot build alone.
+
+    Megatron asks all ranks which kinds of parameters there are. A rank that is alone while it builds knows its own
+    only, so on a stage without experts it makes no optimizer for experts, and the norm of gradients would never end.
+    """
+    num_first = model.num_layers // layout.pp
+    lacks_experts = model.num_experts > 0 and layout.pp > 1 and model.num_dense_layers >= num_first
+    wanted = f"true where a stage has no experts (model.num_dense_layers={model.num_dense_layers}, {layout})"
+    require(train.distributed_optimizer or not lacks_experts, "train.distributed_optimizer", False, wanted)

@@ -21,7 +21,7 @@ from launcher.config import AUTO, Settings, TrainConfig
 from launcher.data import Batches, TokenSource, open_source
 from launcher.elastic import RankPlace, open_elastic, open_groups, open_membership, open_transport
 from launcher.launch import Launch, read_launch
-from launcher.layout import check_fit, fit_layout
+from launcher.layout import check_fit, check_guarded, fit_layout
 from launcher.live import remove_live, write_live
 from launcher.loop import StageRunner, Trainer
 from launcher.model import build_training
@@ -103,6 +103,7 @@ def run_guarded(
     page = Page(place.memory / "page")
     start_heartbeat(page)
     layout = _fit(settings, launch)
+    check_guarded(layout, settings.model, settings.train)
     on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
     groups = open_groups(settings, page, open_transport(on_gpu=on_gpu))
     membership = open_membership(settings, place, life, page, groups)
