@@ -138,7 +138,7 @@ def run_once(arguments: Sequence[str], folder: Path, skip: int) -> Run:
 
 
 def measure_variants(
-    variants: dict[str, Sequence[str]], *, rounds: int, within: float, skip: int, show: bool = True
+    variants: dict[str, Sequence[str]], *, rounds: int, within: float, skip: int
 ) -> dict[str, list[Run]]:
     """Run every variant once a round, until the intervals of all are `within`; `variants` are arguments of torchrun."""
     runs: dict[str, list[Run]] = {name: [] for name in variants}
@@ -147,8 +147,7 @@ def measure_variants(
         for name in names[number % len(names) :] + names[: number % len(names)]:
             with tempfile.TemporaryDirectory() as folder:
                 runs[name].append(run_once(variants[name], Path(folder) / "run", skip))
-            if show:
-                print(f"round {number + 1}, {name}: {runs[name][-1].iteration_s:.3f} s", file=sys.stderr, flush=True)
+            print(f"round {number + 1}, {name}: {runs[name][-1].iteration_s:.3f} s", file=sys.stderr, flush=True)
         beside = [_ratio_of(runs, name, PLAIN) for name in names if name != PLAIN]
         if all(each.half_width <= within for each in beside):
             break

@@ -21,14 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
-from moe_ckpt.config import (
-    CKPT_CONFIGS,
-    CkptConfig,
-    RuntimeConfig,
-    require,
-    require_at_least,
-    require_choice,
-)
+from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, RuntimeConfig, require, require_at_least, require_choice
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.formats import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 

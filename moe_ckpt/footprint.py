@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_ckpt.errors import ConfigError
+
 _MIB = 1 << 20
 
 
@@ -65,3 +67,10 @@ def forecast(
         total_bytes=snapshots_bytes + boundary_log_bytes + step_log_bytes + copies_bytes,
         double_buffered_dense_bytes=2 * dense_bytes,
     )
+
+
+def require_budget(budget_bytes: int | None, needed: MemoryForecast) -> None:
+    """Raise ConfigError where a rank may need more than it may take."""
+    if budget_bytes is not None and needed.total_bytes > budget_bytes:
+        wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
+        raise ConfigError(f"ckpt.memory_budget_bytes: got {budget_bytes}, wanted {wanted}")

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moe_ckpt.config import FlowcheckConfig
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.footprint import MemoryForecast, require_budget
 from moe_ckpt.policies.profile import StageProfile
 from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan
 
@@ -33,10 +32,7 @@ class ServerSnapshots:
         self._own_stage = own_stage
         self._has_begun = False
         self._num_operators = len(stages[own_stage].table.operators)
-        budget, needed = config.memory_budget_bytes, self.forecast()
-        if budget is not None and needed.total_bytes > budget:
-            wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
-            raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
+        require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - nothing varies
         """Return the plan for the state after `iteration` steps: servers get all of it."""
@@ -70,7 +66,7 @@ class ServerSnapshots:
 
         A server holds the states from the newest that all servers have to its own newest, and the one it makes.
         """
-        size, largest = self._size(stage), max(map(self._size, range(len(self._stages))))
+        size, largest = self._stages[stage].dense_bytes, max(each.dense_bytes for each in self._stages)
         under_way = self._config.max_lag_iters + 1
         snapshots_bytes = 2 * size + under_way * size // GRADIENT_SHARE
         step_log_bytes = (under_way + 2) * self._stages[stage].step_log_bytes
@@ -83,6 +79,3 @@ class ServerSnapshots:
             total_bytes=snapshots_bytes + step_log_bytes + copies_bytes,
             double_buffered_dense_bytes=2 * size,
         )
-
-    def _size(self, stage: int) -> int:
-        return int(self._stages[stage].table.full_bytes.sum(axis=1).max())

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from moe_ckpt.config import MocConfig
-from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.footprint import MemoryForecast, require_budget
 from moe_ckpt.ledger import IntArray
 from moe_ckpt.policies.partial import (
     MoeStage,
@@ -20,7 +20,6 @@ from moe_ckpt.policies.partial import (
     forecast_units,
     marked,
     require_at_most_all,
-    require_budget,
     require_experts,
 )
 from moe_ckpt.policies.profile import AUTO, StageProfile

@@ -15,7 +15,7 @@ import numpy as np
 from moe_ckpt.budgets import affordable_experts, allocate, budget_bytes
 from moe_ckpt.config import MoetionConfig
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.footprint import MemoryForecast, require_budget
 from moe_ckpt.ledger import IntArray
 from moe_ckpt.policies.partial import (
     MoeStage,
@@ -24,7 +24,6 @@ from moe_ckpt.policies.partial import (
     forecast_units,
     marked,
     require_at_most_all,
-    require_budget,
     require_experts,
 )
 from moe_ckpt.policies.profile import AUTO, StageProfile

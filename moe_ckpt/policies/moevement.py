@@ -7,7 +7,6 @@ not: measure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -184,13 +183,12 @@ class SparseWindows:
         assert measured.empty_snapshot_s is not None
         assert measured.dense_snapshot_s is not None
         replayed_s = measured.iteration_s if measured.replayed_iteration_s is None else measured.replayed_iteration_s
-        host, peers = measured.host_bytes_per_s, measured.peer_bytes_per_s
         return JobCost(
             iteration_s=measured.iteration_s,
             per_snapshot_s=measured.empty_snapshot_s,
-            per_byte_s=(measured.dense_snapshot_s - measured.empty_snapshot_s) / self._sizes.dense_bytes,
-            host_bytes_per_s=measured.copy_bytes_per_s if math.isinf(host) else host,
-            peer_bytes_per_s=peers,
+            per_byte_s=(measured.dense_snapshot_s - measured.empty_snapshot_s) / max(1, self._sizes.dense_bytes),
+            host_bytes_per_s=measured.host_bytes_per_s,
+            peer_bytes_per_s=measured.peer_bytes_per_s,
             replay_share=replayed_s / measured.iteration_s,
             mtbf_s=self._config.mtbf_s,
         )

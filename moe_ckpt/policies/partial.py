@@ -188,10 +188,3 @@ def forecast_units(stage: MoeStage, num_copies: int, *, by_gradient: bool = Fals
         total_bytes=snapshots_bytes + copies_bytes,
         double_buffered_dense_bytes=2 * dense_bytes,
     )
-
-
-def require_budget(budget_bytes: int | None, needed: MemoryForecast) -> None:
-    """Raise ConfigError where a rank may need more than it may take."""
-    if budget_bytes is not None and needed.total_bytes > budget_bytes:
-        wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
-        raise ConfigError(f"ckpt.memory_budget_bytes: got {budget_bytes}, wanted {wanted}")

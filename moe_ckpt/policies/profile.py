@@ -17,6 +17,11 @@ class StageProfile:
     boundary_log_bytes: int
     step_log_bytes: int
 
+    @property
+    def dense_bytes(self) -> int:
+        """The whole state of the rank with the most."""
+        return int(self.table.full_bytes.sum(axis=1).max())
+
 
 def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:
     """Return whether what is to happen every `every_iters` iterations (0: never) happens now."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moe_ckpt.config import CheckfreqConfig, GeminiConfig
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.footprint import MemoryForecast, forecast
+from moe_ckpt.footprint import MemoryForecast, forecast, require_budget
 from moe_ckpt.interval import best_interval, capped_interval, copying_interval
 from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
 from moe_ckpt.schedule import refit
@@ -34,14 +33,14 @@ class WholeSnapshots:
     ) -> None:
         self._config = config
         self._num_copies = num_copies
-        self._sizes = [int(stage.table.full_bytes.sum(axis=1).max()) for stage in stages]
+        self._sizes = [stage.dense_bytes for stage in stages]
         self._stages = stages
         self._own_stage = own_stage
         self._num_operators = len(stages[own_stage].table.operators)
         self._every_iters = 0 if config.every_iters == AUTO else int(config.every_iters)
         self._newest_on_disk: int | None = None
         self._next: int | None = None
-        self._check_budget()
+        require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return what to take of the state after `iteration` steps: everything, or nothing.
@@ -133,9 +132,3 @@ class WholeSnapshots:
             num_copies=self._num_copies,
             largest_window_bytes=max(self._sizes),
         )
-
-    def _check_budget(self) -> None:
-        budget, needed = self._config.memory_budget_bytes, self.forecast()
-        if budget is not None and needed.total_bytes > budget:
-            wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
-            raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")

@@ -56,7 +56,7 @@ class WindowSizes:
     @cached_property
     def dense_bytes(self) -> int:
         """The whole state of the rank with the most."""
-        return max(int(stage.table.full_bytes.sum(axis=1).max()) for stage in self._stages)
+        return max(stage.dense_bytes for stage in self._stages)
 
     def size(self, num_slots: int) -> WindowSize:
         """Return the size of windows of so many slots."""
@@ -79,7 +79,7 @@ class WindowSizes:
             period_iters=num_slots + pause_iters,
             keep_windows=self._config.keep_windows,
             log_bytes_per_iteration=profile.boundary_log_bytes,
-            dense_bytes=int(profile.table.full_bytes.sum(axis=1).max()),
+            dense_bytes=profile.dense_bytes,
             step_log_bytes_per_iteration=profile.step_log_bytes,
             num_copies=self._num_copies,
             largest_window_bytes=max(windows),
@@ -115,8 +115,7 @@ class WindowSizes:
         num_windows = self._config.keep_windows + 1
         log_bytes = profile.boundary_log_bytes + profile.step_log_bytes
         if budget is None:
-            free_bytes = int(profile.table.full_bytes.sum(axis=1).max())
-            free_bytes -= shortest.boundary_log_bytes + shortest.step_log_bytes
+            free_bytes = profile.dense_bytes - shortest.boundary_log_bytes - shortest.step_log_bytes
         else:
             free_bytes = budget - shortest.total_bytes
             log_bytes += self._num_copies * profile.step_log_bytes

@@ -297,7 +297,7 @@ class InMemoryAssembly:
         if self._elastic is None:
             return
         caps, copy_s = self._config.max_bytes_per_s, self._elastic.copy_s
-        most_bytes = max(int(stage.table.full_bytes.sum(axis=1).max()) for stage in stages)
+        most_bytes = max(stage.dense_bytes for stage in stages)
         for name, cap, nbytes in (
             ("host", caps.host, most_bytes),
             ("peers", caps.peers, most_bytes * num_copies),

@@ -232,7 +232,7 @@ class _Link:
         self.is_shared = setup.cluster.copies_share == JOB
         self.bytes_per_s = bytes_per_s
         self.profiles = [setup.job.whole_profile()] if self.is_shared else setup.job.profiles
-        sizes = [int(profile.table.full_bytes.sum(axis=1).max()) for profile in self.profiles]
+        sizes = [profile.dense_bytes for profile in self.profiles]
         self.own = int(np.argmax(sizes))
         self.most_bytes = sizes[self.own]
 
@@ -258,7 +258,7 @@ def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
 
     def rank(profile: StageProfile) -> tuple[bool, int]:
         has_experts = any(operator.kind is OperatorKind.EXPERT for operator in profile.table.operators)
-        return has_experts, int(profile.table.full_bytes.sum(axis=1).max())
+        return has_experts, profile.dense_bytes
 
     kinds = {profile.table.full_bytes.tobytes(): profile for profile in profiles}
     return sorted(kinds.values(), key=rank, reverse=True)

@@ -54,6 +54,18 @@ TICKET = Ticket(run_id="run", token="token")
 _WAIT_S = 20.0
 
 
+MOMENTS = [
+    (Phase.FORWARD, 0),
+    (Phase.BACKWARD, 0),
+    (Phase.REDUCE, 0),
+    (Phase.STEP, 0),
+    (Phase.STEP, 1),
+    (Phase.SNAPSHOT, 0),
+    (Phase.BETWEEN, 0),
+]
+"""Where a rank can die: as it enters a phase, and for how many entries before that it lives on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """A rank dies as it enters `phase` of `iteration`, for the (skip + 1)th time, and the ranks `also` with it.

@@ -22,7 +22,7 @@ from moe_ckpt.store.journal import read_kept
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
 from tests.engine.damage import flip_a_bit
-from tests.engine.job import Fault, ThreadJob, uninterrupted
+from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
 from tests.engine.model import Model, Shape
 
 PAIR = Shape(pp=2, dp=1)
@@ -31,15 +31,7 @@ AXES: dict[str, Sequence[Any]] = {
     "shape": [PAIR, Shape(pp=3, dp=1), Shape(pp=1, dp=2), Shape(ep=2), Shape(tied=True)],
     "skips": [0, 3],
     "max_lag_iters": [0, 1, 3],
-    "phase": [
-        (Phase.FORWARD, 0),
-        (Phase.BACKWARD, 0),
-        (Phase.REDUCE, 0),
-        (Phase.STEP, 0),
-        (Phase.STEP, 1),
-        (Phase.SNAPSHOT, 0),
-        (Phase.BETWEEN, 0),
-    ],
+    "phase": MOMENTS,
     "iteration": [1, 2, 6],
     "dead": ["first", "last", "all"],
     "loses_memory": [False, True],

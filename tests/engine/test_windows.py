@@ -23,7 +23,7 @@ from moe_ckpt.store.codec import SnapshotHeader
 from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.configs import config
 from tests.engine.damage import flip_a_bit, rewrite_headers
-from tests.engine.job import Fault, ThreadJob, uninterrupted
+from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
 from tests.engine.model import Shape
 
 PAIR, PIPE = Shape(pp=2, dp=1), Shape(pp=3, dp=1)
@@ -32,15 +32,7 @@ AXES: dict[str, Sequence[Any]] = {
     "shape": [PAIR, PIPE, Shape(pp=1, dp=2), Shape(ep=2), Shape(pp=2, dp=1, tied=True), Shape(tied=True)],
     "skips": [0, 3],
     "window": [1, 2, 3, "auto"],
-    "phase": [
-        (Phase.FORWARD, 0),
-        (Phase.BACKWARD, 0),
-        (Phase.REDUCE, 0),
-        (Phase.STEP, 0),
-        (Phase.STEP, 1),
-        (Phase.SNAPSHOT, 0),
-        (Phase.BETWEEN, 0),
-    ],
+    "phase": MOMENTS,
     "dead": ["first", "last", "a stage", "all"],
     "loses_memory": [False, True],
     "boundary_log": [True, False],
