@@ -176,6 +176,8 @@ def apply_update(
     try:
         made = Snapshot(header=wanted, payload=payload)
         _copy_state(base, made)
+        if update.seals:  # after the copy: what was damaged before it is seen, and later damage does not matter
+            _sealed(base, is_new=False)
         _take_steps(made, update, gradients)
         header = _sealed(made, is_new=update.seals)
         folder.deposit(update.target, header_to_json(header), payload, nbytes)
@@ -186,14 +188,17 @@ def apply_update(
 
 
 def _sealed(made: Snapshot, *, is_new: bool) -> SnapshotHeader:
-    """Return the header with the checksum of the payload. Raises CheckpointLoadError if it has another one already."""
+    """Return the header with the checksum of the payload: a new one, or its own.
+
+    Raises CheckpointLoadError where its own is that of another payload.
+    """
     wanted = made.header
     found = checksum(made.payload, wanted.payload_bytes)
     if is_new:
         return replace(wanted, checksum=found)
     if found != wanted.checksum:
         got = f"got a state with checksum {found:016x}, wanted {wanted.checksum:016x}"
-        raise CheckpointLoadError(f"{wanted}, made of its gradients: {got}")
+        raise CheckpointLoadError(f"{wanted}, made of gradients or to make the next one of: {got}")
     return wanted
 
 

@@ -21,7 +21,7 @@ from moe_ckpt.store.blobs import BlobFolder, held_path
 from moe_ckpt.store.journal import read_kept
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
-from tests.engine.damage import flip_a_bit
+from tests.engine.damage import flip_a_bit_of
 from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
 from tests.engine.model import Model, Shape
 
@@ -158,6 +158,14 @@ def test_ranks_go_on_from_servers_without_another_snapshot(tmp_path: Path) -> No
     for rank in job.ranks:
         assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0]
         assert [event.iteration in (2, 3) for event in job.events(Rejoined, rank)][:1] == [True]
+
+
+@pytest.mark.full  # a server of another node may be ahead of the own one: seldom, on a busy machine
+def test_ranks_read_the_servers_of_their_own_nodes(tmp_path: Path) -> None:
+    faults = [Fault(rank=1, phase=Phase.BACKWARD, iteration=4), Fault(rank=0, phase=Phase.STEP, iteration=7)]
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=faults, iterations=9)
+    assert job.run() == uninterrupted(PAIR, 9)
+    for rank in job.ranks:
         assert not any(event.fetched_bytes for event in job.events(Rejoined, rank)), "its own node's server has it"
 
 
@@ -225,10 +233,11 @@ def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
     assert "lags by 2 iterations" in job.events(GradientsLost, 1)[0].reason
 
 
-@pytest.mark.full  # a server that takes a step while its memory is damaged seals the damage: fails in one run of six
+@pytest.mark.full  # the own server may complete a whole state after the damage: then nothing is fetched
 def test_a_damaged_state_on_the_own_server_is_replaced_by_the_peers(tmp_path: Path) -> None:
     def damage(job: ThreadJob) -> None:
-        flip_a_bit(held_path(job.memory(0), 0))
+        # of whole states: what a server damages while it takes a step, it seals
+        flip_a_bit_of(held_path(job.memory(0), 0), lambda _: True)
 
     fault = Fault(rank=0, phase=Phase.FORWARD, iteration=6, before_restart=damage)
     job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=[fault])

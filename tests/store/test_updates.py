@@ -16,13 +16,22 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.codec import EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, UnitTag
+from moe_ckpt.store.codec import EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, UnitTag, checksum, header_from_json
 from moe_ckpt.store.copier import HostCopier
 from moe_ckpt.store.journal import Journal, NoCopies
+from moe_ckpt.store.local_disk import copy_blobs
 from moe_ckpt.store.memory import HostBuffers
 from moe_ckpt.store.replicate import Replicator
 from moe_ckpt.store.snapshot import SnapshotEngine, Wanted
-from moe_ckpt.store.updates import AdamStep, Gradients, is_update, update_from_bytes
+from moe_ckpt.store.updates import (
+    AdamStep,
+    Gradients,
+    Update,
+    apply_update,
+    is_update,
+    update_from_bytes,
+    update_to_bytes,
+)
 from tests.store import samples
 from tests.store.blobs import buffers_of, content_of, payload_of
 from tests.store.peers import Ranks, ranks_in
@@ -174,6 +183,38 @@ def test_a_copy_that_was_damaged_is_not_built_upon(owner: Owner, caplog: pytest.
     payload_of(owner.peer.get(owner.train()))[100] ^= 1
     owner.train()
     assert "got a state with checksum" in caplog.text
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_server_seals_no_state_that_it_made_of_damage(owner: Owner, is_damaged: bool, tmp_path: Path) -> None:
+    """A checkpoint server computes the checksum of the state that it makes: it must not start from a damaged one."""
+    key, folder = owner.train(), BlobFolder(tmp_path / "server")
+    copy_blobs(owner.peer, folder, [key])
+    before = header_from_json(folder.get(key).header)
+    header = replace(before, iteration=before.iteration + 1, window_start=before.iteration + 1, checksum=0)
+    step = AdamStep(
+        learning_rate=1e-2,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        decoupled=True,
+        steps=before.iteration + 1.0,
+    )
+    update = Update(base=key, target="snapshot-next", steps=(step,) * len(SIZES), header=header, seals=True)
+    if is_damaged:
+        payload_of(folder.get(key))[100] ^= 1
+    gradients = folder.allocate(update.payload_bytes)
+    gradients.zero_()
+    take = lambda: apply_update(folder, "update", update_to_bytes(update), gradients, update.payload_bytes)  # noqa: E731
+    if is_damaged:
+        with pytest.raises(CheckpointLoadError, match="got a state with checksum"):
+            take()
+        assert "snapshot-next" not in folder.keys()  # noqa: SIM118 - not a mapping
+    else:
+        take()
+        made = folder.get("snapshot-next")
+        assert header_from_json(made.header).checksum == checksum(payload_of(made), made.payload_bytes)
 
 
 def test_a_peer_that_never_comes_to_the_same_is_sent_whole_states(
