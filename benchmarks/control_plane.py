@@ -58,7 +58,7 @@ JOIN_S = 300.0
 
 @dataclass
 class Traffic:
-    """What one rank has asked and received."""
+    """Store operations and bytes of one rank."""
 
     operations: int = 0
     nbytes: int = 0
@@ -130,7 +130,7 @@ class NoGroups:
 
 @dataclass(frozen=True)
 class Row:
-    """What a number of ranks has taken: seconds of all ranks, operations and bytes of the rank with the most."""
+    """The cost of entering at one number of ranks: seconds of all, operations and bytes of the rank with the most."""
 
     ranks: int
     join_s: float
@@ -210,7 +210,7 @@ def _of_all_ranks(table: OperatorTable) -> OperatorTable:
 
 
 def _own_bytes(table: OperatorTable) -> int:
-    """Return the bytes of what the rank with most of them tells its stage of its operators."""
+    """Return the bytes of the description of its operators that the rank with the most sends to its stage."""
     assert table.moment_bytes is not None
     kinds = np.stack([table.full_bytes, table.compute_bytes, table.moment_bytes], axis=1)
     owned = [np.flatnonzero(kind[0]) for kind in kinds]

@@ -1,4 +1,4 @@
-"""What a checkpoint policy costs while nothing fails: whole runs in interleaved order, with intervals.
+"""The price of a checkpoint policy while nothing fails: whole runs in interleaved order, with intervals.
 
     python benchmarks/overhead.py [--rounds 8] [--iterations 52] [--skip 12] [--within 0.02] [--json FILE]
                                   [--variant NAME=OVERRIDE,...] [OVERRIDES]
@@ -7,7 +7,7 @@ Unless overridden: model=small, 4 ranks. Each round runs every variant once, fro
 turned by one from round to round, so that no variant always comes after the same other one. Variants: `plain`
 (ckpt=none, no supervisor), `guarded` (supervisors and replica daemons, hooks that do nothing) and those that are given;
 without any, `policy` (+ckpt=moevement). An iteration's time is the time from one commit to the next, on rank 0: all
-that checkpointing does is in it, wherever it is done. Printed for each variant: the geometric mean over rounds of its
+work of checkpointing is in it, wherever it is done. Printed for each variant: the geometric mean over rounds of its
 mean iteration time beside that of `plain` and of `guarded`, with 95 % intervals (Student's t of the logarithms); the
 stall; bytes. Rounds end early once all intervals are within `--within`. Absolute times mean nothing on a laptop.
 """
@@ -55,7 +55,7 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What rank 0 of a run has seen after the iterations that are skipped. Bytes are an iteration's, of this rank."""
+    """Measurements of rank 0 after the iterations that are skipped. Bytes are an iteration's, of this rank."""
 
     iteration_s: float
     stall: float
@@ -169,7 +169,7 @@ def variants_of(given: dict[str, list[str]], common: Sequence[str]) -> dict[str,
 
 
 def lines(runs: dict[str, list[Run]]) -> list[str]:
-    """Return a table of what was measured."""
+    """Return the measurements as a table."""
     head = "| variant | beside plain | beside guarded | stall | window, pause or interval | MiB: memory, peers, disk |"
     rows = [head, "| --- | --- | --- | --- | --- | --- |"]
     for name, each in runs.items():

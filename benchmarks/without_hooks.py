@@ -1,4 +1,4 @@
-"""A guarded job whose policy is never asked for anything: what supervision and replica daemons cost by themselves.
+"""A guarded job whose policy is never asked for anything: the price of supervision and replica daemons by themselves.
 
     torchrun --nproc-per-node=4 benchmarks/without_hooks.py +ckpt=moevement [OVERRIDES]
 

@@ -2,7 +2,7 @@
 
 Owns: which experts in which snapshot, and where they go. Every rank of a stage decides for itself and comes to the
 same. As many as all links of a stage carry together are divided among its layers; of these each rank's link takes only
-what it carries by itself. Must not: measure.
+as many as it carries by itself. Must not: measure.
 """
 
 from __future__ import annotations

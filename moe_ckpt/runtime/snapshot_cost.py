@@ -1,4 +1,4 @@
-"""What snapshots add to training beside waiting for copies: measured in pairs, told apart by number and by bytes.
+"""Seconds that snapshots add to training beside waits for copies, measured in pairs and fitted by number and bytes.
 
 Iterations in which snapshots are copied are compared with those just before and just after them in which nothing is
 copied, so that neither a slow start nor another job on the machine looks like the price of snapshots.
@@ -20,7 +20,7 @@ ENOUGH_BLOCKS = 5  # two kinds of windows, each twice, and one more
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
-    """What the snapshots between two quiet stretches have added to training."""
+    """Seconds that the snapshots between two quiet stretches have added to training."""
 
     num_snapshots: int
     size_bytes: int

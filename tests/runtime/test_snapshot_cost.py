@@ -1,4 +1,4 @@
-"""What snapshots add to training: pairs of busy and quiet iterations, and how number and bytes are told apart."""
+"""Seconds that snapshots add to training: pairs of busy and quiet iterations, fitted by number and bytes."""
 
 from __future__ import annotations
 
