@@ -40,16 +40,16 @@ from launcher.config import compose_settings  # noqa: E402
 from launcher.simulation import compose_simulation  # noqa: E402
 from moe_ckpt.collectives import Ranks, Reduction  # noqa: E402
 from moe_ckpt.config import MoevementConfig  # noqa: E402
+from moe_ckpt.elastic.generations import Member, Membership  # noqa: E402
+from moe_ckpt.elastic.status_page import Page  # noqa: E402
+from moe_ckpt.engine.interfaces import Place  # noqa: E402
+from moe_ckpt.engine.stage_profiles import share_profiles  # noqa: E402
+from moe_ckpt.engine.survey import Report  # noqa: E402
 from moe_ckpt.packed import IntArray, pack_rows  # noqa: E402
 from moe_ckpt.policies.moevement import SparseWindows  # noqa: E402
-from moe_ckpt.policies.profile import StageProfile  # noqa: E402
+from moe_ckpt.policies.stage_profile import StageProfile  # noqa: E402
 from moe_ckpt.recovery.target import Standing  # noqa: E402
-from moe_ckpt.runtime.kept import Report  # noqa: E402
-from moe_ckpt.runtime.membership import Member, Membership  # noqa: E402
-from moe_ckpt.runtime.page import Page  # noqa: E402
-from moe_ckpt.runtime.stage import Place  # noqa: E402
-from moe_ckpt.runtime.stage_profiles import share_profiles  # noqa: E402
-from moe_ckpt.store.codec import ShardIdentity  # noqa: E402
+from moe_ckpt.snapshot.codec import ShardIdentity  # noqa: E402
 from moe_ckpt.types import Measured, OperatorTable, ParallelLayout, RunIdentity  # noqa: E402
 
 GPUS_A_NODE, RANKS_A_STAGE = 8, 64

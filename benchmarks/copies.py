@@ -23,10 +23,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launcher.network import interface_addresses
-from moe_ckpt.store.blobs import BlobFolder, own_path
-from moe_ckpt.store.copy_server import CopyServer
-from moe_ckpt.store.messages import Address, Ticket
-from moe_ckpt.store.replicate import Replicator
+from moe_ckpt.replication.copy_server import CopyServer
+from moe_ckpt.replication.messages import Address, Ticket
+from moe_ckpt.replication.sender import Replicator
+from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 
 _TICKET = Ticket(run_id="benchmark", token="none")
 _DEADLINE_S = 60.0

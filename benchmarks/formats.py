@@ -23,7 +23,7 @@ from launcher.parameters import count_parameters  # noqa: E402
 from launcher.report.facts import gather  # noqa: E402
 from launcher.report.read import read_run  # noqa: E402
 from moe_ckpt.events import SnapshotTaken, read_events  # noqa: E402
-from moe_ckpt.formats import StateFormat  # noqa: E402
+from moe_ckpt.state_format import StateFormat  # noqa: E402
 
 ITERATIONS, WINDOW = 400, 3
 _BYTE_TOKENS = 256
@@ -60,7 +60,7 @@ Written by `{command}`; do not edit.
 
 {iterations} iterations of `tiny` on 4 ranks with each format of MoEvement's Table 7 and with BF16, under
 `ckpt=moevement ckpt.window={window}`. FP8 layers and FusedAdam are the CPU references of this project
-(`moe_ckpt/adapters/fp8_linear.py`, `moe_ckpt/adapters/precision_adam.py`), not Transformer Engine's kernels.
+(`moe_ckpt/megatron/fp8_linear.py`, `moe_ckpt/megatron/precision_adam.py`), not Transformer Engine's kernels.
 
 ![Evaluation loss against iterations](formats.svg)
 

@@ -26,7 +26,7 @@ from launcher.report.read import read_runs
 from launcher.report.summary import headline
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.faults import Kill
+from moe_ckpt.faults.schedule import Kill
 
 _FAILED = 1
 _TRAIN = Path(__file__).with_name("train.py")

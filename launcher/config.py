@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, RuntimeConfig, require, require_at_least, require_choice
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.formats import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
+from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault", "runtime")

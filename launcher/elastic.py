@@ -20,20 +20,20 @@ from launcher.faults.carry_out import carry_out
 from launcher.launch import Launch, has_agent_store, open_store, use_hosted_store
 from launcher.network import own_host
 from launcher.run_folder import wait_for_run_folder
+from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, require
-from moe_ckpt.faults import Kill
-from moe_ckpt.placement import num_nodes
-from moe_ckpt.runtime.elastic import Elastic
-from moe_ckpt.runtime.groups import ElasticGroups, GroupTimeouts
-from moe_ckpt.runtime.guard import Guard, GuardLimits, run_and_exit
-from moe_ckpt.runtime.keeper import KeeperPlace, run_keeper
-from moe_ckpt.runtime.membership import Generations, Member, Membership
-from moe_ckpt.runtime.memory_root import open_memory_root, rank_memory, take_over
-from moe_ckpt.runtime.page import Page
-from moe_ckpt.runtime.parent import agent_pid, die_with_parent
-from moe_ckpt.runtime.transport import GlooTransport, NcclTransport, Transport
-from moe_ckpt.store.keeper_client import KeeperClient
-from moe_ckpt.store.messages import Address, Ticket, parse_address
+from moe_ckpt.elastic.backends import GlooTransport, NcclTransport, Transport
+from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.elastic.generations import Generations, Member, Membership
+from moe_ckpt.elastic.process_groups import ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_over
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.supervisor import Guard, GuardLimits, run_and_exit
+from moe_ckpt.faults.schedule import Kill
+from moe_ckpt.replication.client import KeeperClient
+from moe_ckpt.replication.daemon import KeeperPlace, run_keeper
+from moe_ckpt.replication.messages import Address, Ticket, parse_address
+from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.types import ParallelLayout
 
 

@@ -19,7 +19,16 @@ from launcher.faults.job import LOOK_EVERY_S
 from launcher.live import LATEST, LiveTrainer, is_running, read_live, read_world_size, read_written
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.faults import KILL_PHASES, SCOPES, SIGNALS, Kill, check_signal, choose_ranks, poisson_kills, trace_kills
+from moe_ckpt.faults.schedule import (
+    KILL_PHASES,
+    SCOPES,
+    SIGNALS,
+    Kill,
+    check_signal,
+    choose_ranks,
+    poisson_kills,
+    trace_kills,
+)
 
 _FAILED = 1
 _WRONG_USE = 2

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moe_ckpt.runtime.page import Page
-from moe_ckpt.runtime.processes import is_alive, start_ticks
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.linux import is_alive, start_ticks
 
 LATEST = Path("outputs/latest")
 _OLDER = {"guard_start_ticks": -1}  # what files of older runs lack: no process was ever started then

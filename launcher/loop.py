@@ -18,16 +18,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from launcher.data import Batches
-from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
-from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
-from moe_ckpt.adapters.megatron_step import (
+from moe_ckpt.events import IterationCommitted
+from moe_ckpt.megatron.pipeline import StageCommunicator
+from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.megatron.step import (
     advance_schedule,
     apply_update,
     clear_gradients,
     finish_gradients,
     gather_parameters,
 )
-from moe_ckpt.events import IterationCommitted
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import Phase, ReadyGradients
 

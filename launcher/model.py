@@ -21,13 +21,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
-from moe_ckpt.adapters import fp8_linear, precision_adam
-from moe_ckpt.adapters.grouped_linear import group_experts
-from moe_ckpt.adapters.megatron_boost import use_router
-from moe_ckpt.adapters.megatron_operators import stage_group
-from moe_ckpt.adapters.megatron_state import TrainingState
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron import fp8_linear, precision_adam
+from moe_ckpt.megatron.capacity_boost import use_router
+from moe_ckpt.megatron.grouped_linear import group_experts
+from moe_ckpt.megatron.operators import stage_group
+from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ParallelLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

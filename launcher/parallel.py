@@ -9,15 +9,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from launcher.launch import Launch, agent_store
-from moe_ckpt.adapters import megatron_cpu
 from moe_ckpt.config import require
-from moe_ckpt.runtime.groups import BACKEND
+from moe_ckpt.elastic.process_groups import BACKEND
+from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.types import ParallelLayout
 
 
 def choose_device(launch: Launch, *, deterministic: bool) -> bool:
     """Choose this process's device, a GPU where there is CUDA; return whether it is one."""
-    if megatron_cpu.enable():
+    if cpu_stand_in.enable():
         torch.set_num_threads(_threads_per_process())
         return False
     if deterministic:

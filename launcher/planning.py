@@ -10,7 +10,7 @@ from launcher.simulated import Result, latest, run_simulation
 from launcher.simulation import Simulation, compose_simulation
 from moe_ckpt.config import PartialConfig, require
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.interval import best_interval
+from moe_ckpt.policies.checkpoint_interval import best_interval
 from moe_ckpt.sim.saving import Setup
 
 WINDOWS = (1, 2, 4, 8, 16)

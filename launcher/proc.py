@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_ckpt.runtime.processes import thread_states
+from moe_ckpt.linux import thread_states
 
 
 def stands_still(pid: int) -> bool:

@@ -30,12 +30,12 @@ from moe_ckpt.events import (
     WindowChosen,
     read_events,
 )
-from moe_ckpt.faults import KILL_PHASES, Kill
-from moe_ckpt.formats import BYTES
+from moe_ckpt.faults.schedule import KILL_PHASES, Kill
 from moe_ckpt.sim.costs import TimingConfig, estimate
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job
 from moe_ckpt.sim.saving import Setup
+from moe_ckpt.state_format import BYTES
 
 T = TypeVar("T")
 

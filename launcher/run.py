@@ -35,21 +35,21 @@ from launcher.parallel import (
 from launcher.parameters import padded_vocab_size
 from launcher.run_folder import RunFolder, find_run_folder, open_run_folder
 from launcher.training import Log, Training
-from moe_ckpt.adapters.megatron_boost import BoostedRouter
-from moe_ckpt.adapters.megatron_fresh import synchronize_fresh
-from moe_ckpt.adapters.megatron_state import TrainingState, digest_of
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.config import MoetionConfig, require
+from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
+from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.elastic.heartbeat import start_heartbeat
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.engine.session import Session
+from moe_ckpt.engine.worker_loop import ElasticJob
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
+from moe_ckpt.megatron.capacity_boost import BoostedRouter
+from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.runtime.elastic import Elastic
-from moe_ckpt.runtime.heartbeat import start_heartbeat
-from moe_ckpt.runtime.job import ElasticJob
-from moe_ckpt.runtime.page import Page
-from moe_ckpt.runtime.session import Session
-from moe_ckpt.store.disk import CheckpointFolder, is_committed
 from moe_ckpt.types import ParallelLayout, RunIdentity
 
 _NEVER = "never"

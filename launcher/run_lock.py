@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TextIO
 
 from launcher.launch import has_agent_store, job_name
+from moe_ckpt.agent import agent_pid
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.runtime.parent import agent_pid
-from moe_ckpt.runtime.processes import is_alive, start_ticks
+from moe_ckpt.linux import is_alive, start_ticks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from launcher.config import (
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from launcher.parameters import operator_parameters, padded_vocab_size
 from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least, require_choice
-from moe_ckpt.faults import SCOPES, Kill, poisson_kills
+from moe_ckpt.faults.schedule import SCOPES, Kill, poisson_kills
 from moe_ckpt.sim.costs import TimingConfig, estimate
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import Array, BatchConfig, FormatsConfig, Job, ModelShape

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from moe_ckpt.runtime.parent import end_with_agent
+from moe_ckpt.agent import end_with_agent
 
 if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         return show_with_hydra("config", arguments, GROUPS)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU is not to start CUDA: guards fork
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("moe_ckpt.runtime.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
+    logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.adapters)\.")  # every rank: what a CPU lacks
     try:

@@ -15,15 +15,6 @@ from pathlib import Path
 
 import torch
 
-from moe_ckpt.adapters.megatron_boost import CapacityBoost
-from moe_ckpt.adapters.megatron_durable import MegatronDurableState
-from moe_ckpt.adapters.megatron_operators import RankOperators, shard_identity, stage_group
-from moe_ckpt.adapters.megatron_pipeline import StageCommunicator
-from moe_ckpt.adapters.megatron_replay import StageReplay, require_replayable
-from moe_ckpt.adapters.megatron_router import RouterCounts, router_top_k
-from moe_ckpt.adapters.megatron_state import TrainingState, allocate_optimizer_state, small_state
-from moe_ckpt.adapters.megatron_wipe import StateWiper
-from moe_ckpt.adapters.te import allocate_scaling
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import (
     CkptConfig,
@@ -34,17 +25,26 @@ from moe_ckpt.config import (
     NoneConfig,
     require,
 )
+from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
+from moe_ckpt.durable.tier import DurableTier
+from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.elastic.process_groups import CPU_BACKEND
+from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
+from moe_ckpt.engine.interfaces import Place
+from moe_ckpt.engine.session import Parts, Session
+from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import EventLog
-from moe_ckpt.faults import StateLoss
+from moe_ckpt.faults.schedule import StateLoss
+from moe_ckpt.megatron.capacity_boost import CapacityBoost
+from moe_ckpt.megatron.durable import MegatronDurableState
+from moe_ckpt.megatron.operators import RankOperators, shard_identity, stage_group
+from moe_ckpt.megatron.pipeline import StageCommunicator
+from moe_ckpt.megatron.replay import StageReplay, require_replayable
+from moe_ckpt.megatron.router import RouterCounts, router_top_k
+from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state, small_state
+from moe_ckpt.megatron.state_wiper import StateWiper
+from moe_ckpt.megatron.transformer_engine import allocate_scaling
 from moe_ckpt.policies.dense import make_policy
-from moe_ckpt.runtime.assembly import Attached, InMemoryAssembly
-from moe_ckpt.runtime.durable import DurableTier
-from moe_ckpt.runtime.elastic import Elastic
-from moe_ckpt.runtime.groups import CPU_BACKEND
-from moe_ckpt.runtime.session import Parts, Session
-from moe_ckpt.runtime.stage import Place
-from moe_ckpt.runtime.tokens import TokenRate
-from moe_ckpt.store.disk import CheckpointFolder
 from moe_ckpt.types import RunIdentity
 
 

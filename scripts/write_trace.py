@@ -1,7 +1,8 @@
 """Write a synthetic failure trace: `python scripts/write_trace.py [--seed 0] > traces/synthetic_6h.csv`.
 
 Random times, exponentially far apart, at which nodes go and come back later; most of them alone, some in bursts, as in
-the traces of spot instances that the MoEvement paper uses. Seconds, add|remove, how many: see moe_ckpt/traces.py.
+the traces of spot instances that the MoEvement paper uses. Columns: seconds, add|remove, number; see
+moe_ckpt/faults/traces.py.
 """
 
 from __future__ import annotations

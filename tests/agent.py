@@ -23,8 +23,8 @@ import torch.distributed as dist
 from launcher.config import Settings
 from launcher.entry import start
 from launcher.launch import say_once
+from moe_ckpt.agent import die_with_parent
 from moe_ckpt.errors import MoeCkptError
-from moe_ckpt.runtime.parent import die_with_parent
 
 _ENDING_S = 5.0
 

@@ -28,6 +28,9 @@ from typing import Any
 
 from launcher import entry
 from launcher.proc import stands_still
+from moe_ckpt.elastic.status_page import ANY_ITERATION, Page
+from moe_ckpt.engine.session import Session
+from moe_ckpt.engine.survey import KeptCopies
 from moe_ckpt.events import (
     Event,
     GenerationEnded,
@@ -41,11 +44,8 @@ from moe_ckpt.events import (
     TrainerStarted,
     read_events,
 )
-from moe_ckpt.runtime.kept import KeptCopies
-from moe_ckpt.runtime.page import ANY_ITERATION, Page
-from moe_ckpt.runtime.session import Session
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob, JobFailedError
+from tests.elastic_job import ElasticJob, JobFailedError
 from tests.references import Outcome, uninterrupted
 from tests.training import events_of
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.live import remove_live, write_live
-from moe_ckpt.runtime.page import Page, Phase
+from moe_ckpt.elastic.status_page import Page, Phase
 from tests.ranks import _CONTEXT
 from tests.waits import START_S, WAIT_S
 

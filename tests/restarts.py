@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe_ckpt.durable.checkpoint_folder import is_committed
 from moe_ckpt.events import Event, IterationCommitted, StateDigest, StateResumed, WindowPersisted, read_events
-from moe_ckpt.store.disk import is_committed
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.references import Outcome, uninterrupted
 from tests.training import events_of
 

@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[1]
 LONGEST_NAME = 70
 SLEEPERS = {
     "tests/agent.py": "an agent that does nothing until it is killed, and looks for what other processes write",
-    "tests/elastic.py": "the only signs that other processes give are their files and pages",
+    "tests/elastic_job.py": "the only signs that other processes give are their files and pages",
     "tests/jobs.py": "a trainer leaves processors to others, as training does",
     "tests/launcher/test_elastic_long.py": "faults come at moments that nothing marks",
     "tests/launcher/test_torchrun.py": "the only sign that another process gives is its file",
-    "tests/runtime/trainers.py": "waits for what no other thread or process announces",
+    "tests/elastic/workers.py": "waits for what no other thread or process announces",
     "tests/test_ranks.py": "a rank that never ends is the subject",
 }
 IMPORTERS = {  # until their helpers have modules of their own
@@ -25,11 +25,11 @@ IMPORTERS = {  # until their helpers have modules of their own
     "scripts/write_golden.py",
 }
 USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
-    "moe_ckpt/runtime/alone.py",
-    "moe_ckpt/runtime/groups.py",
-    "moe_ckpt/runtime/membership.py",
-    "moe_ckpt/runtime/polling_store.py",
-    "moe_ckpt/runtime/transport.py",
+    "moe_ckpt/elastic/solo_group.py",
+    "moe_ckpt/elastic/process_groups.py",
+    "moe_ckpt/elastic/generations.py",
+    "moe_ckpt/elastic/rendezvous_store.py",
+    "moe_ckpt/elastic/backends.py",
 }
 IMPORT = re.compile(r"^\s*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|[^\n]*)", re.MULTILINE)
 TEST = re.compile(r"^\s*(?:async )?def (test_\w+)", re.MULTILINE)
@@ -72,6 +72,10 @@ def test_names_of_tests_are_short() -> None:
 
 def test_the_engine_reaches_other_ranks_through_the_seam_alone() -> None:
     """`collectives.Ranks`: all else would need processes to be tested."""
-    files = [path for folder in ("runtime", "store") for path in (ROOT / "moe_ckpt" / folder).glob("*.py")]
+    files = [
+        path
+        for folder in ("elastic", "engine", "snapshot", "replication", "durable")
+        for path in (ROOT / "moe_ckpt" / folder).glob("*.py")
+    ]
     found = {path for path in files if imports(path.read_text(), r"\btorch\.distributed|\btorch import.*\bdistributed")}
     assert {str(path.relative_to(ROOT)) for path in found} == USE_TORCH_DISTRIBUTED

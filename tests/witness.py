@@ -16,8 +16,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.loop import StageRunner, Trainer
-from moe_ckpt.adapters.megatron_operators import RankOperators
-from moe_ckpt.runtime.page import Page
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.megatron.operators import RankOperators
 
 Tokens = dict[int, dict[int, list[int]]]
 """By iteration, by layer: tokens that each expert was given."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher.faults.job import LOOK_EVERY_S, Job
 from launcher.faults.tasks import NodeAtPoint, Orders, StrikeAtTime, Task
 from launcher.live import read_world_size
-from moe_ckpt.faults import Kill, plan_strikes, victims
+from moe_ckpt.faults.schedule import Kill, plan_strikes, victims
 
 _log = logging.getLogger(__name__)
 

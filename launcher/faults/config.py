@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moe_ckpt.config import require, require_at_least, require_choice
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.faults import Kill, StateLoss, check_signal, choose_ranks, poisson_kills, trace_kills
+from moe_ckpt.faults.schedule import Kill, StateLoss, check_signal, choose_ranks, poisson_kills, trace_kills
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.faults.strike import describe, nobody_replaced, strike_node, strike_processes
 from launcher.live import LiveTrainer, is_running, read_written
-from moe_ckpt.faults import Strike
+from moe_ckpt.faults.schedule import Strike
 
 LOOK_EVERY_S = 0.02
 _STAND_STILL_S = 1.0

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from launcher.faults.log import InjectedFault, append_faults
 from launcher.faults.strike import signal_number
-from moe_ckpt.faults import Kill, Strike, plan_strikes, victims
-from moe_ckpt.runtime.processes import is_alive, parent_of
+from moe_ckpt.faults.schedule import Kill, Strike, plan_strikes, victims
+from moe_ckpt.linux import is_alive, parent_of
 
 _LOOK_EVERY_S = 0.02
 

@@ -12,8 +12,8 @@ from launcher.faults.job import LOOK_EVERY_S, Job
 from launcher.faults.log import InjectedFault, append_faults
 from launcher.faults.strike import signal_number
 from launcher.live import LiveTrainer
-from moe_ckpt.faults import Kill, Strike, has_come
-from moe_ckpt.runtime.page import ANY_ITERATION, Page, Phase
+from moe_ckpt.elastic.status_page import ANY_ITERATION, Page, Phase
+from moe_ckpt.faults.schedule import Kill, Strike, has_come
 
 _WATCH_EVERY_S = 0.001
 _SLEEP_AT_MOST_S = 0.2

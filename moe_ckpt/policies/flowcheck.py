@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moe_ckpt.config import FlowcheckConfig
-from moe_ckpt.footprint import MemoryForecast, require_budget
-from moe_ckpt.policies.profile import StageProfile
+from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
+from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan
 
 GRADIENT_SHARE = 3

@@ -11,19 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from moe_ckpt.config import MocConfig
-from moe_ckpt.footprint import MemoryForecast, require_budget
-from moe_ckpt.ledger import IntArray
-from moe_ckpt.policies.partial import (
-    MoeStage,
-    SnapshotRhythm,
-    counted,
-    forecast_units,
-    marked,
-    require_at_most_all,
-    require_experts,
-)
-from moe_ckpt.policies.profile import AUTO, StageProfile
-from moe_ckpt.selection import (
+from moe_ckpt.policies.expert_selection import (
     Selection,
     bottleneck_by_k,
     fitting_k,
@@ -33,7 +21,19 @@ from moe_ckpt.selection import (
     next_k,
     sequential_experts,
 )
-from moe_ckpt.sharding import shared_out
+from moe_ckpt.policies.lost_tokens import IntArray
+from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
+from moe_ckpt.policies.partial import (
+    MoeStage,
+    SnapshotRhythm,
+    counted,
+    forecast_units,
+    marked,
+    require_at_most_all,
+    require_experts,
+)
+from moe_ckpt.policies.sharding import shared_out
+from moe_ckpt.policies.stage_profile import AUTO, StageProfile
 from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
 
 _SEQUENTIAL = "sequential"

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt import schedule
 from moe_ckpt.config import MoevementConfig
-from moe_ckpt.footprint import MemoryForecast
-from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
+from moe_ckpt.policies import window_schedule as schedule
+from moe_ckpt.policies.expert_popularity import has_shifted
+from moe_ckpt.policies.memory_forecast import MemoryForecast
+from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
 from moe_ckpt.policies.window_cost import JobCost, WindowTerms, cheapest_window, window_terms
 from moe_ckpt.policies.window_sizes import WindowSizes
-from moe_ckpt.popularity import has_shifted
 from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
 
 _TRIAL_PAUSE_ITERS = 2  # between windows of which the cost is measured: iterations without copies to compare with

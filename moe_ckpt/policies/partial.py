@@ -12,10 +12,10 @@ import numpy as np
 
 from moe_ckpt.config import PartialConfig, require
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.footprint import MemoryForecast
-from moe_ckpt.ledger import IntArray
-from moe_ckpt.policies.profile import AUTO, StageProfile, is_due
-from moe_ckpt.selection import Selection
+from moe_ckpt.policies.expert_selection import Selection
+from moe_ckpt.policies.lost_tokens import IntArray
+from moe_ckpt.policies.memory_forecast import MemoryForecast
+from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
 from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, PartialPlan, UnitPlan
 
 PARTIAL_STATE = ("both", "weights", "moments")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_ckpt.errors import NothingLeftError
-from moe_ckpt.faults import Kill
+from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.faults import Fault, FaultQueue, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
 from moe_ckpt.sim.partial import Account, Lost

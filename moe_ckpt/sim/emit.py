@@ -28,8 +28,8 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.sim.generation import Generation
 from moe_ckpt.sim.partial import Lost
-from moe_ckpt.sim.rhythm import Take
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
+from moe_ckpt.sim.snapshot_pattern import Take
 from moe_ckpt.sim.timeline import HOST_MEMORY, Outcome, Recovered, Trained
 from moe_ckpt.types import ExpertChoice, WindowChoice
 

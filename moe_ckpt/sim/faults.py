@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.faults import Kill, plan_strikes, victims
+from moe_ckpt.faults.schedule import Kill, plan_strikes, victims
 from moe_ckpt.sim.costs import Costs
 
 

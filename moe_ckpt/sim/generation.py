@@ -8,8 +8,8 @@ from itertools import islice
 
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.partial import Line
-from moe_ckpt.sim.rhythm import Rhythm, Span
 from moe_ckpt.sim.saving import Recovery, Saving
+from moe_ckpt.sim.snapshot_pattern import Rhythm, Span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.config import require, require_at_least
-from moe_ckpt.policies.profile import StageProfile
+from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ParallelLayout
 
 Array = npt.NDArray[np.float64]

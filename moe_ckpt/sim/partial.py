@@ -13,12 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_ckpt.ledger import IntArray, moementary_lost_tokens, proportion_of_lost_tokens
+from moe_ckpt.policies.lost_tokens import IntArray, moementary_lost_tokens, proportion_of_lost_tokens
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.partial import marked
 from moe_ckpt.sim.job import Job
-from moe_ckpt.sim.rhythm import Rhythm, Take, Taken, Where
+from moe_ckpt.sim.snapshot_pattern import Rhythm, Take, Taken, Where
 from moe_ckpt.types import ExpertChoice, Measured, OperatorKind
 
 MOST_TAKES = 512

@@ -24,21 +24,21 @@ from moe_ckpt.config import (
     NoneConfig,
     require,
 )
-from moe_ckpt.ledger import IntArray
 from moe_ckpt.policies.flowcheck import GRADIENT_SHARE, ServerSnapshots
+from moe_ckpt.policies.full_snapshots import WholeSnapshots
+from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.partial import MoeStage
-from moe_ckpt.policies.profile import AUTO, StageProfile
-from moe_ckpt.policies.whole import WholeSnapshots
-from moe_ckpt.schedule import fixed_order
+from moe_ckpt.policies.stage_profile import AUTO, StageProfile
+from moe_ckpt.policies.window_schedule import fixed_order
 from moe_ckpt.sim.costs import CopyRates, stall_s
 from moe_ckpt.sim.hardware import JOB, ClusterConfig
 from moe_ckpt.sim.job import Array
 from moe_ckpt.sim.partial import Partial, Tokens, hear_turns
-from moe_ckpt.sim.rhythm import NOTHING, Rhythm, listen
 from moe_ckpt.sim.saving import Durable, Recovery, Saving, Setup
+from moe_ckpt.sim.snapshot_pattern import NOTHING, Rhythm, listen
 from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, SlotPlan
 
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.placement import copy_holders
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.recovery.target import Standing, plan_target
+from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import JOB
 from moe_ckpt.sim.saving import Recovery, Saving, Setup

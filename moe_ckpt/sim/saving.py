@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from moe_ckpt.footprint import MemoryForecast
+from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import Job
 from moe_ckpt.sim.partial import Partial
-from moe_ckpt.sim.rhythm import Rhythm
+from moe_ckpt.sim.snapshot_pattern import Rhythm
 
 
 class Recovery(Enum):

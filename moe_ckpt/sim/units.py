@@ -12,15 +12,15 @@ from functools import cache
 
 import numpy as np
 
-from moe_ckpt.ledger import IntArray
-from moe_ckpt.placement import copy_holders
+from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.recovery.units import UnitInventory, plan_units
+from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import JOB
 from moe_ckpt.sim.partial import Account, Line, Lost
 from moe_ckpt.sim.recovering import Losses
-from moe_ckpt.sim.rhythm import Where
 from moe_ckpt.sim.saving import Saving, Setup
+from moe_ckpt.sim.snapshot_pattern import Where
 from moe_ckpt.types import CORE, Version
 
 Places = Mapping[Where, Sequence[Kept]]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.codec import SnapshotHeader, header_from_json, header_to_json
-from moe_ckpt.store.entry import entry_from_bytes, entry_to_bytes
+from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.codec import SnapshotHeader, header_from_json, header_to_json
+from moe_ckpt.snapshot.index_entry import entry_from_bytes, entry_to_bytes
 from moe_ckpt.types import CORE
 
 Choice = Callable[[SnapshotHeader], bool]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moe_ckpt.events import ExpertsChosen, Rejoined, TokensLost, read_events
-from moe_ckpt.store.codec import COMPUTE, MASTER, MOMENTS
+from moe_ckpt.snapshot.codec import COMPUTE, MASTER, MOMENTS
 from moe_ckpt.types import OperatorKind
 from tests.engine.job import ThreadJob
 from tests.engine.model import MICRO_BATCHES, TOKENS, Model, Weight

@@ -23,26 +23,26 @@ import numpy as np
 import torch
 
 from moe_ckpt.config import InMemoryConfig
+from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
+from moe_ckpt.durable.tier import DurableTier
+from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.elastic.generations import Member
+from moe_ckpt.elastic.process_failure import Death
+from moe_ckpt.elastic.status_page import ANY_ITERATION, Page
+from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
+from moe_ckpt.engine.interfaces import Boost, Place
+from moe_ckpt.engine.session import Session
+from moe_ckpt.engine.token_account import TokenRate
+from moe_ckpt.engine.worker_loop import ElasticJob
 from moe_ckpt.errors import PeersLostError, RolledBackError
 from moe_ckpt.events import EventLog, IterationCommitted, read_events
-from moe_ckpt.runtime.assembly import Attached, InMemoryAssembly
-from moe_ckpt.runtime.death import Death
-from moe_ckpt.runtime.durable import DurableTier
-from moe_ckpt.runtime.elastic import Elastic
-from moe_ckpt.runtime.job import ElasticJob
-from moe_ckpt.runtime.keeper import TrainerDoor
-from moe_ckpt.runtime.membership import Member
-from moe_ckpt.runtime.page import ANY_ITERATION, Page
-from moe_ckpt.runtime.session import Session
-from moe_ckpt.runtime.stage import Boost, Place
-from moe_ckpt.runtime.tokens import TokenRate
-from moe_ckpt.store.blobs import BlobFolder, own_path
-from moe_ckpt.store.codec import ShardIdentity
-from moe_ckpt.store.copy_server import CopyServer
-from moe_ckpt.store.disk import CheckpointFolder
-from moe_ckpt.store.keeper_client import KeeperClient
-from moe_ckpt.store.messages import Address, Ticket
-from moe_ckpt.store.replicate import Replicator
+from moe_ckpt.replication.client import KeeperClient
+from moe_ckpt.replication.copy_server import CopyServer
+from moe_ckpt.replication.daemon import TrainerDoor
+from moe_ckpt.replication.messages import Address, Ticket
+from moe_ckpt.replication.sender import Replicator
+from moe_ckpt.snapshot.blobs import BlobFolder, own_path
+from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
 from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, TOKENS, Model, Shape, TokenCounts
 from tests.engine.model_files import ModelFiles

@@ -17,12 +17,12 @@ import torch
 
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.store.boundary import BoundaryLog, Direction, LoggedEnds
-from moe_ckpt.store.bubbles import PipelineBubbles
-from moe_ckpt.store.codec import BUFFER, COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey
-from moe_ckpt.store.snapshot import Piece
-from moe_ckpt.store.steps import StepRecord
-from moe_ckpt.store.updates import AdamStep, Gradients
+from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
+from moe_ckpt.snapshot.boundary_log import BoundaryLog, Direction, LoggedEnds
+from moe_ckpt.snapshot.bubbles import PipelineBubbles
+from moe_ckpt.snapshot.capture import Piece
+from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey
+from moe_ckpt.snapshot.step_log import StepRecord
 from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable, ParallelLayout, ReadyGradients
 
 HIDDEN, TOKENS, MICRO_BATCHES = 6, 3, 2

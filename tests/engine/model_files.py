@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_ckpt.collectives import Ranks, gather_results
+from moe_ckpt.durable.checkpoint_folder import seal_files
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.store.disk import seal_files
 from moe_ckpt.types import FileRecord, ParallelLayout
 from tests.engine.model import Model
 

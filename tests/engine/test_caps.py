@@ -9,7 +9,7 @@ import pytest
 from moe_ckpt.config import MaxBytesPerS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import SnapshotTaken, WindowChosen
-from moe_ckpt.store.token_bucket import BURST_S
+from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
 from tests.engine.job import Fault, ThreadJob, uninterrupted

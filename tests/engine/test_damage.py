@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from moe_ckpt.engine.in_memory_tier import SparseStores
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, StageRecovered
-from moe_ckpt.faults import StateLoss
-from moe_ckpt.runtime.sparse import SparseStores
-from moe_ckpt.store.boundary import Direction
-from moe_ckpt.store.codec import SnapshotHeader
-from moe_ckpt.store.memory import Window
+from moe_ckpt.faults.schedule import StateLoss
+from moe_ckpt.snapshot.boundary_log import Direction
+from moe_ckpt.snapshot.codec import SnapshotHeader
+from moe_ckpt.snapshot.windows import Window
 from tests.engine.configs import config
 from tests.engine.job import ThreadJob, uninterrupted
 from tests.engine.model import Model, Shape

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from moe_ckpt.collectives import Ranks
+from moe_ckpt.durable.checkpoint_folder import MARKER, CheckpointFolder, is_committed, read_manifest, seal_files
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResharded, StateResumed
-from moe_ckpt.store.disk import MARKER, CheckpointFolder, is_committed, read_manifest, seal_files
 from moe_ckpt.types import CheckpointRef, ParallelLayout, Phase, RunIdentity
 from tests.engine.configs import config
 from tests.engine.job import Fault, ThreadJob, uninterrupted

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from allpairspy import AllPairs
 
+from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointSaved, GradientsLost, GradientsSent, LossNotFinite, Rejoined, SnapshotTaken
-from moe_ckpt.runtime.session import Session
-from moe_ckpt.store.blobs import BlobFolder, held_path
-from moe_ckpt.store.journal import read_kept
+from moe_ckpt.replication.publisher import read_kept
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
 from tests.engine.damage import flip_a_bit_of

@@ -1,4 +1,4 @@
-"""State that is lost in living processes: `runtime.recover` with ranks that are threads, loss by scheduled loss."""
+"""State that is lost in living processes: `engine.stage_recovery` with thread ranks, loss by scheduled loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import ReplayDiffered, StageRecovered, StateLost
-from moe_ckpt.faults import StateLoss
+from moe_ckpt.faults.schedule import StateLoss
 from tests.engine.configs import config
 from tests.engine.job import ThreadJob, uninterrupted
 from tests.engine.model import Shape

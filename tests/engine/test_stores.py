@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ckpt.runtime.sparse import SparseStores
-from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.boundary import Direction
+from moe_ckpt.engine.in_memory_tier import SparseStores
+from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
 from tests.engine.damage import snapshots_in

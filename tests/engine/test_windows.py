@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from allpairspy import AllPairs
 
+from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, Rejoined, StageRecovered
-from moe_ckpt.runtime.session import Session
-from moe_ckpt.store.blobs import BlobFolder, held_path
-from moe_ckpt.store.codec import SnapshotHeader
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.codec import SnapshotHeader
 from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.configs import config
 from tests.engine.damage import flip_a_bit, rewrite_headers

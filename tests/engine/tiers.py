@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from moe_ckpt.collectives import Ranks, gather_results
+from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed, seal_files
+from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import EventLog, read_events
-from moe_ckpt.runtime.durable import DurableTier
-from moe_ckpt.store.disk import CheckpointFolder, is_committed, seal_files
 from moe_ckpt.types import FileRecord, ParallelLayout, RunIdentity
 
 E = TypeVar("E")

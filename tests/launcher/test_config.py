@@ -25,7 +25,7 @@ from launcher.faults.config import FAULT_CONFIGS
 from launcher.simulation import GROUPS as SIMULATION_GROUPS
 from launcher.simulation import ExperimentConfig
 from moe_ckpt.config import CKPT_CONFIGS
-from moe_ckpt.faults import Kill, StateLoss, poisson_kills, trace_kills
+from moe_ckpt.faults.schedule import Kill, StateLoss, poisson_kills, trace_kills
 from moe_ckpt.sim.hardware import ClusterConfig
 from tests.launcher.errors import error_of
 

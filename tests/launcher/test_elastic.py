@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import pytest
 
-from moe_ckpt.adapters.megatron_operators import RankOperators
+from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
     CheckpointSaved,
@@ -30,12 +30,12 @@ from moe_ckpt.events import (
     ReplayDiffered,
     StageRecovered,
 )
-from moe_ckpt.runtime.session import Session
-from moe_ckpt.store import replicate
-from moe_ckpt.store.link import Link
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.replication import sender
+from moe_ckpt.replication.connection import Link
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Moment, Point, lose_nodes, survive
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.scenarios import BIAS, FP16_SKIPPING, PP2, PP4, TIED, UNSHARDED
 from tests.training import events_of
 
@@ -228,14 +228,14 @@ def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 
 def _copy_no_window_at_21_and_22() -> None:
-    put = replicate._Peer._put
+    put = sender._Peer._put
 
-    def put_others(self: replicate._Peer, link: Link, key: str) -> None:
+    def put_others(self: sender._Peer, link: Link, key: str) -> None:
         if key.startswith(("snapshot-21-", "snapshot-22-")):
             raise CheckpointSaveError("a test lets this copy fail")
         put(self, link, key)
 
-    replicate._Peer._put = put_others
+    sender._Peer._put = put_others
 
 
 def _flip_a_bit(path: Path) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
+from moe_ckpt.durable.checkpoint_folder import MARKER, is_committed, read_manifest, verify_files
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped
-from moe_ckpt.store.disk import MARKER, is_committed, read_manifest, verify_files
 from moe_ckpt.types import Phase
 from tests.campaign import Point, all_go_back, call_is_a_point, survive
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.restarts import Restarts, checkpoint_name, checkpoint_of
 from tests.training import events_of
 

@@ -13,7 +13,7 @@ import pytest
 from launcher.loop import Trainer
 from moe_ckpt.events import TrainerStarted
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.training import events_of

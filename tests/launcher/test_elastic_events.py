@@ -20,7 +20,7 @@ from moe_ckpt.events import (
     WindowReplicated,
 )
 from moe_ckpt.types import Phase
-from tests.elastic import Death, ElasticJob
+from tests.elastic_job import Death, ElasticJob
 from tests.scenarios import EIGHT, MOC
 from tests.training import events_of
 from tests.witness import note_tokens

@@ -9,11 +9,11 @@ from signal import SIGCONT, SIGKILL, SIGSTOP
 
 import pytest
 
-from moe_ckpt.adapters.megatron_operators import RankOperators
 from moe_ckpt.events import GradientsLost, Rejoined, SnapshotTaken
+from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, all_go_back, call_is_a_point, lose_nodes, survive
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.exact_rows import LAYOUTS, Row, job_of, name_of, rows
 from tests.references import uninterrupted
 from tests.scenarios import BIAS, FP16_SKIPPING, FP16_SKIPPING_AT_FIRST, TIED, UNSHARDED

@@ -15,7 +15,7 @@ import pytest
 from moe_ckpt.events import HostMemoryUsed, TrainerStarted
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, survive
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.training import events_of

@@ -20,15 +20,15 @@ import pytest
 from launcher.config import compose_settings
 from launcher.parameters import count_parameters
 from moe_ckpt.events import CapacityBoosted, ExpertsChosen, SnapshotTaken, StateResumed, TokensLost
-from moe_ckpt.store import copy_server
-from moe_ckpt.store.blobs import BlobFolder
-from moe_ckpt.store.codec import Snapshot
-from moe_ckpt.store.journal import Journal, read_units
-from moe_ckpt.store.unit_memory import name_of
-from moe_ckpt.store.updates import update_from_bytes
+from moe_ckpt.replication import copy_server
+from moe_ckpt.replication.publisher import Journal, read_units
+from moe_ckpt.snapshot.adam_update import update_from_bytes
+from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.codec import Snapshot
+from moe_ckpt.snapshot.units import name_of
 from moe_ckpt.types import CORE, Phase
 from tests.campaign import Fault, Point, Stretch, all_go_back, call_is_a_point, lose_nodes, stretches_of, survive
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.restarts import Restarts
 from tests.scenarios import BIAS, EIGHT, FP16_SKIPPING, PP4, TIED, UNSHARDED
 from tests.training import events_of, fast, train

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.adapters.megatron_operators import RankOperators
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import IntervalChosen, SnapshotTaken, WindowPersisted
-from moe_ckpt.store import replicate
-from moe_ckpt.store.link import Link
-from moe_ckpt.store.token_bucket import BURST_S
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.replication import sender
+from moe_ckpt.replication.connection import Link
+from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, all_go_back, call_is_a_point, lose_nodes, stretches_of, survive
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.scenarios import BIAS, FP16_SKIPPING, PP4, TIED, UNSHARDED
 from tests.training import events_of
 
@@ -29,14 +29,14 @@ SYNC = "ckpt.async_save=false"
 def loading_is_a_point_and_copies_fail() -> None:
     """Let a rank enter RECOVERY once more when it loads a snapshot. No copy of a snapshot of iteration 18 arrives."""
     call_is_a_point(RankOperators, "load", Phase.RECOVERY)
-    put = replicate._Peer._put
+    put = sender._Peer._put
 
-    def put_others(self: replicate._Peer, link: Link, key: str) -> None:
+    def put_others(self: sender._Peer, link: Link, key: str) -> None:
         if key.startswith("snapshot-18-"):
             raise CheckpointSaveError("a test lets this copy fail")
         put(self, link, key)
 
-    replicate._Peer._put = put_others
+    sender._Peer._put = put_others
 
 
 def gemini_faults() -> list[Fault]:

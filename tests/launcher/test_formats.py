@@ -15,13 +15,13 @@ from allpairspy import AllPairs
 
 from launcher.config import Settings, compose_settings
 from launcher.run import run
-from moe_ckpt.adapters import megatron_operators
+from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import StateLost, StateResumed
-from moe_ckpt.formats import StateFormat
+from moe_ckpt.megatron import operators
 from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.runtime.session import Session
-from moe_ckpt.store.codec import COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, scale_of
+from moe_ckpt.snapshot.codec import COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, scale_of
+from moe_ckpt.state_format import StateFormat
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, lose_nodes, survive
 from tests.ranks import RankFailedError, rank_store, run_ranks
@@ -226,7 +226,7 @@ def _dtypes_of(stored: StateFormat, role: str, activations: str) -> set[torch.dt
 
 
 def _run_without(settings: Settings, left_out: str) -> dict[str, Any]:
-    copy_part = megatron_operators._copy_part
+    copy_part = operators._copy_part
 
     def copy_all_but_one(parts: Any, key: PartKey, target: torch.Tensor) -> None:
         if left_out in (key.role, key.tensor.rpartition(".")[2]):
@@ -234,7 +234,7 @@ def _run_without(settings: Settings, left_out: str) -> dict[str, Any]:
         else:
             copy_part(parts, key, target)
 
-    megatron_operators._copy_part = copy_all_but_one
+    operators._copy_part = copy_all_but_one
     return run(settings, store=rank_store())
 
 

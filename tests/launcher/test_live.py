@@ -16,8 +16,8 @@ import pytest
 
 from launcher.live import is_running, read_live, read_written, remove_live, write_live
 from launcher.proc import stands_still
-from moe_ckpt.runtime.page import Page
-from moe_ckpt.runtime.processes import is_alive, start_ticks
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.linux import is_alive, start_ticks
 from tests.jobs import rewrite_live
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.config import compose_settings
 from launcher.parameters import count_parameters
-from tests.adapters.stage import build_stage
+from tests.megatron.stage import build_stage
 from tests.ranks import run_ranks
 from tests.training import fast
 

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.launch import Launch
 from launcher.network import interface_addresses, own_host
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.launcher.errors import error_of
 
 

@@ -14,7 +14,7 @@ import pytest
 from launcher.faults.log import read_faults
 from launcher.faults.outside import strike_from_outside
 from moe_ckpt.events import TrainerStarted
-from moe_ckpt.faults import Kill
+from moe_ckpt.faults.schedule import Kill
 from tests.report_runs import committed, line_of
 
 

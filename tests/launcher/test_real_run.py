@@ -13,7 +13,7 @@ from launcher.config import compose_settings
 from launcher.real_run import RealRun, facts_of, recoveries_of, setup_of
 from launcher.simulation import compose_machine
 from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, TrainerStarted
-from moe_ckpt.faults import Kill
+from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.hardware import ClusterConfig

@@ -17,10 +17,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from launcher.config import Settings
 from launcher.run import run
-from moe_ckpt.adapters import megatron_operators, megatron_replay, megatron_state
-from moe_ckpt.adapters.megatron_operators import RankOperators
-from moe_ckpt.adapters.megatron_replay import StageReplay
-from moe_ckpt.store.boundary import BoundaryLog
+from moe_ckpt.megatron import operators, replay, state
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.replay import StageReplay
+from moe_ckpt.snapshot.boundary_log import BoundaryLog
 from tests.ranks import rank_store, run_ranks
 from tests.references import uninterrupted
 from tests.scenarios import BIAS, FP16_SKIPPING, PP2, TIED
@@ -89,12 +89,12 @@ def _without_frozen_weights(
 
 
 LEAVE_OUT: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "buffers": (megatron_operators, "_copy_part", _without_buffers),
+    "buffers": (operators, "_copy_part", _without_buffers),
     "gradient norm": (StageReplay, "record", _without_norm),
-    "generators": (megatron_state, "_restore_rng_tensors", _nothing),
+    "generators": (state, "_restore_rng_tensors", _nothing),
     "learning-rate schedule": (OptimizerParamScheduler, "step", _without_schedule),
-    "loss scale": (megatron_replay, "restore_small_state", _without_scalers),
-    "step count": (megatron_operators, "write_step_count", _nothing),
+    "loss scale": (replay, "restore_small_state", _without_scalers),
+    "step count": (operators, "write_step_count", _nothing),
     "one boundary tensor": (BoundaryLog, "sent", _without_one_boundary_tensor),
     "one operator": (RankOperators, "load", _without_one_operator),
     "frozen weights": (RankOperators, "load", _without_frozen_weights),

@@ -30,13 +30,13 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from launcher.config import Settings, compose_settings
 from launcher.loop import Trainer
 from launcher.run import run
-from moe_ckpt.adapters.megatron_durable import MegatronDurableState
-from moe_ckpt.adapters.megatron_operators import RankOperators, bare_model
-from moe_ckpt.adapters.megatron_reshard import reseed
-from moe_ckpt.adapters.megatron_state import TrainingState, named_state, sharded_state
 from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateResharded, StateResumed, read_events
+from moe_ckpt.megatron.durable import MegatronDurableState
+from moe_ckpt.megatron.operators import RankOperators, bare_model
+from moe_ckpt.megatron.reshard import reseed
+from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.types import ParallelLayout
-from tests.adapters.stage import build_stage
+from tests.megatron.stage import build_stage
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.training import events_of, fast, losses, train
 

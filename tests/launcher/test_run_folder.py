@@ -16,7 +16,7 @@ from launcher.launch import read_launch
 from launcher.run_folder import open_run_folder, wait_for_run_folder
 from launcher.run_lock import Holder
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.runtime.processes import start_ticks
+from moe_ckpt.linux import start_ticks
 from tests.launcher.errors import error_of
 from tests.ranks import rank_store, run_ranks
 from tests.training import fast

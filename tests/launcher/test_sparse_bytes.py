@@ -9,11 +9,11 @@ import pytest
 
 from launcher.config import Settings, compose_settings
 from launcher.run import run
+from moe_ckpt.engine.session import Session
 from moe_ckpt.events import CheckpointFailed, HostMemoryUsed, SnapshotTaken, WindowChosen
 from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.runtime.session import Session
-from moe_ckpt.store.memory import SnapshotMemory
-from moe_ckpt.store.unit_memory import UnitMemory
+from moe_ckpt.snapshot.units import UnitMemory
+from moe_ckpt.snapshot.windows import SnapshotMemory
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.training import events_of, fast, train
 

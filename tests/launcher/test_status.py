@@ -11,7 +11,7 @@ import pytest
 
 from launcher.live import read_live, write_live
 from launcher.status import main
-from moe_ckpt.runtime.page import Page, Phase
+from moe_ckpt.elastic.status_page import Page, Phase
 from tests.jobs import make_run, parked_job, rewrite_live
 
 

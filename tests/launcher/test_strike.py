@@ -16,7 +16,7 @@ import pytest
 from launcher.faults.strike import nobody_replaced, strike_node
 from launcher.live import read_written, write_live
 from launcher.proc import stands_still
-from moe_ckpt.runtime.processes import is_alive
+from moe_ckpt.linux import is_alive
 from tests.jobs import parked_job
 from tests.ranks import _CONTEXT
 from tests.waits import WAIT_S

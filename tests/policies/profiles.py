@@ -12,7 +12,7 @@ import numpy as np
 
 from launcher.config import compose_settings
 from moe_ckpt.config import CkptConfig
-from moe_ckpt.policies.profile import StageProfile
+from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import Measured, OperatorId, OperatorKind, OperatorTable, SnapshotPlan
 
 NOTHING = SnapshotPlan()

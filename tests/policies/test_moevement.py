@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moevement import SparseWindows
-from moe_ckpt.policies.profile import StageProfile
-from moe_ckpt.schedule import fitting_window, fixed_order, order_operators
+from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.policies.window_schedule import fitting_window, fixed_order, order_operators
 from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan, WindowChoice
 from tests.policies.profiles import NOTHING, config, equal, nothing_yet, profile, unasked
 

@@ -13,7 +13,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.partial import MoeStage
-from moe_ckpt.policies.profile import StageProfile
+from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorId, OperatorKind, OperatorTable, PartialPlan
 from tests.policies.profiles import config
 

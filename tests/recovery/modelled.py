@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 
-from moe_ckpt.placement import copy_holders, num_nodes
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.recovery.target import Standing, Target, plan_target
+from moe_ckpt.replication.placement import copy_holders, num_nodes
 
 Sent = tuple[int, int]
 """The activation and the gradient that a rank sends in an iteration."""

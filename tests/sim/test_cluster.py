@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.faults import Kill, poisson_kills
+from moe_ckpt.faults.schedule import Kill, poisson_kills
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Saving, Setup

@@ -24,7 +24,7 @@ from moe_ckpt.events import (
     read_events,
     write_events,
 )
-from moe_ckpt.faults import Kill
+from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.policies import plan_saving

@@ -14,8 +14,8 @@ from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.partial import Account, Line, Partial, Tokens
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.recovering import Losses
-from moe_ckpt.sim.rhythm import Where
 from moe_ckpt.sim.saving import Saving, Setup
+from moe_ckpt.sim.snapshot_pattern import Where
 from moe_ckpt.sim.units import go_back
 from moe_ckpt.types import Measured
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape

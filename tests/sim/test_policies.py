@@ -9,7 +9,7 @@ import pytest
 from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moevement import SparseWindows
-from moe_ckpt.schedule import paper_window
+from moe_ckpt.policies.window_schedule import paper_window
 from moe_ckpt.sim.policies import POLICIES, plan_saving
 from moe_ckpt.sim.saving import Recovery, Switches
 from moe_ckpt.types import WindowChoice

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import NothingLeftError
-from moe_ckpt.placement import copy_holders
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
+from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.recovering import Losses, estimate, plan_after

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_ckpt.types import Phase
-from tests.elastic import ElasticJob
+from tests.elastic_job import ElasticJob
 from tests.launcher.report.traces import RUNS, trace_of
 from tests.scenarios import PP2
 

@@ -1,0 +1,219 @@
+"""The durable tier: whole checkpoints on the file system that all ranks share.
+
+Owns: one save from empty directory to commit marker, dropping old ones, and loading one that is what it claims to be.
+Every method is collective. Must not: decide when to save or which one to load (`engine.fallback` does), or know the
+format inside a directory (`ports.DurableState` does).
+
+    save      prepare directory -> start writing, with checksums ->(async: training goes on)-> marker -> drop old
+    resume    marker fits this run? -> checksums -> load
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ckpt.collectives import Ranks, broadcast_result, gather_results
+from moe_ckpt.durable.checkpoint_folder import (
+    MARKER,
+    CheckpointFolder,
+    Manifest,
+    commit,
+    file_names,
+    read_manifest,
+    seal_files,
+    verify_files,
+)
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    CheckpointSkipped,
+    EventLog,
+    StateResharded,
+    StateResumed,
+)
+from moe_ckpt.ports import DurableState
+from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, RunIdentity
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SaveInFlight:
+    iteration: int
+    directory: Path
+    started_s: float
+    stall_s: float
+
+
+class DurableTier:
+    """Saves and loads through `state`, in `folder`, on behalf of the run `identity`."""
+
+    def __init__(
+        self,
+        state: DurableState,
+        folder: CheckpointFolder,
+        identity: RunIdentity,
+        ranks: Ranks,
+        events: EventLog,
+        *,
+        keep: int,
+    ) -> None:
+        self._state = state
+        self._folder = folder
+        self._identity = identity
+        self._ranks = ranks
+        self._events = events
+        self._keep = keep
+        self._in_flight: _SaveInFlight | None = None
+
+    def save(self, iteration: int) -> None:
+        """Start saving the state after `iteration` steps; a synchronous state is committed on return.
+
+        There must be no older save in flight, and while one that was abandoned is still being written, by any rank,
+        this one fails. Raises CheckpointSaveError on all ranks; it is in the event log then.
+        """
+        assert self._in_flight is None, self._in_flight
+        started_s = time.monotonic()
+        directory = self._folder.directory(iteration)
+        with _reporting(self._events, iteration):
+            gather_results(self._ranks, self._require_idle, CheckpointSaveError)
+            broadcast_result(self._ranks, lambda: self._folder.prepare(iteration), CheckpointSaveError)
+            self._state.start_save(directory, iteration)
+        stall_s = time.monotonic() - started_s
+        self._in_flight = _SaveInFlight(iteration=iteration, directory=directory, started_s=started_s, stall_s=stall_s)
+        self.poll(wait=False)
+
+    def abandon(self) -> None:
+        """Give up a save that was cut off: it has no marker, and never will. Not collective; waits for nothing."""
+        self._in_flight = None
+        self._state.abandon_save()
+
+    def poll(self, *, wait: bool) -> None:
+        """Commit the save in flight if it has been written everywhere; with `wait`, block until it is."""
+        flight = self._in_flight
+        if flight is None:
+            return
+        started_s = time.monotonic()
+        with _reporting(self._events, flight.iteration):
+            try:
+                files = self._state.finish_save(wait=wait)
+                if files is None:
+                    return
+                self._in_flight = None
+                manifest = self._commit(flight, files)
+            except CheckpointSaveError:
+                self._in_flight = None
+                raise
+        now_s = time.monotonic()
+        self._events.append(
+            CheckpointSaved(
+                iteration=flight.iteration,
+                directory=str(flight.directory),
+                size_bytes=manifest.size_bytes,
+                seconds=now_s - flight.started_s,
+                stall_s=flight.stall_s + now_s - started_s,
+            )
+        )
+
+    def committed(self) -> Sequence[CheckpointRef]:
+        """Return what is committed in the folder, usable or not, the newest first; what is torn is reported."""
+        for ref in broadcast_result(self._ranks, self._folder.torn, CheckpointLoadError):
+            reason = f"no {MARKER}: the save was not finished"
+            self._events.append(CheckpointSkipped(source=ref.directory, reason=reason))
+            if self._ranks.rank == 0:
+                _log.warning("skipped %s: %s", ref.directory, reason)
+        return broadcast_result(self._ranks, self._folder.committed, CheckpointLoadError)
+
+    def resume(self, ref: CheckpointRef) -> None:
+        """Load a committed checkpoint of this run. Raises CheckpointLoadError on all ranks if it cannot be used."""
+        self._resume(ref, run_id=self._identity.run_id)
+
+    def resume_from(self, path: Path) -> int:
+        """Load one checkpoint directory, of any run with the same model, and return its iteration.
+
+        Raises CheckpointLoadError on all ranks if it cannot be used.
+        """
+        started_s = time.monotonic()
+        iteration = broadcast_result(self._ranks, lambda: read_manifest(path), CheckpointLoadError).iteration
+        self._resume(CheckpointRef(iteration=iteration, directory=str(path)), run_id=None)
+        seconds = time.monotonic() - started_s
+        self._events.append(StateResumed(iteration=iteration, source=str(path), seconds=seconds, passed_over=[]))
+        return iteration
+
+    def _require_idle(self) -> None:
+        """Raise CheckpointSaveError while what was abandoned could still get into the directory of another save."""
+        if self._state.is_writing():
+            raise CheckpointSaveError(f"rank {self._ranks.rank} still writes a checkpoint that was abandoned")
+
+    def _commit(self, flight: _SaveInFlight, mine: Sequence[FileRecord]) -> Manifest:
+        of_each = gather_results(self._ranks, lambda: mine, CheckpointSaveError)
+        files = [file for files in of_each for file in files]
+        return broadcast_result(self._ranks, lambda: self._commit_alone(flight, files), CheckpointSaveError)
+
+    def _commit_alone(self, flight: _SaveInFlight, sealed: Sequence[FileRecord]) -> Manifest:
+        """Commit a checkpoint of which all but small files are sealed: they are here as they were where written."""
+        present, named = set(file_names(flight.directory)), {file.name for file in sealed}
+        if gone := sorted(named - present):
+            raise CheckpointSaveError(f"{flight.directory}: {', '.join(gone)}: written, and not there")
+        files = sorted((*sealed, *seal_files(flight.directory, present - named)), key=lambda file: file.name)
+        manifest = Manifest(iteration=flight.iteration, identity=self._identity, files=tuple(files))
+        commit(flight.directory, manifest)
+        self._drop_old(flight.iteration)
+        return manifest
+
+    def _drop_old(self, iteration: int) -> None:
+        try:
+            self._folder.keep_newest(self._keep, up_to=iteration)
+        except OSError as error:  # the new checkpoint is committed all the same
+            _log.warning("an old checkpoint could not be dropped: %s", error)
+
+    def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> None:
+        directory = Path(ref.directory)
+        manifest = broadcast_result(self._ranks, lambda: read_manifest(directory), CheckpointLoadError)
+        _require_fit(directory, manifest, self._identity, run_id)
+        mine = manifest.files[self._ranks.rank :: self._ranks.size]
+        gather_results(self._ranks, lambda: verify_files(directory, mine), CheckpointLoadError)
+        saved_at = manifest.identity.layout
+        is_resharded = saved_at != self._identity.layout
+        iteration = self._state.load(directory, saved_at if is_resharded else None)
+        if iteration != ref.iteration:
+            raise CheckpointLoadError(f"{directory}: got the state after iteration {iteration}, wanted {ref.iteration}")
+        if is_resharded:
+            self._tell_resharded(ref, saved_at)
+
+    def _tell_resharded(self, ref: CheckpointRef, saved_at: ParallelLayout) -> None:
+        mine = self._identity.layout
+        event = StateResharded(iteration=ref.iteration, saved_at=str(saved_at), loaded_at=str(mine))
+        self._events.append(event)
+        if self._ranks.rank == 0:
+            _log.warning(
+                "%s: saved at %s, goes on at %s: the same state, but generators are seeded anew, and sums run in "
+                "another order, so not bit for bit as the run that saved it",
+                *(ref.directory, saved_at, mine),
+            )
+
+
+@contextlib.contextmanager
+def _reporting(events: EventLog, iteration: int) -> Iterator[None]:
+    """Put a failed save into the event log before the error travels on."""
+    try:
+        yield
+    except CheckpointSaveError as error:
+        events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
+        raise
+
+
+def _require_fit(directory: Path, manifest: Manifest, mine: RunIdentity, run_id: str | None) -> None:
+    theirs = manifest.identity
+    for what, got, wanted in (
+        ("run", theirs.run_id, theirs.run_id if run_id is None else run_id),
+        ("model", theirs.model, mine.model),
+    ):
+        if got != wanted:
+            raise CheckpointLoadError(f"{directory}: saved by {what} {got}, wanted {what} {wanted}")

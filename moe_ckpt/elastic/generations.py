@@ -1,0 +1,314 @@
+r"""Generations: how the ranks of a job end one life of their process groups and begin the next, over a shared store.
+
+Owns: the protocol, in the store that outlives every rank. Nobody is special: whoever notices a loss ends the
+generation, all leave it through the same key, and the next begins when all ranks have arrived, replacements included.
+Must not: know what is done in a generation, or recover anything.
+
+    join g ... all here: go ---- form groups ---- train ---- end(g) by anybody ---- cut, leave ---- join g + 1
+                                                        \--- all done, unless it has ended: finished, for good
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from moe_ckpt.elastic.process_failure import Death, death_from_json
+from moe_ckpt.elastic.process_groups import ElasticGroups
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.errors import PeersLostError
+
+_log = logging.getLogger(__name__)
+_FOR_EVER = timedelta(days=365)
+_GO, _STOP = "go", "stop"
+_ENDED, _FINISHED = "ended", "finished"
+_END_SEEN_S = 2.0
+_LATE_S = 0.5  # an error may come before the news of the death that caused it
+_MOST_FRUITLESS = 5
+
+GUARD = "guard"
+"""How the reason of an end begins that a guard gives where no trainer has died."""
+
+STORE_LOST, FENCED = 75, 76
+"""Exit statuses of a trainer that cannot go on: the store is gone, or another life has taken its place."""
+
+
+class Generations:
+    """The keys of the protocol, for guards and trainers alike. Generations count from 1."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def current(self) -> int:
+        """Return the newest generation."""
+        return int(self._store.compare_set("generation", "", "1"))
+
+    def end(self, generation: int, reason: str) -> bool:
+        """End a generation, if it has not ended yet; return False if it has finished. For anybody, at any time."""
+        if self._store.compare_set(f"{generation}/outcome", "", _ENDED) == _FINISHED.encode():
+            return False
+        self._store.compare_set("generation", str(generation), str(generation + 1))  # first: who leaves joins that one
+        self._store.compare_set(f"{generation}/decision", "", _STOP)
+        self._store.compare_set(f"{generation}/end", "", reason)
+        return True
+
+    def record_death(self, generation: int, death: Death) -> None:
+        """A rank's process died in a generation: before the next one goes, everybody who joins it can know."""
+        number = self._store.add(f"{generation}/deaths", 1)
+        self._store.set(f"{generation}/death/{number}", death.to_json())
+        self._store.add("deaths", 1)
+
+    def num_deaths(self) -> int:
+        """Return how many processes have died so far, in all generations."""
+        return self._store.add("deaths", 0)
+
+    def deaths(self, generation: int) -> list[Death]:
+        """Return who died in a generation."""
+        numbers = range(1, 1 + self._store.add(f"{generation}/deaths", 0))
+        return [death_from_json(self._store.get(f"{generation}/death/{number}").decode()) for number in numbers]
+
+    def has_ended(self, generation: int) -> bool:
+        """Return whether somebody has ended it."""
+        return self._store.check([f"{generation}/end"])
+
+    def wait_for_end(self, generation: int) -> str:
+        """Block until a generation has ended, however long; return why."""
+        self._store.wait([f"{generation}/end"], _FOR_EVER)
+        return self._store.get(f"{generation}/end").decode()
+
+    def arrive(self, generation: int, world_size: int) -> None:
+        """One more rank is here; the last one lets all go."""
+        if self._store.add(f"{generation}/arrived", 1) == world_size:
+            self._store.compare_set(f"{generation}/decision", "", _GO)
+
+    def goes(self, generation: int, timeout_s: float) -> bool:
+        """Wait until all ranks have arrived or the generation has ended; return whether it was the former.
+
+        Raises PeersLostError when neither happens in time.
+        """
+        key = f"{generation}/decision"
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+        except dist.DistStoreError as error:
+            arrived = self._store.add(f"{generation}/arrived", 0)
+            raise PeersLostError(
+                f"generation {generation}: got {arrived} ranks in runtime.join_s={timeout_s:g} seconds, wanted all"
+            ) from error
+        return self._store.get(key) == _GO.encode()
+
+    def set_life(self, global_rank: int, life: int) -> None:
+        """From now on only this life of a rank may join, whoever asks."""
+        self._store.set(f"life/{global_rank}", str(life))
+        self._store.get(f"life/{global_rank}")  # `set` has no answer: another connection could still read the old one
+
+    def life(self, global_rank: int) -> int:
+        """Return which life of a rank may join; -1 before there was any."""
+        return int(self._store.compare_set(f"life/{global_rank}", "", "-1"))
+
+    def done(self, generation: int, world_size: int) -> None:
+        """One more rank has nothing left to do; with the last one the generation has finished, unless it has ended."""
+        if self._store.add(f"{generation}/done", 1) == world_size:
+            self._store.compare_set(f"{generation}/outcome", "", _FINISHED)
+
+    def finishes(self, generation: int) -> bool:
+        """Block until a generation has finished or ended, however long; return whether it was the former."""
+        self._store.wait([f"{generation}/outcome"], _FOR_EVER)
+        return self.has_finished(generation)
+
+    def has_finished(self, generation: int) -> bool:
+        """Return whether all ranks were done in a generation: nothing can undo that."""
+        key = f"{generation}/outcome"
+        return self._store.check([key]) and self._store.get(key) == _FINISHED.encode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """Who joins: a life of a rank, from 0."""
+
+    global_rank: int
+    world_size: int
+    life: int
+
+
+class Membership:
+    """One trainer's way through the generations. All methods belong to the thread that trains.
+
+    `store` serves that thread, `watched` another one that always waits in it: it needs a connection of its own.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        store: dist.Store,
+        watched: dist.Store,
+        groups: ElasticGroups,
+        page: Page,
+        *,
+        join_s: float,
+        grace_s: float,
+    ) -> None:
+        self.member = member
+        self.page = page
+        self.generation = 0
+        self._store = store
+        self._generations = Generations(store)
+        self._watched = Generations(watched)
+        self._groups = groups
+        self._join_s = join_s
+        self._grace_s = grace_s
+        self._left = threading.Event()
+        self._ended = threading.Event()
+        self._reason = ""
+        self._reported = 0  # deaths in generations before this one
+        self._furthest = 0
+        self._fruitless = 0
+        self._at_end: list[Callable[[], None]] = []
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Run `action`, which must not wait, in the watching thread whenever a generation ends."""
+        self._at_end.append(action)
+
+    def join(self) -> int:
+        """Wait for all other ranks, form the groups with them, and return the generation that begins.
+
+        Raises PeersLostError when some do not come in time, or connections are lost again and again though nobody dies.
+        A rank that has been replaced meanwhile ends here.
+        """
+        while True:
+            generation = self._generations.current()
+            if self._generations.life(self.member.global_rank) != self.member.life:
+                _exit(FENCED, "another process has taken this rank's place")
+            self.generation = generation
+            self.page.join(generation)
+            self._generations.arrive(generation, self.member.world_size)
+            self.page.wait(True)
+            try:
+                goes = self._generations.goes(generation, self._join_s)
+            finally:
+                self.page.wait(False)
+            if goes:
+                self._require_progress()
+            if goes and self._form(generation):
+                return generation
+
+    def lost(self, error: BaseException) -> bool:
+        """Return whether an error means that the generation has ended, and with it what was being done.
+
+        An error of communication ends it. Any other error is the caller's own, unless the generation has just ended:
+        then it may come from what an operation that was cut left in its tensors.
+        """
+        _forget_frames(error)
+        if any(isinstance(cause, PeersLostError) for cause in _chain(error)):
+            self._generations.end(self.generation, f"rank {self.member.global_rank}: {error}")
+            return True
+        return self._ended.wait(_LATE_S)
+
+    def deaths(self) -> list[Death]:
+        """Return who died since the last generation that was entered."""
+        first = self._reported or self.generation - 1
+        return [death for generation in range(first, self.generation) for death in self._generations.deaths(generation)]
+
+    def entered(self) -> None:
+        """All ranks are at one state in this generation."""
+        self._reported = self.generation
+
+    def num_deaths(self) -> int:
+        """Return how many processes of the job have died so far."""
+        return self._generations.num_deaths()
+
+    def settle(self) -> None:
+        """Wait until what was communicated has arrived. Raises PeersLostError where others were lost meanwhile."""
+        self._groups.settle()
+
+    def leave(self) -> str:
+        """Leave a generation that has ended; return why it has."""
+        self._ended.wait(_END_SEEN_S)
+        self._groups.leave()
+        self._left.set()
+        self._watcher.join()
+        return self._reason
+
+    def finish(self) -> None:
+        """Return when all ranks have finished: until then a death can still need them all.
+
+        Raises PeersLostError if others were lost meanwhile.
+        """
+        self._generations.done(self.generation, self.member.world_size)
+        self.page.wait(True)
+        finished = self._generations.finishes(self.generation)
+        self.page.wait(False)
+        if not finished:
+            raise PeersLostError("other ranks were lost before all had finished")
+        self._left.set()
+
+    def _require_progress(self) -> None:
+        """Raise PeersLostError where generation after generation ends without a death or a new iteration."""
+        died = self._reason.startswith(GUARD) or self._generations.deaths(self.generation - 1)
+        fruitless = self._reason and not died and self.page.iteration <= self._furthest
+        self._fruitless = self._fruitless + 1 if fruitless else 0
+        self._furthest = self.page.iteration
+        if self._fruitless >= _MOST_FRUITLESS:
+            often = f"{self._fruitless} times in a row though no rank died"
+            raise PeersLostError(f"connections were lost {often}, the last time: {self._reason}")
+
+    def _form(self, generation: int) -> bool:
+        self._left = threading.Event()
+        self._ended = threading.Event()
+        arguments = (generation, self._left, self._ended)
+        self._watcher = threading.Thread(target=self._watch, args=arguments, name="generation-watch", daemon=True)
+        self._watcher.start()
+        self.page.wait(True)
+        try:
+            self._groups.form(self._store, generation)
+        except PeersLostError as error:
+            self._generations.end(generation, f"rank {self.member.global_rank}: {error}")
+            self.leave()
+            return False
+        finally:
+            self.page.wait(False)
+        return True
+
+    def _watch(self, generation: int, left: threading.Event, ended: threading.Event) -> None:
+        """Wait for the end of a generation; then get the training thread out of it."""
+        try:
+            self._reason = self._watched.wait_for_end(generation)
+        except (RuntimeError, OSError) as error:
+            if left.is_set():
+                return
+            _exit(STORE_LOST, f"the store of torchrun does not answer any more: {error}")
+        ended.set()
+        for action in self._at_end:
+            action()
+        abandon_s = time.monotonic() + self._grace_s
+        while not left.is_set():
+            self._groups.cut()
+            if time.monotonic() >= abandon_s:
+                self._groups.abandon()
+            left.wait(0.02)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Let go of what the frames hold that an error went through: groups live as long as anything names them."""
+    for cause in _chain(error):
+        traceback.clear_frames(cause.__traceback__)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, what caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _exit(status: int, reason: str) -> NoReturn:
+    _log.error("trainer ends: %s", reason)
+    os._exit(status)

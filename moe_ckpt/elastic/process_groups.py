@@ -1,0 +1,452 @@
+"""Process groups that outlive a fault: handles that stay, around groups that are formed anew in every generation.
+
+Megatron keeps dozens of references to process groups, so what it is given are handles; only what is inside is swapped.
+Owns: the handles of this process, forming what is inside, and getting every operation out of it when a generation ends.
+Must not: decide when that is (`elastic.generations` does).
+
+    alone      while a process builds its model: every collective has this rank's contribution only
+    formed     gloo or NCCL inside
+    cut        operations raise PeersLostError, also those that wait, until groups are formed again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.elastic.backends import GlooTransport, Transport, die
+from moe_ckpt.elastic.cancellable_wait import Helper, Outcome
+from moe_ckpt.elastic.device_waits import DeviceWaits
+from moe_ckpt.elastic.rendezvous_store import PollingStore
+from moe_ckpt.elastic.solo_group import Alone, Done
+from moe_ckpt.errors import PeersLostError
+
+BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
+"""Names of backends: for tensors where training's are, and for tensors on the host."""
+
+_FORMING_THREADS = 4
+_OPERATIONS = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "recv_anysource"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    "all_to_all_single",  # these names are newer than those above
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTimeouts:
+    """Seconds: to form all groups, for one operation, and for a device to be quiet after its groups were aborted."""
+
+    form_s: float
+    operation_s: float
+    abort_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendAbilities:
+    """The answer of a handle to torch's question for its backend: transfers are batched where it supports that."""
+
+    supports_coalescing: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    """Operations that an inside collects, to begin them together; `arguments` holds their tensors."""
+
+    inside: Any
+    device: torch.device
+    arguments: list[tuple[Any, ...]]
+
+
+class ElasticGroup(dist.ProcessGroup):
+    """The handle of one group, in which this process has place `own` of `size`."""
+
+    def __init__(self, name: str, own: int, size: int, transport: Transport, groups: ElasticGroups) -> None:
+        super().__init__(own, size)  # pyright: ignore[reportCallIssue] - the stubs know another constructor
+        self.key = name
+        self.inside: Any = Alone(size)
+        self.transport = transport
+        self.batch: _Batch | None = None
+        self._groups = groups
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [self.transport.device]
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return BACKEND
+
+    # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if self.inside is None or isinstance(self.inside, Alone):
+            return BackendAbilities(supports_coalescing=False)
+        return BackendAbilities(supports_coalescing=self.inside._get_backend(device).supports_coalescing)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._groups.start_batch(self, device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002 - the batch has it
+        return self._groups.end_batch(self)
+
+
+def _forwarded(name: str) -> Callable[..., dist.Work]:
+    def operation(self: ElasticGroup, *arguments: Any, **options: Any) -> dist.Work:
+        return self._groups.run(self, name, arguments, options)
+
+    return operation
+
+
+for _name in _OPERATIONS:
+    setattr(ElasticGroup, _name, _forwarded(_name))
+
+
+class ElasticGroups:
+    """All handles of this process. One thread forms and leaves; `cut` and `abandon` may come from any other.
+
+    `on_wait` is called when that thread begins and ends to wait for other ranks, `on_device_wait` when its device does.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        timeouts: GroupTimeouts,
+        on_wait: Callable[[bool], None],
+        on_device_wait: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._transports = {BACKEND: transport, CPU_BACKEND: transport}
+        if transport.device.type != "cpu":
+            self._transports[CPU_BACKEND] = GlooTransport()
+        self._timeouts = timeouts
+        self._on_wait = on_wait
+        self._device_waits = DeviceWaits(on_device_wait or _nobody, limit_s=timeouts.operation_s)
+        self._handles: list[ElasticGroup] = []
+        self._helpers = threading.local()
+        self._lock = threading.Lock()
+        self._awaited: set[Outcome] = set()
+        self._unfinished: dict[int, tuple[Any, ...]] = {}
+        self._store_lock = threading.Lock()
+        self._over = threading.Event()  # one per generation: a thread that is late must not see the next one's
+        self._training_thread = 0
+
+    @property
+    def insides(self) -> list[Any]:
+        """What is inside the handles of more than one rank, now."""
+        return [handle.inside for handle in self._handles if handle.size() > 1 and handle.inside is not None]
+
+    def register(self) -> None:
+        """Let `torch.distributed` make such groups under the backends' names."""
+        for name, transport in self._transports.items():
+            create = functools.partial(self._create, transport)
+            dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
+        if not isinstance(dist.batch_isend_irecv, _BatchedTransfers):
+            dist.batch_isend_irecv = _BatchedTransfers(dist.batch_isend_irecv)
+
+    def form(self, client: dist.Store, generation: int) -> None:
+        """Form what is inside all handles, for a generation that no group was formed for yet.
+
+        The ranks meet in the store of `client`, which nobody else may use meanwhile. Raises PeersLostError if that
+        takes too long, or is cut.
+        """
+        over = self._over = threading.Event()
+        self._training_thread = threading.get_ident()
+        made: dict[ElasticGroup, Any] = {}
+        store = PollingStore(client, self._store_lock, f"{generation}/groups/", over.is_set, self._timeouts.form_s)
+        for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
+            self._form_all(transport, store, over, made)
+        for handle, inside in made.items():
+            handle.inside = inside
+        if over.is_set():
+            self.cut()
+            raise PeersLostError("forming process groups: other ranks were lost")
+
+    def cut(self) -> None:
+        """End all operations, and let no new one begin. May be repeated."""
+        self._over.set()
+        for transport in self._distinct:
+            mine = (handle.inside for handle in self._handles if handle.transport is transport)
+            transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, Alone)])
+
+    def settle(self) -> None:
+        """Wait until all that this thread has waited for is done on its device, too.
+
+        Until then an operation of NCCL is only in order, and may still fail. Raises PeersLostError where others are
+        lost.
+        """
+        with self._telling():
+            for transport in self._distinct:
+                transport.settle(self._over.is_set, self._timeouts.operation_s)
+        if self._over.is_set():
+            raise PeersLostError("other ranks were lost")
+
+    def abandon(self) -> None:
+        """Wake whoever still waits for an operation that nobody will end."""
+        with self._lock:
+            awaited = list(self._awaited)
+        for outcome in awaited:
+            outcome.abandon()
+
+    def leave(self) -> None:
+        """Drop what is inside, once nothing can arrive in anybody's tensors any more."""
+        self.cut()
+        self._device_waits.clear()
+        begun_s = time.monotonic()
+        unfinished, self._unfinished = list(self._unfinished.values()), {}
+        insides = self.insides
+        for handle in self._handles:
+            if handle.size() > 1:
+                handle.inside = None
+        threading.Thread(target=_bury, args=(unfinished, insides), daemon=True).start()
+        del unfinished, insides
+        for transport in self._distinct:
+            self._wait_for_quiet(transport, begun_s)
+        gc.collect()
+        _return_free_memory()
+
+    def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
+        """Begin an operation of what is inside a handle. Raises PeersLostError where others are lost."""
+        over, inside = self._over, handle.inside  # in this order: an inside is dropped after its generation is over
+        if isinstance(inside, Alone):
+            return getattr(inside, name)(*arguments, **options)
+        if over.is_set() or inside is None:
+            self._drop_batch(handle)
+            raise PeersLostError(f"{name}: other ranks were lost")
+        try:
+            with self._telling():  # NCCL's synchronous barrier blocks in here
+                work = getattr(inside, name)(*arguments, **options)
+        except RuntimeError as error:
+            self._drop_batch(handle)
+            raise PeersLostError(f"{name}: {error}") from error
+        if handle.batch is not None:  # the batch's end returns the operation that is waited for
+            handle.batch.arguments.append(arguments)
+            return Done()
+        return self._begun(handle, name, work, arguments, over)
+
+    def start_batch(self, handle: ElasticGroup, device: torch.device) -> None:
+        """Let a handle's operations begin together, at `end_batch`. Raises PeersLostError where others are lost.
+
+        NCCL serializes transfers that are not batched: two neighbours that both send first would wait for ever.
+        """
+        over, inside = self._over, handle.inside
+        if over.is_set() or inside is None:
+            raise PeersLostError("batched transfers: other ranks were lost")
+        inside._start_coalescing(device)
+        handle.batch = _Batch(inside=inside, device=device, arguments=[])
+
+    def end_batch(self, handle: ElasticGroup) -> dist.Work:
+        """Begin a handle's batch and return it as one operation. Raises PeersLostError where others are lost."""
+        over, batch = self._over, handle.batch
+        assert batch is not None, "the batch was not started"
+        handle.batch = None
+        try:
+            work = batch.inside._end_coalescing(batch.device)
+        except RuntimeError as error:
+            raise PeersLostError(f"batched transfers: {error}") from error
+        return self._begun(handle, "batched transfers", work, tuple(batch.arguments), over)
+
+    def _drop_batch(self, handle: ElasticGroup) -> None:
+        """End a batch that failed: NCCL counts open batches per thread, and would begin no later operation."""
+        batch, handle.batch = handle.batch, None
+        if batch is not None:
+            with contextlib.suppress(RuntimeError):
+                batch.inside._end_coalescing(batch.device)
+
+    def _begun(
+        self, handle: ElasticGroup, name: str, work: Any, arguments: tuple[Any, ...], over: threading.Event
+    ) -> dist.Work:
+        if work is None:  # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
+            if over.is_set():
+                raise PeersLostError(f"{name}: other ranks were lost")
+            self._device_waits.add(handle.transport.mark())
+            return Done()
+        self._unfinished[id(work)] = (work, arguments)
+        return _Operation(work, self, over, handle.transport)
+
+    def wait(self, work: Any, over: threading.Event, transport: Transport) -> None:
+        """Wait for an operation to end or to be abandoned; `over` is its generation's. Raises PeersLostError."""
+        try:
+            with self._telling():
+                self._wait_for_helper(work) if transport.can_forget else work.wait()
+        except RuntimeError as error:
+            raise PeersLostError(str(error)) from error
+        self._device_waits.add(transport.mark())  # NCCL: the current stream waits for it, the host does not
+        self._unfinished.pop(id(work), None)
+        if over.is_set():
+            raise PeersLostError("other ranks were lost")
+
+    @property
+    def _distinct(self) -> tuple[Transport, ...]:
+        """The device's transport first: its groups are aborted before sockets under running kernels are shut down."""
+        return tuple(dict.fromkeys(self._transports.values()))
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell that the training thread waits for other ranks; of other threads nobody wants to know."""
+        on_wait = self._on_wait if threading.get_ident() == self._training_thread else _nobody
+        on_wait(True)
+        try:
+            yield
+        finally:
+            on_wait(False)
+
+    def _wait_for_quiet(self, transport: Transport, begun_s: float) -> None:
+        """Wait until nothing can arrive any more: the kernel tells nobody when gloo has read its last."""
+        limit_s = self._timeouts.abort_s if transport.closing_s is None else transport.closing_s
+        while not transport.is_quiet():
+            if time.monotonic() - begun_s > limit_s:
+                if transport.closing_s is None:
+                    die(f"{transport.device} is not done runtime.abort_s={limit_s:g} seconds after an abort")
+                return
+            time.sleep(0.001)
+
+    def _wait_for_helper(self, work: Any) -> None:
+        helper: Helper = getattr(self._helpers, "own", None) or Helper()
+        self._helpers.own = helper
+        outcome = Outcome()
+        with self._lock:
+            self._awaited.add(outcome)
+        helper.start(work.wait, outcome)
+        try:
+            self._await(outcome, None)
+        finally:
+            if outcome.abandoned:
+                self._helpers.own = None
+                self._unfinished[id(work)] = (helper, *self._unfinished.get(id(work), ()))
+                helper.close()
+
+    def _start(self, call: Callable[[], object]) -> Outcome:
+        outcome, helper = Outcome(), Helper()
+        with self._lock:
+            self._awaited.add(outcome)
+        helper.start(call, outcome)
+        helper.close()
+        return outcome
+
+    def _await(self, outcome: Outcome, timeout_s: float | None) -> None:
+        try:
+            if not outcome.wait(timeout_s):
+                raise PeersLostError(f"forming process groups took more than {timeout_s} s")
+        finally:
+            with self._lock:
+                self._awaited.discard(outcome)
+
+    def _form_all(
+        self, transport: Transport, store: dist.Store, over: threading.Event, made: dict[ElasticGroup, Any]
+    ) -> None:
+        """Form what is inside the handles of one transport. Raises PeersLostError."""
+        shared = [handle for handle in self._handles if handle.size() > 1 and handle.transport is transport]
+        parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
+        transport.begin()
+        outcomes = [self._start(lambda part=part: self._form(part, store, over, made)) for part in parts]
+        try:
+            for outcome in outcomes:
+                self._await(outcome, 2 * self._timeouts.form_s)
+        except RuntimeError as error:
+            over.set()
+            raise PeersLostError(f"forming process groups: {error}") from error
+        finally:
+            transport.formed()
+
+    def _form(
+        self,
+        handles: Sequence[ElasticGroup],
+        store: dist.Store,
+        over: threading.Event,
+        made: dict[ElasticGroup, Any],
+    ) -> None:
+        for handle in handles:
+            if over.is_set():
+                raise PeersLostError("forming process groups: other ranks were lost")
+            made[handle] = handle.transport.make(
+                dist.PrefixStore(handle.key, store),
+                handle.rank(),
+                handle.size(),
+                form_s=self._timeouts.form_s,
+                operation_s=self._timeouts.operation_s,
+            )
+
+    def _create(self, transport: Transport, options: Any, _: Any) -> ElasticGroup:
+        handle = ElasticGroup(options.group_id, options.group_rank, options.group_size, transport, self)
+        self._handles.append(handle)
+        return handle
+
+
+class _Operation(dist.Work):
+    """An operation of what is inside a handle, which can be abandoned."""
+
+    def __init__(self, work: Any, groups: ElasticGroups, over: threading.Event, transport: Transport) -> None:
+        super().__init__()
+        self._work = work
+        self._groups = groups
+        self._over = over
+        self._transport = transport
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
+        self._groups.wait(self._work, self._over, self._transport)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def result(self) -> Any:
+        return self._work.result()
+
+
+class _BatchedTransfers:
+    """`torch.distributed.batch_isend_irecv` that also batches the transfers of handles.
+
+    Releases before 2.14 begin them one after another unless the group's type is exactly `ProcessGroup`.
+    """
+
+    def __init__(self, plain: Callable[[list[dist.P2POp]], list[dist.Work]]) -> None:
+        self._plain = plain
+
+    def __call__(self, p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        group = (p2p_op_list[0].group or dist.group.WORLD) if p2p_op_list else None
+        if not isinstance(group, ElasticGroup):
+            return self._plain(p2p_op_list)
+        device = p2p_op_list[0].tensor.device
+        if not group._get_backend(device).supports_coalescing:
+            return [work for operation in p2p_op_list if (work := _begin(operation, group))]
+        group._start_coalescing(device)
+        for operation in p2p_op_list:
+            _begin(operation, group)
+        return [group._end_coalescing(device)]
+
+
+def _begin(transfer: dist.P2POp, group: ElasticGroup) -> dist.Work | None:
+    peer = "group_dst" if transfer.op is dist.isend else "group_src"
+    return transfer.op(transfer.tensor, group=group, tag=transfer.tag, **{peer: transfer.group_peer})
+
+
+def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
+    """Keep what an unfinished operation needs until it has ended: a group's destructor would wait for it."""
+    for first, *_ in unfinished:
+        if isinstance(first, Helper):
+            first.join()
+            continue
+        with contextlib.suppress(RuntimeError):
+            first.wait()
+    insides.clear()
+
+
+def _nobody(waiting: bool) -> None:
+    pass
+
+
+def _return_free_memory() -> None:
+    """Give memory that nobody uses back to the system: glibc keeps freed blocks of this size."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

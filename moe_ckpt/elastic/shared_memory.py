@@ -1,0 +1,152 @@
+"""Where the ranks of one node keep what must outlive their trainers: a folder in shared memory, and its janitor.
+
+Owns: the folder's name, which follows from the process that started the ranks (torchrun's agent), so that guards
+which torchrun starts anew find it again; and its end: a process of its own removes it when the agent is gone, however
+it went. Where that process was killed, too, whoever opens a folder next removes it.
+
+    ROOT            locked, shared, by all that use it    ROOT/rankNNNN   a rank's
+    ROOT/janitor    locked by the janitor                 ROOT/numbers    whose memory lies in order; locked to do that
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_ckpt.config import require
+from moe_ckpt.linux import is_alive, start_ticks
+from moe_ckpt.snapshot.blobs import held_path, own_path
+
+_NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")  # the agent's pid, when it was started, whose pids are meant
+
+
+def open_memory_root(base: Path, agent_pid: int) -> Path:
+    """Return the folder of the node that `agent_pid` started, made where it is missing, with a janitor.
+
+    It stays, whatever happens to the agent, while this process and those it forks live. Folders of agents that are
+    gone are removed. Raises ConfigError where `base` is no folder that can be written. Call from a process with one
+    thread.
+    """
+    root = base / f"moe_ckpt-{agent_pid}-{start_ticks(agent_pid)}-{_pid_namespace()}"
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        require(False, "runtime.shared_memory", str(base), f"a folder in memory that can be written ({error})")
+    _remove_orphans(base)
+    _start_janitor(root, agent_pid)
+    fcntl.flock(os.open(root, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)  # open until the last of us has ended
+    return root
+
+
+def rank_memory(root: Path, global_rank: int) -> Path:
+    """Return one rank's folder, made where it is missing."""
+    folder = root / f"rank{global_rank:04d}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def take_over(root: Path, ranks: range) -> None:
+    """Keep what ranks of an earlier attempt left on this node, where torchrun has numbered the nodes anew.
+
+    `ranks` are this node's now. What is theirs, in whoever's memory, becomes their own; their first rank
+    holds the rest. Every guard of the node calls it before anything else uses its rank's folder: the first one moves
+    all, the others find that done.
+    """
+    with _locked(root / "numbers") as numbers:
+        if numbers.read_text() != str(ranks):
+            _move(root, ranks)
+            numbers.write_text(str(ranks))
+
+
+def _move(root: Path, ranks: range) -> None:
+    left = [folder for folder in sorted(root.glob("rank*")) if _number(folder) not in ranks]
+    for folder in left:  # before any copy: an owner has at least as much
+        _keep(own_path(folder), _number(folder), root, ranks)
+    for folder in left:
+        for held in sorted((folder / "held").glob("rank*")):
+            _keep(held, _number(held), root, ranks)
+
+
+def _keep(blobs: Path, owner: int, root: Path, ranks: range) -> None:
+    own = own_path(rank_memory(root, owner)) if owner in ranks else None
+    place = own or held_path(rank_memory(root, ranks[0]), owner)
+    if blobs.exists() and not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        blobs.rename(place)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("rank"))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[Path]:
+    """Make a file where it is missing, and be the only one that has it locked."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield path
+    finally:
+        os.close(fd)
+
+
+def _pid_namespace() -> int:
+    """Return a number for who counts pids as this process does: containers may share a folder, but not their pids."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _remove_orphans(base: Path) -> None:
+    for root in base.glob("moe_ckpt-*"):
+        named = _NAME.fullmatch(root.name)
+        if not named or int(named[3]) != _pid_namespace() or is_alive(int(named[1]), started=int(named[2])):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+            if root.lstat().st_uid == os.geteuid():
+                shutil.rmtree(root, ignore_errors=True)
+
+
+def _start_janitor(root: Path, agent_pid: int) -> None:
+    """Start a janitor, unless there is one: it has its file locked as long as it lives."""
+    lock = os.open(root / "janitor", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _fork_janitor(root, agent_pid)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
+
+
+def _fork_janitor(root: Path, agent_pid: int) -> None:
+    agent = os.pidfd_open(agent_pid)
+    child = os.fork()
+    if child == 0:
+        os.setsid()  # torchrun's signals to its children's groups are not for it
+        if os.fork() == 0:
+            _wait_and_remove(root, agent)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(agent)
+
+
+def _wait_and_remove(root: Path, agent: int) -> None:
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # whoever reads the job's output is not to wait for this process
+            os.dup2(null, standard)
+        os.chdir("/")
+        users = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        poll = select.poll()
+        poll.register(agent, select.POLLIN)
+        poll.poll()
+        shutil.rmtree(root, ignore_errors=True)
+        fcntl.flock(users, fcntl.LOCK_EX)  # keepers may outlive the agent for a while, and make their folders again
+        shutil.rmtree(root, ignore_errors=True)
+    finally:
+        os._exit(0)

@@ -1,0 +1,218 @@
+"""The guard of one rank: the process that torchrun starts, which forks the trainer and replaces it when it dies.
+
+Owns: the life of one trainer after another, and telling a death from a hang from an error. It imports what is slow and
+stays single-threaded and away from CUDA, so that a replacement is a fork of milliseconds. Must not: train, or touch a
+process group. A trainer that fails with an exit status ends the job, as torchrun's users expect; signals are repaired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from moe_ckpt.agent import agent_pid, die_with_parent
+from moe_ckpt.elastic.generations import GUARD, Generations
+from moe_ckpt.elastic.process_failure import Death
+from moe_ckpt.elastic.status_page import Page
+
+_log = logging.getLogger(__name__)
+_WATCH_EVERY_MS = 50
+_FAILED = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardLimits:
+    """When a trainer counts as hung, in seconds, and how many deaths in a row, without progress, are one too many."""
+
+    heartbeat_s: float
+    progress_s: float
+    max_deaths: int
+
+
+class Guard:
+    """Watches one rank. `trainer(life)` is called in each forked process and returns its exit status.
+
+    `start_keeper` forks the process that keeps the rank's copies and returns its pid; again whenever that dies.
+    """
+
+    def __init__(
+        self,
+        global_rank: int,
+        page: Page,
+        generations: Generations,
+        trainer: Callable[[int], int],
+        limits: GuardLimits,
+        start_keeper: Callable[[], int] | None = None,
+    ) -> None:
+        self._global_rank = global_rank
+        self._page = page
+        self._generations = generations
+        self._trainer = trainer
+        self._limits = limits
+        self._start_keeper = start_keeper
+        self._pid = 0
+        self._keeper_pid = 0
+        self._life = 0
+        self._trainer_deaths = _Budget(limits.max_deaths)
+        self._keeper_deaths = _Budget(limits.max_deaths)
+
+    def run(self) -> int:
+        """Guard until the job is done or has failed; return this process's exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        die_with_parent(signal.SIGTERM, parent=agent_pid())
+        self._succeed()
+        if self._start_keeper:
+            self._keeper_pid = self._start_keeper()
+        while True:
+            self._spawn()
+            hung = self._watch()
+            pid, status = os.waitpid(self._pid, 0)
+            self._pid = 0  # from now on that number may be another's
+            if os.WIFEXITED(status):
+                return os.WEXITSTATUS(status)
+            if self._generations.has_finished(self._page.generation):
+                return 0
+            if not self._may_replace(self._death(pid, os.WTERMSIG(status), hung)):
+                return _FAILED
+            self._life += 1
+
+    def _succeed(self) -> None:
+        """Where torchrun has started this rank again, let trainers that wait for its earlier ones meet its next."""
+        self._life = self._generations.life(self._global_rank) + 1
+        if self._life > 0:
+            self._generations.end(self._generations.current(), f"{GUARD} of rank {self._global_rank} was started again")
+
+    def _spawn(self) -> None:
+        self._generations.set_life(self._global_rank, self._life)
+        self._page.reset()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        guard_pid = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            die_with_parent(signal.SIGKILL, parent=guard_pid)
+            run_and_exit(lambda: self._trainer(self._life))
+
+    def _watch(self) -> str | None:
+        """Return when the trainer is dead, or about to be: then why this guard has killed it."""
+        pidfd = os.pidfd_open(self._pid)
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            while not poll.poll(_WATCH_EVERY_MS):
+                self._replace_dead_keeper()
+                hung = self._hang()
+                if hung:
+                    os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
+                    return hung
+        finally:
+            os.close(pidfd)
+        return None
+
+    def _replace_dead_keeper(self) -> None:
+        """Start another where the keeper is dead; all ranks meet anew, and learn its address."""
+        if not self._keeper_pid or os.waitpid(self._keeper_pid, os.WNOHANG) == (0, 0):
+            return
+        assert self._start_keeper is not None
+        self._keeper_pid = 0
+        if not self._keeper_deaths.allows_another(self._page.iteration):
+            _complain(f"error: the keeper of rank {self._global_rank} died {self._keeper_deaths}, giving up")
+            self._exit(_FAILED)
+        self._keeper_pid = self._start_keeper()
+        if self._page.generation:
+            self._generations.end(self._page.generation, f"{GUARD} of rank {self._global_rank}: its keeper died")
+
+    def _hang(self) -> str | None:
+        now_s = time.monotonic()
+        if now_s - self._page.heartbeat_s > self._limits.heartbeat_s:
+            return f"hung: no heartbeat for runtime.heartbeat_s={self._limits.heartbeat_s:g} seconds, killed"
+        if not self._page.waiting and now_s - self._page.progress_s > self._limits.progress_s:
+            return f"hung: no progress for runtime.progress_s={self._limits.progress_s:g} seconds, killed"
+        return None
+
+    def _may_replace(self, death: Death) -> bool:
+        """End the generation of a dead trainer; return whether the budget of deaths allows another."""
+        generation = self._page.generation
+        self._generations.record_death(generation or self._generations.current(), death)
+        if generation:
+            self._generations.end(generation, str(death))
+        else:
+            _complain(f"{death}, before it had met the others")
+        if self._trainer_deaths.allows_another(death.iteration):
+            return True
+        _complain(f"error: rank {self._global_rank} died {self._trainer_deaths}, giving up; the last time: {death}")
+        return False
+
+    def _death(self, pid: int, number: int, hung: str | None) -> Death:
+        offset_s = time.time() - time.monotonic()
+        name = signal.Signals(number).name
+        return Death(
+            global_rank=self._global_rank,
+            pid=pid,
+            signal=name,
+            why=hung or f"died of {name}",
+            iteration=self._page.iteration,
+            phase=self._page.phase.name.lower(),
+            last_seen_unix_s=self._page.heartbeat_s + offset_s,
+            found_unix_s=time.time(),
+        )
+
+    def _stop(self, number: int, _: object) -> None:
+        """Torchrun ends the job, or is gone itself: end with it."""
+        self._exit(128 + number)
+
+    def _exit(self, status: int) -> NoReturn:
+        """End once the trainer has: whoever comes next may need what it has."""
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+        os._exit(status)
+
+
+class _Budget:
+    """How often something may die in a row without progress of the iteration that it belongs to."""
+
+    def __init__(self, max_deaths: int) -> None:
+        self._max_deaths = max_deaths
+        self._deaths = 0
+        self._furthest = 0
+
+    def allows_another(self, iteration: int) -> bool:
+        """Count a death in an iteration; return whether there may be another."""
+        self._deaths = 1 if iteration > self._furthest else self._deaths + 1
+        self._furthest = max(self._furthest, iteration)
+        return self._deaths < self._max_deaths
+
+    def __str__(self) -> str:
+        return f"{self._deaths} times in a row without progress (runtime.max_deaths={self._max_deaths})"
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_and_exit(main: Callable[[], int]) -> None:
+    """Run what a forked process is there for, and end the process: nothing of its parent's may run in it."""
+    status = _FAILED
+    try:
+        status = main()
+    except BaseException:  # the top of a process
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,338 @@
+"""Builds the in-memory tier of one rank out of what an adapter knows of its training: stores, policy, tier, recovery.
+
+Owns: the order in which the parts need each other; which of them live as long as the process, and which only as long as
+a generation. Must not: know Megatron, or do anything but build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, assert_never
+
+import torch
+
+from moe_ckpt.config import (
+    CheckfreqConfig,
+    FlowcheckConfig,
+    GeminiConfig,
+    InMemoryConfig,
+    MocConfig,
+    MoetionConfig,
+    MoevementConfig,
+    require,
+)
+from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.engine.in_memory_tier import SparseStores, SparseTier
+from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Operators, Place, Stage, Training
+from moe_ckpt.engine.job_recovery import Rejoining
+from moe_ckpt.engine.measurements import Meter
+from moe_ckpt.engine.partial_recovery import UnitRejoin
+from moe_ckpt.engine.server_states import ServerStates
+from moe_ckpt.engine.session import Parts, SparseParts
+from moe_ckpt.engine.snapshot_contents import UnitShelf, WindowShelf
+from moe_ckpt.engine.stage_profiles import share_profiles
+from moe_ckpt.engine.stage_recovery import Recovery
+from moe_ckpt.engine.state_loss import StateLosses
+from moe_ckpt.engine.survey import KeptCopies
+from moe_ckpt.engine.token_account import TokenAccount, TokenRate
+from moe_ckpt.engine.window_recovery import Rejoin, adopt_kept
+from moe_ckpt.events import EventLog
+from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
+from moe_ckpt.policies.flowcheck import ServerSnapshots
+from moe_ckpt.policies.full_snapshots import WholeSnapshots
+from moe_ckpt.policies.moc import PartialExperts
+from moe_ckpt.policies.moetion import PopularExperts
+from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.replication.gradient_stream import GradientStream
+from moe_ckpt.replication.local_disk import LocalDisk
+from moe_ckpt.replication.placement import placement_lines
+from moe_ckpt.replication.publisher import Journal, NoCopies
+from moe_ckpt.snapshot.blobs import BlobFolder, own_path
+from moe_ckpt.snapshot.boundary_log import BoundaryLog
+from moe_ckpt.snapshot.bubbles import PipelineBubbles
+from moe_ckpt.snapshot.capture import SnapshotEngine
+from moe_ckpt.snapshot.copier import HostCopier
+from moe_ckpt.snapshot.step_log import StepLog
+from moe_ckpt.snapshot.token_bucket import Throttle
+from moe_ckpt.snapshot.units import UnitMemory
+from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory
+from moe_ckpt.types import OperatorKind
+
+
+class Communicator(Protocol):
+    """Carries activations and gradients between stages; writes to `log` and opens `bubbles`, where these are set."""
+
+    log: BoundaryLog | None
+    bubbles: PipelineBubbles | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Attached:
+    """One rank's training, as an adapter presents it to the engine.
+
+    Bytes are those that this rank logs in an iteration. `counts` is called once the operator table of the
+    whole stage is known; `notes` are shown to people at the start.
+    """
+
+    place: Place
+    stage: Stage
+    operators: Operators
+    communicator: Communicator
+    injector: FaultInjector
+    counts: Callable[[], Counts]
+    tokens: TokenRate
+    boundary_log_bytes: int
+    step_log_bytes: int
+    tied_gradient_bytes: int
+    boost: Boost | None = None
+    notes: Sequence[str] = ()
+
+
+class InMemoryAssembly:
+    """The parts of a session with snapshots in host memory; stores, counts and measurements outlive generations."""
+
+    def __init__(
+        self,
+        config: InMemoryConfig,
+        attached: Attached,
+        events: EventLog,
+        elastic: Elastic | None,
+        folder: Path,
+        losses: Sequence[StateLoss] = (),
+    ) -> None:
+        """`folder` is that of snapshots on the local disk, unless the configuration names another."""
+        self._config = config
+        self._attached = attached
+        self._place = attached.place
+        self._events = events
+        self._elastic = elastic
+        self._disk_folder = Path(config.disk_path) / self._place.identity.run_id if config.disk_path else folder
+        self._schedule = FaultSchedule(losses)
+        self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
+        self._is_partial = isinstance(config, MocConfig | MoetionConfig)
+        self._account: TokenAccount | None = None
+        self._stores: SparseStores | None = None
+        self._counts: Counts | None = None
+        self._meter: Meter | None = None
+
+    def build_parts(self) -> Parts:
+        """Return the parts of a new generation; the content of host memory stays. Collective over all ranks."""
+        self._attached.operators.meet()
+        num_copies = self._elastic.replicas if self._elastic else 0
+        stages = self._gather_profiles()
+        self._require_time_for_copies(stages, num_copies)
+        self._policy = _make_policy(self._config, stages, self._place, num_copies)
+        if self._elastic:
+            self._elastic.use_peers()
+        self._stores = self._stores or self._open_stores()
+        if self._is_partial:
+            self._account = self._account or TokenAccount(self._attached.operators.table)
+        if isinstance(self._config, MoevementConfig) or self._is_partial:  # other policies never ask for popularity
+            self._counts = self._counts or self._attached.counts()
+        training = Training(
+            stage=self._attached.stage,
+            operators=self._attached.operators,
+            counts=self._counts,
+            boost=self._attached.boost,
+        )
+        self._meter = self._meter or Meter(
+            sum(op.kind is OperatorKind.EXPERT for op in self._attached.operators.table.operators)
+        )
+        shelf = self._shelf(self._stores)
+        tier = SparseTier(
+            self._config,
+            self._place,
+            training,
+            self._stores,
+            shelf,
+            self._meter,
+            self._events,
+            self._account,
+            self._server_states(self._stores),
+        )
+        recovery = (
+            None if self._is_partial else Recovery(self._place, training, self._stores, self._meter, self._events)
+        )
+        injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
+        parts = SparseParts(
+            tier=tier,
+            stores=self._stores,
+            recovery=recovery,
+            losses=injected,
+            notes=[*self._policy.notes(), *self._attached.notes, *self._placement()],
+            recovers_locally=self._config.recovers_locally,
+            rejoin=self._rejoin(training, self._stores, shelf, recovery),
+        )
+        return Parts(policy=self._policy, sparse=parts)
+
+    def _server_states(self, stores: SparseStores) -> ServerStates | None:
+        config = self._config
+        if not isinstance(config, FlowcheckConfig):
+            return None
+        assert stores.journal is not None, "checkpoint servers live beside guarded ranks"
+        assert isinstance(stores.memory, SnapshotMemory)
+        stream = GradientStream(stores.journal, config.max_lag_iters)
+        return ServerStates(self._place, self._attached.operators, stream, stores.memory, stores.steps, self._events)
+
+    def _shelf(self, stores: SparseStores) -> WindowShelf | UnitShelf:
+        if isinstance(stores.memory, SnapshotMemory):
+            return WindowShelf(self._place, self._attached.operators, stores.memory, stores.journal, stores.disk)
+        assert self._account is not None
+        mine = self._attached.operators.table.full_bytes[self._place.stage_ranks.rank]
+        owned = [position for position, nbytes in enumerate(mine.tolist()) if nbytes]
+        return UnitShelf(
+            self._place,
+            self._attached.stage,
+            self._attached.operators,
+            self._account,
+            stores.memory,
+            stores.journal,
+            stores.disk,
+            owned,
+        )
+
+    def _rejoin(
+        self, training: Training, stores: SparseStores, shelf: WindowShelf | UnitShelf, recovery: Recovery | None
+    ) -> Rejoining | None:
+        if self._elastic is None:
+            return None
+        copies = KeptCopies(self._place, stores, self._elastic)
+        if recovery is None:
+            assert isinstance(shelf, UnitShelf)
+            assert isinstance(self._policy, PartialExperts | PopularExperts)
+            assert self._account
+            assert self._meter
+            return UnitRejoin(
+                self._place,
+                training,
+                stores,
+                shelf,
+                self._account,
+                self._meter,
+                self._policy,
+                copies,
+                self._elastic,
+                self._events,
+                self._attached.tokens,
+            )
+        return Rejoin(
+            self._place,
+            self._attached.stage,
+            stores,
+            recovery,
+            copies,
+            self._elastic,
+            logs_tied=self._attached.tied_gradient_bytes > 0,
+            recovers_locally=self._config.recovers_locally,
+            servers_lead=isinstance(self._config, FlowcheckConfig),
+        )
+
+    def _placement(self) -> list[str]:
+        if self._elastic is None:
+            return []
+        elastic = self._elastic
+        lines = placement_lines(
+            world_size=self._place.identity.layout.world_size,
+            ranks_per_node=elastic.ranks_per_node,
+            replicas=elastic.replicas,
+            peers=elastic.peers,
+        )
+        return ["where copies of host memory are:", *lines]
+
+    def _open_stores(self) -> SparseStores:
+        """Host memory: logs take what they need, snapshots what the budget leaves them."""
+        pinned = torch.cuda.is_available()
+        private = PrivateMemory(pinned=pinned)
+        journal = self._open_journal(pinned=pinned)
+        # two copiers: what is sent is not to wait behind a snapshot, and has no cap: it waits in memory of the device
+        copier, log_copier = HostCopier(Throttle(self._config.max_bytes_per_s.host)), HostCopier()
+        if self._elastic:
+            self._elastic.at_end(copier.throttle.lift)  # or survivors would join late by what is left of a copy
+        log_buffers = HostBuffers(private)
+        snapshot_buffers = HostBuffers(journal.folder if journal else private, limit_bytes=self._limit())
+        keeps_log = self._config.logs_boundaries and self._place.num_stages > 1
+        boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
+        bubbles = PipelineBubbles() if isinstance(self._config, MoetionConfig) and self._config.bubble_copies else None
+        self._attached.communicator.log, self._attached.communicator.bubbles = boundary, bubbles
+        stores = SparseStores(
+            copiers=(copier, log_copier),
+            engine=SnapshotEngine(copier, snapshot_buffers, journal, bubbles),
+            memory=UnitMemory(snapshot_buffers, journal)
+            if self._is_partial
+            else SnapshotMemory(snapshot_buffers, self._config.keep_windows, journal),
+            steps=StepLog(journal),
+            boundary=boundary,
+            buffers=(log_buffers, snapshot_buffers),
+            journal=journal,
+            disk=self._open_disk(),
+            bubbles=bubbles,
+        )
+        adopt_kept(stores)
+        return stores
+
+    def _open_journal(self, *, pinned: bool) -> Journal | None:
+        if self._elastic is None:
+            return None
+        elastic = self._elastic
+        folder = BlobFolder(own_path(elastic.memory), pinned=pinned)
+        return Journal(folder, elastic.keeper or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
+
+    def _open_disk(self) -> LocalDisk | None:
+        keeper = self._elastic.keeper if self._elastic else None
+        if keeper is None or not self._config.disk_every_iters:
+            return None
+        return LocalDisk(self._disk_folder, self._place.shard.global_rank, keeper, self._config.disk_budget_bytes)
+
+    def _limit(self) -> int | None:
+        if self._config.memory_budget_bytes is None:
+            return None
+        forecast = self._policy.own_forecast()
+        return self._config.memory_budget_bytes - forecast.total_bytes + forecast.snapshots_bytes
+
+    def _require_time_for_copies(self, stages: Sequence[StageProfile], num_copies: int) -> None:
+        """Raise ConfigError, on all ranks alike, where a cap lets no full snapshot through within `runtime.copy_s`."""
+        if self._elastic is None:
+            return
+        caps, copy_s = self._config.max_bytes_per_s, self._elastic.copy_s
+        most_bytes = max(stage.dense_bytes for stage in stages)
+        for name, cap, nbytes in (
+            ("host", caps.host, most_bytes),
+            ("peers", caps.peers, most_bytes * num_copies),
+            ("disk", caps.disk, most_bytes),
+        ):
+            if cap is not None:
+                wanted = (
+                    f"at least {nbytes / cap:.3g}: a full snapshot of {nbytes} bytes at ckpt.max_bytes_per_s.{name}"
+                )
+                require(nbytes <= cap * copy_s, "runtime.copy_s", copy_s, wanted)
+
+    def _gather_profiles(self) -> list[StageProfile]:
+        """Return the profile of every stage. Collective over all ranks."""
+        attached = self._attached
+        mine = StageProfile(
+            table=attached.operators.table,
+            boundary_log_bytes=attached.boundary_log_bytes if self._config.logs_boundaries else 0,
+            step_log_bytes=attached.step_log_bytes,
+        )
+        return share_profiles(self._place, mine)
+
+
+def _make_policy(
+    config: InMemoryConfig, stages: Sequence[StageProfile], place: Place, num_copies: int
+) -> SparseWindows | WholeSnapshots | PartialExperts | PopularExperts | ServerSnapshots:
+    match config:
+        case MoevementConfig():
+            return SparseWindows(config, stages, place.stage, num_copies)
+        case GeminiConfig() | CheckfreqConfig():
+            return WholeSnapshots(config, stages, place.stage, num_copies)
+        case MocConfig():
+            return PartialExperts(config, stages, place.stage, place.identity.layout.ep)
+        case MoetionConfig():
+            return PopularExperts(config, stages, place.stage, num_copies)
+        case FlowcheckConfig():
+            return ServerSnapshots(config, stages, place.stage, num_copies)
+        case _:
+            assert_never(config)

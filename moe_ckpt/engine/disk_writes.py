@@ -1,0 +1,100 @@
+"""The way of windows to the local disk: one is taken for it, one is written, one is there to recover from.
+
+Owns: which window has which role on this rank, and what is told of it. Must not: copy, or agree with other ranks. MoC,
+section 5.2 (triple buffering), for windows of any policy; here a window that waits holds back the next one for the
+disk, not training:
+
+    w0  snapshot | persist ........ | recovery ........... |
+    w1             snapshot | waits | persist ........ | recovery
+    w2                                snapshot | waits | persist
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+
+from moe_ckpt.engine.snapshot_contents import NOTHING
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.events import CheckpointFailed, EventLog, WindowPersisted
+from moe_ckpt.replication.publisher import Journal
+
+_log = logging.getLogger(__name__)
+
+
+class Role(Enum):
+    """What a window is for; each role is one window's at most."""
+
+    SNAPSHOT = "snapshot"  # being taken, or complete and waiting; it goes to disk once all ranks have it
+    PERSIST = "persist"  # on its way to disk
+    RECOVERY = "recovery"  # there: the newest that is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Written:
+    since_s: float
+    done: Future[None]
+
+
+class DiskWindows:
+    """The windows of one rank that go to its disk, by where they start. `newest` is there from an earlier life.
+
+    Training goes on after a failure, unless `strict`.
+    """
+
+    def __init__(self, newest: int, journal: Journal | None, events: EventLog, *, strict: bool) -> None:
+        self._starts = {} if newest == NOTHING else {Role.RECOVERY: newest}
+        self._written: _Written | None = None
+        self._journal = journal
+        self._events = events
+        self._strict = strict
+
+    def start_of(self, role: Role) -> int:
+        """Return where the window with a role starts, or NOTHING."""
+        return self._starts.get(role, NOTHING)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a window is on its way, or there and not noted yet."""
+        return self._written is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a window is on its way."""
+        return self._written is not None and not self._written.done.done()
+
+    def begin(self, window_start: int, *, to_disk: bool) -> None:
+        """A window begins, to go to disk or not; one that has not set out never does."""
+        self._starts.pop(Role.SNAPSHOT, None)
+        if to_disk:
+            self._starts[Role.SNAPSHOT] = window_start
+
+    def set_out(self, done: Future[None]) -> None:
+        """The window that was taken for the disk is on its way, until `done`. The one before it is there, or lost."""
+        assert self._written is None, self._starts
+        self._starts[Role.PERSIST] = self._starts.pop(Role.SNAPSHOT)
+        self._written = _Written(since_s=time.monotonic(), done=done)
+
+    def finish(self) -> None:
+        """Wait until the window on its way is there: it is the one to recover from; or lost, then nothing changes.
+
+        Raises CheckpointSaveError for one that is lost if `strict`.
+        """
+        written, self._written = self._written, None
+        if written is None or self._journal is None:
+            return
+        window_start = self._starts.pop(Role.PERSIST)
+        try:
+            self._journal.wait_for(written.done)
+        except CheckpointSaveError as error:
+            self._events.append(CheckpointFailed(iteration=window_start, reason=str(error)))
+            _log.warning("not on disk, training goes on (ckpt.strict=%s): %s", self._strict, error)
+            if self._strict:
+                raise
+            return
+        self._starts[Role.RECOVERY] = window_start
+        seconds = time.monotonic() - written.since_s
+        self._events.append(WindowPersisted(window_start=window_start, seconds=seconds))

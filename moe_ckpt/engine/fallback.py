@@ -1,0 +1,162 @@
+"""Where to go on from when host memory leads nowhere, or to no good: what is on disks, the newest first.
+
+Owns: the order of the sources, which of them are not trusted any more, and the event and the line that say what was
+used and why nothing better was. Every method is collective. Must not: know how a source is read.
+
+    host memory ---> local disks and checkpoints, the newer first; of two at the same iteration the local disk
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.collectives import Ranks, gather_results
+from moe_ckpt.durable.tier import DurableTier
+from moe_ckpt.engine.job_recovery import OnDisks, Rejoining
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.events import CheckpointSkipped, EventLog, StateResumed
+from moe_ckpt.types import CheckpointRef
+
+_log = logging.getLogger(__name__)
+
+HOST_MEMORY, LOCAL_DISK = "host memory", "local disk"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A state of the whole job after `iteration` steps; `place`: a tier's name, or a checkpoint's directory."""
+
+    place: str
+    iteration: int
+
+    def __str__(self) -> str:
+        return f"{self.place} at iteration {self.iteration}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What is on disks, the best first, and why something better there cannot be used."""
+
+    sources: Sequence[Source]
+    passed_over: Sequence[str]
+
+
+class Suspects:
+    """Tells a source that was no good, undamaged as it looked, by a loss that is not finite soon after it was loaded.
+
+    `num_iters` after that the loss is training's own business; 0: always.
+    """
+
+    def __init__(self, ranks: Ranks, num_iters: int) -> None:
+        self._ranks = ranks
+        self._num_iters = num_iters
+        self._loaded: Source | None = None
+        self._blamed: dict[int, Source] = {}  # by the iteration of the loss, the first
+
+    def loaded(self, source: Source) -> None:
+        """All ranks go on from there."""
+        self._loaded = source
+
+    def blame(self, iteration: int, loss: float) -> Source | None:
+        """Return the source to blame for an iteration's loss, if there is one."""
+        if self._loaded is None or math.isfinite(loss) or iteration > self._loaded.iteration + self._num_iters:
+            return None
+        return self._loaded
+
+    def is_first_at(self, iteration: int, source: Source) -> bool:
+        """Return whether no source of another iteration led to the same; if one did, training itself diverges.
+
+        Collective: a rank that was replaced since has not seen it.
+        """
+        for theirs in gather_results(self._ranks, lambda: self._blamed, CheckpointLoadError):
+            self._blamed = theirs | self._blamed
+        return self._blamed.setdefault(iteration, source).iteration == source.iteration
+
+    def clear(self) -> None:
+        """Nothing that was loaded so far is to blame for what comes."""
+        self._loaded = None
+
+
+class Ladder:
+    """Looks for states on disks and loads the best one."""
+
+    def __init__(self, durable: DurableTier, ranks: Ranks, events: EventLog) -> None:
+        self._ranks = ranks
+        self._durable = durable
+        self._events = events
+        self._distrusted: frozenset[Source] = frozenset()
+
+    def distrust(self, source: Source) -> None:
+        """Do not use it again."""
+        self._distrusted |= {source}
+
+    def look(self, rejoin: Rejoining | None, tainted: range = range(0)) -> Found:
+        """Return what there is, but of no `tainted` iteration. Without `rejoin` there are no local disks."""
+        distrusted = gather_results(self._ranks, lambda: self._distrusted, CheckpointLoadError)
+        self._distrusted = frozenset().union(*distrusted)
+        sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
+        passed_over: list[str] = []
+        if rejoin is not None:
+            disks = rejoin.look_at_disks()
+            if disks.newest:
+                sources.append(Source(place=LOCAL_DISK, iteration=disks.newest))
+            elif any(disks.of_each):
+                passed_over.append(_nothing_common(disks))
+        best_first = sorted(sources, key=lambda source: (source.iteration, source.place == LOCAL_DISK), reverse=True)
+        bad = self._distrusted | {source for source in best_first if source.iteration in tainted}
+        return Found(
+            sources=[source for source in best_first if source not in bad],
+            passed_over=passed_over + [f"{source}: not trusted" for source in best_first if source in bad],
+        )
+
+    def load(self, found: Found, rejoin: Rejoining | None, passed_over: Sequence[str] = ()) -> Source | None:
+        """Load the best that can be loaded, and return it; None if there was nothing. `passed_over`: and why not those.
+
+        Nothing is in memory then but what comes from local disks, of which peers do not hear. Raises
+        CheckpointLoadError on all ranks if there is something, and nothing of it can be used, saying why for each.
+        """
+        reasons = [*passed_over, *found.passed_over]
+        for source in found.sources:
+            started_s = time.monotonic()
+            try:
+                self._load(source, rejoin)
+            except CheckpointLoadError as error:
+                self._events.append(CheckpointSkipped(source=source.place, reason=str(error)))
+                reasons.append(str(error) if str(error).startswith(source.place) else f"{source}: {error}")
+                continue
+            self._tell(source, time.monotonic() - started_s, reasons)
+            return source
+        if len(reasons) > len(passed_over):
+            tried = "\n  ".join(reasons)
+            raise CheckpointLoadError(
+                f"no usable checkpoint or snapshot on disk (for a new start take another run.dir), tried:\n  {tried}"
+            )
+        return None
+
+    def _load(self, source: Source, rejoin: Rejoining | None) -> None:
+        if source.place != LOCAL_DISK:
+            self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
+            if rejoin is not None:
+                rejoin.forget()
+            return
+        assert rejoin is not None
+        iteration = rejoin.load_from_disk()
+        if iteration != source.iteration:
+            raise CheckpointLoadError(f"got the state after iteration {iteration}, wanted {source.iteration}")
+
+    def _tell(self, source: Source, seconds: float, passed_over: Sequence[str]) -> None:
+        event = StateResumed(
+            iteration=source.iteration, source=source.place, seconds=seconds, passed_over=list(passed_over)
+        )
+        self._events.append(event)
+        if passed_over and self._ranks.rank == 0:
+            _log.warning("all ranks go on from %s; passed over: %s", source, "; ".join(passed_over))
+
+
+def _nothing_common(disks: OnDisks) -> str:
+    found = ", ".join(f"rank {rank}: {newest}" for rank, newest in enumerate(disks.of_each))
+    return f"{LOCAL_DISK}: got snapshots up to iteration ({found}), wanted the same on all, of this run and layout"

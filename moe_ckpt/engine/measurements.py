@@ -1,0 +1,150 @@
+"""What a rank measures while it trains: seconds of iterations, what a snapshot adds to them, rates, popularity.
+
+Must not: agree with other ranks, or decide anything. A snapshot costs time in three ways: training waits for copies,
+stands still while a snapshot begins, and iterations are slower while copies are made in the background. An iteration is
+quiet if nothing is being copied in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from moe_ckpt.engine.snapshot_cost import SnapshotCost
+
+_RECENT = 16
+_WARM_UP_ITERS = 2
+_ENOUGH_SNAPSHOTS = 3
+
+
+class Meter:
+    """What this rank has measured so far, which a recovery does not change.
+
+    `popularity` is by expert of its stage; `copy_rates` are bytes a second, `bubbles_s` the seconds of an iteration in
+    which this rank waited for other stages. The first iterations of a process, which are slower, do not count.
+    """
+
+    def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.copy_rates: deque[float] = deque(maxlen=_RECENT)
+        self.bubbles_s: deque[float] = deque(maxlen=_RECENT)
+        self.popularity = np.zeros(num_experts)
+        self._now = now
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._quiet: deque[float] = deque(maxlen=_RECENT)
+        self._busy: list[float] = []
+        self._stall_s = 0.0
+        self._wait_s = 0.0
+        self._counts = False
+        self._costs: deque[float] = deque(maxlen=_RECENT)
+        self._added = SnapshotCost()
+        self._replayed_s: deque[float] = deque(maxlen=_RECENT)
+        self._since_s = 0.0
+        self._so_far_s = 0.0
+        self._is_quiet = False
+        self._num_iters = 0
+        self._num_since_quiet = 0
+
+    def iteration_started(self, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+        self._so_far_s = 0.0
+        self._since_s = self._now()
+
+    def paused(self) -> None:
+        """What comes is no work of the iteration's own."""
+        self._so_far_s += self._now() - self._since_s
+
+    def resumed(self) -> None:
+        self._since_s = self._now()
+
+    def iteration_finished(self) -> None:
+        self.paused()
+        self._num_iters += 1
+        if self._num_iters <= _WARM_UP_ITERS:
+            return
+        self._recent.append(self._so_far_s)
+        (self._quiet if self._is_quiet else self._busy).append(self._so_far_s)
+        self._added.iteration_finished(self._so_far_s, is_quiet=self._is_quiet)
+        self._num_since_quiet = 0 if self._is_quiet else self._num_since_quiet + 1
+
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Training stands still while a snapshot begins."""
+        since_s = self._now()
+        try:
+            yield
+        finally:
+            self._stall_s += self._now() - since_s
+            self._added.stalled(self._now() - since_s)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Training waits for copies, as sizes and rates foretell it."""
+        since_s = self._now()
+        try:
+            yield
+        finally:
+            self._wait_s += self._now() - since_s
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """A snapshot is in host memory."""
+        self._added.copied(size_bytes)
+        if size_bytes:
+            self.copy_rates.append(size_bytes / max(seconds, 1e-9))
+
+    def replayed(self, num_iters: int, seconds: float) -> None:
+        """This rank's stage has run iterations again."""
+        if num_iters:
+            self._replayed_s.append(seconds / num_iters)
+
+    def snapshot_began(self) -> None:
+        """All waits, stalls and busy iterations until the next one are those of this snapshot, or window of them."""
+        if self._counts and self._quiet:
+            quiet_s = statistics.fmean(self._quiet)
+            self._costs.append(self._stall_s + self._wait_s + sum(seconds - quiet_s for seconds in self._busy))
+        self._added.snapshot_began()
+        self._counts = True
+        self._stall_s = self._wait_s = 0.0
+        self._busy.clear()
+
+    def forget_snapshot(self) -> None:
+        """What the last one costs is nothing that comes again."""
+        self._counts = False
+        self._added.forget()
+
+    def forget_counts(self) -> None:
+        """The state is that of an earlier iteration, or another: what was counted since comes to nothing."""
+        self.popularity = np.zeros_like(self.popularity)
+
+    def iteration_s(self) -> float:
+        """Return the median of recent iterations, or 0 before there is one."""
+        return statistics.median(self._recent) if self._recent else 0.0
+
+    def bubble_bytes(self) -> float:
+        """Return what is copied in the bubbles of an iteration; 0 while that is not known."""
+        if not self.bubbles_s or not self.copy_rates:
+            return 0.0
+        return statistics.median(self.bubbles_s) * statistics.median(self.copy_rates)
+
+    def snapshot_cost_s(self) -> float | None:
+        """Return what a snapshot has added to training on average; None before enough have been measured."""
+        return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= _ENOUGH_SNAPSHOTS else None
+
+    def snapshot_costs_s(self, dense_bytes: int) -> tuple[float, float] | None:
+        """Return seconds that a snapshot of no bytes, and one of `dense_bytes`, adds beside waiting for copies.
+
+        None before enough snapshots have been measured.
+        """
+        return self._added.fit(dense_bytes)
+
+    def replayed_iteration_s(self) -> float | None:
+        """Return the median of replayed iterations; None before there was one."""
+        return statistics.median(self._replayed_s) if self._replayed_s else None
+
+    def iters_since_quiet(self) -> int:
+        """Return how old the newest quiet iteration is: what iterations take by themselves may have changed since."""
+        return self._num_since_quiet

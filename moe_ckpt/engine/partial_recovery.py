@@ -1,0 +1,360 @@
+"""All ranks go back to a partial checkpoint: from own memory where it is left, else from peers and local disks.
+
+Owns: taking stock of units with all ranks, loading the versions that the plan names, and accounting for the tokens that
+are lost with it. Must not: choose versions (`recovery.units` does). MoC, section 5.1; MoEtion, section 6.
+
+    inventories of memory -> plan, or of all places -> plan -> fetch, verify -> load -> account -> a new line begins
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from moe_ckpt.collectives import gather_results
+from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.engine.in_memory_tier import SparseStores
+from moe_ckpt.engine.interfaces import Place, Training
+from moe_ckpt.engine.job_recovery import OnDisks, Rejoined
+from moe_ckpt.engine.measurements import Meter
+from moe_ckpt.engine.snapshot_contents import ACCOUNT, POLICY, START, UnitShelf
+from moe_ckpt.engine.step_state import StepState
+from moe_ckpt.engine.survey import KeptCopies
+from moe_ckpt.engine.token_account import LostShares, TokenAccount, TokenRate, lost_shares
+from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
+from moe_ckpt.events import CheckpointSkipped, EventLog, TokensLost
+from moe_ckpt.policies.lost_tokens import IntArray
+from moe_ckpt.recovery.target import plan_target
+from moe_ckpt.recovery.units import UnitInventory, UnitRecovery, newest_line, plan_units
+from moe_ckpt.replication.fetch import fetch_blobs
+from moe_ckpt.replication.publisher import read_units
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.codec import PartKey, Snapshot, verify
+from moe_ckpt.snapshot.units import Kept, UnitMemory, name_of, without_torn
+from moe_ckpt.types import CORE, Version
+
+_log = logging.getLogger(__name__)
+_MEMORY, _DISK = "memory", "local disk"
+
+
+class PartialPolicy(Protocol):
+    """What a policy of partial checkpoints learns from a recovery."""
+
+    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
+        """Go on with what was known at `iteration`, where all go back to; `plt` is what all faults have cost by it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Stock:
+    """What one rank has found: of its own units by place, and of others' in its memory, by owner; keys by unit."""
+
+    inventory: UnitInventory
+    held: Mapping[int, Mapping[tuple[str, Version], str]]
+    needed: Mapping[int, Mapping[Version, frozenset[str]]]
+
+
+class UnitRejoin:
+    """Implements `Rejoining` with units of partial checkpoints."""
+
+    def __init__(
+        self,
+        place: Place,
+        training: Training,
+        stores: SparseStores,
+        shelf: UnitShelf,
+        account: TokenAccount,
+        meter: Meter,
+        policy: PartialPolicy,
+        copies: KeptCopies,
+        elastic: Elastic,
+        events: EventLog,
+        rate: TokenRate,
+    ) -> None:
+        assert isinstance(stores.memory, UnitMemory), stores.memory
+        self.copies = copies
+        self._place = place
+        self._training = training
+        self._stores = stores
+        self._memory = stores.memory
+        self._shelf = shelf
+        self._account = account
+        self._meter = meter
+        self._policy = policy
+        self._elastic = elastic
+        self._events = events
+        self._rate = rate
+
+    def run(self, state: StepState) -> Rejoined:
+        reports = self.copies.stop_copying(state)
+        target = plan_target([report.standing for report in reports])
+        begins_anew = target.iteration == 0 if target else not any(report.has_progress for report in reports)
+        if begins_anew:
+            self._begin_anew(state)
+            return Rejoined(iteration=None)
+        state.lose()
+        started_s = time.monotonic()
+        stocks = self._take_stock(_MEMORY)
+        if plan_units(_with_held(stocks)) is None:
+            stocks = self._take_stock(_MEMORY, _DISK, held=True)
+        with self._units(stocks) as (plan, units):
+            fetch_s, fetched_bytes = time.monotonic() - started_s, self._fetched_bytes(plan, units)
+            shares = self._load(plan, units)
+        self._begin_line(stocks)
+        state.be_at(plan.version.iteration)
+        return Rejoined(
+            iteration=plan.version.iteration,
+            went_back=True,
+            lines=[*plan.lines(), f"lost tokens so far: PLT {shares.plt:.4%}, MLT {shares.mlt:.4%}"],
+            fetch_s=fetch_s,
+            fetched_bytes=fetched_bytes,
+        )
+
+    def _begin_anew(self, state: StepState) -> None:
+        """Forget the first iteration, if it was begun: a rank that lives has drawn random numbers in it."""
+        steps = self._stores.steps
+        if state.reached == 0 and steps.has_start(1):
+            self._training.stage.restore_start(steps.start(1), undo=1)
+            state.withdraw()
+        self._stores.clear()
+        self._account.begin()
+        self._meter.forget_counts()
+        if self._training.boost:
+            self._training.boost.recover(self._account.deficit)
+
+    def look_at_disks(self) -> OnDisks:
+        stocks = self._take_stock(_DISK)
+        plan = plan_units([stock.inventory for stock in stocks])
+        newest = tuple(
+            max((version.iteration for version in stock.inventory.versions(CORE)), default=None) for stock in stocks
+        )
+        return OnDisks(newest=plan.version.iteration if plan else None, of_each=newest)
+
+    def load_from_disk(self) -> int:
+        self.copies.drop_all()
+        stocks = self._take_stock(_DISK)
+        with self._units(stocks) as (plan, units):
+            self._load(plan, units)
+        self._begin_line(stocks)
+        return plan.version.iteration
+
+    def forget(self) -> None:
+        stocks = self._take_stock(_MEMORY, _DISK, held=True)
+        self.copies.drop_all()
+        self._begin_line(stocks)
+
+    def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
+        """Return what every rank has in these places, undamaged; `held`: and for others in its memory. Collective."""
+        owners = self._owners() if held else []
+        return gather_results(self._place.ranks, lambda: self._my_stock(places, owners), CheckpointLoadError)
+
+    def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
+        mine = self._place.shard.global_rank
+        counted = {_MEMORY: Kept.IN_MEMORY, _DISK: Kept.ON_DISK}
+        whole = {place: without_torn(self._found_in(place), counted[place]) for place in places}
+        found = {place: list(self._intact(units, mine)) for place, units in whole.items()}
+        held = {owner: dict(self._held_for(owner)) for owner in owners}
+        return _Stock(
+            inventory=UnitInventory(
+                global_rank=mine,
+                places={place: _versions(units) for place, units in found.items()},
+                needed=_needed(unit for units in found.values() for unit in units),
+            ),
+            held={owner: {_id(unit): key for key, unit in units.items()} for owner, units in held.items()},
+            needed={owner: _needed(units.values()) for owner, units in held.items()},
+        )
+
+    def _found_in(self, place: str) -> list[Snapshot]:
+        if place == _MEMORY:
+            return self._memory.snapshots()
+        disk = self._stores.disk
+        if disk is None:
+            return []
+        disk.flush(self._elastic.copy_s)
+        return list(read_units(BlobFolder(disk.path)).values())
+
+    def _owners(self) -> list[int]:
+        folders = (self._elastic.memory / "held").glob("rank*")
+        return sorted(int(path.name.removeprefix("rank")) for path in folders)
+
+    def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
+        units = read_units(BlobFolder(held_path(self._elastic.memory, owner)))
+        whole = without_torn(list(units.values()), Kept.ON_PEERS)
+        intact = {id(unit) for unit in self._intact(whole, owner)}
+        return ((key, unit) for key, unit in units.items() if id(unit) in intact)
+
+    def _intact(self, units: Iterable[Snapshot], owner: int) -> Iterator[Snapshot]:
+        for unit in units:
+            try:
+                shard = self._place.shard if owner == self._place.shard.global_rank else unit.header.shard
+                if shard.global_rank == owner:
+                    verify(unit, identity=self._place.identity, shard=shard)
+                    yield unit
+            except CheckpointLoadError as error:
+                self._events.append(CheckpointSkipped(source=str(unit.header), reason=str(error)))
+                _log.warning("%s", error)
+
+    @contextlib.contextmanager
+    def _units(self, stocks: Sequence[_Stock]) -> Iterator[tuple[UnitRecovery, Mapping[str, Snapshot]]]:
+        """Give the plan and this rank's units of it, by name; what came from peers goes again. Collective.
+
+        Where a peer does not give what it had, all plan again without it. Raises NothingLeftError on all ranks if there
+        is no plan.
+        """
+        folder = BlobFolder(self._elastic.memory / "fetched")
+        inventories = _with_held(stocks)
+        try:
+            while True:
+                plan = plan_units(inventories)
+                if plan is None:
+                    raise NothingLeftError(_nothing_common(inventories))
+                fetch = functools.partial(self._fetch, plan, stocks, folder)
+                found = gather_results(self._place.ranks, fetch, CheckpointLoadError)
+                if not any(found):
+                    yield plan, self._get(plan, folder)
+                    return
+                inventories = [_without(each, gone) for each, gone in zip(inventories, found, strict=True)]
+        finally:
+            folder.clear()
+
+    def _fetch(self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder) -> frozenset[str]:
+        """Bring what peers have of this rank's units into `folder`; return the places where that failed."""
+        mine, failed = self._place.shard.global_rank, set[str]()
+        sources = plan.sources[mine]
+        for place in sorted(set(sources.values()) - {_MEMORY, _DISK}):
+            holder = _rank_of(place)
+            wanted = [(name, plan.units[name]) for name, where in sources.items() if where == place]
+            keys = [stocks[holder].held[mine][each] for each in wanted]
+            address, timeout_s = self._elastic.address_of(holder), self._elastic.copy_s
+            try:
+                fetch_blobs(address, self._elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+                for unit in read_units(folder).values():
+                    verify(unit, identity=self._place.identity, shard=self._place.shard)
+            except CheckpointLoadError as error:
+                _log.warning("rank %d cannot have its units in the %s: %s", mine, place, error)
+                failed.add(place)
+        return frozenset(failed)
+
+    def _get(self, plan: UnitRecovery, folder: BlobFolder) -> dict[str, Snapshot]:
+        """Return this rank's units of the plan, which are all at hand and have been verified."""
+        sources = plan.sources[self._place.shard.global_rank]
+        places = {_MEMORY: self._memory.snapshots(), _DISK: self._found_in(_DISK) if _DISK in sources.values() else []}
+        fetched = list(read_units(folder).values())
+        return {
+            name: next(unit for unit in places.get(where, fetched) if _id(unit) == (name, plan.units[name]))
+            for name, where in sources.items()
+        }
+
+    def _fetched_bytes(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> int:
+        sources = plan.sources[self._place.shard.global_rank]
+        return sum(unit.header.payload_bytes for name, unit in units.items() if sources[name] not in (_MEMORY, _DISK))
+
+    def _load(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> LostShares:
+        """Put all units in place, and account for what is lost. Collective."""
+        parts = {part.key: unit.part(part) for unit in units.values() for part in unit.header.parts}
+        names = {str(operator) for operator in self._training.operators.table.operators}
+        core = units[CORE].header
+        self._training.operators.load(parts, names, set(), core.adam_steps)
+        self._training.stage.restore_start(_facts(parts, START))
+        told = gather_results(self._place.ranks, lambda: (self._place.stage, _seen(units)), CheckpointLoadError)
+        of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
+        seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
+        loss = self._account.restore(_facts(parts, ACCOUNT), seen)
+        self._meter.forget_counts()
+        if self._training.boost:
+            self._training.boost.recover(self._account.deficit)
+        lost = gather_results(self._place.ranks, lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
+        of_stages: dict[int, IntArray] = dict(lost)
+        shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)
+        iteration = plan.version.iteration
+        self._policy.went_back(_facts(parts, POLICY)["facts"].tolist(), plt=shares.plt, iteration=iteration)
+        self._tell(iteration, loss.lost, shares)
+        return shares
+
+    def _begin_line(self, stocks: Sequence[_Stock]) -> None:
+        """What is taken from now on is of a new line, which nothing has been of before."""
+        self._shelf.lineage = newest_line(_with_held(stocks)) + 1
+
+    def _tell(self, iteration: int, lost: IntArray, shares: LostShares) -> None:
+        self._events.append(
+            TokensLost(
+                iteration=iteration,
+                layers=[layer for _, layer in self._account.layers],
+                lost_by_layer=lost.sum(axis=1).tolist(),
+                lost_by_expert=lost.tolist(),
+                plt=shares.plt,
+                mlt=shares.mlt,
+            )
+        )
+
+
+def _with_held(stocks: Sequence[_Stock]) -> list[UnitInventory]:
+    """Return every rank's inventory with what others' memories hold for it."""
+    inventories = []
+    for stock in stocks:
+        owner = stock.inventory.global_rank
+        places = dict(stock.inventory.places)
+        needed = dict(stock.inventory.needed)
+        for holder in stocks:
+            if owner in holder.held:
+                places[_memory_of(holder.inventory.global_rank)] = _by_name(holder.held[owner])
+                needed = {**holder.needed[owner], **needed}
+        inventories.append(UnitInventory(global_rank=owner, places=places, needed=needed))
+    return inventories
+
+
+def _without(inventory: UnitInventory, gone: Collection[str]) -> UnitInventory:
+    places = {place: units for place, units in inventory.places.items() if place not in gone}
+    return replace(inventory, places=places)
+
+
+def _memory_of(global_rank: int) -> str:
+    return f"memory of rank {global_rank}"
+
+
+def _rank_of(place: str) -> int:
+    return int(place.rpartition(" ")[2])
+
+
+def _id(unit: Snapshot) -> tuple[str, Version]:
+    return name_of(unit), unit.header.version
+
+
+def _versions(units: Sequence[Snapshot]) -> dict[str, frozenset[Version]]:
+    return _by_name(map(_id, units))
+
+
+def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]]:
+    found: dict[str, set[Version]] = {}
+    for name, version in ids:
+        found.setdefault(name, set()).add(version)
+    return {name: frozenset(versions) for name, versions in found.items()}
+
+
+def _needed(units: Iterable[Snapshot]) -> dict[Version, frozenset[str]]:
+    cores = (unit.header for unit in units if name_of(unit) == CORE)
+    return {core.version: frozenset(core.unit.complete_with) for core in cores if core.unit}
+
+
+def _seen(units: Mapping[str, Snapshot]) -> dict[str, int]:
+    return {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
+
+
+def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """Return what a core holds of a kind: copies, aligned as generators want their states to be."""
+    return {key.tensor: tensor.clone() for key, tensor in parts.items() if key.operator == kind}
+
+
+def _nothing_common(inventories: Sequence[UnitInventory]) -> str:
+    found = "; ".join(
+        f"rank {inventory.global_rank}: {', '.join(map(str, sorted(inventory.versions(CORE)))) or 'none'}"
+        for inventory in inventories
+    )
+    return f"partial checkpoints: got those of iterations ({found}), wanted one with all experts on all ranks"

@@ -1,0 +1,139 @@
+"""One rank's checkpoint servers, as its in-memory tier uses them: their gradients and their progress.
+
+Owns: when the stream of gradients goes on, agreed by all ranks, and when host memory and servers may drop older states.
+Must not: take whole snapshots (the tier does, where the stream begins or was cut). FlowCheck, sections 4 to 6.
+
+    ready(t)        tap gradients, agree: newest iteration that all servers have, and whether a rank's stream was cut
+    take(t)         hand over t, or, where one was cut, a whole snapshot of t on every rank
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from moe_ckpt.engine.interfaces import Operators, Place
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.events import EventLog, GradientsLost, GradientsSent, HostMemoryUsed
+from moe_ckpt.replication.gradient_stream import NOTHING, GradientStream
+from moe_ckpt.snapshot.capture import Wanted
+from moe_ckpt.snapshot.codec import Snapshot, layout_parts
+from moe_ckpt.snapshot.step_log import StepLog
+from moe_ckpt.snapshot.windows import SnapshotMemory
+from moe_ckpt.types import ReadyGradients
+
+_log = logging.getLogger(__name__)
+
+
+class ServerStates:
+    """Collective over all ranks, but for `reset`, `clear` and `hand_over`."""
+
+    def __init__(
+        self,
+        place: Place,
+        operators: Operators,
+        stream: GradientStream,
+        memory: SnapshotMemory,
+        steps: StepLog,
+        events: EventLog,
+    ) -> None:
+        self._place = place
+        self._operators = operators
+        self._stream = stream
+        self._memory = memory
+        self._steps = steps
+        self._events = events
+        self.goes_on = False
+
+    def ready(self, iteration: int, gradients: ReadyGradients) -> None:
+        """All gradients of an iteration are there: copy them, and agree on whether servers get them."""
+        reduced = {} if gradients.overflow else self._operators.reduced_gradients()
+        self._stream.tap(reduced, self._buffer_bytes())
+        progress = self._stream.progress()
+        mine = torch.tensor([-progress.completed, bool(progress.lost)], device=self._place.device)
+        self._place.ranks.reduce(mine, "max")
+        completed, is_cut = -int(mine[0]), bool(mine[1])
+        self.goes_on = not is_cut
+        if is_cut:
+            self._tell_lost(iteration, progress.lost or "the servers of another rank lack some")
+        if completed != NOTHING:
+            self._drop_before(completed)
+
+    def hand_over(self, wanted: Wanted, base: Snapshot | None) -> None:
+        """Let servers make the state that `wanted` describes; `base`: the whole snapshot that a stream begins with."""
+        iteration = wanted.header.iteration
+        if not self._stream.has_begun:
+            if base is None or base.header.iteration != iteration - 1:
+                self._stream.cut(f"iteration {iteration}: there is no whole snapshot of the one before")
+                return
+            self._stream.begin(base)
+        try:
+            parts, payload_bytes = layout_parts([*wanted.pieces(), *wanted.changing])
+        except CheckpointSaveError as error:
+            self._stream.cut(str(error))
+            return
+        header = replace(wanted.header, parts=parts, payload_bytes=payload_bytes)
+        buffers = {key: tensor for key, tensor, _ in wanted.changing}
+        sent = self._stream.hand_over(header, self._operators.steps_taken(iteration), buffers)
+        if sent:
+            self._events.append(
+                GradientsSent(
+                    iteration=iteration, size_bytes=sent.size_bytes, tap_s=sent.tap_s, lag_iters=sent.lag_iters
+                )
+            )
+
+    def adopt(self, iteration: int) -> bool:
+        """Return whether all ranks go on from a snapshot of `iteration` in their memory: then none is taken."""
+        base = next((window for window in self._memory.windows() if window.start == iteration), None)
+        has_base = torch.tensor([base is not None], dtype=torch.int64, device=self._place.device)
+        self._place.ranks.reduce(has_base, "min")
+        if base is None or not has_base.item():
+            return False
+        self._stream.clear()
+        self._stream.begin(base.snapshots[0])
+        return True
+
+    def reset(self) -> None:
+        """A whole snapshot is being taken of every rank: the stream begins with it."""
+        self._stream.reset()
+        self.goes_on = False
+
+    def clear(self) -> None:
+        """Ranks were lost: servers are surveyed anew."""
+        self._stream.clear()
+        self.goes_on = False
+
+    def _buffer_bytes(self) -> int:
+        positions = range(len(self._operators.table.operators))
+        return sum(tensor.nbytes for _, tensor, _ in self._operators.buffer_pieces(positions))
+
+    def _drop_before(self, completed: int) -> None:
+        """All servers have the state of an iteration: nothing older is needed, and nothing in this process's memory."""
+        old = [window.start for window in self._memory.windows() if window.start < completed]
+        if old:
+            self._events.append(self._memory_used())
+        self._stream.drop_before(completed)
+        for start in old:
+            self._memory.drop(start)
+        self._steps.drop_up_to(completed)
+
+    def _memory_used(self) -> HostMemoryUsed:
+        """Return the bytes of this rank's states on one server, and of the gradients on their way."""
+        state_bytes = int(self._operators.table.full_bytes[self._place.stage_ranks.rank].sum())
+        states_bytes = self._stream.num_states * state_bytes
+        return HostMemoryUsed(
+            full_bytes=states_bytes,
+            compute_bytes=0,
+            buffer_bytes=0,
+            boundary_log_bytes=0,
+            step_log_bytes=self._steps.size_bytes,
+            allocated_bytes=states_bytes + self._stream.packed_bytes + self._steps.size_bytes,
+            double_buffered_dense_bytes=2 * state_bytes,
+        )
+
+    def _tell_lost(self, iteration: int, reason: str) -> None:
+        self._events.append(GradientsLost(iteration=iteration, reason=reason))
+        if self._place.ranks.rank == 0:
+            _log.warning("iteration %d: servers get a whole snapshot, not gradients: %s", iteration, reason)

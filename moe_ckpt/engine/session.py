@@ -1,0 +1,339 @@
+"""One run's checkpointing, as the training loop sees it: resume, hooks, finish.
+
+Owns: asking the policy after every iteration and carrying out its plan, in the durable tier and in the sparse one, and
+recovering where state was lost; a save that fails is reported and training goes on, unless the configuration is strict.
+Must not: decide what to save, or touch Megatron.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moe_ckpt.collectives import Ranks
+from moe_ckpt.durable.tier import DurableTier
+from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.engine.fallback import HOST_MEMORY, Ladder, Source, Suspects
+from moe_ckpt.engine.in_memory_tier import SparseStores, SparseTier
+from moe_ckpt.engine.job_recovery import Rejoined, Rejoining
+from moe_ckpt.engine.stage_recovery import Loss, Recovery
+from moe_ckpt.engine.state_loss import StateLosses
+from moe_ckpt.engine.step_state import StepState
+from moe_ckpt.errors import CheckpointSaveError, NothingLeftError, RolledBackError
+from moe_ckpt.events import EventLog, ExpertsChosen, IntervalChosen, LossNotFinite, WindowChosen
+from moe_ckpt.ports import Policy
+from moe_ckpt.types import ExpertChoice, Measured, Phase, ReadyGradients, SnapshotPlan, WindowChoice
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SparseParts:
+    """What a session with sparse snapshots consists of; `notes` say what it will cost, for people.
+
+    `rejoin` is None where the loss of a process ends the job, `recovery` where no state can be lost but by that.
+    `recovers_locally`: ranks that live keep their state.
+    """
+
+    tier: SparseTier
+    stores: SparseStores
+    recovery: Recovery | None
+    losses: StateLosses
+    notes: Sequence[str]
+    recovers_locally: bool
+    rejoin: Rejoining | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parts:
+    """What is made anew, by all ranks together, whenever ranks have been replaced: all decide from the same start."""
+
+    policy: Policy
+    sparse: SparseParts | None
+
+
+class Session:
+    """Implements `ports.TrainingHooks`. Every method is collective over all ranks.
+
+    `enter` comes first, and again in every generation of an elastic job.
+    """
+
+    def __init__(
+        self,
+        make_parts: Callable[[], Parts],
+        durable: DurableTier,
+        ranks: Ranks,
+        events: EventLog,
+        *,
+        strict: bool,
+        suspect_iters: int,
+        elastic: Elastic | None = None,
+    ) -> None:
+        self._make_parts = make_parts
+        self._durable = durable
+        self._ranks = ranks
+        self._ladder = Ladder(durable, ranks, events)
+        self._suspects = Suspects(ranks, suspect_iters)
+        self._events = events
+        self._strict = strict
+        self._elastic = elastic
+        self._parts: Parts | None = None
+        self._state = StepState()
+        self._has_base = False
+        self._logged_window: tuple[int, int] | None = None
+
+    @property
+    def sparse(self) -> SparseParts | None:
+        return self._parts.sparse if self._parts else None
+
+    @property
+    def _rejoin(self) -> Rejoining | None:
+        return self.sparse.rejoin if self.sparse else None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What checkpointing will cost, line by line, for people."""
+        return self.sparse.notes if self.sparse else ()
+
+    def enter(self) -> None:
+        """Meet the other ranks, some of which may be new."""
+        if self.sparse:
+            self.sparse.tier.abort()
+            self._durable.abandon()
+        self._parts = self._make_parts()
+        self._has_base = False
+
+    def rejoin(self) -> Rejoined:
+        """Bring all ranks to one state out of what is left of it; its iteration is None where nothing ever was.
+
+        Then the caller starts from the beginning or a checkpoint: `resume`. Where what is left in memory leads nowhere,
+        all go back to what is newest on disk. Raises CheckpointLoadError on all ranks if there is nothing, either.
+        """
+        assert self.sparse is not None
+        assert self.sparse.rejoin is not None
+        self._enter_phase(Phase.RECOVERY)
+        try:
+            rejoined = self.sparse.rejoin.run(self._state)
+        except NothingLeftError as error:
+            rejoined = Rejoined(iteration=self._go_back_to_disk(error))
+        else:
+            if rejoined.went_back and rejoined.iteration is not None:
+                self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
+        if rejoined.iteration is None:
+            self._suspects.clear()
+        else:  # first: a window of one slot is of no use without, and peers are about to drop what came before it
+            self.sparse.tier.note_start(rejoined.iteration + 1)
+        self.sparse.rejoin.copies.resume_copying()
+        return rejoined
+
+    def begin_at(self, iteration: int) -> None:
+        """The whole state is that after `iteration` steps, on all ranks."""
+        self._state.be_at(iteration)
+
+    def resume(self, source: Path | None) -> int:
+        """Load what is newest on disk of this run, or the checkpoint at `source`; return the iteration of the state.
+
+        Raises CheckpointLoadError on all ranks.
+        """
+        if source is not None:
+            iteration = self._durable.resume_from(source)
+            self._suspects.loaded(Source(place=str(source), iteration=iteration))
+            return iteration
+        loaded = self._ladder.load(self._ladder.look(self._rejoin), self._rejoin)
+        if loaded:
+            self._went_on_from(loaded)
+        if self._rejoin:
+            self._rejoin.copies.resume_copying()
+        return loaded.iteration if loaded else 0
+
+    def has_snapshots_on_disk(self) -> bool:
+        """Whether there are snapshots on local disks, of whatever. Collective."""
+        rejoin = self._rejoin
+        return rejoin is not None and any(newest is not None for newest in rejoin.look_at_disks().of_each)
+
+    def iteration_started(self, iteration: int) -> None:
+        if self.sparse is None:
+            return
+        if not self._has_base:
+            self._take_base(self.sparse, iteration - 1)
+        self.sparse.tier.started(iteration)
+        self.sparse.losses.arm(iteration)
+        self._enter_phase(Phase.FORWARD, iteration)
+
+    def loss_known(self, iteration: int, loss: float) -> None:
+        bad = self._suspects.blame(iteration, loss)
+        if bad is None:
+            return
+        reason = f"loss {loss} in iteration {iteration}"
+        since = range(bad.iteration + 1, iteration)
+        better = self._step_down(bad, since, reason) if self._suspects.is_first_at(iteration, bad) else None
+        action = "training goes on as it is: nothing else leads elsewhere" if better is None else f"back to {better}"
+        self._events.append(LossNotFinite(iteration=iteration, loss=str(loss), source=str(bad), action=action))
+        if self._ranks.rank == 0:
+            _log.warning("%s, soon after all ranks went on from %s: %s", reason, bad, action)
+        if better is not None:
+            raise RolledBackError(better.iteration)
+        self._suspects.clear()
+
+    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
+        if self.sparse is None:
+            return True
+        if self._recover(self.sparse, iteration - 1, undo=True):
+            return False
+        self.sparse.tier.ready(iteration, gradients)
+        if self._elastic and self.sparse.recovers_locally:
+            self._vote(self.sparse, iteration, gradients)
+        self._enter_phase(Phase.STEP)
+        return True
+
+    def update_applied(self, iteration: int) -> None:
+        self._state.apply(iteration)
+        self._enter_phase(Phase.STEP)
+
+    def step_committed(self, iteration: int) -> None:
+        if self._elastic:
+            self._elastic.settle()
+        self._state.be_at(iteration)
+        self._enter_phase(Phase.SNAPSHOT)
+        if self.sparse:
+            self.sparse.tier.committed(iteration)
+            self.sparse.losses.strike(iteration, "step")
+            self._recover(self.sparse, iteration, undo=False)
+        assert self._parts is not None
+        plan = self._parts.policy.plan(iteration, self._measure)
+        self._attempt(lambda: self._durable.poll(wait=plan.durable))
+        if plan.durable:
+            self._attempt(lambda: self._durable.save(iteration))
+        if self.sparse:
+            self._take(self.sparse, iteration, plan)
+            self.sparse.losses.strike(iteration, "between")
+            self._recover(self.sparse, iteration, undo=False)
+        self._enter_phase(Phase.BETWEEN)
+
+    def wait_for_saves(self) -> None:
+        """Wait for what is still being written."""
+        if self.sparse:
+            self.sparse.tier.finish_persisting()
+        self._attempt(lambda: self._durable.poll(wait=True))
+
+    def finish(self) -> None:
+        """Wait for what is still being written, and end the threads that copy."""
+        self.wait_for_saves()
+        if self.sparse:
+            self.sparse.tier.close()
+
+    def _go_back_to_disk(self, error: NothingLeftError) -> int:
+        """Return the iteration that all ranks are at then; raises `error` on all ranks if there is none."""
+        found = self._ladder.look(self._rejoin)
+        self._state.lose()
+        loaded = self._ladder.load(found, self._rejoin, [f"{HOST_MEMORY}: {error}"])
+        if loaded is None:
+            raise error
+        self._went_on_from(loaded)
+        return loaded.iteration
+
+    def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
+        """Put all ranks at the next best state, and nobody at `bad` again; return it, or None if there is no other.
+
+        States of the iterations `since` it was loaded are no better: they were saved of what came from it.
+        """
+        self._attempt(lambda: self._durable.poll(wait=True))
+        self._ladder.distrust(bad)
+        found = self._ladder.look(self._rejoin, tainted=since)
+        if not found.sources:
+            return None
+        self.enter()
+        if self._rejoin:
+            self._rejoin.copies.stop_copying(self._state)
+        elif self.sparse:
+            self.sparse.stores.clear()
+        self._state.lose()
+        loaded = self._ladder.load(found, self._rejoin, [f"{bad}: {reason}"])
+        assert loaded is not None, found
+        self._went_on_from(loaded)
+        self._state.be_at(loaded.iteration)
+        if self._rejoin:
+            self._rejoin.copies.resume_copying()
+        return loaded
+
+    def _went_on_from(self, loaded: Source) -> None:
+        self._suspects.loaded(loaded)
+        if self.sparse:
+            self.sparse.tier.note_start(loaded.iteration + 1)
+
+    def _vote(self, sparse: SparseParts, iteration: int, gradients: ReadyGradients) -> None:
+        """Return once every rank has complete gradients: then no rank that lives can be left behind by the others.
+
+        Peers know by then what each rank started the iteration from, or a rank whose memory is lost could not replay.
+        """
+        if sparse.stores.journal:
+            sparse.stores.journal.has_copies_of_step(iteration)
+        self._state.prepare(gradients)
+        self._ranks.barrier()
+
+    def _enter_phase(self, phase: Phase, iteration: int | None = None) -> None:
+        if self._elastic:
+            self._elastic.page.enter(phase, iteration)
+
+    def _take_base(self, sparse: SparseParts, iteration: int) -> None:
+        assert self._parts is not None
+        plan = self._parts.policy.plan(iteration, self._measure)
+        assert plan.sparse is not None, iteration
+        if plan.experts:
+            self._events.append(_experts_chosen(iteration, plan.experts))
+        sparse.tier.take_base(plan.sparse, to_disk=plan.to_disk)
+        self._has_base = True
+
+    def _take(self, sparse: SparseParts, iteration: int, plan: SnapshotPlan) -> None:
+        if plan.window:
+            self._events.append(WindowChosen(iteration=iteration, **asdict(plan.window)))
+            self._log_choice(iteration, plan.window)
+        if plan.interval:
+            self._events.append(IntervalChosen(iteration=iteration, **asdict(plan.interval)))
+        if plan.experts:
+            self._events.append(_experts_chosen(iteration, plan.experts))
+        if plan.sparse:
+            sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
+
+    def _log_choice(self, iteration: int, chosen: WindowChoice) -> None:
+        """Log a window and its expected costs where it is another one than the last."""
+        before, self._logged_window = self._logged_window, (chosen.num_slots, chosen.pause_iters)
+        if self._ranks.rank == 0 and chosen.snapshot_share is not None and before != self._logged_window:
+            _log.info("iteration %d: ckpt.window=auto is %s", iteration, chosen.describe())
+
+    def _recover(self, sparse: SparseParts, target_iteration: int, *, undo: bool) -> bool:
+        """Return whether something was lost; then all ranks are at the state after the target iteration."""
+        lost = sparse.losses.take()
+        if lost is None:
+            return False
+        if undo:
+            sparse.tier.stop_observing()
+        sparse.tier.settle()
+        loss = Loss(stages=lost.stages, mine=lost.mine, target_iteration=target_iteration, undo=undo)
+        assert sparse.recovery is not None, lost
+        sparse.recovery.recover(loss)
+        sparse.tier.retake(target_iteration)
+        return True
+
+    def _measure(self) -> Measured:
+        assert self.sparse is not None
+        return self.sparse.tier.measure()
+
+    def _attempt(self, save: Callable[[], None]) -> None:
+        try:
+            save()
+        except CheckpointSaveError as error:
+            if self._strict:
+                raise
+            if self._ranks.rank == 0:
+                _log.warning("checkpoint not saved, training goes on (ckpt.strict=false): %s", error)
+
+
+def _experts_chosen(iteration: int, chosen: ExpertChoice) -> ExpertsChosen:
+    places = (chosen.memory, chosen.on_peers, chosen.on_disk, chosen.by_gradient)
+    memory, on_peers, on_disk, by_gradient = ([list(experts) for experts in place] for place in places)
+    return ExpertsChosen(
+        iteration=iteration, memory=memory, on_peers=on_peers, on_disk=on_disk, by_gradient=by_gradient
+    )

@@ -1,0 +1,251 @@
+"""What snapshots of each kind consist of, and where they are put: windows of operators, or units one by one.
+
+Owns: headers and pieces of the snapshots that a plan asks for, and what is on disk. Must not: decide what is taken, or
+when anything is kept. A `Shelf` serves one rank; calls are local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from moe_ckpt.engine.interfaces import Operators, Place, Stage
+from moe_ckpt.engine.token_account import TokenAccount
+from moe_ckpt.replication.local_disk import LocalDisk
+from moe_ckpt.replication.publisher import Journal, read_kept
+from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.capture import Piece, Wanted
+from moe_ckpt.snapshot.codec import (
+    BUFFER,
+    COMPUTE,
+    MASTER,
+    MOMENTS,
+    PartKey,
+    Snapshot,
+    SnapshotHeader,
+    UnitTag,
+    scaled_role,
+)
+from moe_ckpt.snapshot.units import UnitMemory, compose
+from moe_ckpt.snapshot.windows import SnapshotMemory, Window, group_windows
+from moe_ckpt.types import CORE, PartialPlan, SlotPlan, UnitPlan, Version
+
+NOTHING = -1
+"""Where the start of a window is meant."""
+
+START, ACCOUNT, POLICY = "start", "account", "policy"
+"""What a core holds beside operators: what the next iteration starts from, the tokens, and what the policy knows."""
+
+
+class Shelf(Protocol):
+    """Where the snapshots of one kind of plan are put."""
+
+    def begin(self, plan: SlotPlan | PartialPlan) -> None:
+        """A window begins; one that is still in flight is dropped."""
+        ...
+
+    def wanted(self, plan: SlotPlan | PartialPlan) -> list[Wanted]:
+        """Return what is to be taken of the state as it is."""
+        ...
+
+    def confirm(self, on_all_disks: int) -> None:
+        """The window in flight is complete everywhere. All disks have the one that starts at `on_all_disks`."""
+        ...
+
+    def persist(self, window: Window, on_all_disks: int) -> Future[None] | None:
+        """Start copying a window to the local disk, where there is one, and what belongs to it."""
+        ...
+
+    def newest_on_disk(self) -> int:
+        """Return where the newest window starts that is complete on this rank's disk, not verified, and of use."""
+        ...
+
+
+class WindowShelf:
+    """Implements `Shelf` for windows of operators, one slot an iteration."""
+
+    def __init__(
+        self,
+        place: Place,
+        operators: Operators,
+        memory: SnapshotMemory,
+        journal: Journal | None,
+        disk: LocalDisk | None,
+    ) -> None:
+        self._place = place
+        self._operators = operators
+        self._memory = memory
+        self._journal = journal
+        self._disk = disk
+
+    def begin(self, plan: SlotPlan | PartialPlan) -> None:
+        self._memory.begin(plan.window_start, plan.num_slots)
+
+    def wanted(self, plan: SlotPlan | PartialPlan) -> list[Wanted]:
+        assert isinstance(plan, SlotPlan), plan
+        full, compute = frozenset(plan.full), frozenset(plan.compute)
+        header = _header(self._place, self._operators, plan, full=plan.full, compute=plan.compute)
+        changing = self._operators.buffer_pieces(full | compute)
+        return [Wanted(header, lambda: self._operators.pieces(full, compute), changing)]
+
+    def confirm(self, on_all_disks: int) -> None:  # noqa: ARG002 - a window is whole by itself
+        self._memory.confirm()
+
+    def persist(self, window: Window, on_all_disks: int) -> Future[None] | None:
+        if self._journal is None or self._disk is None:
+            return None
+        keep = None if on_all_disks == NOTHING else on_all_disks
+        return self._journal.persist(self._disk, window.snapshots, keep=keep)
+
+    def newest_on_disk(self) -> int:
+        windows = group_windows(read_kept(BlobFolder(self._disk.path)).snapshots) if self._disk else []
+        return max((window.start for window in windows if window.complete), default=NOTHING)
+
+
+class UnitShelf:
+    """Implements `Shelf` for partial checkpoints, unit by unit. `lineage` is the line that the run is on.
+
+    `owned`: the positions in the table of the operators that this rank has pieces of.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        stage: Stage,
+        operators: Operators,
+        account: TokenAccount,
+        memory: UnitMemory,
+        journal: Journal | None,
+        disk: LocalDisk | None,
+        owned: Collection[int],
+    ) -> None:
+        self._place = place
+        self._stage = stage
+        self._operators = operators
+        self._account = account
+        self._memory = memory
+        self._journal = journal
+        self._disk = disk
+        self._owned = frozenset(owned)
+        self._last_for_disk = NOTHING
+        self.lineage = 0
+
+    def begin(self, plan: SlotPlan | PartialPlan) -> None:
+        assert isinstance(plan, PartialPlan), plan
+        self._memory.begin(self._version(plan.iteration), len(self._mine(plan.units)))
+
+    def wanted(self, plan: SlotPlan | PartialPlan) -> list[Wanted]:
+        assert isinstance(plan, PartialPlan), plan
+        seen = self._account.seen()
+        return [self._wanted(plan, unit, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
+
+    def confirm(self, on_all_disks: int) -> None:
+        iterations = {on_all_disks, self._last_for_disk} - {NOTHING}
+        self._memory.confirm([self._version(iteration) for iteration in iterations])
+
+    def persist(self, window: Window, on_all_disks: int) -> Future[None] | None:
+        if self._journal is None or self._disk is None:
+            return None
+        version, self._last_for_disk = self._version(window.start), window.start
+        units = [unit for unit in window.snapshots if unit.header.version == version and _is_for_disk(unit.header)]
+        there = None if on_all_disks == NOTHING else self._on_disk_at(on_all_disks)
+        return self._journal.persist_units(self._disk, units, also=there)
+
+    def newest_on_disk(self) -> int:
+        return NOTHING  # what is there is of the line before
+
+    def _on_disk_at(self, iteration: int) -> list[Snapshot]:
+        """Return what the checkpoint of an iteration on disk consists of there, and all that came there since."""
+        version = self._version(iteration)
+        for_disk = [unit for unit in self._memory.snapshots() if _is_for_disk(unit.header)]
+        newer = [unit for unit in for_disk if version < unit.header.version]
+        return [*compose(for_disk, version), *newer]
+
+    def _wanted(self, plan: PartialPlan, unit: UnitPlan, seen_tokens: int) -> Wanted:
+        is_core = unit.name == CORE
+        tag = UnitTag(
+            name=unit.name,
+            lineage=self.lineage,
+            on_peers=unit.on_peers,
+            on_disk=unit.on_disk,
+            seen_tokens=seen_tokens,
+            complete_with=tuple(each.name for each in self._mine(plan.checkpoint)) if is_core else (),
+            taken_with=self._numbers(plan) if is_core else (0, 0, 0),
+        )
+        positions = (*unit.full, *unit.weights, *unit.moments)
+        header = _header(self._place, self._operators, plan, full=positions, compute=(), unit=tag)
+        changing = self._operators.buffer_pieces(unit.full)
+        if is_core:
+            changing = [*changing, *self._facts(plan)]
+        gradients = self._operators.gradients(unit.full, plan.iteration) if unit.by_gradient else None
+        return Wanted(header, lambda: self._pieces(unit), changing, gradients)
+
+    def _pieces(self, unit: UnitPlan) -> list[Piece]:
+        weights = (MASTER, COMPUTE)
+        groups = ((unit.full, (*weights, *MOMENTS)), (unit.weights, weights), (unit.moments, MOMENTS))
+        names = self._operators.table.operators
+        roles = {str(names[position]): wanted for positions, wanted in groups for position in positions}
+        pieces = self._operators.pieces(frozenset((*unit.full, *unit.weights, *unit.moments)), frozenset())
+        return [piece for piece in pieces if scaled_role(piece[0].role) in roles[piece[0].operator]]
+
+    def _facts(self, plan: PartialPlan) -> list[Piece]:
+        """Return what the core holds beside operators."""
+        facts = {
+            START: self._stage.begin(plan.iteration + 1),
+            ACCOUNT: self._account.as_tensors(),
+            POLICY: {"facts": torch.tensor(plan.facts, dtype=torch.float64)},
+        }
+        return [
+            (PartKey(operator=kind, tensor=name, role=BUFFER), tensor, (0, tensor.numel()))
+            for kind, tensors in facts.items()
+            for name, tensor in tensors.items()
+        ]
+
+    def _mine(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
+        """Return the units that this rank has a piece of: of the core every rank has one."""
+        return [
+            unit
+            for unit in units
+            if unit.name == CORE or not self._owned.isdisjoint((*unit.full, *unit.weights, *unit.moments))
+        ]
+
+    def _numbers(self, plan: PartialPlan) -> tuple[int, int, int]:
+        units = self._mine(plan.units)
+        return len(units), sum(unit.on_peers for unit in units), sum(unit.on_disk for unit in units)
+
+    def _version(self, iteration: int) -> Version:
+        return Version(lineage=self.lineage, iteration=iteration)
+
+
+def _is_for_disk(header: SnapshotHeader) -> bool:
+    return header.unit is not None and header.unit.on_disk
+
+
+def _header(
+    place: Place,
+    operators: Operators,
+    plan: SlotPlan | PartialPlan,
+    *,
+    full: Sequence[int],
+    compute: Sequence[int],
+    unit: UnitTag | None = None,
+) -> SnapshotHeader:
+    names = operators.table.operators
+    return SnapshotHeader(
+        identity=place.identity,
+        shard=place.shard,
+        iteration=plan.window_start + plan.slot,
+        window_start=plan.window_start,
+        slot=plan.slot,
+        num_slots=plan.num_slots,
+        full=tuple(str(names[position]) for position in full),
+        compute=tuple(str(names[position]) for position in compute),
+        adam_steps=operators.adam_steps(),
+        parts=(),
+        payload_bytes=0,
+        checksum=0,
+        unit=unit,
+    )

@@ -1,0 +1,81 @@
+"""The profiles of all stages, on every rank, as a generation starts.
+
+Owns: what crosses the network for it. One rank of each stage describes it; stages that differ only in where their
+layers begin are described once. So the bytes that a rank receives grow with the kinds of stages (three, mostly) and
+24 bytes a stage, and not with ranks x operators. Must not: decide anything.
+
+    in each stage   logs: the most of any rank
+    all ranks       24 bytes a stage: kind, length, first layer      a sum, to which one rank of the stage adds
+    all ranks       one description of each kind                     a sum, to which one rank adds
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import xxhash
+
+from moe_ckpt.engine.interfaces import Place
+from moe_ckpt.packed import first_layer, pack_rows, shifted, unpack_rows
+from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.types import OperatorTable
+
+
+def share_profiles(place: Place, mine: StageProfile) -> list[StageProfile]:
+    """Return the profile of every stage, with the logs of the rank of it that logs most. Collective over all ranks."""
+    logs = torch.tensor([mine.boundary_log_bytes, mine.step_log_bytes], dtype=torch.int64, device=place.device)
+    place.stage_ranks.reduce(logs, "max")
+    describes = place.stage_ranks.rank == 0
+    origin = first_layer(mine.table.operators)
+    packed = _pack(mine.table, origin, logs.tolist()) if describes else b""
+    heads = torch.zeros((place.num_stages, 3), dtype=torch.int64)
+    if describes:
+        heads[place.stage] = torch.tensor([_kind(packed), len(packed), origin])
+    heads = _summed(place, heads)
+    first_of = {kind: stage for stage, (kind, _, _) in reversed(list(enumerate(heads.tolist())))}
+    starts = _starts(heads, first_of)
+    content = torch.zeros(sum(int(heads[stage, 1]) for stage in first_of.values()), dtype=torch.uint8)
+    if describes and first_of[_kind(packed)] == place.stage:
+        start = starts[_kind(packed)]
+        content[start : start + len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    received = _summed(place, content).numpy().tobytes()
+    described = {kind: received[starts[kind] :][: int(heads[stage, 1])] for kind, stage in first_of.items()}
+    return [_unpack(described[kind], layer) for kind, _, layer in heads.tolist()]
+
+
+def _kind(packed: bytes) -> int:
+    """Return a hash that fits into int64 and is not 0, which ranks add that describe nothing."""
+    return (xxhash.xxh3_64_intdigest(packed) >> 1) or 1
+
+
+def _starts(heads: torch.Tensor, first_of: dict[int, int]) -> dict[int, int]:
+    ends = np.cumsum([int(heads[stage, 1]) for stage in first_of.values()])
+    return {kind: int(end) - int(heads[stage, 1]) for (kind, stage), end in zip(first_of.items(), ends, strict=True)}
+
+
+def _summed(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    there = tensor.to(place.device)
+    place.ranks.reduce(there, "sum")
+    return there.cpu()
+
+
+def _pack(table: OperatorTable, origin: int, logs: list[int]) -> bytes:
+    """Return a table with its layers counted from `origin`; columns are ranks, once for each kind of bytes."""
+    kinds = [table.full_bytes, table.compute_bytes]
+    if table.moment_bytes is not None:
+        kinds.append(table.moment_bytes)
+    facts = np.tile(np.array([[*logs, len(kinds)]], np.int64).T, len(table.operators))
+    return pack_rows(shifted(table.operators, -origin), np.concatenate([facts, *kinds]))
+
+
+def _unpack(packed: bytes, origin: int) -> StageProfile:
+    operators, columns = unpack_rows(packed, origin)
+    boundary_log_bytes, step_log_bytes, num_kinds = columns[:3, 0].tolist()
+    kinds = np.split(columns[3:], num_kinds)
+    table = OperatorTable(
+        operators=operators,
+        full_bytes=kinds[0],
+        compute_bytes=kinds[1],
+        moment_bytes=kinds[2] if num_kinds == 3 else None,
+    )
+    return StageProfile(table=table, boundary_log_bytes=boundary_log_bytes, step_log_bytes=step_log_bytes)

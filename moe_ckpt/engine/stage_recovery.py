@@ -1,0 +1,275 @@
+"""Rebuilds stages that lost their state, from the last sparse window and the neighbours' logs (MoEvement, 3.3, 3.4).
+
+Owns: one recovery from agreeing on what is there to the proof that healthy ranks came out unchanged. Must not: decide
+who rolls back to where (`recovery.plan` does) or in which steps (`recovery.convert` does).
+
+    all ranks        inventory -> plan                                                        -> outcome
+    segment          load snapshot -> [receive logs of i -> replay i -> load ...] -> compare
+    its neighbours   send logs of i, i+1, ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_ckpt.collectives import gather_results
+from moe_ckpt.engine.in_memory_tier import SparseStores
+from moe_ckpt.engine.interfaces import Place, Training
+from moe_ckpt.engine.measurements import Meter
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRecovered
+from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
+from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
+from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
+from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, verify
+from moe_ckpt.snapshot.windows import SnapshotMemory, Window
+from moe_ckpt.types import RunIdentity
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What is to be recovered: `stages` lost their state, this rank's is gone if `mine`, and where everybody is to be.
+
+    `undo`: an iteration was begun and comes to nothing; healthy ranks put back what it changed.
+    """
+
+    stages: frozenset[int]
+    mine: bool
+    target_iteration: int
+    undo: bool
+
+
+class Recovery:
+    """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
+
+    def __init__(self, place: Place, training: Training, stores: SparseStores, meter: Meter, events: EventLog) -> None:
+        self._place = place
+        self._meter = meter
+        self._stage = training.stage
+        self._operators = training.operators
+        assert isinstance(stores.memory, SnapshotMemory), stores.memory
+        self._stores = stores
+        self._memory = stores.memory
+        self._events = events
+
+    def recover(self, loss: Loss) -> None:
+        """Bring all ranks to the state after the target iteration, where processes live and state is gone.
+
+        Raises CheckpointLoadError on all ranks if nothing that is left leads there, or if a replay proves a healthy
+        rank to differ from what its own steps lead to.
+        """
+        if loss.undo and not loss.mine:
+            undo = loss.target_iteration + 1
+            self._stage.restore_start(self._stores.steps.start(undo), undo=undo)
+        target = loss.target_iteration
+        inventories = gather_results(self._place.ranks, lambda: self.inventory(target), CheckpointLoadError)
+        plan = plan_recovery(
+            loss.stages, inventories, target_iteration=target, boundary_log=self._stores.boundary is not None
+        )
+        if plan.target_iteration != target:
+            raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
+        self.carry_out(plan, live=not loss.mine)
+        if self._place.shard.global_rank == 0:
+            _log.warning("%s", "; ".join(plan.lines()))
+
+    def inventory(self, target: int | None) -> Inventory:
+        """Return what this rank itself has to recover with, towards a target or wherever it leads, verified."""
+        boundary = self._stores.boundary
+        refs = [
+            ref
+            for window in self._memory.windows()
+            if (ref := self._usable(window)) is not None and (target is None or ref.end <= target)
+        ]
+        last = 0 if target is None else target
+        return Inventory(
+            global_rank=self._place.shard.global_rank,
+            stage=self._place.stage,
+            windows=tuple(refs),
+            held={},
+            logged_from=boundary.usable_from(last) if boundary else last + 1,
+            logged_to=last,
+        )
+
+    def require(self, plan: RecoveryPlan) -> None:
+        """Raise CheckpointLoadError unless this rank has, undamaged, what it rolls back to in the plan."""
+        for rollback in plan.rollbacks:
+            if self._place.stage in rollback.segment.stages:
+                target = plan.target_iteration
+                found = [window for window in self.inventory(target).windows if window.states == rollback.states]
+                if not any(window.steps_to >= target for window in found):
+                    raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
+
+    def carry_out(self, plan: RecoveryPlan, *, live: bool) -> int:
+        """Bring this rank to the plan's target; return how many iterations it has run for that.
+
+        `live`: its state is whole, and that of the target already; where its stage rolls back all the same, it must
+        come out as it was. Raises CheckpointLoadError on all ranks if one does not.
+        """
+        started_s = time.monotonic()
+        target = plan.target_iteration
+        mine = next((rollback for rollback in plan.rollbacks if self._place.stage in rollback.segment.stages), None)
+        before = self._operators.digests() if mine is not None and live else None
+        if mine is None:
+            self._serve(plan.rollbacks, target)
+        else:
+            fetched_bytes = self._roll_back(mine, target)
+            self._report(mine, target, fetched_bytes, started_s)
+        gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
+        return 0 if mine is None else target - mine.window_start
+
+    def _usable(self, window: Window) -> WindowRef | None:
+        try:
+            return self._verified(window)
+        except CheckpointLoadError as error:
+            self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
+            _log.warning("%s cannot be used: %s", window, error)
+            self._memory.drop(window.start)
+            return None
+
+    def _verified(self, window: Window) -> WindowRef | None:
+        """Return what the window is good for; None where the step log does not lead to its end.
+
+        Raises CheckpointLoadError where it is damaged.
+        """
+        return verified_window(
+            window.snapshots, self._place.identity, self._place.shard, self._stores.steps.reaches(window.start + 1)
+        )
+
+    def _roll_back(self, rollback: Rollback, target: int) -> int:
+        """Load and replay; return the bytes that came from neighbours."""
+        window = next(window for window in self._memory.windows() if window.start == rollback.window_start)
+        steps = plan_conversion([_contents(snapshot) for snapshot in window.snapshots], target)
+        fetched_bytes = 0
+        for step in steps:
+            if step.load_iteration is not None:
+                self._load(window.snapshots[step.load_iteration - window.start])
+            if step.run_iteration is not None:
+                fetched_bytes += self._run_again(step, step.run_iteration, rollback)
+        self._operators.freeze(())
+        if self._stores.steps.has_start(target + 1):  # else the replay has led there
+            self._stage.restore_start(self._stores.steps.start(target + 1))
+        return fetched_bytes
+
+    def _load(self, snapshot: Snapshot) -> None:
+        header = snapshot.header
+        parts = {part.key: snapshot.part(part) for part in header.parts}
+        self._operators.load(parts, set(header.full), set(header.compute), header.adam_steps)
+
+    def _run_again(self, step: ReplayStep, iteration: int, rollback: Rollback) -> int:
+        segment, steps, boundary = rollback.segment, self._stores.steps, self._stores.boundary
+        last_stage = self._place.num_stages - 1
+        before = self._place.stage == segment.first_stage and segment.first_stage > 0
+        after = self._place.stage == segment.last_stage and segment.last_stage < last_stage
+        ends = LoggedEnds(
+            from_previous=self._receive(self._place.previous_rank, iteration) if before else None,
+            from_next=self._receive(self._place.next_rank, iteration) if after else None,
+        )
+        self._operators.freeze(step.frozen)
+        if boundary:
+            boundary.begin(iteration)  # what this stage sent then is logged again: its neighbours may be next
+        whole_model = (segment.first_stage, segment.last_stage) == (0, last_stage)
+        self._stage.replay(steps.record(iteration), steps.start(iteration), ends, whole_model=whole_model)
+        if boundary:
+            boundary.end()
+        return sum(tensor.nbytes for end in (ends.from_previous, ends.from_next) for tensor in end or ())
+
+    def _serve(self, rollbacks: Iterable[Rollback], target: int) -> None:
+        """Send the neighbours what this stage sent them in the iterations that they run again."""
+        for iteration, rank, direction in sorted(self._requests(rollbacks, target), key=lambda request: request[0]):
+            self._send(rank, iteration, direction)
+
+    def _requests(self, rollbacks: Iterable[Rollback], target: int) -> list[tuple[int, int, Direction]]:
+        requests = []
+        for rollback in rollbacks:
+            for iteration in range(rollback.window_start + 1, target + 1):
+                if self._place.stage == rollback.segment.first_stage - 1 and self._place.next_rank is not None:
+                    requests.append((iteration, self._place.next_rank, Direction.ACTIVATION))
+                if self._place.stage == rollback.segment.last_stage + 1 and self._place.previous_rank is not None:
+                    requests.append((iteration, self._place.previous_rank, Direction.GRADIENT))
+        return requests
+
+    def _send(self, rank: int, iteration: int, direction: Direction) -> None:
+        assert self._stores.boundary is not None
+        tensors = self._stores.boundary.sent(iteration, direction)
+        sizes = torch.tensor([len(tensors), tensors[0].numel() if tensors else 0])
+        self._place.ranks.send(sizes.to(self._place.device), rank)
+        if tensors:
+            self._place.ranks.send(torch.cat(tensors).to(self._place.device), rank)
+
+    def _receive(self, rank: int | None, iteration: int) -> tuple[torch.Tensor, ...]:
+        """Return what a neighbour logged of an iteration, by micro-batch; equal sizes, as one schedule sends them."""
+        assert rank is not None, iteration
+        sizes = torch.zeros(2, dtype=torch.int64, device=self._place.device)
+        self._place.ranks.receive(sizes, rank)
+        count, size_bytes = sizes.tolist()
+        if not count:
+            return ()
+        payload = torch.empty(count * size_bytes, dtype=torch.uint8, device=self._place.device)
+        self._place.ranks.receive(payload, rank)
+        return payload.split(size_bytes)
+
+    def _compare(self, target: int, live: Mapping[str, str] | None) -> None:
+        """Compare a healthy rank's state with what it was before it was replayed, too."""
+        replayed = self._operators.digests() if live is not None else None
+        if live == replayed or live is None or replayed is None:
+            return
+        differing = [name for name in live if live[name] != replayed.get(name)]
+        self._events.append(ReplayDiffered(iteration=target, operators=differing))
+        raise CheckpointLoadError(
+            f"rank {self._place.shard.global_rank}: replaying to iteration {target} gave another state of "
+            f"{', '.join(differing)} than the rank had, which lost nothing: corrupt memory, or training that is not "
+            "deterministic"
+        )
+
+    def _report(self, rollback: Rollback, target: int, fetched_bytes: int, started_s: float) -> None:
+        seconds = time.monotonic() - started_s
+        self._meter.replayed(target - rollback.window_start, seconds)
+        self._events.append(
+            StageRecovered(
+                iteration=target,
+                window_start=rollback.window_start,
+                first_stage=rollback.segment.first_stage,
+                last_stage=rollback.segment.last_stage,
+                replayed_iters=target - rollback.window_start,
+                fetched_bytes=fetched_bytes,
+                seconds=seconds,
+            )
+        )
+
+
+def verified_window(
+    snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity, steps_to: int
+) -> WindowRef | None:
+    """Return what the complete window of these snapshots is good for, with steps up to `steps_to`; None for nothing.
+
+    Raises CheckpointLoadError where it is damaged, incomplete, or another run's or shard's.
+    """
+    for snapshot in snapshots:
+        verify(snapshot, identity=identity, shard=shard)
+    contents = sorted(map(_contents, snapshots), key=lambda snapshot: snapshot.slot)
+    last = contents[-1].iteration
+    plan_conversion(contents, last)
+    cut = hashlib.sha256(repr([(slot.full, slot.compute) for slot in contents]).encode()).hexdigest()[:12]
+    start = contents[0].window_start
+    return None if steps_to < last else WindowRef(start=start, num_slots=len(contents), steps_to=steps_to, cut=cut)
+
+
+def _contents(snapshot: Snapshot) -> SnapshotContents:
+    header = snapshot.header
+    return SnapshotContents(
+        iteration=header.iteration,
+        window_start=header.window_start,
+        slot=header.slot,
+        num_slots=header.num_slots,
+        full=header.full,
+        compute=header.compute,
+    )

@@ -1,0 +1,72 @@
+"""Inflicts the faults that a run schedules, in living processes (`fault=state_loss`).
+
+Owns: when this rank loses its state, and which stages have lost theirs since the last recovery. All ranks have the same
+schedule, so all know of every loss; who really died comes to be known otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moe_ckpt.engine.interfaces import FaultInjector, Place
+from moe_ckpt.events import EventLog, StateLost
+from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostStages:
+    """Stages whose state is lost, all or in part, and whether this rank's is."""
+
+    stages: frozenset[int]
+    mine: bool
+
+
+class StateLosses:
+    """The scheduled losses of a run. `forget` is called with the loss of this rank's state: what else goes with it."""
+
+    def __init__(
+        self,
+        schedule: FaultSchedule,
+        injector: FaultInjector,
+        place: Place,
+        forget: Callable[[], None],
+        events: EventLog,
+    ) -> None:
+        self._schedule = schedule
+        self._injector = injector
+        self._place = place
+        self._forget = forget
+        self._events = events
+        self._pending: list[StateLoss] = []
+
+    def arm(self, iteration: int) -> None:
+        """Prepare what is lost in the middle of this iteration's forward or backward."""
+        for phase in ("forward", "backward"):
+            due = self._schedule.due(iteration, phase)
+            self._pending += due
+            if self._strikes_me(due):
+                self._injector.arm(phase, lambda phase=phase: self._lose(iteration, phase))
+
+    def strike(self, iteration: int, phase: str) -> None:
+        """Lose now what is lost between passes."""
+        due = self._schedule.due(iteration, phase)
+        self._pending += due
+        if self._strikes_me(due):
+            self._lose(iteration, phase)
+
+    def take(self) -> LostStages | None:
+        """Return what was lost since the last call; None for nothing."""
+        pending, self._pending = tuple(self._pending), []
+        if not pending:
+            return None
+        return LostStages(stages=frozenset(loss.stage for loss in pending), mine=self._strikes_me(pending))
+
+    def _strikes_me(self, losses: tuple[StateLoss, ...]) -> bool:
+        shard = self._place.shard
+        return any(loss.stage == shard.pp_rank and loss.dp_rank in (None, shard.dp_rank) for loss in losses)
+
+    def _lose(self, iteration: int, phase: str) -> None:
+        self._forget()  # first: it tells by the copy that is still running that a snapshot would be torn
+        self._injector.wipe()
+        self._events.append(StateLost(iteration=iteration, phase=phase))

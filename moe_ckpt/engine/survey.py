@@ -1,0 +1,120 @@
+"""What each rank's memory and its peers' copies hold as a generation starts, and letting copies change again later.
+
+Owns: one survey with all ranks, in which no copy changes. Must not: decide what is made of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_ckpt.collectives import gather_results
+from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.engine.in_memory_tier import SparseStores
+from moe_ckpt.engine.interfaces import Place
+from moe_ckpt.engine.step_state import StepState
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.recovery.target import Standing
+from moe_ckpt.replication.publisher import holds_records, newest_snapshot
+from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.types import ReadyGradients
+
+_log = logging.getLogger(__name__)
+_Values = tuple[tuple[int, int | None, bool, bool], bool, dict[int, frozenset[str]], dict[int, ReadyGradients]]
+
+
+def report_of(values: _Values) -> Report:
+    """Return the report that `as_values` describes."""
+    (stage, reached, prepared, whole), has_progress, held, gradients = values
+    standing = Standing(stage=stage, reached=reached, prepared=prepared, whole=whole)
+    return Report(standing=standing, has_progress=has_progress, held=held, gradients=gradients)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a rank tells first. `has_progress`: it is not as at the run's start, by its memory or its state.
+
+    `held`: the keys of the copies that its memory holds, by owner.
+    """
+
+    standing: Standing
+    has_progress: bool
+    held: Mapping[int, frozenset[str]]
+    gradients: Mapping[int, ReadyGradients]
+
+    def as_values(self) -> _Values:
+        """Return the report without the names of its classes, which are most of its bytes where little is there."""
+        standing = self.standing
+        where = (standing.stage, standing.reached, standing.prepared, standing.whole)
+        return where, self.has_progress, dict(self.held), dict(self.gradients)
+
+
+class KeptCopies:
+    """One rank's view of what all keep."""
+
+    def __init__(self, place: Place, stores: SparseStores, elastic: Elastic) -> None:
+        self._place = place
+        self._stores = stores
+        self._elastic = elastic
+        self._reports: Sequence[Report] = ()
+        self._dropped_of_servers = False
+
+    def stop_copying(self, state: StepState) -> Sequence[Report]:
+        """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
+        if self._stores.journal:
+            self._stores.journal.stop_copying()
+        self._flush()
+        told = gather_results(self._place.ranks, lambda: self._report(state).as_values(), CheckpointLoadError)
+        self._reports = [report_of(values) for values in told]
+        return self._reports
+
+    def resume_copying(self) -> None:
+        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again.
+
+        Servers drop theirs after `drop_all`: a survey would take states that all ranks have left for the newest.
+        """
+        journal, dropped = self._stores.journal, self._dropped_of_servers
+        self._dropped_of_servers = False
+        if journal:
+            journal.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
+
+    def drop_all(self) -> None:
+        """Keep nothing in memory; until `resume_copying` peers do not hear of it."""
+        self._dropped_of_servers = self._elastic.serves_itself
+        self._stores.clear()
+        if self._stores.journal:
+            self._stores.journal.stop_copying()
+            self._stores.journal.replace(lambda _: 0)
+
+    def held_for_me(self) -> list[frozenset[str]]:
+        """Return the keys of this rank's blobs that each peer has told to hold."""
+        mine = self._place.shard.global_rank
+        return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
+
+    def _flush(self) -> None:
+        """Wait until servers have made all states: one that came after the survey would never be dropped."""
+        keeper = self._elastic.keeper
+        if keeper is None or not self._elastic.serves_itself:
+            return
+        self._elastic.page.wait_for_copies(True)
+        try:
+            keeper.copy([]).result(self._elastic.copy_s)
+        except (CheckpointSaveError, TimeoutError) as error:
+            _log.warning("servers may make further states during the survey: %s", error or "no answer in time")
+        finally:
+            self._elastic.page.wait_for_copies(False)
+
+    def _report(self, state: StepState) -> Report:
+        folders = {int(path.name.removeprefix("rank")): path for path in (self._elastic.memory / "held").glob("rank*")}
+        held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in folders.items()}
+        windows, gradients = self._stores.memory.windows(), self._stores.steps.gradients
+        return Report(
+            standing=state.standing(self._place.stage),
+            has_progress=state.torn
+            or bool(gradients)
+            or any(window.start for window in windows)
+            or any(holds_records(keys) or newest_snapshot(keys) for keys in held.values()),
+            held=held,
+            gradients=gradients,
+        )

@@ -1,0 +1,131 @@
+"""A worker's way through generations: join, come to one state with all ranks, train; again after each loss of ranks.
+
+The one place that separates the loss of other ranks from an error of this rank. Must not: know how ranks meet
+(`Rendezvous`), or how they train (`TrainingRun`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from moe_ckpt.elastic.process_failure import Death
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.engine.session import Session
+from moe_ckpt.events import EventLog, GenerationEnded, Rejoined
+from moe_ckpt.types import Phase
+
+
+class Rendezvous(Protocol):
+    """How the ranks of a job meet, generation by generation. All methods belong to the thread that trains."""
+
+    page: Page
+
+    def join(self) -> int:
+        """Wait for all ranks, and return the generation that begins."""
+        ...
+
+    def entered(self) -> None:
+        """All ranks are at one state in this generation."""
+        ...
+
+    def deaths(self) -> Sequence[Death]:
+        """Return the deaths since the last generation that was entered."""
+        ...
+
+    def num_deaths(self) -> int:
+        """Return how many workers of the job have died so far."""
+        ...
+
+    def lost(self, error: BaseException) -> bool:
+        """Return whether an error means that the generation has ended."""
+        ...
+
+    def leave(self) -> str:
+        """Leave a generation that has ended; return why it has."""
+        ...
+
+    def finish(self) -> None:
+        """Return once all ranks have finished. Raises PeersLostError if others were lost meanwhile."""
+        ...
+
+
+class TrainingRun(Protocol):
+    """The training of one rank, which may be entered again."""
+
+    def run(self, done: int, notes: Sequence[str]) -> None:
+        """Train from the state after `done` iterations to the last iteration; `notes` are shown first."""
+        ...
+
+
+class ElasticJob:
+    """Runs one rank's training until all ranks have finished."""
+
+    def __init__(self, rendezvous: Rendezvous, session: Session, training: TrainingRun, events: EventLog) -> None:
+        self._rendezvous = rendezvous
+        self._session = session
+        self._training = training
+        self._events = events
+        self._reason = ""
+
+    def run(self, start: Callable[[], int], finish: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run without any state.
+
+        Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
+        """
+        while True:
+            generation = self._rendezvous.join()
+            joined_unix_s = time.time()
+            try:
+                done, notes = self._enter(generation, joined_unix_s, start)
+                self._training.run(done, notes)
+                self._rendezvous.page.enter(Phase.DONE)
+                self._session.wait_for_saves()
+                result = finish(self._rendezvous.num_deaths())
+                self._rendezvous.finish()
+            except Exception as error:
+                if not self._rendezvous.lost(error):
+                    raise
+                self._reason = self._rendezvous.leave()
+                ended = GenerationEnded(generation=generation, reason=self._reason, left_unix_s=time.time())
+                self._events.append(ended)
+            else:
+                return result
+
+    def _enter(self, generation: int, joined_unix_s: float, start: Callable[[], int]) -> tuple[int, Sequence[str]]:
+        """Return the iteration that all ranks are at, and notes for people."""
+        started_s = time.monotonic()
+        self._session.enter()
+        rejoined = self._session.rejoin()
+        done = start() if rejoined.iteration is None else rejoined.iteration
+        self._session.begin_at(done)
+        deaths = self._rendezvous.deaths()
+        self._rendezvous.entered()
+        if generation == 1:
+            return done, self._session.notes
+        event = Rejoined(
+            generation=generation,
+            iteration=done,
+            joined_unix_s=joined_unix_s,
+            deaths=[str(death) for death in deaths],
+            detect_s=max((death.detect_s for death in deaths), default=0.0),
+            rebuild_s=joined_unix_s - max((death.found_unix_s for death in deaths), default=joined_unix_s),
+            fetch_s=rejoined.fetch_s,
+            replay_s=time.monotonic() - started_s - rejoined.fetch_s,
+            fetched_bytes=rejoined.fetched_bytes,
+            executed_iters=rejoined.executed_iters,
+        )
+        self._events.append(event)
+        return done, [_paragraph(event, self._reason, rejoined.lines)]
+
+
+def _paragraph(event: Rejoined, reason: str, plan: Sequence[str]) -> str:
+    """Describe a fault for people. `reason`: why this worker left the generation; empty in a new worker."""
+    died = "; ".join(event.deaths) or reason or "Started again"
+    seconds = (
+        f"detect {event.detect_s:.2f} s, rebuild {event.rebuild_s:.2f} s, fetch {event.fetch_s:.2f} s, "
+        f"replay {event.replay_s:.2f} s"
+    )
+    recovered = ". ".join(line[:1].upper() + line[1:] for line in plan) or "Nothing had to be replayed"
+    return f"{died}. {recovered}. Back at iteration {event.iteration}: {seconds}."

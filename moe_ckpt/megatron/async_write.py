@@ -1,0 +1,124 @@
+"""One checkpoint through PyTorch's distributed checkpoint, in parts between which training may go on.
+
+Owns: who writes what, this rank's file, and the metadata over all of them. Must not: know what is saved, or when. Only
+the training thread talks to other ranks: what a background thread has begun may outlive a generation of process groups.
+
+    training thread      plan, with all ranks                            finish, with all ranks
+    this or another                           write, sync, checksum ----/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from moe_ckpt.durable.checkpoint_folder import seal_files
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.types import FileRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Written:
+    """What one rank has written: which item lies where, and its files, which are on the disk."""
+
+    results: list[WriteResult]
+    files: Sequence[FileRecord]
+
+
+class PlannedWrite:
+    """This rank's part of a checkpoint of `content`, in a directory that exists. To make one is collective.
+
+    Raises CheckpointSaveError on all ranks.
+    """
+
+    def __init__(self, directory: Path, content: dict[str, Any], group: dist.ProcessGroup) -> None:
+        self._directory = directory
+        self._ranks = _DistWrapper(group, use_dist=True, coordinator_rank=0)
+        self._storage = dcp.FileSystemWriter(directory, sync_files=False)  # sealing files syncs them
+        self._planner = _Planner()
+        self._metadata: Metadata | None = None
+        with self._failing_as_save():
+            self._plan: SavePlan = self._ranks.reduce_scatter(
+                "plan", lambda: self._plan_mine(content), self._plan_everybodys
+            )
+
+    def write(self) -> Written:
+        """Write this rank's file, sync it and read it back. For any thread: it waits for nobody else."""
+        self._planner.require_wanted()
+        writing = self._storage.write_data(self._planner.finish_plan(self._plan), self._planner)
+        writing.wait()
+        results = writing.value()
+        self._planner.require_wanted()
+        names = {str(result.storage_data.relative_path) for result in results}
+        return Written(results=results, files=seal_files(self._directory, names))
+
+    def abandon(self) -> None:
+        """Let `write` end with an error before its next tensor, or before it checks its file."""
+        self._planner.abandon()
+
+    def finish(self, written: Callable[[], Written]) -> Sequence[FileRecord]:
+        """Write the metadata, once `write` has ended everywhere; `written` returns or raises what it did. Collective.
+
+        Returns this rank's files. Raises CheckpointSaveError on all ranks if it failed on any.
+        """
+        with self._failing_as_save():
+            self._ranks.all_reduce("write", lambda: written().results, self._finish_everybodys)
+        return written().files
+
+    def _plan_mine(self, content: dict[str, Any]) -> SavePlan:
+        is_coordinator = self._ranks.is_coordinator
+        self._planner.set_up_planner(content, storage_meta=self._storage.storage_meta(), is_coordinator=is_coordinator)
+        self._storage.set_up_storage_writer(is_coordinator)
+        return self._storage.prepare_local_plan(self._planner.create_local_plan())
+
+    def _plan_everybodys(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._storage.prepare_global_plan(plans)
+
+    def _finish_everybodys(self, results: list[list[WriteResult]]) -> None:
+        assert self._metadata is not None  # of the coordinator, which alone is here
+        self._storage.finish(self._metadata, results)
+
+    @contextlib.contextmanager
+    def _failing_as_save(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointException as error:
+            raise CheckpointSaveError(f"{self._directory}: {reason_of(error)}") from error
+
+
+class _Planner(MCoreSavePlanner):
+    """Megatron's, for a write that may be given up half-way."""
+
+    def __init__(self) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._is_abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        self._is_abandoned.set()
+
+    def require_wanted(self) -> None:
+        if self._is_abandoned.is_set():
+            raise CheckpointSaveError("abandoned: other ranks were lost")
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self.require_wanted()
+        return super().resolve_data(write_item)
+
+
+def reason_of(error: CheckpointException) -> str:
+    """Return what lies behind an error of PyTorch, which wraps one per failing rank."""
+    return "; ".join(sorted({f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()}))

@@ -1,0 +1,80 @@
+"""Module buffers under names that hold at every parallel layout: global layers and experts in place of local ones.
+
+Owns: those names, and one value a name out of what several ranks have. Megatron saves the persistent buffers itself;
+the others (the routers' counters of an iteration) are in nobody's sharded state dict. Must not: write files or talk to
+other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.megatron.transformer_engine import named_scaling
+
+
+def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's buffers, and what its FP8 layers keep beside buffers, in place."""
+    yield from model.named_buffers()
+    yield from named_scaling(model)
+
+
+def buffers_by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return copies, on the host, of all buffers of a rank's model chunks, persistent or not."""
+    return merge_buffers({name: buffer.detach().cpu().clone()} for name, buffer in _named(chunks))
+
+
+def restore_buffers_by_name(chunks: Sequence[torch.nn.Module], saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `buffers_by_name` returned, on the ranks that have the layers now.
+
+    Raises CheckpointLoadError for a buffer that was not saved.
+    """
+    for name, buffer in _named(chunks):
+        if name not in saved:
+            raise CheckpointLoadError(f"buffer {name}: got none, wanted one as it is in the model")
+        buffer.copy_(saved[name])
+
+
+def merge_buffers(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the buffers of all parts together.
+
+    Raises CheckpointLoadError for one that differs between them: it belongs to a rank and not to the model, and no rank
+    of another layout could go on with it. Megatron's are alike, or zero, whenever an iteration is done.
+    """
+    merged: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, buffer in part.items():
+            if not _same(merged.setdefault(name, buffer), buffer):
+                raise CheckpointLoadError(f"buffer {name}: got another on each rank, wanted one for another layout")
+    return merged
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk in chunks:
+        for name, buffer in named_buffers(chunk):
+            yield _global_name(chunk, name), buffer
+
+
+def _global_name(chunk: torch.nn.Module, name: str) -> str:
+    """Return `decoder.layers.2.x` for `module.decoder.layers.0.x` of a stage whose first layer is global layer 2."""
+    parts: list[str] = []
+    inner: Any = chunk
+    experts: Sequence[int] = ()
+    for part in name.split("."):
+        numbered = isinstance(inner, torch.nn.ModuleList)
+        inner = getattr(inner, part, None)  # scales of FP8 layers are in no attribute
+        experts = getattr(inner, "local_expert_indices", experts)
+        if numbered and hasattr(inner, "layer_number"):
+            parts.append(str(inner.layer_number - 1))
+        elif numbered and experts:
+            parts.append(str(experts[int(part)]))
+        elif part != "module":
+            parts.append(part)
+    return ".".join(parts)

@@ -1,0 +1,279 @@
+"""Experts that lost tokens take more than their capacity until these are made up (MoEtion, section 6).
+
+Owns: a router class for Megatron's `MoESubmodules.router`, which is Megatron's own, bit for bit, in layers where no
+expert recovers; and who may make up how much in an iteration. Must not: add up over ranks, or know why what was lost.
+
+A deficit is the stage's, a capacity one rank's in one micro-batch: each rank keeps to its share of the deficit in each
+micro-batch, so all together never make up more than was lost. What is not used is dealt out again next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
+from megatron.core.transformer.moe.router import Router, TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from moe_ckpt.config import require
+from moe_ckpt.events import CapacityBoosted
+from moe_ckpt.megatron.operators import bare_model, locate, stage_group
+from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.policies.capacity_boost import boosted_capacity, made_up, share_of
+from moe_ckpt.types import OperatorId, OperatorKind
+
+IntArray = npt.NDArray[np.int64]
+
+
+class BoostedRouter(TopKRouter):
+    """Megatron's router, with more room for experts while they have shares of a deficit.
+
+    It has no further parameters or buffers. Evaluation goes by Megatron's equal capacities.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._shares: IntArray | None = None
+        self._factor = 0.0
+        self._num_forwards = self._num_recomputed = 0
+        self._capacity = self._extra = self._nothing()
+
+    def boost(self, shares: IntArray | None, factor: float = 0.0) -> None:
+        """Let experts take up to their share, and `factor` of the capacity, more of each micro-batch to come.
+
+        `shares` are int64 [micro-batches, experts]; None for Megatron's own routing. Counts from zero.
+        """
+        self._shares, self._factor = shares, factor
+        self._num_forwards = self._num_recomputed = 0
+        self._capacity = self._extra = self._nothing()
+
+    @property
+    def capacity(self) -> IntArray:
+        """The tokens that each expert could take, int64 [experts], in all micro-batches since it was boosted."""
+        return self._capacity
+
+    def take_extra(self) -> IntArray:
+        """Return how many of them were beyond the capacity of Megatron's and were taken, since last asked."""
+        extra, self._extra = self._extra, self._nothing()
+        return extra
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return probabilities and who goes where, [tokens, experts]: Megatron's at each expert's own capacity."""
+        if self._shares is None or not self.training:
+            return super().routing(logits, padding_mask=padding_mask)
+        with self._without_capacity():
+            probabilities, wanted = super().routing(logits, padding_mask=padding_mask)
+        kept = self._keep(probabilities.detach(), wanted, self._capacity_for(wanted))
+        self._apply_expert_bias(kept, padding_mask=padding_mask)
+        return probabilities * kept, kept
+
+    @contextlib.contextmanager
+    def _without_capacity(self) -> Iterator[None]:
+        """Keep Megatron from dropping tokens, and from counting those for the bias that will be dropped."""
+        config, counts = self.config, self.enable_expert_bias
+        self.config = copy.copy(config)
+        self.config.moe_expert_capacity_factor = None
+        self.enable_expert_bias = False
+        try:
+            yield
+        finally:
+            self.config, self.enable_expert_bias = config, counts
+
+    def _capacity_for(self, wanted: torch.Tensor) -> IntArray:
+        """Return what each expert may take of this micro-batch, the same when its activations are recomputed."""
+        num_tokens, num_experts = wanted.shape
+        equal = get_capacity(num_tokens * self.topk, num_experts, cast("float", self.config.moe_expert_capacity_factor))
+        demand = wanted.sum(dim=0).cpu().numpy()
+        share, is_recomputed = self._next_share()
+        capacity = boosted_capacity(demand, share, capacity=equal, factor=self._factor)
+        if not is_recomputed:
+            self._capacity = self._capacity + capacity
+            self._extra = self._extra + capacity - equal  # a capacity is raised for tokens that are there only
+        return capacity
+
+    def _next_share(self) -> tuple[IntArray, bool]:
+        """Return the share for this micro-batch, and whether it is seen for the second time.
+
+        Backward takes micro-batches in the order of forward, so recomputation comes across them in that order, too.
+        """
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        micro_batch = self._num_recomputed if is_recomputed else self._num_forwards
+        self._num_recomputed += is_recomputed
+        self._num_forwards += not is_recomputed
+        assert self._shares is not None
+        assert micro_batch < len(self._shares), f"{len(self._shares)} micro-batches were told, this is one more"
+        return self._shares[micro_batch], is_recomputed
+
+    def _keep(self, probabilities: torch.Tensor, wanted: torch.Tensor, capacity: IntArray) -> torch.Tensor:
+        """Return which tokens each expert keeps: what Megatron itself would let it keep at that capacity."""
+        num_tokens, num_experts = wanted.shape
+        kept = torch.zeros_like(wanted)
+        for tokens in np.unique(capacity):
+            at_equal_capacity = apply_router_token_dropping(
+                probabilities,
+                wanted,
+                router_topk=self.topk,
+                capacity_factor=(tokens - 0.5) * num_experts / (num_tokens * self.topk),  # Megatron rounds up
+                drop_policy=self.config.moe_token_drop_policy,
+            )
+            kept |= at_equal_capacity[1] & torch.from_numpy(capacity == tokens).to(kept.device)
+        return kept
+
+    def _nothing(self) -> IntArray:
+        return np.zeros(cast("int", self.num_experts), np.int64)
+
+
+class CapacityBoost:
+    """What the experts of this rank's stage have yet to make up, and the routers that let them.
+
+    `begin_iteration`, forward and backward, `end_iteration`; what that returns, summed over the ranks of the stage,
+    goes to `make_up` before the next one begins. So the deficit is the same on all of them, int64 [layers, experts].
+    Extra tokens of a micro-batch are rounded down: of a capacity below 1 / `factor` there are none.
+    """
+
+    def __init__(
+        self, layers: tuple[OperatorId, ...], routers: list[BoostedRouter], num_micro_batches: int, factor: float
+    ) -> None:
+        self.layers = layers
+        self._routers = routers
+        self._num_micro_batches = num_micro_batches
+        self._factor = factor
+        num_experts = cast("int", routers[0].num_experts) if routers else 0
+        self._deficit = np.zeros((len(routers), num_experts), np.int64)
+        self._recovering: list[int] = []
+
+    @classmethod
+    def find(cls, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10) -> CapacityBoost:
+        """Return the boost of this rank's model, with the layers of experts from front to back; nobody recovers yet.
+
+        `num_micro_batches` are those of a rank in an iteration. Raises ConfigError where Megatron's experts have a
+        capacity that cannot be raised.
+        """
+        found = dict(_routers(state))
+        config = cast("Any", state.model[0]).config
+        if config.moe_expert_capacity_factor is None:
+            return cls(tuple(found), [], num_micro_batches, factor)
+        _check_can_be_boosted(config)
+        for router in found.values():
+            wanted = "BoostedRouter (`use_router` puts it into a block's specification)"
+            require(isinstance(router, BoostedRouter), "MoESubmodules.router", type(router).__name__, wanted)
+        return cls(tuple(found), cast("list[BoostedRouter]", list(found.values())), num_micro_batches, factor)
+
+    @property
+    def is_capacity_limited(self) -> bool:
+        """Whether there is a capacity to raise; where there is none the deficit stays 0 and no method does anything."""
+        return bool(self._routers)
+
+    @property
+    def note(self) -> str:
+        """One line for people: what becomes of lost tokens."""
+        if self.is_capacity_limited:
+            return f"experts take up to {self._factor:.0%} more than their capacity until lost tokens are made up"
+        return "experts take all tokens (model.moe_capacity_factor=null): nothing to boost, lost tokens stay lost"
+
+    @property
+    def deficit(self) -> IntArray:
+        """The lost tokens of each expert that are yet to be made up, over all ranks. Not to be written to."""
+        return self._deficit
+
+    def recover(self, deficit: IntArray) -> None:
+        """Make up for these tokens, in place of what was left, from the next `begin_iteration` on."""
+        if not self.is_capacity_limited:
+            return
+        assert deficit.shape == self._deficit.shape, (deficit.shape, self._deficit.shape)
+        assert deficit.dtype == np.int64, deficit.dtype
+        self._deficit = deficit.copy()
+        self._release()
+
+    def begin_iteration(self) -> None:
+        """Give this rank's shares of the deficit to the routers; what an abandoned attempt has counted is forgotten."""
+        self._release()
+        self._recovering = np.flatnonzero(self._deficit.any(axis=1)).tolist()
+        for layer in self._recovering:
+            self._routers[layer].boost(_shares_of_rank(self._deficit[layer], self._num_micro_batches), self._factor)
+
+    def end_iteration(self) -> IntArray:
+        """Return the tokens beyond capacity that this rank has sent to each expert, int64 as the deficit."""
+        extra = np.zeros_like(self._deficit)
+        for layer in self._recovering:
+            extra[layer] = self._routers[layer].take_extra()
+        return extra
+
+    def make_up(self, extra: IntArray) -> None:
+        """Take what all ranks of the stage have made up, the sum of what `end_iteration` returned, off the deficit."""
+        self._deficit = made_up(self._deficit, extra)
+
+    def boosted(self, iteration: int) -> CapacityBoosted | None:
+        """Return what the iteration that ended last has given experts, None where none in this stage recovered."""
+        if not self._recovering:
+            return None
+        return CapacityBoosted(
+            iteration=iteration,
+            layers=[_name(self.layers[layer]) for layer in self._recovering],
+            capacity=[self._routers[layer].capacity.tolist() for layer in self._recovering],
+            deficit=self._deficit[self._recovering].tolist(),
+        )
+
+    def _release(self) -> None:
+        """Let all routers do as Megatron's."""
+        for router in self._routers:
+            router.boost(None)
+        self._recovering = []
+
+
+def use_router(block: TransformerBlockSubmodules, router: type[TopKRouter]) -> None:
+    """Let the layers of a block's specification be built with this router, in place of Megatron's.
+
+    Megatron-core 0.16 describes a layer of experts by a ModuleSpec, 0.17 and later by a partial of its class.
+    """
+    for layer in block.layer_specs or []:
+        mlp = cast("Any", layer.submodules).mlp
+        submodules = mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else mlp.submodules
+        if isinstance(submodules, MoESubmodules):
+            submodules.router = router
+
+
+def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, Router]]:
+    for chunk in state.model:
+        model = bare_model(chunk)
+        for name, module in model.named_modules():
+            if isinstance(module, Router):
+                yield locate(model, f"{name}.weight"), module
+
+
+def _check_can_be_boosted(config: Any) -> None:
+    """Raise ConfigError for what fixes an expert's tokens, or hides from a router which micro-batch it sees."""
+    why = "where the capacity of experts is raised after a recovery"
+    padded, graphs = config.moe_pad_expert_input_to_capacity, config.cuda_graph_impl
+    some = config.num_microbatches_with_partial_activation_checkpoints
+    require(not padded, "model.moe_pad_to_capacity", padded, f"false {why}")
+    require(graphs == "none", "cuda_graph_impl", graphs, f"'none' {why}")
+    require(some is None, "num_microbatches_with_partial_activation_checkpoints", some, f"None {why}")
+
+
+def _shares_of_rank(deficit: IntArray, num_micro_batches: int) -> IntArray:
+    """Return what this rank may make up in each micro-batch, int64 [micro-batches, experts].
+
+    What is over goes to the first micro-batch of the first ranks of the stage, then to the second.
+    """
+    rank_in_stage, num_ranks = dist.get_rank(stage_group()), dist.get_world_size(stage_group())
+    shares = [
+        share_of(deficit, index=micro_batch * num_ranks + rank_in_stage, num_shares=num_micro_batches * num_ranks)
+        for micro_batch in range(num_micro_batches)
+    ]
+    return np.stack(shares)
+
+
+def _name(gate: OperatorId) -> str:
+    return str(OperatorId(kind=OperatorKind.BLOCK, layer=gate.layer, mtp_depth=gate.mtp_depth))

@@ -1,0 +1,194 @@
+"""CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls without asking whether a GPU is there.
+
+Owns: making an unmodified Megatron-Core model train on CPU tensors with gloo. Active only where CUDA is absent; on a
+machine with a GPU `enable` only mends one name that a missing Transformer Engine leaves undefined. Must not: know
+anything about models, or change what a computation returns, but for the order in which products are summed where the
+processor is slow at them (`cpu_matmul`).
+
+The "CUDA" generator is the default CPU generator here: Megatron's RNG tracker forks and restores that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch.overrides import TorchFunctionMode
+
+from moe_ckpt.megatron import cpu_matmul
+
+_CPU: Final = torch.device("cpu")
+_DEVICE_METHODS: Final = frozenset((torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to))
+_active: _CudaNamesOnCpu | None = None
+
+
+class _CudaNamesOnCpu(TorchFunctionMode):
+    """Maps `device="cuda"` arguments, `.cuda()` and the names that `Tensor.type()` returns."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _DEVICE_METHODS:  # few of the thousand calls of an iteration
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+                args = (args[0], _CPU, *args[2:])
+        if not kwargs:
+            return func(*args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if device is None:
+        return False
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _Stream:
+    """What every stream and event is on a CPU: work is done when the call returns, so waiting is nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    record = wait = wait_event = wait_stream = synchronize = _nothing
+
+    def record_event(self, *_: Any) -> _Stream:
+        return _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+
+@contextlib.contextmanager
+def _no_stream_switch(_: Any) -> Iterator[None]:
+    yield
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+_CUDA_STAND_INS: Final[dict[str, Any]] = {
+    "torch.cuda.current_device": lambda: _CPU,
+    "torch.cuda.Stream": _Stream,
+    "torch.cuda.Event": _Stream,
+    "torch.cuda.current_stream": _Stream,
+    "torch.cuda.default_stream": _Stream,
+    "torch.cuda.stream": _no_stream_switch,
+    "torch.cuda.synchronize": _ignore,
+    "torch.cuda.empty_cache": _ignore,
+    "torch.cuda.nvtx.range_push": _ignore,
+    "torch.cuda.nvtx.range_pop": _ignore,
+    "torch.cuda.manual_seed": torch.manual_seed,
+    "torch.cuda.get_rng_state": _get_rng_state,
+    "torch.cuda.set_rng_state": _set_rng_state,
+    "torch.cuda.random.get_rng_state": _get_rng_state,
+    "torch.cuda.random.set_rng_state": _set_rng_state,
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state": _set_rng_state,
+}
+
+
+def enable() -> bool:
+    """Install the stand-in in this process and thread where CUDA is absent; return whether it is active.
+
+    Call before the process groups are formed, from the thread that trains. Idempotent.
+    """
+    global _active
+    _skip_missing_transformer_engine()
+    if torch.cuda.is_available():
+        return False
+    if _active is None:
+        torch.compiler.set_stance("force_eager")  # else half a second of deciding to compile nothing
+        for path, stand_in in _CUDA_STAND_INS.items():
+            _replace(path, stand_in)
+        _take_plain_split_sizes()
+        cpu_matmul.multiply_in_float32(cpu_matmul.slow_formats())
+        _stay_active_in_backward()
+        logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_shared_generator_note)
+        _active = _CudaNamesOnCpu()
+        _active.__enter__()
+    return True
+
+
+def _replace(path: str, value: Any) -> None:
+    module, name = path.rsplit(".", 1)
+    target = importlib.import_module(module)
+    getattr(target, name)  # a renamed seam is an AttributeError here, not a silent no-op
+    setattr(target, name, value)
+
+
+def _take_plain_split_sizes() -> None:
+    """The alltoall dispatcher leaves split sizes in CPU tensors where it would copy them from a GPU."""
+    original = torch.distributed.all_to_all_single
+
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        return original(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), group, async_op)
+
+    torch.distributed.all_to_all_single = all_to_all_single
+
+
+def _as_list(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
+def _skip_missing_transformer_engine() -> None:
+    """Where Transformer Engine is absent, moe_utils tests a name for None that its failed import left undefined."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _stay_active_in_backward() -> None:
+    """`Tensor.backward` passes through the mode, which is off meanwhile; recomputation in backward needs it."""
+    functions = torch.autograd.function.BackwardCFunction
+    original = functions.apply
+
+    def apply(self: Any, *gradients: Any) -> Any:
+        assert _active is not None
+        with _active:
+            return original(self, *gradients)
+
+    functions.apply = apply  # type: ignore[method-assign]
+
+
+def for_a_hook() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which a hook of backward finds the stand-in, if it is active: the mode is off meanwhile."""
+    return _active or contextlib.nullcontext()
+
+
+def _is_not_shared_generator_note(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()  # the two generators are one here

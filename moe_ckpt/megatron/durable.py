@@ -1,0 +1,217 @@
+"""The training state as a directory in Megatron's `dist_checkpointing` format (torch_dist).
+
+Owns: one save at a time, in step with all ranks, and loading. Must not: name directories, decide when to save, or mark
+anything as committed.
+
+Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in this process: Megatron's own
+writer forks processes, which costs seconds on a CPU, and waits for ever for one that is killed. PyTorch's tells all
+ranks of a failure on any. An asynchronous save copies the state to host memory; a thread that talks to nobody writes it
+and checks it while training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import (
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+
+from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.megatron.async_write import PlannedWrite, Written, reason_of
+from moe_ckpt.megatron.reshard import Reshard, reseed
+from moe_ckpt.megatron.state import TrainingState, load_sharded_state, sharded_state
+from moe_ckpt.types import FileRecord, ParallelLayout
+
+_FORMAT = CheckpointingConfig("torch_dist", 1)
+_METADATA_RESERVE_BYTES = 16 << 20
+_LOOK_AGAIN_S = 1.0
+_LOAD_ERRORS = (
+    CheckpointException,
+    CheckpointingException,
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    AssertionError,  # Megatron's schedule asserts that its settings are those of the checkpoint
+)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Save:
+    """A save in flight: what all ranks have planned, and what this one has written, or will have."""
+
+    planned: PlannedWrite
+    writing: Future[Written]
+
+
+class MegatronDurableState:
+    """Implements `ports.DurableState`."""
+
+    def __init__(self, state: TrainingState, *, asynchronous: bool, cpu_backend: str = "gloo") -> None:
+        self._state = state
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))
+        self._asynchronous = asynchronous
+        self._save: _Save | None = None
+        self._abandoned: Future[Written] | None = None
+        self._run_seed = torch.initial_seed()  # as the loop has seeded this rank; later a load replaces generators
+
+    def start_save(self, directory: Path, iteration: int) -> None:
+        assert not self.is_writing(), "one save at a time"
+        content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
+        sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
+        self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))
+        broadcast_result(TorchRanks(), lambda: _write_common(directory, common), CheckpointSaveError)
+        if self._asynchronous:
+            sharded = _host_copy(sharded)
+        planned = PlannedWrite(directory, _as_dcp(sharded), self._group)
+        self._save = _Save(planned=planned, writing=(_in_background if self._asynchronous else _now)(planned.write))
+
+    def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
+        save = self._save
+        if save is None:
+            return ()
+        while not _true_on_all_ranks(save.writing.done()):
+            if not wait:
+                return None
+            futures.wait([save.writing], timeout=_LOOK_AGAIN_S)  # then meet the others, or learn that some are lost
+        self._save = None
+        return save.planned.finish(save.writing.result)
+
+    def abandon_save(self) -> None:
+        if self._save:
+            self._save.planned.abandon()
+            self._abandoned, self._save = self._save.writing, None
+
+    def is_writing(self) -> bool:
+        return self._save is not None or (self._abandoned is not None and not self._abandoned.done())
+
+    def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
+        if resharded_from is None:
+            return gather_results(TorchRanks(), lambda: self._load(directory), CheckpointLoadError)[0]
+        num_ranks = resharded_from.world_size
+        return gather_results(TorchRanks(), lambda: self._load_resharded(directory, num_ranks), CheckpointLoadError)[0]
+
+    def _load(self, directory: Path) -> int:
+        template: dict[str, Any] = {"iteration": 0, **sharded_state(self._state, is_loading=True)}
+        with _failing_as_load(directory):
+            loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
+            load_sharded_state(self._state, loaded)
+        return int(loaded["iteration"])
+
+    def _load_resharded(self, directory: Path, num_saving_ranks: int) -> int:
+        reshard = Reshard(self._state, str(directory), num_saving_ranks)
+        template = reshard.template()
+        with _failing_as_load(directory):
+            loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
+            load_sharded_state(self._state, reshard.adapt(loaded))
+        reseed(self._run_seed, int(loaded["iteration"]))
+        return int(loaded["iteration"])
+
+    def _refuse_without_space(self, directory: Path, my_size_bytes: int) -> None:
+        """Refuse, on all ranks together, what cannot fit."""
+        size_bytes = torch.tensor(my_size_bytes, dtype=torch.int64)
+        dist.all_reduce(size_bytes, group=self._group)
+        needed_bytes = int(size_bytes.item()) + _METADATA_RESERVE_BYTES
+        broadcast_result(TorchRanks(), lambda: _require_space(directory, needed_bytes), CheckpointSaveError)
+
+
+@contextlib.contextmanager
+def _failing_as_load(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointLoadError:
+        raise
+    except _LOAD_ERRORS as error:
+        raise CheckpointLoadError(f"{directory}: {_reason(error)}") from error
+
+
+def _require_space(directory: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        free_mib, needed_mib = free_bytes / 2**20, needed_bytes / 2**20
+        raise CheckpointSaveError(f"{directory}: {free_mib:.0f} MiB free, a checkpoint may take {needed_mib:.0f} MiB")
+
+
+def _write_common(directory: Path, common: dict[str, Any]) -> None:
+    with (directory / COMMON_STATE_FNAME).open("wb") as file:  # torch's own file is no OSError when the disk is full
+        torch.save(common, file)
+    save_config(_FORMAT, str(directory))
+
+
+def _as_dcp(sharded: dict[str, Any]) -> dict[str, Any]:
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    return mcore_to_pyt_state_dict(by_key)
+
+
+def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:
+    """Copy the tensors, so that training may change the originals; objects are serialized right away anyway."""
+    for entry in _tensors_to_write(sharded):
+        entry.data = entry.data.detach().to("cpu", copy=True)
+    return sharded
+
+
+def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
+    """Return what this rank writes: of several copies, only one rank's."""
+    tensors = (entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor))
+    return [entry for entry in tensors if entry.data is not None and is_main_replica(entry.replica_id)]
+
+
+def _now(call: Callable[[], T]) -> Future[T]:
+    outcome: Future[T] = Future()
+    _settle(outcome, call)
+    return outcome
+
+
+def _in_background(call: Callable[[], T]) -> Future[T]:
+    """Call in a thread of its own, which no other save and no end of the process waits for."""
+    outcome: Future[T] = Future()
+    device = torch.cuda.current_device()
+
+    def run() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device)  # the current device is a thread's own
+        _settle(outcome, call)
+
+    threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+    return outcome
+
+
+def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
+    """Call; what it raises is raised where the result is asked for."""
+    try:
+        outcome.set_result(call())
+    except BaseException as error:  # the top of a thread
+        outcome.set_exception(error)
+
+
+def _true_on_all_ranks(mine: bool) -> bool:
+    votes = torch.tensor(int(mine), device=torch.cuda.current_device())
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())
+
+
+def _reason(error: BaseException) -> str:
+    return reason_of(error) if isinstance(error, CheckpointException) else str(error) or repr(error)

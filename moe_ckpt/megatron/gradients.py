@@ -1,0 +1,81 @@
+"""What torch's Adam makes of gradients, as numbers that somebody else can take the same step with.
+
+Owns: the numbers of the step that is about to be taken, and the gradients that it was taken with. Must not: take it.
+Megatron moves learning rate and weight decay on right after a step; clipped gradients stay until the next iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moe_ckpt.config import require
+from moe_ckpt.megatron.optimizer_state import torch_optimizer
+from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.snapshot.adam_update import AdamStep
+
+_CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+"""Options of torch's Adam that change what is computed, or how."""
+
+
+class AdamSteps:
+    """The steps of all inner optimizers that are torch's Adam or AdamW; of others, fused ones say, none is known."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._optimizers = [torch_optimizer(optimizer) for optimizer in state.inner_optimizers]
+        self._iteration: int | None = None
+        self._numbers: list[list[Mapping[str, Any]]] = []  # by optimizer, by group
+        self._known: Mapping[int, AdamStep] | None = None  # of that iteration, once somebody has asked
+
+    def note(self, iteration: int, *, overflow: bool) -> None:
+        """The step of `iteration` is about to be taken, or left out."""
+        self._iteration, self._known = None if overflow else iteration, None
+        self._numbers = [
+            [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
+            if inner
+            else []
+            for inner in self._optimizers
+        ]
+
+    def require_known(self) -> None:
+        """Raise ConfigError unless the steps of all optimizers will be known, and their states are FP32."""
+        for inner in self._optimizers:
+            wanted = "torch's Adam or AdamW, without options that change its arithmetic, where ckpt=flowcheck"
+            name = type(inner).__name__
+            require(inner is None or type(inner) in (torch.optim.Adam, torch.optim.AdamW), "optimizer", name, wanted)
+            for group in inner.param_groups if inner else []:
+                changed = [option for option in _CHANGED if group.get(option)]
+                require(not changed, "optimizer", f"{name} with {', '.join(changed)}", wanted)
+
+    def known(self, iteration: int) -> Mapping[int, AdamStep]:
+        """Return the steps that were taken in `iteration`, by the id of the master weights."""
+        if self._iteration != iteration:
+            return {}
+        if self._known is None:
+            self._known = self._taken()
+        return self._known
+
+    def _taken(self) -> dict[int, AdamStep]:
+        found: dict[int, AdamStep | None] = {}
+        for inner, groups in zip(self._optimizers, self._numbers, strict=True):
+            if inner is not None and type(inner) in (torch.optim.Adam, torch.optim.AdamW):
+                for group, numbers in zip(inner.param_groups, groups, strict=True):
+                    found |= {id(master): _step(inner, master, numbers) for master in group["params"]}
+        return {master: step for master, step in found.items() if step}
+
+
+def _step(inner: Any, master: torch.Tensor, numbers: Mapping[str, Any]) -> AdamStep | None:
+    if any(numbers.get(option) for option in _CHANGED) or master not in inner.state:
+        return None
+    beta1, beta2 = numbers["betas"]
+    return AdamStep(
+        learning_rate=float(numbers["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(numbers["eps"]),
+        weight_decay=float(numbers["weight_decay"]),
+        decoupled=isinstance(inner, torch.optim.AdamW) or bool(numbers.get("decoupled_weight_decay")),
+        steps=float(inner.state[master]["step"]) - 1,
+    )

@@ -1,0 +1,83 @@
+"""All local experts of a layer in one module, on a CPU: the stand-in for Transformer Engine's grouped linear layers.
+
+Owns: one weight an expert, by the names that `TEGroupedMLP` of Megatron-Core and its checkpoints use, and a product for
+each expert's tokens. Must not: know what an expert is; biases and tensor parallelism are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core.models.gpt.gpt_layer_specs import TransformerBlockSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from moe_ckpt.config import require
+from moe_ckpt.megatron import fp8_linear
+
+
+class GroupedLinear(torch.nn.Module):
+    """Linear layers of the local experts, `weight0` to `weightN`, [output_size, input_size] each; without biases."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        require(not bias, "model.linear_bias", bias, "false where model.moe_grouped_gemm=true without a GPU")
+        self._groups = pg_collection
+        self._num_gemms = num_gemms
+        for index in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            init_method(weight.data)
+            weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{index}", weight)
+        self._multiply = fp8_linear.multiplying_fp8(_multiply)
+
+    @property
+    def weights(self) -> Sequence[torch.nn.Parameter]:
+        return [self.get_parameter(f"weight{index}") for index in range(self._num_gemms)]
+
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: Sequence[int]) -> tuple[torch.Tensor, None]:
+        """Return the products, [tokens, output_size], of tokens that are sorted by expert, and no biases."""
+        parts = tokens.split(list(tokens_per_expert))
+        outputs = [self._multiply(part, weight) for part, weight in zip(parts, self.weights, strict=True)]
+        return torch.cat(outputs), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), *_: Any, **__: Any) -> dict[str, Any]:
+        """Return the weights under the keys that experts in modules of their own have."""
+        first = self._groups.ep.rank() * self._num_gemms
+        num_experts = self._groups.ep.size() * self._num_gemms
+        found: dict[str, Any] = {}
+        for index, weight in enumerate(self.weights):
+            offsets = (*sharded_offsets, (len(sharded_offsets), first + index, num_experts))
+            sharded = make_sharded_tensors_for_checkpoint({f"{prefix}weight": weight}, "", {}, offsets)
+            found[f"{prefix}weight{index}"] = entry = sharded[f"{prefix}weight"]
+            entry.replica_id = (*entry.replica_id[:2], self._groups.expt_dp.rank())
+        return found
+
+
+def group_experts(block: TransformerBlockSubmodules) -> None:
+    """Let the layers of a block's specification hold their local experts in one module."""
+    grouped = ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear))
+    for layer in block.layer_specs or []:
+        submodules: Any = cast("Any", layer.submodules).mlp.submodules
+        if getattr(submodules, "experts", None) is not None:
+            submodules.experts = grouped
+
+
+def _multiply(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(tokens, weight)

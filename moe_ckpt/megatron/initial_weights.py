@@ -1,0 +1,36 @@
+"""What Megatron does with all ranks while a model is built, for one that each rank has built by itself.
+
+Owns: making the initial weights those that building together gives. Collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from moe_ckpt.megatron.operators import bare_model
+from moe_ckpt.megatron.state import TrainingState
+
+
+@torch.no_grad()
+def synchronize_fresh(state: TrainingState) -> None:
+    """Give all replicas one set of initial weights, and both ends of the pipeline one embedding where they share it."""
+    _share_embedding(state)
+    for chunk in state.model:
+        cast("Any", chunk).broadcast_params()
+    for optimizer in state.inner_optimizers:
+        cast("Any", optimizer).reload_model_params()
+
+
+def _share_embedding(state: TrainingState) -> None:
+    group: Any = parallel_state.get_embedding_group(check_initialized=False)
+    if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
+        return
+    for chunk in state.model:
+        model: Any = bare_model(chunk)
+        if model.share_embeddings_and_output_weights:
+            first_stage = dist.get_process_group_ranks(group)[0]
+            dist.broadcast(model.shared_embedding_or_output_weight().data, src=first_stage, group=group)

@@ -1,0 +1,512 @@
+"""The operators of one rank's Megatron-Core GPT: where they are, and reading and writing the pieces this rank owns.
+
+Owns: which parameter and buffer belongs to which operator (by global layer and expert), which piece of each this rank
+snapshots, and putting pieces back so that all copies are whole again. Of a parameter that several ranks hold, each
+snapshots the piece whose master weights it keeps (the distributed optimizer's own shard), or an even share where the
+optimizer is not sharded: every byte is taken once. Must not: copy to host memory, or decide what is taken when.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.megatron import fp8_linear
+from moe_ckpt.megatron.buffers import named_buffers
+from moe_ckpt.megatron.gradients import AdamSteps
+from moe_ckpt.megatron.optimizer_state import (
+    derives_compute,
+    master_values,
+    step_count,
+    stored_state,
+    updated_tensor,
+    write_step_count,
+)
+from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.megatron.transformer_engine import is_scaling
+from moe_ckpt.packed import pack_rows, unpack_rows
+from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
+from moe_ckpt.snapshot.capture import Piece
+from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity, scale_of, scaled_role
+from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ReadyGradients
+
+_EDGES = {
+    "embedding": OperatorKind.EMBEDDING,
+    "rotary_pos_emb": OperatorKind.EMBEDDING,
+    "output_layer": OperatorKind.OUTPUT,
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$")
+_SECTIONS = (OperatorKind.EMBEDDING, OperatorKind.BLOCK, OperatorKind.FINAL_NORM, OperatorKind.OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedParameter:
+    """A parameter of this rank and the range of its flattened elements that this rank snapshots (may be empty)."""
+
+    operator: OperatorId
+    name: str
+    parameter: torch.nn.Parameter
+    optimizer: MegatronOptimizer
+    optimizer_index: int
+    start: int
+    end: int
+    replicas: dist.ProcessGroup
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.optimizer, DistributedOptimizer)
+
+    def weights(self) -> torch.Tensor:
+        """Return all compute weights, flattened."""
+        return self.parameter.data.view(-1)
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Return what this rank holds of master weights and moments, flattened, by role: its shard, or all of it."""
+        if self.is_sharded and self.start == self.end:
+            return {}
+        return stored_state(self.optimizer, self.parameter)
+
+    def pieces(self, *, full: bool) -> Iterator[Piece]:
+        """Yield the owned piece of the whole state, or of the compute weights.
+
+        The whole state has compute weights too where they are not the rounding of the stored master weights.
+        """
+        if full:
+            yield from self._state_pieces()
+        if not full or not derives_compute(self.optimizer):
+            yield from self._compute_pieces()
+
+    def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
+        """Put the owned piece of a snapshot in place: the whole state, after so many steps, or the compute weights.
+
+        Raises CheckpointLoadError for a part that is missing or differs.
+        """
+        full = steps is not None
+        if full:
+            for key, tensor, _ in self._state_pieces():
+                _copy_part(parts, key, tensor)
+        weights = self.weights()[self.start : self.end]
+        if full and derives_compute(self.optimizer):
+            state = self.optimizer_state()
+            if state:
+                weights.copy_(master_values(state)[self._held()])
+        else:
+            loaded = [(key.role, torch.empty_like(tensor)) for key, tensor, _ in self._compute_pieces()]
+            for role, tensor in loaded:
+                _copy_part(parts, self.key(role), tensor)
+            payload, *scale = (tensor for _, tensor in loaded)
+            weights.copy_(fp8_linear.from_fp8(payload, scale[0]) if scale else payload)
+        if steps is not None and self.optimizer_state():
+            write_step_count(self.optimizer, self.parameter, steps)
+
+    def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
+        """Return the gradient of the owned piece, and its step, if that is one of `steps`."""
+        master = updated_tensor(self.optimizer, self.parameter)
+        if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
+            return None
+        return master.grad.view(-1)[self._held()], steps[id(master)]
+
+    def reduced_gradient(self) -> torch.Tensor | None:
+        """Return the gradient of the owned piece, float32, flattened; None where there is none."""
+        if self.start == self.end:  # a sharded optimizer knows it on another rank only
+            return None
+        master = updated_tensor(self.optimizer, self.parameter)
+        if master.grad is None:
+            return None
+        assert master.grad.dtype == torch.float32, master.grad.dtype
+        return master.grad.view(-1)[self._held()]
+
+    def clipped_by(self, total_norm: float | None) -> float:
+        """Return what Megatron multiplies the gradient with before the step, for a norm over all ranks."""
+        most = self.optimizer.config.clip_grad
+        scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
+        return scale if scale < 1.0 else 1.0
+
+    def forward_values(self) -> torch.Tensor:
+        """Return all weights that forward passes compute with, flattened."""
+        return fp8_linear.forward_values(self.parameter).view(-1)
+
+    def _held(self) -> slice:
+        """Return where the owned piece is in what this rank holds of the optimizer's state."""
+        return slice(None) if self.is_sharded else slice(self.start, self.end)
+
+    def _state_pieces(self) -> Iterator[Piece]:
+        for role, tensor in self.optimizer_state().items():
+            if role != scaled_role(role):
+                yield self.key(role), tensor, (0, 1)
+            else:
+                yield self.key(role), tensor[self._held()], (self.start, self.end)
+
+    def _compute_pieces(self) -> Iterator[Piece]:
+        owned = (self.start, self.end)
+        if not fp8_linear.is_fp8(self.parameter):
+            yield self.key(COMPUTE), self.weights()[slice(*owned)], owned
+        else:
+            payload, scale = fp8_linear.to_fp8(self.parameter)
+            yield self.key(COMPUTE), payload.view(-1)[slice(*owned)], owned
+            yield self.key(scale_of(COMPUTE)), scale, (0, 1)
+
+    def key(self, role: str) -> PartKey:
+        return PartKey(operator=str(self.operator), tensor=self.name, role=role)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedBuffer:
+    """A module buffer: every rank snapshots its own."""
+
+    operator: OperatorId
+    name: str
+    buffer: torch.Tensor
+
+    def piece(self) -> Piece:
+        key = PartKey(operator=str(self.operator), tensor=self.name, role=BUFFER)
+        return key, self.buffer, (0, self.buffer.numel())
+
+
+class RankOperators:
+    """All operators of this rank's model chunks, and the table of its stage group's. Built collectively."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._steps = AdamSteps(state)
+        self._total_norm: float | None = None
+        self.parameters = list(_parameters(state))
+        self._owned: dict[OperatorId, list[OwnedParameter]] = defaultdict(list)
+        for each in self.parameters:
+            if each.start < each.end:
+                self._owned[each.operator].append(each)
+        self.buffers = list(_buffers(state))
+        self._frozen: frozenset[str] = frozenset()
+        self.table = _gather_table(self)
+
+    def meet(self) -> None:
+        """Gather the table again: others of the stage may be new, or this process had been alone. Collective in it."""
+        self.table = _gather_table(self)
+
+    def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
+        """Return what to take of the operators at these positions of the table: whole state, or compute weights."""
+        wholes = {self.table.operators[position]: position in full for position in (*full, *compute)}
+        found: list[Piece] = []
+        for owned in self.parameters:
+            if owned.operator in wholes:
+                found += owned.pieces(full=wholes[owned.operator])
+        return found
+
+    def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
+        """Return the buffers of the operators at these positions, which belong to both."""
+        wanted = {self.table.operators[position] for position in positions}
+        return [buffer.piece() for buffer in self.buffers if buffer.operator in wanted]
+
+    def adam_steps(self) -> tuple[float, ...]:
+        """Return the number of updates that each inner optimizer has made."""
+        return tuple(step_count(optimizer) for optimizer in self._state.inner_optimizers)
+
+    def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
+        """The step of `iteration` is about to be taken with these gradients."""
+        self._steps.note(iteration, overflow=gradients.overflow)
+        self._total_norm = gradients.total_norm
+
+    def require_steps(self) -> None:
+        """Raise ConfigError unless steps can be told to servers that take them, too."""
+        self._steps.require_known()
+
+    def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
+        """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
+
+        By the master weights, flattened, float32, in the order of `pieces`; without those that take no step.
+        """
+        found = {each.key(MASTER): each.reduced_gradient() for each in self.parameters}
+        return {key: gradient for key, gradient in found.items() if gradient is not None}
+
+    def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
+        """Return the steps that followed in `iteration`, by the same keys; none where it was skipped."""
+        steps, found = self._steps.known(iteration), dict[PartKey, AdamStep]()
+        for each in self.parameters if steps else ():
+            if each.reduced_gradient() is not None:
+                step = steps[id(updated_tensor(each.optimizer, each.parameter))]
+                found[each.key(MASTER)] = replace(step, scale=each.clipped_by(self._total_norm))
+        return found
+
+    def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
+        """Return what this rank's pieces of these operators took the step of `iteration` with; None if not known."""
+        steps = self._steps.known(iteration)
+        owned = (each for position in full for each in self._owned[self.table.operators[position]])
+        found = {each.key(MASTER): each.gradient(steps) for each in owned}
+        return {key: gradient for key, gradient in found.items() if gradient} if all(found.values()) else None
+
+    def load(
+        self,
+        parts: Mapping[PartKey, torch.Tensor],
+        full: Collection[str],
+        compute: Collection[str],
+        adam_steps: Sequence[float],
+    ) -> None:
+        """Put this rank's pieces of a snapshot in place, then make all copies whole. Collective in the stage group.
+
+        Operators in `full` get master weights, moments, step count and compute weights; those in `compute` only the
+        latter; both get their buffers. Raises CheckpointLoadError for a piece that is not there or has another size.
+        """
+        loaded = [owned for owned in self.parameters if str(owned.operator) in {*full, *compute}]
+        for owned in loaded:
+            owned.load(parts, adam_steps[owned.optimizer_index] if str(owned.operator) in full else None)
+        for buffer in self.buffers:
+            if str(buffer.operator) in {*full, *compute}:
+                key, tensor, _ = buffer.piece()
+                _widen(parts, key, tensor)
+                _copy_part(parts, key, tensor)
+        _make_whole(loaded, full)
+
+    def digests(self) -> dict[str, str]:
+        """Return an XXH3 hash, in hex, of what this rank holds of each operator: weights, optimizer state, buffers."""
+        hashes: dict[str, Any] = {}
+        for owned in self.parameters:
+            _hash_into(hashes, owned.operator, [owned.forward_values(), *owned.optimizer_state().values()])
+        for buffer in self.buffers:
+            _hash_into(hashes, buffer.operator, [buffer.buffer])
+        return {name: total.hexdigest() for name, total in hashes.items()}
+
+    def freeze(self, frozen: Collection[str]) -> None:
+        """Let the weights of these operators skip their gradients, and all others compute them.
+
+        The embedding always computes its own, so that every rank runs backward through all its layers: exchanges of
+        tokens in there are collective. Grouped experts skip theirs only all together. Where gradients are reduced while
+        backward runs nobody skips: Megatron waits for all of them. The optimizer skips all frozen ones in any case: see
+        `drop_frozen_gradients`.
+        """
+        self._frozen = frozenset(frozen)
+        overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
+        needed = {_grouped_name(owned) for owned in self.parameters if str(owned.operator) not in frozen}
+        for owned in self.parameters:
+            computes = owned.operator.kind is OperatorKind.EMBEDDING or _grouped_name(owned) in needed
+            owned.parameter.requires_grad_(overlapped or computes)
+
+    def drop_frozen_gradients(self) -> None:
+        """Let the optimizer's next step leave out frozen operators: it skips what has no gradient (section 3.3)."""
+        for owned in self.parameters:
+            if str(owned.operator) in self._frozen and owned.start < owned.end:
+                updated = updated_tensor(owned.optimizer, owned.parameter)
+                updated.grad = None
+                if hasattr(updated, "decoupled_grad"):
+                    cast("Any", updated).decoupled_grad = None
+
+
+def shard_identity() -> ShardIdentity:
+    """Return which shard of the job this rank holds."""
+    return ShardIdentity(
+        global_rank=dist.get_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=cast("int", parallel_state.get_expert_tensor_parallel_rank()),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def stage_group() -> dist.ProcessGroup:
+    """Return the process group of this rank's pipeline stage: all its data-, expert- and tensor-parallel ranks."""
+    return cast("dist.ProcessGroup", parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+
+
+def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return a model chunk without its wrappers for data parallelism and precision."""
+    while hasattr(chunk, "module"):
+        chunk = cast("torch.nn.Module", chunk.module)
+    return chunk
+
+
+def locate(model: torch.nn.Module, name: str) -> OperatorId:
+    """Return the operator that a parameter or buffer of a bare GPT model belongs to.
+
+    Raises ConfigError for a name that is in none, and for experts that share one weight (Megatron's legacy GroupedMLP).
+    """
+    root = name.partition(".")[0]
+    if root in _EDGES:
+        return OperatorId(kind=_EDGES[root])
+    if name.startswith("decoder.final_layernorm."):
+        return OperatorId(kind=OperatorKind.FINAL_NORM)
+    if match := _LAYER.match(name):
+        layer = cast("Any", model).decoder.layers[int(match[1])]
+        return _locate_in_layer(layer.mlp, match[2], layer=layer.layer_number - 1, mtp_depth=None)
+    if match := _MTP.match(name):
+        module = cast("Any", model).mtp.layers[int(match[1])]
+        inner = getattr(module, "transformer_layer", None) or module.mtp_model_layer
+        return _locate_in_layer(inner.mlp, match[2], layer=0, mtp_depth=int(match[1]))
+    raise ConfigError(f"snapshots in memory: {name!r} is in no operator, wanted a GPTModel of Megatron-Core")
+
+
+def _locate_in_layer(mlp: Any, rest: str, *, layer: int, mtp_depth: int | None) -> OperatorId:
+    place = {"layer": layer, "mtp_depth": mtp_depth}
+    if rest.startswith("mlp.router."):
+        return OperatorId(kind=OperatorKind.GATE, **place)
+    if rest.startswith("mlp.experts."):
+        match = _SEQUENTIAL_EXPERT.match(rest) or _GROUPED_EXPERT.match(rest)
+        if match is None and is_scaling(rest):  # a grouped layer has scales for all of its experts in one tensor
+            return OperatorId(kind=OperatorKind.BLOCK, **place)
+        if match is None:
+            raise ConfigError(f"snapshots in memory: {rest!r} holds several experts, wanted one weight an expert")
+        return OperatorId(kind=OperatorKind.EXPERT, expert=mlp.local_expert_indices[int(match[1])], **place)
+    return OperatorId(kind=OperatorKind.BLOCK, **place)
+
+
+def front_to_back(operator: OperatorId) -> tuple[int, ...]:
+    """Return a sort key: embedding, layers (block, gate, experts), final norm, MTP modules, output."""
+    in_layer = operator.layer is not None
+    section = OperatorKind.BLOCK if in_layer else operator.kind
+    after_decoder = 2 * _SECTIONS.index(section) + (3 if operator.mtp_depth is not None else 0)
+    kind = list(OperatorKind).index(operator.kind)
+    return (after_decoder, operator.mtp_depth or 0, operator.layer or 0, kind, operator.expert or 0)
+
+
+def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
+    optimizer_of = _optimizers_by_parameter(state)
+    for index, chunk in enumerate(state.model):
+        model = bare_model(chunk)
+        for name, parameter in model.named_parameters():
+            if parameter not in optimizer_of:
+                raise ConfigError(f"snapshots in memory: no optimizer updates {name!r}, wanted one for every parameter")
+            optimizer_index, optimizer = optimizer_of[parameter]
+            replicas = _replicas(parameter)
+            start, end = _owned_range(parameter, optimizer, replicas)
+            yield OwnedParameter(
+                operator=locate(model, name),
+                name=f"model{index}.{name}",
+                parameter=parameter,
+                optimizer=optimizer,
+                optimizer_index=optimizer_index,
+                start=start,
+                end=end,
+                replicas=replicas,
+            )
+
+
+def _optimizers_by_parameter(state: TrainingState) -> dict[torch.nn.Parameter, tuple[int, MegatronOptimizer]]:
+    found: dict[torch.nn.Parameter, tuple[int, MegatronOptimizer]] = {}
+    for index, optimizer in enumerate(state.inner_optimizers):
+        for parameter in _updated_parameters(optimizer):
+            found[parameter] = (index, optimizer)
+    return found
+
+
+def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Parameter]:
+    """Return the model's parameters that an inner optimizer updates, on any rank."""
+    inner: Any = optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        return [] if inner.is_stub_optimizer else [parameter for buffer in inner.buffers for parameter in buffer.params]
+    if hasattr(inner, "float16_groups"):
+        return [parameter for group in inner.float16_groups + inner.fp32_from_fp32_groups for parameter in group]
+    return (
+        [] if inner.is_stub_optimizer else [parameter for group in inner.param_groups for parameter in group["params"]]
+    )
+
+
+def _replicas(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    if getattr(parameter, "allreduce", True):  # Megatron's mark: false on what expert parallelism splits
+        return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return cast("dist.ProcessGroup", parallel_state.get_expert_data_parallel_group())
+
+
+def _owned_range(
+    parameter: torch.nn.Parameter, optimizer: MegatronOptimizer, replicas: dist.ProcessGroup
+) -> tuple[int, int]:
+    if isinstance(optimizer, DistributedOptimizer):
+        if parameter not in optimizer.model_param_group_index_map:
+            return 0, 0
+        owned = optimizer._get_model_param_range_map(parameter)["param"]
+        return owned.start, owned.end
+    count, rank = replicas.size(), replicas.rank()
+    return parameter.numel() * rank // count, parameter.numel() * (rank + 1) // count
+
+
+def _buffers(state: TrainingState) -> Iterator[OwnedBuffer]:
+    for index, chunk in enumerate(state.model):
+        model = bare_model(chunk)
+        for name, buffer in named_buffers(model):
+            yield OwnedBuffer(operator=locate(model, name), name=f"model{index}.{name}", buffer=buffer)
+
+
+def _gather_table(operators: RankOperators) -> OperatorTable:
+    """Agree on the stage group's operators and on who owns how much of them. Collective in the stage group."""
+    mine: dict[OperatorId, list[int]] = defaultdict(lambda: [0, 0, 0])  # in full, compute weights, moments
+    for owned in operators.parameters:
+        sizes = mine[owned.operator]
+        for key, tensor, _ in owned.pieces(full=True):
+            sizes[0] += tensor.nbytes
+            sizes[2] += tensor.nbytes if scaled_role(key.role) in MOMENTS else 0
+        sizes[1] += sum(tensor.nbytes for _, tensor, _ in owned.pieces(full=False))
+    for buffer in operators.buffers:
+        for index in range(2):
+            mine[buffer.operator][index] += buffer.buffer.nbytes
+    own = pack_rows(list(mine), np.array(list(mine.values()), np.int64).reshape(-1, 3).T)
+    packed = [b""] * stage_group().size()  # compressed: every rank gets those of all ranks of its stage
+    dist.all_gather_object(packed, own, group=stage_group())
+    everyone = [dict(zip(held, columns.T.tolist(), strict=True)) for held, columns in map(unpack_rows, packed)]
+    names = sorted({operator for rank in everyone for operator in rank}, key=front_to_back)
+    sizes = np.array([[rank.get(operator, [0, 0, 0]) for operator in names] for rank in everyone], dtype=np.int64)
+    full, compute, moments = np.moveaxis(sizes, 2, 0)
+    return OperatorTable(operators=tuple(names), full_bytes=full, compute_bytes=compute, moment_bytes=moments)
+
+
+def _hash_into(hashes: dict[str, Any], operator: OperatorId, tensors: Iterable[torch.Tensor]) -> None:
+    total = hashes.setdefault(str(operator), xxhash.xxh3_128())
+    for tensor in tensors:
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor) -> None:
+    part = parts.get(key)
+    if part is None or part.numel() != target.numel() or part.dtype != target.dtype:
+        got = "nothing" if part is None else f"{part.numel()} elements of {part.dtype}"
+        raise CheckpointLoadError(f"{key}: got {got}, wanted {target.numel()} elements of {target.dtype}")
+    target.copy_(part.view(target.shape))
+
+
+def _widen(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
+    """Let a buffer be float32 if it was when it was taken: Megatron widens those of a new model in its first pass."""
+    part = parts.get(key)
+    if part is not None and part.dtype == torch.float32 and buffer.dtype in (torch.bfloat16, torch.float16):
+        buffer.data = buffer.data.float()
+
+
+def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None:
+    """Give every rank that holds a copy of these parameters all pieces of it."""
+    tensors: dict[dist.ProcessGroup, list[tuple[torch.Tensor, int, int]]] = {}
+    for owned in loaded:
+        copies = [owned.weights()]
+        if str(owned.operator) in full and not owned.is_sharded:
+            copies = [*copies, *owned.optimizer_state().values()]
+        tensors.setdefault(owned.replicas, []).extend((copy, owned.start, owned.end) for copy in copies)
+    for group, pieces in tensors.items():
+        if group.size() > 1:
+            _merge(pieces, group)
+
+
+def _merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup) -> None:
+    """Put together tensors of which each rank holds one range: a sum of bytes, zero where a rank owns nothing."""
+    for tensor, start, end in pieces:
+        tensor[:start].zero_()
+        tensor[end:].zero_()
+    merged = torch.cat([tensor.view(torch.uint8) for tensor, _, _ in pieces])
+    dist.all_reduce(merged, group=group)
+    parts = merged.split([tensor.nbytes for tensor, _, _ in pieces])
+    for (tensor, _, _), part in zip(pieces, parts, strict=True):
+        tensor.view(torch.uint8).copy_(part)
+
+
+def _grouped_name(owned: OwnedParameter) -> str:
+    """Return the name without the number of a grouped expert: weights of one name compute gradients all or none."""
+    return re.sub(r"(linear_fc[12]\.(?:weight|bias))\d+$", r"\1", owned.name)

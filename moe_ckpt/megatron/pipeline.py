@@ -1,0 +1,126 @@
+"""What crosses pipeline stages, seen through Megatron's own seam: a `P2PCommunicator` handed to its schedules.
+
+Owns: counting and logging what this rank sends, telling when it waits for what it receives, and, in a replay, giving
+the schedule what the neighbours once sent in place of receiving it. The schedules call `_communicate` for every
+transfer, whatever the schedule, so this is the one place to look. Must not: keep or fetch logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from moe_ckpt.snapshot.boundary_log import BoundaryLog, Direction, LoggedEnds
+from moe_ckpt.snapshot.bubbles import PipelineBubbles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """What a rank has sent to its neighbour stages, and spent on logging it, since its communicator was made."""
+
+    activation_bytes: int
+    gradient_bytes: int
+    logging_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Replay:
+    from_previous: deque[torch.Tensor] | None
+    from_next: deque[torch.Tensor] | None
+
+
+class StageCommunicator(P2PCommunicator):
+    """Megatron's communicator, which counts and logs what it sends and can replay what it received."""
+
+    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
+        super().__init__(pp_group, config)
+        self._activation_bytes = 0
+        self._gradient_bytes = 0
+        self.log: BoundaryLog | None = None
+        self.bubbles: PipelineBubbles | None = None
+        self._replay = _Replay(None, None)
+
+    @property
+    def observed(self) -> Observed:
+        """What has been seen so far."""
+        return Observed(
+            activation_bytes=self._activation_bytes,
+            gradient_bytes=self._gradient_bytes,
+            logging_s=self.log.spent_s if self.log else 0.0,
+        )
+
+    def tensor_bytes(self, num_tokens: int) -> int:
+        """Return the size of what crosses a stage boundary for a micro-batch of so many tokens."""
+        config: Any = self.config
+        num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return num_tokens // num_shards * config.hidden_size * config.pipeline_dtype.itemsize
+
+    @contextlib.contextmanager
+    def replaying(self, ends: LoggedEnds) -> Iterator[None]:
+        """Within the context, transfers with a logged end take what is logged, in order, and send nothing there."""
+        before, after = (None if end is None else deque(end) for end in (ends.from_previous, ends.from_next))
+        self._replay = _Replay(before, after)
+        try:
+            yield
+            left = [len(queue) for queue in (before, after) if queue]
+            assert not left, f"{left} logged tensors were not asked for: another schedule than the one that was logged?"
+        finally:
+            self._replay = _Replay(None, None)
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        **options: Any,
+    ) -> Any:
+        self._observe(tensor_send_next, tensor_send_prev)
+        before, after = self._replay.from_previous, self._replay.from_next
+        live = {
+            "tensor_send_next": tensor_send_next if after is None else None,
+            "tensor_send_prev": tensor_send_prev if before is None else None,
+            "recv_prev": recv_prev and before is None,
+            "recv_next": recv_next and after is None,
+        }
+        received: Any = (None, None, None)
+        if _any(live):
+            waits = live["recv_prev"] or live["recv_next"]
+            with self.bubbles.open() if self.bubbles and waits else contextlib.nullcontext():
+                received = super()._communicate(**live, tensor_shape=tensor_shape, **options)
+        from_previous, from_next, requests = received
+        if recv_prev and before is not None:
+            from_previous = self._logged(before, tensor_shape)
+        if recv_next and after is not None:
+            from_next = self._logged(after, tensor_shape)
+        return from_previous, from_next, requests
+
+    def _observe(self, activation: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+        self._activation_bytes += _size_bytes(activation)
+        self._gradient_bytes += _size_bytes(gradient)
+        for direction, tensor in ((Direction.ACTIVATION, activation), (Direction.GRADIENT, gradient)):
+            if self.log is not None and tensor is not None:
+                self.log.record(direction, tensor)
+
+    def _logged(self, queue: deque[torch.Tensor], shape: Any) -> torch.Tensor:
+        """Return the next logged tensor as if it had been received: on the device, a leaf that gathers a gradient."""
+        stored = queue.popleft()
+        tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
+        tensor.view(-1).view(torch.uint8).copy_(stored)
+        return tensor.requires_grad_()
+
+
+def _any(transfer: dict[str, Any]) -> bool:
+    return any(value is not None and value is not False for value in transfer.values())
+
+
+def _size_bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes

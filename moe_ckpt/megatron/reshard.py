@@ -1,0 +1,131 @@
+"""A state that ranks of another parallel layout have saved, as ranks of this one load it.
+
+Owns: what has another form at each layout beside the tensors that `dist_checkpointing` cuts anew - how many optimizers
+Megatron chains, whose buffers are where, the padding of the vocabulary, the seeds of the generators. Must not: know
+directories that hold no checkpoint, or what a run is.
+
+    saved by rank       here
+    0  optimizer 0, 1   step count, loss scaler -> all that there are here   (experts have their own where EP > 1)
+    r  buffers          by global layer -> the ranks that have the layer     (rank 0 reads all, and tells)
+    r  generators       stay behind: seeded as at a run's start, for the iteration
+    r  stored states    stay behind: scales belong to shards; numbers are stored again with the scales of those here
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing import load_tensors_metadata
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+
+from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.megatron.buffers import merge_buffers
+from moe_ckpt.megatron.state import BUFFERS, RNG_STATE, STORED_STATES, TrainingState, sharded_state
+
+_NOT_AS_SAVED = (RNG_STATE, BUFFERS, STORED_STATES, "optimizer")
+_OPTIMIZER, _SAVED_BUFFERS = "optimizer here", "buffers of all ranks"
+
+
+class Reshard:
+    """One load of a checkpoint that `num_ranks` ranks of another layout have saved. Collective over all ranks."""
+
+    def __init__(self, state: TrainingState, directory: str, num_ranks: int) -> None:
+        self._here = sharded_state(state, is_loading=True)
+        self._directory = directory
+        self._num_ranks = num_ranks
+
+    def template(self) -> dict[str, Any]:
+        """Return what to ask `dist_checkpointing` for.
+
+        Raises CheckpointLoadError on all ranks where the vocabulary is padded to another size than it was.
+        """
+        gather_results(TorchRanks(), lambda: _require_same_padding(self._here, self._directory), CheckpointLoadError)
+        asked = {key: part for key, part in self._here.items() if key not in _NOT_AS_SAVED}
+        asked[_OPTIMIZER] = self._here["optimizer"]  # apart: what common.pt has of optimizers is of another form
+        asked[_SAVED_BUFFERS] = _all_buffers(self._num_ranks) if dist.get_rank() == 0 else {}
+        return asked
+
+    def adapt(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """Return what `load_sharded_state` takes, without generators, from what was loaded.
+
+        Raises CheckpointLoadError on all ranks for buffers that differed between the ranks that saved them.
+        """
+        parts = loaded.pop(_SAVED_BUFFERS, {})
+        buffers = broadcast_result(TorchRanks(), lambda: merge_buffers(parts.values()), CheckpointLoadError)
+        optimizer = cast("dict[Any, Any]", merge(_unsharded(self._here["optimizer"]), loaded.pop(_OPTIMIZER)))
+        _take_over_counts(_chained(optimizer), _chained(loaded["optimizer"]))
+        return {**loaded, "optimizer": optimizer, BUFFERS: buffers}
+
+
+def reseed(run_seed: int, iteration: int) -> None:
+    """Seed all generators of this rank as at a run's start, but for going on after `iteration`.
+
+    `run_seed` is what the loop has seeded this rank's generators with: alike on a stage, different between stages.
+    """
+    seed = int.from_bytes(hashlib.sha256(f"{run_seed} {iteration}".encode()).digest()[:4]) >> 1  # Megatron adds to it
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _all_buffers(num_ranks: int) -> dict[int, ShardedObject]:
+    return {rank: ShardedObject(f"moe_ckpt.{BUFFERS}", None, (num_ranks,), (rank,)) for rank in range(num_ranks)}
+
+
+def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
+    """Refuse what Megatron would load with zeros, or cut off: rows that pad a vocabulary take part in every loss."""
+    padded = [entry for entry in nested_values(cast("Any", here)) if getattr(entry, "allow_shape_mismatch", False)]
+    saved = load_tensors_metadata(directory) if padded else {}
+    for entry in padded:
+        if entry.key in saved and saved[entry.key].global_shape != entry.global_shape:
+            raise CheckpointLoadError(
+                f"{directory}: {entry.key} got {cast('ShardedTensor', saved[entry.key]).global_shape[0]} rows, wanted "
+                f"{entry.global_shape[0]}: parallel.tp pads the vocabulary to another size; set model.vocab_size to a "
+                "multiple of both when a run begins"
+            )
+
+
+def _unsharded(template: Any) -> Any:
+    """Return what a sharded optimizer state consists of beside tensors: groups and their settings, loss scalers."""
+    _, persistent = extract_nonpersistent(template)
+    return extract_sharded_base(persistent)[1]
+
+
+def _chained(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a saved optimizer; Megatron chains without a list where there is but one."""
+    return [optimizer[index] for index in sorted(optimizer)] if 0 in optimizer else [optimizer]
+
+
+def _take_over_counts(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
+    """Give these optimizers the step count and the loss scaler of those that were saved.
+
+    Steps are counted alike by all of them. Where two become one, the first's scaler stays: it is what losses are
+    multiplied by, the experts' merely divides.
+    """
+    for index, part in enumerate(mine):
+        saved = theirs[min(index, len(theirs) - 1)]
+        _take_over_step(part.get("optimizer", part), saved.get("optimizer", saved))
+        if "grad_scaler" in part:
+            part["grad_scaler"] = saved["grad_scaler"]
+
+
+def _take_over_step(mine: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Set the step count where Megatron keeps it: in the groups, or, of unsharded torch Adams, beside the moments."""
+    steps = [group["step"] for group in saved["param_groups"] if "step" in group]
+    assert len({float(step) for step in steps}) <= 1, steps
+    if steps:
+        for group in mine["param_groups"]:
+            group["step"] = steps[0]
+    else:  # a count of 0 is not saved
+        mine.setdefault("state", {})["common_step"] = saved.get("state", {}).get("common_step", torch.tensor(0.0))

@@ -1,0 +1,100 @@
+"""How many tokens the routers of this rank's stage give to each expert (MoEvement, section 3.5 and Appendix B).
+
+Owns: forward hooks on Megatron's routers and the counts of the running iteration. Must not: rank experts, or add up
+over ranks. Recomputed forwards are not counted again. Soft counts sum the gate's probabilities of all experts: those
+that a router returns are zero off the top k, and with k = 1 would count what hard counts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.transformer.moe.router import Router
+
+from moe_ckpt.megatron.operators import bare_model, locate
+from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable
+
+
+class RouterCounts:
+    """Counts of the experts of a stage's table, in the table's order, from the tokens that this rank has seen.
+
+    Soft counts are zero unless they are asked for: they take another pass over the gate's scores.
+    """
+
+    def __init__(self, state: TrainingState, table: OperatorTable, *, soft: bool) -> None:
+        self._hard: dict[OperatorId, torch.Tensor] = {}
+        self._soft: dict[OperatorId, torch.Tensor] = {}
+        self._experts = [operator for operator in table.operators if operator.kind is OperatorKind.EXPERT]
+        self._counting = False
+        for gate, router in _routers(state):
+            router.register_forward_hook(self._counting_hook(gate))
+            if soft:
+                self._watch_scores(gate, cast("Router", router))
+
+    def begin(self) -> None:
+        """Count from zero."""
+        self._hard.clear()
+        self._soft.clear()
+        self._counting = True
+
+    def end(self) -> ExpertCounts:
+        """Stop counting and return what was counted."""
+        self._counting = False
+        return ExpertCounts(hard=self._in_table_order(self._hard), soft=self._in_table_order(self._soft))
+
+    def _counting_hook(self, gate: OperatorId) -> Callable[[Any, Any, tuple[torch.Tensor, torch.Tensor]], None]:
+        return lambda _, __, routed: self._count(self._hard, gate, lambda: routed[1])
+
+    def _watch_scores(self, gate: OperatorId, router: Router) -> None:
+        """Count what the gate computes, before the router takes the top k of it: no hook of Megatron's sees that."""
+        gating: Callable[[torch.Tensor], torch.Tensor] = router.gating
+
+        def watched(hidden: torch.Tensor) -> torch.Tensor:
+            scores = gating(hidden)
+            self._count(self._soft, gate, lambda: _probabilities(scores.detach(), router))
+            return scores
+
+        cast("Any", router).gating = watched
+
+    def _count(
+        self, counts: dict[OperatorId, torch.Tensor], gate: OperatorId, values: Callable[[], torch.Tensor]
+    ) -> None:
+        if not self._counting or torch._C._current_graph_task_id() != -1:  # in backward: activations are recomputed
+            return
+        total = values().sum(dim=0, dtype=torch.float64)
+        counts[gate] = counts[gate] + total if gate in counts else total
+
+    def _in_table_order(self, counts: dict[OperatorId, torch.Tensor]) -> npt.NDArray[np.float64]:
+        by_layer = {(gate.layer, gate.mtp_depth): total.cpu().numpy() for gate, total in counts.items()}
+        found = np.zeros(len(self._experts))
+        for position, expert in enumerate(self._experts):
+            layer = by_layer.get((expert.layer, expert.mtp_depth))
+            found[position] = 0.0 if layer is None or expert.expert is None else layer[expert.expert]
+        return found
+
+
+def _probabilities(scores: torch.Tensor, router: Router) -> torch.Tensor:
+    """Return the gate's probability of every expert, float32 [tokens, experts]; those of a token sum to 1."""
+    flat = scores.reshape(-1, scores.shape[-1]).float()
+    if cast("Any", router).config.moe_router_score_function == "softmax":
+        return torch.softmax(flat, dim=-1)
+    activated = torch.sigmoid(flat)
+    return activated / activated.sum(dim=-1, keepdim=True)
+
+
+def router_top_k(state: TrainingState) -> int:
+    """Return to how many experts of a layer a token goes."""
+    return int(cast("Any", state.model[0]).config.moe_router_topk)
+
+
+def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, torch.nn.Module]]:
+    for chunk in state.model:
+        model: Any = bare_model(chunk)
+        for name, module in model.named_modules():
+            if isinstance(module, Router):
+                yield locate(model, f"{name}.weight"), module

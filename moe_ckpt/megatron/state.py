@@ -1,0 +1,272 @@
+"""The state of one rank's Megatron-Core training: what it consists of, its digest, its sharded form.
+
+Owns: knowing every tensor and number that the next iteration depends on - parameters, FP32 master weights, Adam moments
+and step counts, module buffers (persistent or not), loss scaler, learning-rate schedule, RNG states. Must not: write
+files or talk to other ranks, except through Megatron's own gathering of a sharded optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from moe_ckpt.megatron import fp8_linear, optimizer_state
+from moe_ckpt.megatron.buffers import buffers_by_name, named_buffers, restore_buffers_by_name
+from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, torch_optimizer
+
+BUFFERS, RNG_STATE, STORED_STATES = "buffers", "rng_state", "stored_states"  # per-rank parts of a sharded state
+_SHARDING_METADATA: dict[str, Any] = {
+    "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """What a training loop built with Megatron-Core: `model` holds this rank's chunks, wrapped for data parallelism."""
+
+    model: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def inner_optimizers(self) -> list[MegatronOptimizer]:
+        if isinstance(self.optimizer, ChainedOptimizer):
+            return list(self.optimizer.chained_optimizers)
+        return [self.optimizer]
+
+
+def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor that the next iteration depends on, under a name that is stable over restarts."""
+    for index, chunk in enumerate(state.model):
+        for name, parameter in chunk.named_parameters():
+            yield f"model{index}.{name}", fp8_linear.forward_values(parameter)
+        for name, buffer in named_buffers(chunk):
+            yield f"model{index}.{name}", buffer
+    for index, optimizer in enumerate(state.inner_optimizers):
+        yield from _optimizer_tensors(f"optimizer{index}", optimizer)
+    yield "scheduler.num_steps", torch.tensor(state.scheduler.num_steps)
+    yield "rng.cpu", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield "rng.cuda", torch.cuda.get_rng_state()
+    for name, rng_state in sorted(_rng_tracker().get_states().items()):
+        yield f"rng.{name}", rng_state
+
+
+def _optimizer_tensors(prefix: str, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((f"{prefix}.{name}", tensor) for name, tensor in optimizer_state.named_tensors(optimizer))
+    scaler = getattr(optimizer, "grad_scaler", None)
+    for key, value in sorted((scaler.state_dict() if scaler else {}).items()):
+        yield f"{prefix}.scaler.{key}", torch.as_tensor(value)
+
+
+def digest_of(state: TrainingState) -> str:
+    """Return a SHA-256, in hex, over names, types, shapes and bytes of this rank's whole state."""
+    total = hashlib.sha256()
+    for name, tensor in named_state(state):
+        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        total.update(_bytes_of(tensor))
+    return total.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def allocate_optimizer_state(state: TrainingState) -> None:
+    """Give a fresh Adam zero moments and step 0, as its first step would.
+
+    Megatron can neither save nor load an Adam that has not stepped yet: a fresh one, or one whose steps all overflowed.
+    """
+    for optimizer in state.inner_optimizers:
+        optimizer_state.allocate(optimizer)
+
+
+def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
+    """Return the state as a sharded state dict for `dist_checkpointing`. Collective.
+
+    Model and optimizer are in Megatron's own form, which its other tools load; what Megatron leaves out and exactness
+    needs is in per-rank objects beside it.
+    """
+    model = {key: module.sharded_state_dict(metadata=_SHARDING_METADATA) for key, module in _keyed_modules(state)}
+    _count_steps_without_parameters(state)
+    return {
+        **model,
+        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA),
+        "opt_param_scheduler": state.scheduler.state_dict(),
+        RNG_STATE: _per_rank(RNG_STATE, _rng_tensors()),
+        BUFFERS: _per_rank(BUFFERS, buffers_by_name(state.model)),
+        **_stored_states(state),
+    }
+
+
+def _stored_states(state: TrainingState) -> dict[str, ShardedObject]:
+    """Return optimizer states as they are stored, where Megatron saves the numbers that they stand for.
+
+    Numbers that are stored again get another scale: only at the same layout, with these, is a state the same.
+    """
+    if not any(optimizer_state.is_rounded(optimizer) for optimizer in state.inner_optimizers):
+        return {}
+    stored = {
+        f"{index}.{name}": tensor
+        for index, optimizer in enumerate(state.inner_optimizers)
+        for name, tensor in optimizer_state.named_tensors(optimizer)
+    }
+    return {STORED_STATES: _per_rank(STORED_STATES, stored)}
+
+
+def _restore_stored_states(state: TrainingState, stored: Mapping[str, torch.Tensor]) -> None:
+    for index, optimizer in enumerate(state.inner_optimizers):
+        for name, tensor in optimizer_state.named_tensors(optimizer):
+            tensor.copy_(stored[f"{index}.{name}"])
+
+
+def _count_steps_without_parameters(state: TrainingState) -> None:
+    """Tell torch's Adam its step count on a rank where it has no parameters: the experts' on a stage of dense layers.
+
+    Megatron reads the count off a parameter, and what rank 0 reads is saved for all ranks.
+    """
+    for optimizer in state.inner_optimizers:
+        inner = torch_optimizer(optimizer)
+        if inner and counts_steps_per_parameter(optimizer) and not optimizer.get_parameters():
+            cast("Any", inner).state["no parameters"] = {"step": torch.tensor(float(state.scheduler.num_steps))}
+
+
+def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
+    """Put a loaded sharded state dict back in place; without generators in it, they stay as they are."""
+    for key, module in _keyed_modules(state):
+        module.load_state_dict(loaded[key])
+    parts = loaded["optimizer"]
+    for index, optimizer in enumerate(state.inner_optimizers):
+        _load_optimizer(optimizer, parts if len(state.inner_optimizers) == 1 else parts[index])
+    state.scheduler.num_steps = 0  # loading adds the saved steps to those taken
+    state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    restore_buffers_by_name(state.model, loaded[BUFFERS])
+    if STORED_STATES in loaded:
+        _restore_stored_states(state, loaded[STORED_STATES])
+    if RNG_STATE in loaded:
+        _restore_rng_tensors(loaded[RNG_STATE])
+
+
+def _keyed_modules(state: TrainingState) -> list[tuple[str, Any]]:
+    """Return the chunks without their data-parallel wrapper, under the keys that Megatron's checkpoints use."""
+    alone = len(state.model) == 1
+    return [("model" if alone else f"model{i}", cast("Any", chunk).module) for i, chunk in enumerate(state.model)]
+
+
+def _per_rank(name: str, value: Any) -> ShardedObject:
+    world_size, global_rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return ShardedObject(f"moe_ckpt.{name}", value, (world_size,), (global_rank,), replica_id=0)
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
+    """Load one inner optimizer around three faults of Megatron's with torch's Adam, whose step count is a tensor.
+
+    It hands the same tensor to all parameters, which Adam would then count up once for each; it looks for step counts
+    among a sharded optimizer's tensors, where it did not save them; and it does not save an unsharded one's count of 0.
+    """
+    sharded, inner = part.pop("param_state", None), torch_optimizer(optimizer)
+    if sharded is None and inner and counts_steps_per_parameter(optimizer):
+        part.get("optimizer", part).setdefault("state", {}).setdefault("common_step", torch.tensor(0.0))
+    optimizer.load_state_dict(part)
+    slots = list(cast("Any", inner).state.values()) if inner else []
+    steps = [slot.pop("step").detach().clone() if torch.is_tensor(slot.get("step")) else None for slot in slots]
+    if sharded is not None:
+        cast("Any", optimizer).load_parameter_state_from_fully_reshardable(sharded)
+    for slot, step in zip(slots, steps, strict=True):
+        if step is not None:
+            slot["step"] = step
+
+
+def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Return copies, on the host, of what an iteration starts from beside parameters, moments and buffers.
+
+    These are the states of all generators, the loss scalers, and the position in the learning-rate schedule.
+    """
+    saved = {f"rng.{name}": tensor for name, tensor in _rng_tensors().items()}
+    saved["scheduler.num_steps"] = torch.tensor(state.scheduler.num_steps)
+    return saved | _scaler_state(state)
+
+
+def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `small_state` returned; learning rates follow from the position in the schedule."""
+    _restore_rng_tensors(
+        {name.removeprefix("rng."): tensor for name, tensor in saved.items() if name.startswith("rng.")}
+    )
+    state.scheduler.num_steps = int(saved["scheduler.num_steps"])
+    state.scheduler.step(increment=0)
+    _restore_scaler_state(state, saved)
+
+
+def _scaler_state(state: TrainingState) -> dict[str, torch.Tensor]:
+    saved: dict[str, torch.Tensor] = {}
+    for index, optimizer in enumerate(state.inner_optimizers):
+        scaler = getattr(optimizer, "grad_scaler", None)
+        for key, value in (scaler.state_dict() if scaler else {}).items():
+            saved[f"scaler{index}.{key}"] = torch.as_tensor(value).detach().cpu().clone()
+    return saved
+
+
+def _restore_scaler_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
+    for index, optimizer in enumerate(state.inner_optimizers):
+        prefix = f"scaler{index}."
+        values = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}
+        if values:
+            scaler = cast("Any", optimizer).grad_scaler
+            scaler.load_state_dict({key: value if value.ndim else value.item() for key, value in values.items()})
+
+
+def buffers(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Return copies, on the host, of all module buffers, persistent or not, and of scales of FP8 layers."""
+    named = (
+        (f"{index}.{name}", buffer) for index, chunk in enumerate(state.model) for name, buffer in named_buffers(chunk)
+    )
+    return {name: buffer.detach().cpu().clone() for name, buffer in named}
+
+
+def restore_buffers(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `buffers` returned."""
+    for index, chunk in enumerate(state.model):
+        for name, buffer in named_buffers(chunk):
+            buffer.copy_(saved[f"{index}.{name}"])
+
+
+def _rng_tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+def _rng_tensors() -> dict[str, torch.Tensor]:
+    """Return the states of all generators as tensors, so that they travel without pickling."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
+    return {
+        "python": torch.tensor([version, *words]),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.concatenate([keys.astype(np.int64), [position, has_gauss]])),
+        "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        **{f"tracker.{name}": rng_state.clone() for name, rng_state in _rng_tracker().get_states().items()},
+    }
+
+
+def _restore_rng_tensors(saved: Mapping[str, torch.Tensor]) -> None:
+    version, *words = saved["python"].tolist()
+    gauss = saved["python_gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    *keys, position, has_gauss = saved["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, float(saved["numpy_gauss"])))
+    torch.set_rng_state(saved["cpu"])
+    torch.cuda.set_rng_state(saved["cuda"])
+    trackers = {name.removeprefix("tracker."): saved[name].clone() for name in saved if name.startswith("tracker.")}
+    _rng_tracker().set_states(trackers)

@@ -1,0 +1,88 @@
+"""Loses a rank's training state on purpose, as if the process had been replaced (`fault=state_loss`).
+
+Owns: overwriting everything that is trained or counted with values that training never has, at a chosen moment of an
+iteration. What lives in the host-memory store stays: a guard keeps it for a trainer that dies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from moe_ckpt.megatron import cpu_stand_in
+from moe_ckpt.megatron.buffers import named_buffers
+from moe_ckpt.megatron.operators import bare_model
+from moe_ckpt.megatron.optimizer_state import named_tensors, torch_optimizer
+from moe_ckpt.megatron.state import TrainingState, restore_small_state, small_state
+
+_LOST_STD = 0.02  # like fresh weights: what flows on from a stage that lost its state stays finite
+
+
+class StateWiper:
+    """Overwrites parameters, masters, moments, step counts, buffers, gradients, generators, scalers and schedule."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._layer = bare_model(state.model[0]).get_submodule("decoder.layers.0")
+
+    def wipe(self) -> None:
+        """Do it now."""
+        _wipe(self._state)
+
+    def arm(self, phase: str, callback: Callable[[], None]) -> None:
+        """Call back once: before the first micro-batch enters the stage's first layer (`forward`), or when the first
+        gradient comes back to that layer's output (`backward`).
+        """
+
+        def entered(*_: Any) -> None:
+            handle.remove()
+            callback()
+
+        def came_back(_: torch.Tensor) -> None:
+            with cpu_stand_in.for_a_hook():
+                callback()
+
+        def left(_: Any, __: Any, outputs: Any) -> None:
+            hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+            if hidden.requires_grad and torch.is_grad_enabled():  # not in a pass that is recomputed later
+                handle.remove()
+                hidden.register_hook(came_back)
+
+        forward = phase == "forward"
+        handle = self._layer.register_forward_pre_hook(entered) if forward else self._layer.register_forward_hook(left)
+
+
+def _wipe(state: TrainingState) -> None:
+    generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
+    tensors = [parameter.data for chunk in state.model for parameter in chunk.parameters()]
+    tensors += [cast("Any", parameter).main_grad for chunk in state.model for parameter in chunk.parameters()]
+    for optimizer in state.inner_optimizers:
+        tensors += [tensor for _, tensor in named_tensors(optimizer)]
+        for group in getattr(torch_optimizer(optimizer), "param_groups", []):
+            group.update({"step": 0} if "step" in group else {})
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
+    for chunk in state.model:
+        for _, buffer in named_buffers(chunk):
+            buffer.zero_()
+    _forget_small_state(state)
+
+
+def _forget_small_state(state: TrainingState) -> None:
+    random.seed(0)
+    np.random.seed(0)
+    fresh = torch.Generator().manual_seed(0).get_state()
+    lost = {name: _forgotten(name, tensor, fresh) for name, tensor in small_state(state).items()}
+    restore_small_state(state, lost)
+
+
+def _forgotten(name: str, tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    if name.startswith(("rng.cpu", "rng.cuda", "rng.tracker.")):
+        return fresh if tensor.shape == fresh.shape else torch.zeros_like(tensor)
+    if name.startswith("rng."):
+        return tensor  # Python's and NumPy's: seeded above
+    return torch.ones_like(tensor)  # loss scalers, and the position in the schedule

@@ -1,0 +1,100 @@
+"""Megatron's optimizer step, split where fault tolerance needs to look in.
+
+    finish_gradients    unscale, look for overflow, total gradient norm           (communicates)
+    apply_update        clip by that norm, Adam, master -> own compute weights    (local)
+    gather_parameters   compute weights that other ranks have updated             (communicates; may be done again)
+
+Called back to back they do what `MegatronOptimizer.step` does, bit for bit. A replay calls `apply_update` with a logged
+norm instead of measuring one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.types import ReadyGradients
+
+
+def clear_gradients(state: TrainingState) -> None:
+    """Zero all gradients, for the first micro-batch of an iteration."""
+    for chunk in state.model:
+        cast("Any", chunk).zero_grad_buffer()
+    state.optimizer.zero_grad()
+
+
+def finish_gradients(state: TrainingState) -> ReadyGradients:
+    """Bring reduced gradients into their final form and measure them. Collective over all ranks."""
+    loss_scale = float(state.optimizer.get_loss_scale().item())
+    overflows = tuple(bool(cast("Any", optimizer).prepare_grads()) for optimizer in state.inner_optimizers)
+    total_norm = None if any(overflows) else float(state.optimizer.get_grad_norm())
+    return ReadyGradients(overflows=overflows, total_norm=total_norm, loss_scale=loss_scale)
+
+
+def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
+    """Clip by the given norm and update what this rank owns, unless the gradients overflowed. Talks to nobody."""
+    if gradients.overflow:
+        return
+    assert gradients.total_norm is not None
+    for optimizer in state.inner_optimizers:
+        config, parameters = optimizer.config, cast("list[torch.Tensor]", optimizer.get_parameters())
+        if parameters and config.clip_grad > 0.0:
+            decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, config.clip_grad, gradients.total_norm, decoupled)
+    for optimizer in state.inner_optimizers:
+        if isinstance(optimizer, DistributedOptimizer):
+            MixedPrecisionOptimizer.step_with_ready_grads(optimizer)  # its own gathers parameters as well
+        else:
+            optimizer.step_with_ready_grads()
+
+
+@torch.no_grad()
+def gather_parameters(state: TrainingState) -> None:
+    """Get the compute weights that other ranks have updated. Collective in the stage; may be repeated.
+
+    Does nothing where no optimizer is sharded, or where the next forward gathers them.
+    """
+    sharded: list[Any] = [inner for inner in state.inner_optimizers if isinstance(inner, DistributedOptimizer)]
+    for optimizer in sharded:
+        if not optimizer.is_stub_optimizer:
+            optimizer._copy_main_params_to_model_params()  # a gather that was cut off may have left anything here
+    if sharded and not sharded[0].ddp_config.overlap_param_gather:
+        for chunk in state.model:
+            cast("Any", chunk).start_param_sync()
+
+
+def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
+    """Move the learning rate on after an update; a skipped one leaves it where it is."""
+    if not gradients.overflow:
+        state.scheduler.step(increment=1)
+
+
+@torch.no_grad()
+def unscale_gradients(state: TrainingState) -> None:
+    """Bring reduced gradients into their final form, unmeasured: no communication, loss scalers stay as they are."""
+    for optimizer in state.inner_optimizers:
+        inner: Any = optimizer
+        scaler = getattr(inner, "grad_scaler", None)
+        if scaler is None:
+            inner.prepare_grads()
+            continue
+        inner.grad_scaler = None  # Megatron would agree on overflows with all stages
+        inner.prepare_grads()
+        inner.grad_scaler = scaler
+        if not inner.is_stub_optimizer:
+            ignored = torch.zeros_like(scaler.inv_scale)
+            gradients = inner._collect_main_grad_data_for_unscaling()
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, scaler.inv_scale)
+
+
+def advance_scalers(state: TrainingState, gradients: ReadyGradients) -> None:
+    """Adapt the loss scalers to a step as `finish_gradients` does, from the step's facts alone."""
+    for optimizer, overflow in zip(state.inner_optimizers, gradients.overflows, strict=True):
+        scaler = getattr(optimizer, "grad_scaler", None)
+        if scaler is not None:
+            scaler.update(torch.tensor([float(overflow)]))

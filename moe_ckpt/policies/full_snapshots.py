@@ -1,0 +1,134 @@
+"""`ckpt=gemini` and `ckpt=checkfreq`: the whole state into host memory every few iterations.
+
+Owns: the interval and when it changes. Every rank decides for itself and comes to the same: from sizes known from the
+start, and from measurements that ranks agree on. Must not: measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moe_ckpt.config import CheckfreqConfig, GeminiConfig
+from moe_ckpt.policies.checkpoint_interval import best_interval, capped_interval, copying_interval
+from moe_ckpt.policies.memory_forecast import MemoryForecast, forecast, require_budget
+from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
+from moe_ckpt.policies.window_schedule import refit
+from moe_ckpt.types import IntervalChoice, Measured, SlotPlan, SnapshotPlan
+
+_STALE_ITERS = 64
+
+
+class WholeSnapshots:
+    """A snapshot of everything at first, then one at every interval. `num_copies` others' snapshots are kept, too.
+
+    Raises ConfigError where the memory budget does not allow that, with the numbers.
+    """
+
+    def __init__(
+        self,
+        config: GeminiConfig | CheckfreqConfig,
+        stages: Sequence[StageProfile],
+        own_stage: int,
+        num_copies: int = 0,
+    ) -> None:
+        self._config = config
+        self._num_copies = num_copies
+        self._sizes = [stage.dense_bytes for stage in stages]
+        self._stages = stages
+        self._own_stage = own_stage
+        self._num_operators = len(stages[own_stage].table.operators)
+        self._every_iters = 0 if config.every_iters == AUTO else int(config.every_iters)
+        self._newest_on_disk: int | None = None
+        self._next: int | None = None
+        require_budget(config.memory_budget_bytes, self.forecast())
+
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
+        """Return what to take of the state after `iteration` steps: everything, or nothing.
+
+        Asks for measurements where a snapshot is due and every_iters=auto. Until what a snapshot costs is known, there
+        is one every `profile_iters` iterations. Where something was being copied in all of the last _STALE_ITERS, the
+        next comes an iteration later: what iterations take by themselves may have changed.
+        """
+        every = self._config.durable_every_iters
+        durable = self._next is not None and every > 0 and iteration % every == 0
+        if self._next is not None and iteration < self._next:
+            return SnapshotPlan(durable=durable)
+        if not self._is_auto:
+            return self._take(iteration, None, durable=durable)
+        measured = measure()
+        choice = self._choose(measured)
+        rest_iters = int(measured.iters_since_quiet >= _STALE_ITERS)
+        return self._take(iteration, choice, durable=durable, rest_iters=rest_iters)
+
+    def forecast(self) -> MemoryForecast:
+        """Return the host memory that the rank with the most of it needs."""
+        return max(map(self._forecast_of, range(len(self._stages))), key=lambda forecast: forecast.total_bytes)
+
+    def own_forecast(self) -> MemoryForecast:
+        """Return the host memory that the rank with the most of it needs in this rank's stage."""
+        return self._forecast_of(self._own_stage)
+
+    def notes(self) -> list[str]:
+        """Return what this will cost, line by line, for people."""
+        every = f"every {self._every_iters} iterations"
+        if self._is_auto:
+            every = f"at the interval that {self._aim}"
+        return [f"host memory of the largest rank, everything {every}:", *self.forecast().lines()]
+
+    @property
+    def _aim(self) -> str:
+        if isinstance(self._config, GeminiConfig):
+            return f"is best for ckpt.mtbf_s={self._config.mtbf_s:g}"
+        return f"keeps to ckpt.overhead={self._config.overhead:g}"
+
+    @property
+    def _is_auto(self) -> bool:
+        return self._config.every_iters == AUTO
+
+    def _take(
+        self, iteration: int, choice: IntervalChoice | None, *, durable: bool, rest_iters: int = 0
+    ) -> SnapshotPlan:
+        self._next = iteration + (self._every_iters or self._config.profile_iters) + rest_iters
+        everything = tuple(range(self._num_operators))
+        plan = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=())
+        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
+        if to_disk:
+            self._newest_on_disk = iteration
+        return SnapshotPlan(durable=durable, sparse=plan, interval=choice, to_disk=to_disk)
+
+    def _choose(self, measured: Measured) -> IntervalChoice | None:
+        """Set the interval by what was measured; None, and no interval, while that is nothing."""
+        cost_s = measured.snapshot_cost_s
+        if measured.iteration_s <= 0 or cost_s is None:
+            return None
+        copy_s = max(self._sizes) / measured.copy_bytes_per_s
+        best = max(
+            copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s),
+            self._aimed_at(iteration_s=measured.iteration_s, checkpoint_s=cost_s),
+        )
+        is_first = self._every_iters == 0
+        self._every_iters = best if is_first else refit(self._every_iters, best, drift=self._config.interval_drift)
+        return IntervalChoice(
+            every_iters=self._every_iters,
+            best=best,
+            iteration_s=measured.iteration_s,
+            copy_bytes_per_s=measured.copy_bytes_per_s,
+            snapshot_cost_s=cost_s,
+        )
+
+    def _aimed_at(self, *, iteration_s: float, checkpoint_s: float) -> int:
+        if isinstance(self._config, GeminiConfig):
+            return best_interval(iteration_s=iteration_s, checkpoint_s=checkpoint_s, mtbf_s=self._config.mtbf_s)
+        return capped_interval(iteration_s=iteration_s, checkpoint_s=checkpoint_s, overhead=self._config.overhead)
+
+    def _forecast_of(self, stage: int) -> MemoryForecast:
+        return forecast(
+            window_bytes=self._sizes[stage],
+            period_iters=1,
+            keep_windows=1,
+            log_bytes_per_iteration=0,
+            dense_bytes=self._sizes[stage],
+            step_log_bytes_per_iteration=self._stages[stage].step_log_bytes,
+            num_copies=self._num_copies,
+            largest_window_bytes=max(self._sizes),
+        )

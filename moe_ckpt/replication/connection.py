@@ -1,0 +1,169 @@
+"""One connection: messages and streams of bytes, each within the time that is left.
+
+Owns: framing, checksums of what passes, and that no wait is longer than its caller allowed. Must not: know what the
+messages ask for, or unpickle.
+
+    length, 4 bytes | its complement | XXH3 of the message, 8 bytes | JSON      a message
+    bytes of an agreed number                                                   a stream; both ends compute its XXH3
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import xxhash
+
+from moe_ckpt.replication.messages import Address, Done, Message, Refused, Ticket, message_from_json, message_to_json
+
+CHUNK_BYTES = 1 << 20
+MOST_MESSAGE_BYTES = 16 << 20
+_HEAD = struct.Struct(">IIQ")
+_ALL_BITS = 0xFFFFFFFF
+
+M = TypeVar("M", bound=Message)
+Pace = Callable[[int], None]
+"""Called before each chunk of a stream with its bytes: may wait, allow more time, or raise."""
+
+
+class RefusedError(Exception):
+    """The other side refused; `garbled` if the bytes did not arrive as they were sent, so that another try may help."""
+
+    def __init__(self, reason: str, *, garbled: bool) -> None:
+        super().__init__(reason)
+        self.garbled = garbled
+
+
+class Link:
+    """One end of a connection, for one thread; another thread may use a `twin` for the other direction.
+
+    What fails raises OSError (TimeoutError when the time that `allow` gave is over) and leaves the link of no use.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small, and waited for
+        self._socket = connection
+        self._until_s = time.monotonic()
+
+    def twin(self) -> Link:
+        """Return another end of the same connection, with a time of its own."""
+        return Link(self._socket.dup())
+
+    def allow(self, timeout_s: float) -> None:
+        """Let what follows take so many seconds, counted from now."""
+        self._until_s = time.monotonic() + timeout_s
+
+    def is_readable(self, timeout_s: float | None) -> bool:
+        """Wait for something to read, or for the end of the connection, `timeout_s` seconds or without end."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        body = message_to_json(message)
+        if len(body) > MOST_MESSAGE_BYTES:
+            raise OSError(f"got a message of {len(body)} bytes to send, wanted at most {MOST_MESSAGE_BYTES}")
+        head = _HEAD.pack(len(body), len(body) ^ _ALL_BITS, xxhash.xxh3_64_intdigest(body))
+        self._send(memoryview(head + body))
+
+    def receive(self) -> Message:
+        """Return the next message."""
+        length, complement, wanted = _HEAD.unpack(self._receive(_HEAD.size))
+        if length != complement ^ _ALL_BITS or length > MOST_MESSAGE_BYTES:
+            raise ConnectionError(f"got no message, or one of more than {MOST_MESSAGE_BYTES} bytes")
+        body = self._receive(length)
+        found = xxhash.xxh3_64_intdigest(body)
+        if found != wanted:
+            raise ConnectionError(f"got a message with XXH3 {found:016x}, wanted {wanted:016x}")
+        try:
+            return message_from_json(bytes(body))
+        except ValueError as error:
+            raise ConnectionError(str(error)) from error
+
+    def expect(self, kind: type[M]) -> M:
+        """Return the next message, which must be of this kind. Raises RefusedError if it is a refusal."""
+        message = self.receive()
+        if isinstance(message, Refused):
+            raise RefusedError(message.reason, garbled=message.garbled)
+        if not isinstance(message, kind):
+            raise ConnectionError(f"got {type(message).__name__}, wanted {kind.__name__}")
+        return message
+
+    def ask(self, request: Message, kind: type[M]) -> M:
+        """Send a request and return its answer, which must be of this kind. Raises RefusedError if it is refused."""
+        self.send(request)
+        return self.expect(kind)
+
+    def send_stream(self, content: memoryview, pace: Pace) -> int:
+        """Send bytes in chunks; return their XXH3."""
+        digest = xxhash.xxh3_64()
+        for start in range(0, len(content), CHUNK_BYTES):
+            chunk = content[start : start + CHUNK_BYTES]
+            pace(len(chunk))
+            digest.update(chunk)
+            self._send(chunk)
+        return digest.intdigest()
+
+    def receive_stream(self, target: memoryview, pace: Pace) -> int:
+        """Fill memory with bytes in chunks; return their XXH3."""
+        digest = xxhash.xxh3_64()
+        for start in range(0, len(target), CHUNK_BYTES):
+            chunk = target[start : start + CHUNK_BYTES]
+            pace(len(chunk))
+            self._receive_into(chunk)
+            digest.update(chunk)
+        return digest.intdigest()
+
+    def shut_down(self) -> None:
+        """End the connection under whoever waits for it, from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, content: memoryview) -> None:
+        self._socket.settimeout(self._left_s())
+        self._socket.sendall(content)
+
+    def _receive(self, nbytes: int) -> bytearray:
+        content = bytearray(nbytes)
+        self._receive_into(memoryview(content))
+        return content
+
+    def _receive_into(self, target: memoryview) -> None:
+        while target:
+            self._socket.settimeout(self._left_s())
+            received_bytes = self._socket.recv_into(target)
+            if not received_bytes:
+                raise ConnectionResetError("closed by the other side")
+            target = target[received_bytes:]
+
+    def _left_s(self) -> float:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no time is left")
+        return left_s
+
+
+def open_link(address: Address, ticket: Ticket, timeout_s: float) -> Link:
+    """Connect to a server and be admitted, within `timeout_s`, which is what remains of it for what follows.
+
+    Raises OSError, or RefusedError if the ticket is not of the server's run.
+    """
+    until_s = time.monotonic() + timeout_s
+    link = Link(socket.create_connection((address.host, address.port), timeout_s))
+    try:
+        link.allow(until_s - time.monotonic())
+        link.ask(ticket, Done)
+    except BaseException:
+        link.close()
+        raise
+    return link

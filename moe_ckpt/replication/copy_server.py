@@ -1,0 +1,158 @@
+"""Serves one rank's folder to other ranks: keeps copies for them, and gives blobs to those that lost theirs.
+
+Owns: answering requests; what it knows is in the file system only, which may be deleted under it at any time. Must not:
+send anything unasked, or believe anything that does not come with the run's ticket.
+
+    own/              this rank's blobs: read only
+    held/rank0001/    copies for rank 1
+
+A checkpoint server (`serves_itself`) makes states of gradients for its own rank, too: those are held as any other's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import logging
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+
+from moe_ckpt.errors import MoeCkptError
+from moe_ckpt.replication.connection import Link, RefusedError
+from moe_ckpt.replication.messages import (
+    Address,
+    Clear,
+    Done,
+    Drop,
+    Found,
+    Get,
+    Keys,
+    ListKeys,
+    Message,
+    Put,
+    Refused,
+    Ticket,
+)
+from moe_ckpt.replication.replica_folder import HeldFolder
+from moe_ckpt.replication.server import Listener
+from moe_ckpt.replication.transfer import receive_blob, send_blob
+from moe_ckpt.snapshot.adam_update import apply_update, is_update
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
+
+_log = logging.getLogger(__name__)
+
+
+class CopyServer:
+    """Serves `rank_folder` at a free port of `host`, to whoever has the ticket, until `close`.
+
+    A connection on which nothing moves for `timeout_s` is closed; its other end connects anew when it needs to.
+    """
+
+    def __init__(
+        self,
+        rank_folder: Path,
+        global_rank: int,
+        ticket: Ticket,
+        *,
+        host: str,
+        timeout_s: float,
+        serves_itself: bool = False,
+    ) -> None:
+        self._rank_folder = rank_folder
+        self._global_rank = global_rank
+        self._ticket = ticket
+        self._timeout_s = timeout_s
+        self._serves_itself = serves_itself
+        self._own = BlobFolder(own_path(rank_folder))
+        self._lock = Lock()
+        self._held: dict[int, HeldFolder] = {}  # by the owner's rank
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, 0), family=family)
+        self.address = Address(host=host, port=listening.getsockname()[1])
+        self._listener = Listener(listening, self._serve)
+
+    def close(self) -> None:
+        """End all connections, however far they are."""
+        self._listener.close(self._timeout_s)
+
+    def _serve(self, link: Link) -> None:
+        link.allow(self._timeout_s)
+        if not self._admits(link):
+            return
+        while link.is_readable(self._timeout_s):
+            link.allow(self._timeout_s)
+            self._answer(link, link.receive())
+
+    def _admits(self, link: Link) -> bool:
+        ticket, wanted = link.receive(), self._ticket
+        if not isinstance(ticket, Ticket):
+            reason = f"got {type(ticket).__name__} first, wanted a ticket"
+        elif ticket.run_id != wanted.run_id:
+            reason = f"got run {ticket.run_id}, wanted {wanted.run_id}"
+        elif not hmac.compare_digest(ticket.token.encode(), wanted.token.encode()):
+            reason = f"got another token than that of run {wanted.run_id}"
+        else:
+            link.send(Done())
+            return True
+        _log.warning("rank %d's keeper refused a connection: %s", self._global_rank, reason)
+        link.send(Refused(reason=reason, garbled=False))
+        return False
+
+    def _answer(self, link: Link, request: Message) -> None:
+        try:
+            self._carry_out(link, request)
+        except RefusedError as error:
+            link.send(Refused(reason=str(error), garbled=error.garbled))
+        except MoeCkptError as error:
+            link.send(Refused(reason=str(error), garbled=False))
+
+    def _carry_out(self, link: Link, request: Message) -> None:
+        match request:
+            case Put(owner_rank=owner_rank, key=key):
+                self._put(link, owner_rank, key, link.expect(Found))
+            case Get(owner_rank=owner_rank, key=key):
+                folder = self._folder(owner_rank, [key])
+                send_blob(link, folder, key, folder.get(key), lambda _: link.allow(self._timeout_s))
+            case ListKeys(owner_rank=owner_rank):
+                link.send(Keys(keys=tuple(self._folder(owner_rank).keys())))
+            case Drop(owner_rank=owner_rank, keys=keys):
+                folder = self._held_folder(owner_rank, keys)
+                for key in keys:
+                    folder.discard(key)
+                link.send(Done())
+            case Clear(owner_rank=owner_rank):
+                self._held_folder(owner_rank).clear()
+                link.send(Done())
+            case _:
+                raise ConnectionError(f"got {type(request).__name__}, wanted a request")
+
+    def _put(self, link: Link, owner_rank: int, key: str, found: Found) -> None:
+        folder = self._held_folder(owner_rank, [key])
+        keep = functools.partial(apply_update, folder) if is_update(key) else folder.deposit
+        receive_blob(link, found, folder, key, keep, lambda _: link.allow(self._timeout_s))
+        link.send(Done())
+
+    def _folder(self, owner_rank: int, keys: Sequence[str] = ()) -> BlobFolder:
+        """Return the folder of a rank's blobs, to read."""
+        if owner_rank != self._global_rank:
+            return self._held_folder(owner_rank, keys)
+        _require_keys(keys)
+        return self._own
+
+    def _held_folder(self, owner_rank: int, keys: Sequence[str] = ()) -> HeldFolder:
+        """Return the folder of the copies for a rank; of a keeper's life, the first to ask adopts it."""
+        _require_keys(keys)
+        if owner_rank == self._global_rank and not self._serves_itself:
+            raise RefusedError(f"rank {owner_rank} keeps no copies for itself", garbled=False)
+        with self._lock:
+            if owner_rank not in self._held:
+                self._held[owner_rank] = HeldFolder(held_path(self._rank_folder, owner_rank))
+            return self._held[owner_rank]
+
+
+def _require_keys(keys: Sequence[str]) -> None:
+    for key in keys:
+        if not is_key(key):
+            raise RefusedError(f"got key {key!r}, wanted letters, digits, '.', '_' and '-'", garbled=False)

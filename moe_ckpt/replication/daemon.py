@@ -1,0 +1,204 @@
+"""The keeper of one rank: a process that lives as long as the guard, and so longer than trainers and their memory.
+
+Owns: the rank's server of copies, the threads that send copies of its own blobs, and the socket for its trainer. Must
+not: train, touch a process group, or hold state of its own: that is in the rank's folder, which may be deleted.
+
+    guard --fork--> keeper <--Unix socket-- trainer 0, 1, ...     keeper <--TCP--> keepers and trainers of other ranks
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import NoReturn
+
+from moe_ckpt.agent import die_with_parent
+from moe_ckpt.config import NO_CAPS, MaxBytesPerS
+from moe_ckpt.replication.client import keeper_socket
+from moe_ckpt.replication.connection import Link
+from moe_ckpt.replication.copy_server import CopyServer
+from moe_ckpt.replication.local_disk import persist
+from moe_ckpt.replication.messages import (
+    Address,
+    Copied,
+    Copy,
+    Forget,
+    Message,
+    Persist,
+    Ticket,
+    UsePeers,
+    parse_address,
+)
+from moe_ckpt.replication.sender import Replicator
+from moe_ckpt.replication.server import Listener
+from moe_ckpt.snapshot.blobs import BlobFolder, own_path
+from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
+
+_LOOK_EVERY_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeeperPlace:
+    """What a keeper is for, and how long it waits: for anything to move on a connection, and for a copy in all.
+
+    `serves_itself`: it is a checkpoint server of its own rank as well.
+    """
+
+    rank_folder: Path
+    global_rank: int
+    ticket: Ticket
+    host: str
+    timeout_s: float
+    copy_deadline_s: float
+    caps: MaxBytesPerS = NO_CAPS
+    serves_itself: bool = False
+
+
+def run_keeper(
+    place: KeeperPlace, *, guard_pid: int, may_send: Callable[[], bool], announce: Callable[[Address], None]
+) -> NoReturn:
+    """Be the keeper, until the guard is gone: then the kernel ends this process, which the guard has forked.
+
+    `announce` is called once, with the address of the server, when all that a trainer needs is there. Raises OSError
+    where nothing can be listened to.
+    """
+    die_with_parent(signal.SIGKILL, parent=guard_pid)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # the guard's handlers are not for this process
+    deadline_s = place.copy_deadline_s
+    server = CopyServer(
+        place.rank_folder,
+        place.global_rank,
+        place.ticket,
+        host=place.host,
+        timeout_s=place.timeout_s,
+        serves_itself=place.serves_itself,
+    )
+    own = BlobFolder(own_path(place.rank_folder))
+    replicator = Replicator(
+        own,
+        place.global_rank,
+        place.ticket,
+        may_send=may_send,
+        deadline_s=deadline_s,
+        throttle=Throttle(place.caps.peers),
+    )
+    door = TrainerDoor(place.rank_folder, replicator, timeout_s=place.timeout_s, disk=Throttle(place.caps.disk))
+    announce(server.address)
+    while True:
+        time.sleep(_LOOK_EVERY_S)
+        try:
+            door.keep_open()
+        except OSError as error:  # the folder is being deleted right now, or there is no room
+            _log.warning("rank %d's keeper cannot listen to its trainer yet: %s", place.global_rank, error)
+
+
+class TrainerDoor:
+    """Serves the trainers of one rank, one after another, at a socket in the rank's folder."""
+
+    def __init__(
+        self, rank_folder: Path, replicator: Replicator, *, timeout_s: float, disk: Throttle | None = None
+    ) -> None:
+        self._disk = disk or unlimited()
+        self._path = keeper_socket(rank_folder)
+        self._own = BlobFolder(own_path(rank_folder))
+        self._replicator = replicator
+        self._disk_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="local-disk")
+        self._timeout_s = timeout_s
+        self._listener: Listener | None = None
+        self._inode: int | None = None
+        self.keep_open()
+
+    def keep_open(self) -> None:
+        """Listen at the path, anew where its folder was deleted. Raises OSError if that cannot be."""
+        if self._inode is not None and self._inode == _inode(self._path):
+            return
+        self.close()
+        listening = _listen(self._path)
+        self._inode = _inode(self._path)
+        self._listener = Listener(listening, self._serve)
+
+    def close(self) -> None:
+        """End all connections; what was asked for goes on."""
+        if self._listener:
+            self._listener.close(self._timeout_s)
+            self._listener, self._inode = None, None
+
+    def _serve(self, link: Link) -> None:
+        trainer = _Trainer(link.twin(), self._timeout_s)
+        try:
+            while link.is_readable(None):  # a process of this machine that ends, however it does, is noticed
+                link.allow(self._timeout_s)
+                self._carry_out(trainer, link.receive())
+        finally:
+            trainer.close()
+
+    def _carry_out(self, trainer: _Trainer, request: Message) -> None:
+        match request:
+            case Copy(number=number, keys=keys):
+                self._replicator.copy(keys).add_done_callback(lambda copied: trainer.answer(number, copied))
+            case Persist(number=number, keys=keys, stale=stale, path=path, limit_bytes=limit_bytes):
+                # nothing to write: a recovery waits until all else is there, and nothing of training is in its way
+                (self._disk.apply if keys else self._disk.lift)()
+                persisted = self._disk_thread.submit(
+                    persist, self._own, Path(path), keys, stale, limit_bytes, self._disk
+                )
+                persisted.add_done_callback(lambda persisted: trainer.answer(number, persisted))
+            case Forget(keys=keys):
+                self._replicator.forget(keys)
+            case UsePeers(addresses=addresses):
+                self._replicator.use_peers([parse_address(address) for address in addresses])
+            case _:
+                raise ConnectionError(f"got {type(request).__name__}, wanted a trainer's request")
+
+
+class _Trainer:
+    """The way back to one trainer, for the threads that send copies."""
+
+    def __init__(self, link: Link, timeout_s: float) -> None:
+        self._link = link
+        self._timeout_s = timeout_s
+        self._lock = Lock()
+
+    def answer(self, number: int, copied: Future[None]) -> None:
+        failure = copied.exception()
+        message = Copied(number=number, failure=None if failure is None else str(failure))
+        with self._lock:
+            self._link.allow(self._timeout_s)
+            try:
+                self._link.send(message)
+            except OSError as error:
+                _log.info("a trainer is gone that had asked for copies: %s", error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._link.close()
+
+
+def _listen(path: Path) -> socket.socket:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(str(path))
+        listening.listen()
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None

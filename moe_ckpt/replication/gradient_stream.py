@@ -1,0 +1,235 @@
+"""One rank's gradients on their way to its checkpoint servers, which take the optimizer's steps themselves.
+
+Owns: which iterations the servers have been given, which of them they have completed, and how far they may lag. Must
+not: know parameters, or agree with other ranks. FlowCheck, sections 4 and 5.
+
+    reduction          tap: gradients into shared memory
+    step committed     hand over: header, Adam's numbers, buffers -> replica daemon -> servers: state t - 1 -> state t
+    next iterations    progress: the newest iteration that all servers of this rank have
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.replication.publisher import Journal
+from moe_ckpt.snapshot.adam_update import AdamStep, buffer_parts, follows_from_gradients, steps_of
+from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader
+
+NOTHING = -1
+"""Where an iteration that servers have completed is meant."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """The newest iteration that all servers of a rank have, `NOTHING` for none, and why the stream is cut, if it is."""
+
+    completed: int
+    lost: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandedOver:
+    """Gradients that servers were sent: their bytes, the seconds that copying them took, and the lag so far."""
+
+    size_bytes: int
+    tap_s: float
+    lag_iters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tapped:
+    """Gradients in shared memory, of these master weights, with room for the buffers behind them."""
+
+    masters: tuple[PartKey, ...]
+    packed: torch.Tensor
+    gradient_bytes: int
+    seconds: float
+
+
+class GradientStream:
+    """For one thread. With `max_lag_iters` 0 training waits for the servers in every iteration.
+
+    Servers that lag by more iterations are passed over: the stream is cut, and begins again with a whole snapshot.
+    """
+
+    def __init__(self, journal: Journal, max_lag_iters: int) -> None:
+        self._journal = journal
+        self._max_lag_iters = max_lag_iters
+        self._keys: dict[int, str] = {}  # of states that servers may have, by iteration
+        self._tapped: _Tapped | None = None
+        self._base: int | None = None
+        self._completed = NOTHING
+        self._lost = ""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a state that gradients can follow."""
+        return self._base is not None
+
+    @property
+    def lag_iters(self) -> int:
+        """How many iterations the slowest server is behind."""
+        return 0 if self._base is None else max(self._keys) - max(self._completed, self._base - 1)
+
+    @property
+    def num_states(self) -> int:
+        """How many states a server of this rank may hold."""
+        return len(self._keys)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of gradients on their way to servers, with memory to use again."""
+        return self._journal.update_bytes
+
+    def begin(self, base: Snapshot) -> None:
+        """Servers have this snapshot, or are being sent it: gradients of the next iteration follow."""
+        self._base = base.header.iteration
+        self._keys[self._base] = self._journal.begin_states(base)
+
+    def cut(self, reason: str) -> None:
+        """The stream lacks an iteration: nothing follows until it begins again."""
+        self._lost = self._lost or reason
+        self._release()
+
+    def reset(self) -> None:
+        """A whole snapshot is being taken: the stream begins with it. Older states stay until servers have it."""
+        self._release()
+        self._base, self._completed, self._lost = None, NOTHING, ""
+
+    def clear(self) -> None:
+        """Other ranks were lost: a survey finds the servers' states anew."""
+        self.reset()
+        self._keys.clear()
+
+    def tap(self, gradients: Mapping[PartKey, torch.Tensor], buffer_bytes: int) -> None:
+        """Copy the gradients of an iteration, float32, flattened, into shared memory, as they leave the reduction.
+
+        `buffer_bytes`: how many bytes follow them. Waits for servers where it has to.
+        """
+        self._release()
+        self._keep_up()
+        if self._lost:
+            return
+        began_s = time.monotonic()
+        gradient_bytes = 4 * sum(gradient.numel() for gradient in gradients.values())
+        try:
+            packed = self._journal.acquire_update(gradient_bytes + buffer_bytes)
+        except CheckpointSaveError as error:
+            self.cut(str(error))
+            return
+        _copy_all([*gradients.values()], packed[:gradient_bytes].view(torch.float32))
+        seconds = time.monotonic() - began_s
+        masters = tuple(gradients)
+        self._tapped = _Tapped(masters=masters, packed=packed, gradient_bytes=gradient_bytes, seconds=seconds)
+
+    def hand_over(
+        self, header: SnapshotHeader, steps: Mapping[PartKey, AdamStep], buffers: Mapping[PartKey, torch.Tensor]
+    ) -> HandedOver | None:
+        """Let servers make the state of `header`, without checksum, of the tapped gradients.
+
+        None where that cannot be; then the stream is cut.
+        """
+        tapped, self._tapped = self._tapped, None
+        if tapped is None or self._base is None:
+            self.cut(f"iteration {header.iteration}: no gradients, or nothing that they follow")
+            return None
+        try:
+            self._keys[header.iteration] = self._send(tapped, header, steps, buffers)
+        except CheckpointSaveError as error:
+            self.cut(str(error))
+            return None
+        size_bytes = tapped.gradient_bytes + sum(buffer.nbytes for buffer in buffers.values())
+        return HandedOver(size_bytes=size_bytes, tap_s=tapped.seconds, lag_iters=self.lag_iters)
+
+    def progress(self) -> Progress:
+        """Return the newest iteration that all servers have."""
+        if self._base is not None:
+            try:
+                self._look(wait=False)
+            except CheckpointSaveError as error:
+                self.cut(str(error))
+        return Progress(completed=self._completed, lost=self._lost)
+
+    def drop_before(self, iteration: int) -> None:
+        """Let servers drop older states: the servers of all ranks have the one of `iteration`."""
+        old = [each for each in self._keys if each < iteration]
+        self._journal.drop_states([self._keys.pop(each) for each in old])
+
+    def _keep_up(self) -> None:
+        """Wait for servers that lag too far, or cut the stream."""
+        if self._base is None or self._lost:
+            return
+        try:
+            has_base = self._completed != NOTHING
+            self._look(wait=not self._max_lag_iters or (not has_base and self.lag_iters > self._max_lag_iters))
+        except CheckpointSaveError as error:
+            self.cut(str(error))
+            return
+        if self.lag_iters > self._max_lag_iters:
+            self.cut(f"a server lags by {self.lag_iters} iterations, wanted at most ckpt.max_lag_iters")
+
+    def _look(self, *, wait: bool) -> None:
+        """Count the states that all servers have, in order. Raises CheckpointSaveError for one that cannot be had."""
+        assert self._base is not None
+        while (following := max(self._completed + 1, self._base)) in self._keys:
+            if not self._journal.has_state(self._keys[following], following, wait=wait):
+                return
+            self._completed = following
+
+    def _send(
+        self,
+        tapped: _Tapped,
+        header: SnapshotHeader,
+        steps: Mapping[PartKey, AdamStep],
+        buffers: Mapping[PartKey, torch.Tensor],
+    ) -> str:
+        """Return the key of the state that servers make. Raises CheckpointSaveError if they cannot."""
+        try:
+            _require_complete(tapped, header, steps, buffers)
+            offset = tapped.gradient_bytes
+            for part in buffer_parts(header):
+                flat = buffers[part.key].detach().contiguous().view(-1).view(torch.uint8)
+                tapped.packed[offset : offset + part.nbytes].copy_(flat)
+                offset += part.nbytes
+        except BaseException:
+            self._journal.release_update(tapped.packed)
+            raise
+        return self._journal.hand_over(header, steps_of(header, steps), tapped.packed, offset)
+
+    def _release(self) -> None:
+        tapped, self._tapped = self._tapped, None
+        if tapped:
+            self._journal.release_update(tapped.packed)
+
+
+def _copy_all(gradients: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    """Copy gradients one after another into host memory; return once that is done."""
+    places = packed.split([gradient.numel() for gradient in gradients])
+    for gradient, place in zip(gradients, places, strict=True):
+        place.copy_(gradient, non_blocking=True)
+    if any(gradient.is_cuda for gradient in gradients):
+        torch.cuda.current_stream().synchronize()  # the step scales them in place
+
+
+def _require_complete(
+    tapped: _Tapped,
+    header: SnapshotHeader,
+    steps: Mapping[PartKey, AdamStep],
+    buffers: Mapping[PartKey, torch.Tensor],
+) -> None:
+    """Raise CheckpointSaveError unless the header's state follows from the gradients and these buffers."""
+    stepping = [part.key for part in header.parts if part.key in steps]
+    room_bytes = tapped.packed.numel() - tapped.gradient_bytes
+    buffer_bytes = sum(part.nbytes for part in buffer_parts(header))
+    if not follows_from_gradients(header):
+        raise CheckpointSaveError(f"{header}: got a state that is not all FP32 masters and moments")
+    if stepping != list(tapped.masters):
+        raise CheckpointSaveError(f"{header}: got gradients of {len(tapped.masters)} tensors, wanted {len(stepping)}")
+    if buffer_bytes > room_bytes or len(buffers) != len(buffer_parts(header)):
+        raise CheckpointSaveError(f"{header}: got {buffer_bytes} bytes of buffers, wanted at most {room_bytes}")

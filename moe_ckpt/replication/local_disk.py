@@ -1,0 +1,128 @@
+"""A rank's newest windows on a local disk: what is left when all processes and all memory are gone.
+
+Owns: the blobs of one rank in one folder, synced, and how many bytes they may take. Must not: decide what goes there.
+It is the keeper that writes, so that the death of a trainer tears nothing.
+
+    persist    drop what all ranks have newer of ---> copy blob after blob, each synced before its entry appears
+    restore    copy all blobs back into shared memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.replication.client import KeeperClient
+from moe_ckpt.snapshot.blobs import Blob, BlobFolder
+from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
+
+_CHUNK_BYTES = 1 << 20
+
+
+class LocalDisk:
+    """A trainer's way there: writing through its keeper, reading by itself."""
+
+    def __init__(self, folder: Path, global_rank: int, keeper: KeeperClient, limit_bytes: int | None) -> None:
+        self.path = folder / f"rank{global_rank:04d}"
+        self._keeper = keeper
+        self._limit_bytes = limit_bytes
+
+    def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
+        """Start `persist`; the future is done when it is, or failed with a CheckpointSaveError."""
+        return self._keeper.persist(keys, stale, self.path, self._limit_bytes)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until nothing is on its way there, whoever has asked for it; without a cap: a recovery waits for it."""
+        with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the keeper is gone: so is what it was doing
+            self.persist([], []).result(timeout_s)
+
+    def restore(self, own: BlobFolder) -> int:
+        """`restore`."""
+        return restore(self.path, own)
+
+
+def persist(
+    own: BlobFolder,
+    path: Path,
+    keys: Sequence[str],
+    stale: Sequence[str],
+    limit_bytes: int | None,
+    throttle: Throttle | None = None,
+) -> None:
+    """Drop what is stale on disk, then let these blobs be there, once each may pass `throttle`.
+
+    Raises CheckpointSaveError if there is no room, or `limit_bytes` is not enough for what is there and what is to
+    come, and CheckpointLoadError for one that was withdrawn meanwhile; then nothing has been added.
+    """
+    if not keys:
+        return
+    disk = BlobFolder(path, synced=True)
+    disk.sweep()
+    for key in stale:
+        disk.discard(key)
+    before = disk.keys()
+    found = {key: own.get(key) for key in keys}
+    blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}  # those are small
+    _check_room(disk, blobs, limit_bytes)
+    try:
+        for key, blob in blobs.items():
+            _copy(key, blob, own, disk, throttle or unlimited())
+    except CheckpointSaveError:
+        for key in set(blobs).difference(before):
+            with contextlib.suppress(OSError):  # it is told what came first
+                disk.discard(key)
+        raise
+
+
+def restore(path: Path, own: BlobFolder) -> int:
+    """Copy all blobs on disk into shared memory; return their bytes.
+
+    Raises CheckpointLoadError for the first that is damaged, and CheckpointSaveError if there is no room.
+    """
+    disk = BlobFolder(path)
+    return copy_blobs(disk, own, disk.keys())
+
+
+def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> int:
+    """Copy blobs from a folder of this node into another; return their bytes.
+
+    Raises CheckpointLoadError for the first that is damaged, and CheckpointSaveError if there is no room.
+    """
+    return sum(_copy(key, source.get(key), source, target, unlimited()) for key in keys)
+
+
+def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle: Throttle) -> int:
+    payload = None
+    throttle.wait(len(blob.header))
+    if blob.payload is not None:
+        payload = target.allocate(blob.payload_bytes)
+        for start in range(0, blob.payload_bytes, _CHUNK_BYTES):
+            chunk = slice(start, min(start + _CHUNK_BYTES, blob.payload_bytes))
+            throttle.wait(chunk.stop - chunk.start)
+            payload[chunk].copy_(blob.payload[chunk])
+    try:
+        if not source.is_current(key, blob):  # its memory may have been in other use already
+            raise CheckpointSaveError(f"blob {key} was withdrawn while it was copied")
+        target.deposit(key, blob.header, payload, blob.payload_bytes)
+    except CheckpointSaveError:
+        if payload is not None:
+            target.free(payload)
+        raise
+    return len(blob.header) + blob.payload_bytes
+
+
+def _check_room(disk: BlobFolder, blobs: dict[str, Blob], limit_bytes: int | None) -> None:
+    used_bytes = _total(disk.get(key) for key in disk.keys())  # noqa: SIM118 - not a mapping
+    more_bytes = _total(blobs.values())
+    if limit_bytes is not None and used_bytes + more_bytes > limit_bytes:
+        raise CheckpointSaveError(
+            f"local disk, {disk.path}: got {used_bytes} bytes in use and {more_bytes} more to hold, "
+            f"wanted at most ckpt.disk_budget_bytes={limit_bytes}"
+        )
+
+
+def _total(blobs: Iterable[Blob]) -> int:
+    return sum(len(blob.header) + blob.payload_bytes for blob in blobs)

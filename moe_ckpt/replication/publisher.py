@@ -1,0 +1,531 @@
+"""What of a rank's host memory outlives its trainer: finished snapshots and the step log, in shared memory and copied.
+
+Owns: which blob is what, and which copies have been confirmed. Must not: keep snapshots or steps itself
+(`snapshot.windows` and `snapshot.step_log` do), or decide how long. The boundary log is not here: a rank that was lost
+replays, and logs again what it sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTimeError
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import RLock
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.replication.copy_times import CopyTimes, Sent
+from moe_ckpt.replication.local_disk import LocalDisk
+from moe_ckpt.snapshot.adam_update import (
+    AdamStep,
+    Gradients,
+    Update,
+    can_be_updated,
+    is_update,
+    pack_gradients,
+    steps_of,
+    update_key,
+    update_to_bytes,
+)
+from moe_ckpt.snapshot.blobs import Blob, BlobFolder
+from moe_ckpt.snapshot.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
+from moe_ckpt.snapshot.step_log import StepRecord
+from moe_ckpt.snapshot.windows import HostBuffers
+from moe_ckpt.types import ReadyGradients
+
+_log = logging.getLogger(__name__)
+_SNAPSHOT, _LOCAL, _START, _RECORD = "snapshot-", "local-", "start-", "record-"
+_TIED = "tied_gradient"
+
+
+class Copies(Protocol):
+    """Copies own blobs to peers, in the background."""
+
+    def copy(self, keys: list[str]) -> Future[None]:
+        """Start copying; done when all peers have all of them."""
+        ...
+
+    def forget(self, keys: list[str]) -> None:
+        """Let peers drop theirs."""
+        ...
+
+
+class NoCopies:
+    """Nobody keeps copies: what is in this node's memory counts as kept."""
+
+    def copy(self, keys: list[str]) -> Future[None]:  # noqa: ARG002
+        return _done()
+
+    def forget(self, keys: list[str]) -> None:
+        """Nothing to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kept:
+    """What a folder holds: snapshots in any order, and by iteration what each started from and its record."""
+
+    snapshots: tuple[Snapshot, ...]
+    starts: Mapping[int, Mapping[str, torch.Tensor]]
+    records: Mapping[int, StepRecord]
+
+
+class Journal:
+    """Keeps one rank's snapshots and steps in `folder`; snapshots for any thread, all else for one.
+
+    A copy may take `copy_s` seconds.
+
+    Peers hear nothing until `begin_copying` and after `stop_copying`: what they hold may be the last of its kind.
+    `on_wait` is told when it begins (True) and ends (False) to wait for them.
+    """
+
+    def __init__(self, folder: BlobFolder, copies: Copies, copy_s: float, on_wait: Callable[[bool], None]) -> None:
+        self.folder = folder
+        self._copies = copies
+        self._copy_s = copy_s
+        self._on_wait = on_wait
+        self._lock = RLock()
+        self._times = CopyTimes()
+        self.num_peers = 0
+        self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
+        self._copying: dict[str, Future[None]] | None = None
+        self._changed: set[str] = set()  # since copying stopped: under these names peers may hold something else
+        self._stale: set[str] = set()  # what peers hold and are to forget, once they hold what is kept
+        self._copies_fail = False
+        self._newest: dict[str | None, str] = {}  # by unit: the key of what peers were sent last
+        self._packed_in = HostBuffers(folder)  # gradients, on their way to peers
+        self._packed: dict[str, torch.Tensor] = {}  # by the update's key
+
+    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
+        """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError.
+
+        Peers that have the unit of the iteration before are sent `gradients` only.
+        """
+        header = snapshot.header
+        kind = _SNAPSHOT if header.unit is None or header.unit.on_peers else _LOCAL
+        key = _new_key(kind, header)
+        with self._lock:
+            self.folder.publish(key, header_to_json(header), snapshot.payload, header.payload_bytes)
+            self._keys[id(snapshot.payload)] = key
+            if kind == _SNAPSHOT:
+                unit = header.unit.name if header.unit else None
+                base, self._newest[unit] = self._newest.get(unit), key
+                sent = self._publish_update(base, key, header, gradients) if base and gradients else key
+                self._copy(key, header.payload_bytes, sent)
+
+    def _publish_update(self, base: str, key: str, header: SnapshotHeader, gradients: Gradients) -> str:
+        """Publish what makes the snapshot `key` of `base`, and return its key.
+
+        It is `key` itself where peers were not sent the base, or what there is cannot be made of it.
+        """
+        if self._copying is None or base not in self._copying or not can_be_updated(header):
+            return key
+        steps = {part: step for part, (_, step) in gradients.items()}
+        update = Update(base=base, target=key, steps=steps_of(header, steps), header=header)
+        try:
+            packed, packed_bytes = pack_gradients(header, gradients, self._packed_in.acquire)
+            self._packed[update_key(key)] = packed
+            self.folder.publish(update_key(key), update_to_bytes(update), packed, packed_bytes)
+        except CheckpointSaveError as error:
+            _log.warning("%s goes to peers as a whole: %s", header, error)
+            self._drop_update(update_key(key))
+            return key
+        return update_key(key)
+
+    def acquire_update(self, nbytes: int) -> torch.Tensor:
+        """Return shared memory for an update's payload, until it is handed over or released."""
+        return self._packed_in.acquire(nbytes)
+
+    def release_update(self, packed: torch.Tensor) -> None:
+        """Use memory that was acquired, and is not handed over, for the next."""
+        self._packed_in.release(packed)
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of updates on their way to peers, with memory to use again."""
+        return self._packed_in.total_bytes
+
+    def begin_states(self, base: Snapshot) -> str:
+        """The states that peers make follow from this snapshot, which is kept here; return its key."""
+        with self._lock:
+            key = self._newest[None] = self._keys[id(base.payload)]
+            return key
+
+    def hand_over(
+        self, header: SnapshotHeader, steps: Sequence[AdamStep | None], packed: torch.Tensor, packed_bytes: int
+    ) -> str:
+        """Let peers make the state of `header`, which is not kept here, of the one before; return its key.
+
+        `packed` was acquired, and is released once they have it. Raises CheckpointSaveError; then it is released.
+        """
+        key = _new_key(_SNAPSHOT, header)
+        with self._lock:
+            self._packed[update_key(key)] = packed
+            base = self._newest.get(None)
+            try:
+                if base is None or self._copying is None or base not in self._copying:
+                    raise CheckpointSaveError(f"{header}: peers have no state that it follows from")
+                update = Update(base=base, target=key, steps=tuple(steps), header=header, seals=True)
+                self.folder.publish(update_key(key), update_to_bytes(update), packed, packed_bytes)
+            except CheckpointSaveError:
+                self._drop_update(update_key(key))
+                raise
+            self._newest[None] = key
+            self._copy(key, packed_bytes, update_key(key))
+        return key
+
+    def has_state(self, key: str, iteration: int, *, wait: bool) -> bool:
+        """Return whether peers have a state, and the start of the iteration after it; with `wait`, wait for both.
+
+        Raises CheckpointSaveError if they cannot have it.
+        """
+        keys = (key, f"{_START}{iteration + 1}")
+        with self._lock:
+            copies = [self._copying.get(each) if self._copying else None for each in keys]
+        if wait:
+            self._wait_for_all([copy for copy in copies if copy])
+        for copy in copies:
+            if copy is None:
+                raise CheckpointSaveError(f"the state of iteration {iteration} was not sent")
+            if copy.done() and (reason := copy.exception()):
+                raise CheckpointSaveError(f"the state of iteration {iteration}: {reason}")
+        return all(copy is not None and copy.done() for copy in copies)
+
+    def _wait_for_all(self, copies: Iterable[Future[None]]) -> None:
+        self._on_wait(True)
+        try:
+            wait_for_futures(copies, self._copy_s)
+        finally:
+            self._on_wait(False)
+
+    def drop_states(self, keys: list[str]) -> None:
+        """Let peers drop states that they have made."""
+        self._drop(keys)
+
+    def _drop_update(self, key: str) -> None:
+        """Use its memory for the next."""
+        with self._lock:
+            self.folder.withdraw(key)
+            packed = self._packed.pop(key, None)
+        if packed is not None:
+            self._packed_in.release(packed)
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep it no longer: its memory is about to be used again."""
+        with self._lock:
+            key = self._keys.pop(id(snapshot.payload))
+            self._times.forget(key)
+            self._drop([key])
+
+    def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
+        """Keep what an iteration starts from."""
+        self._put(f"{_START}{iteration}", save(dict(start)))
+
+    def add_record(self, record: StepRecord) -> None:
+        """Keep an iteration's facts."""
+        tensors = {} if record.tied_gradient is None else {_TIED: record.tied_gradient}
+        facts = {"gradients": json.dumps(asdict(record.gradients))}
+        self._put(f"{_RECORD}{record.iteration}", save(tensors, metadata=facts))
+
+    def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None:
+        """Keep these no longer."""
+        self._drop([f"{_START}{i}" for i in starts] + [f"{_RECORD}{i}" for i in records])
+
+    def has_copies_of_step(self, iteration: int) -> bool:
+        """Wait until peers hold what `iteration` started from and its record; return whether they do.
+
+        Where copies have failed since they were begun, nobody waits for them again: every iteration would.
+        """
+        return not self._copies_fail and self._are_copied([f"{_START}{iteration}", f"{_RECORD}{iteration}"])
+
+    def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
+        """Wait until peers hold these snapshots, and what the iteration after each starts from; return if they do."""
+        return self._are_copied(self._copied_keys_of(snapshots))
+
+    def awaits_copies(self, snapshots: Iterable[Snapshot]) -> bool:
+        """Return whether `has_copies` would wait."""
+        assert self._copying is not None, "asked for copies before peers were told of anything"
+        copies = [self._copying.get(key) for key in self._copied_keys_of(snapshots)]
+        return any(copy is not None and not copy.done() for copy in copies)
+
+    def persist(self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None) -> Future[None]:
+        """Start copying a window to disk, with the steps that belong to it.
+
+        Of what is there only the window that starts at `keep` stays; None: all of it.
+        """
+        last = snapshots[-1].header.iteration
+        records = [f"{_RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
+        keys = self._keys_of(snapshots) + records
+        there = BlobFolder(disk.path).keys()
+        stale = [] if keep is None else [key for key in there if key not in keys and not belongs_to(key, keep)]
+        return disk.persist(keys, stale)
+
+    def persist_units(
+        self, disk: LocalDisk, units: Sequence[Snapshot], *, also: Sequence[Snapshot] | None
+    ) -> Future[None]:
+        """Start copying units of a partial checkpoint to disk.
+
+        Of what is there only `also` stays beside them; None: all of it.
+        """
+        keys = self._keys_of(units)
+        there = BlobFolder(disk.path).keys()
+        needed = {*keys, *(self._keys_of(also) if also is not None else there)}
+        return disk.persist(keys, [key for key in there if key not in needed])
+
+    def wait_for(self, persisted: Future[None]) -> None:
+        """Wait for what `persist` has started. Raises CheckpointSaveError if it failed, or takes too long."""
+        self._on_wait(True)
+        try:
+            persisted.result(self._copy_s)
+        except NotInTimeError:
+            raise CheckpointSaveError(f"not on disk after {self._copy_s:g} s") from None
+        finally:
+            self._on_wait(False)
+
+    def copy_bytes_per_s(self) -> float:
+        """Return how fast snapshots have reached all peers lately, what they waited included; inf for no peers."""
+        return self._times.bytes_per_s()
+
+    def sent(self, snapshots: Iterable[Snapshot]) -> Sent | None:
+        """Return what it took until all peers had these; None where there are none, or an earlier life sent them."""
+        return self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
+
+    def num_copies(self, snapshots: Iterable[Snapshot], held: Iterable[Collection[str]]) -> int:
+        """Return how many peers have all of these snapshots. `held`: the keys that each of them has."""
+        wanted = set(self._copied_keys_of(snapshots))
+        return sum(wanted.issubset(keys) for keys in held)
+
+    def stop_copying(self) -> None:
+        """From now on only this folder changes."""
+        with self._lock:
+            self._copying, self._stale = None, set()
+
+    def begin_copying(self, held: Sequence[Collection[str]], *, forget: bool) -> None:
+        """Let peers hold what is kept here; `forget`: and, as soon as they do, nothing else.
+
+        `held`: the keys that each of them has. Where a copy fails they keep what they have until copies begin again.
+        """
+        with self._lock:
+            self.num_peers = len(held)
+            here = self.folder.keys()
+            kept = [key for key in here if not (key.startswith(_LOCAL) or is_update(key))]
+            everywhere = set(kept).intersection(*held).difference(self._changed)
+            self._copying, self._copies_fail, self._changed = {key: _done() for key in everywhere}, False, set()
+            for key in kept:
+                if key not in everywhere:
+                    self._copy(key)
+            if forget:
+                self._stale = set().union(*held).difference(kept)
+                self._forget_later(self._copying)
+
+    def _forget_later(self, copying: Mapping[str, Future[None]]) -> None:
+        """Let peers drop what is stale once all of these copies are there: until then it may be all that is left."""
+        copies = list(copying.values())
+
+        def forget(copied: Future[None]) -> None:
+            if copied.exception():
+                return  # from a thread that whoever has the lock may wait for
+            with self._lock:
+                if self._copying is copying and all(copy.done() and not copy.exception() for copy in copies):
+                    self._copies.forget(sorted(self._stale))
+                    self._stale = set()
+
+        for copy in copies or [_done()]:
+            copy.add_done_callback(forget)
+
+    def adopt(self) -> Kept:
+        """Return what is in the folder, left there by an earlier process or fetched from a peer.
+
+        What an earlier process had not fetched completely is dropped.
+        """
+        if self._unfinished.exists():
+            self.folder.clear()
+            self._unfinished.unlink()
+        for key in filter(is_update, self.folder.keys()):
+            self.folder.discard(key)  # of its process, which has not lived to see it arrive
+        blobs = self.folder.adopt()
+        self._keys = {id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)}
+        return _kept(blobs)
+
+    def replace(self, fetch: Callable[[BlobFolder], int]) -> int:
+        """Keep what `fetch` puts into the folder, in place of all that was there; return what that returns.
+
+        It counts only once it is complete. Raises what `fetch` raises; then nothing is kept.
+        """
+        assert self._copying is None, "peers would forget what is being fetched"
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self._unfinished.touch()
+        self.folder.clear()
+        self._on_wait(True)
+        try:
+            return fetch(self.folder)
+        except BaseException:
+            self.folder.clear()
+            raise
+        finally:
+            self._unfinished.unlink(missing_ok=True)
+            self._on_wait(False)
+
+    def _keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
+        kept = list(snapshots)
+        starts = [f"{_START}{snapshot.header.iteration + 1}" for snapshot in kept if snapshot.header.unit is None]
+        return starts + [self._keys[id(snapshot.payload)] for snapshot in kept]
+
+    def _copied_keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
+        return [key for key in self._keys_of(snapshots) if not key.startswith(_LOCAL)]
+
+    @property
+    def _unfinished(self) -> Path:
+        return self.folder.path / "unfinished"
+
+    def _put(self, key: str, content: bytes) -> None:
+        try:
+            self.folder.publish(key, content, None, 0)
+        except CheckpointSaveError as error:  # a failing save never stops training
+            _log.warning("%s is not kept: %s", key, error)
+            return
+        self._copy(key)
+
+    def _copy(self, key: str, measured_bytes: int = 0, by: str | None = None) -> None:
+        """Let peers have a blob; `by` sending them another one, which is of no use after that."""
+        began_s, sent = time.monotonic(), by or key
+
+        def finish(copied: Future[None]) -> None:
+            if measured_bytes and not copied.exception():
+                self._times.ended(key, measured_bytes, since_s=began_s)
+            if sent != key:
+                self._drop_update(sent)
+
+        with self._lock:
+            if self._copying is None:
+                self._changed.add(key)
+                return
+            self._stale.discard(key)  # or the answer to another copy would let peers forget what they get now
+            copy = self._copying[key] = self._copies.copy([sent])
+        copy.add_done_callback(finish)
+
+    def _drop(self, keys: list[str]) -> None:
+        for key in keys:
+            self.folder.withdraw(key)
+        with self._lock:
+            if self._copying is None:
+                return
+            for key in keys:
+                self._copying.pop(key, None)
+            self._copies.forget(keys)
+
+    def _are_copied(self, keys: Iterable[str]) -> bool:
+        assert self._copying is not None, "asked for copies before peers were told of anything"
+        until_s = time.monotonic() + self._copy_s
+        self._on_wait(True)
+        try:
+            for key in keys:
+                self._copying[key].result(max(0.0, until_s - time.monotonic()))
+        except (CheckpointSaveError, NotInTimeError, KeyError) as error:
+            _log.warning("not copied, training goes on: %s", error or f"no answer in {self._copy_s:g} s")
+            self._copies_fail = True
+            return False
+        finally:
+            self._on_wait(False)
+        return True
+
+
+def _new_key(kind: str, header: SnapshotHeader) -> str:
+    return f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
+
+
+def newest_snapshot(keys: Iterable[str]) -> int | None:
+    """Return the newest iteration that a snapshot is of, whole or not; None for none."""
+    places = (key.split("-") for key in keys if _is_snapshot(key))
+    return max((int(start) + int(slot) for _, start, slot, _ in places), default=None)
+
+
+def _is_snapshot(key: str) -> bool:
+    return key.startswith((_SNAPSHOT, _LOCAL))
+
+
+def belongs_to(key: str, window_start: int) -> bool:
+    """Return whether a blob is of the window that starts there, or of an iteration after that."""
+    kind, _, rest = key.partition("-")
+    number = int(rest.split("-")[0])
+    return number == window_start if f"{kind}-" == _SNAPSHOT else number > window_start
+
+
+def holds_records(keys: Iterable[str]) -> bool:
+    """Return whether a record of an iteration is among these."""
+    return any(key.startswith(_RECORD) for key in keys)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
+    """Return the units of partial checkpoints in somebody's folder, by key, with headers undamaged; it may change."""
+    units: dict[str, Snapshot] = {}
+    for key in filter(_is_snapshot, folder.keys()):
+        with contextlib.suppress(CheckpointLoadError):
+            blob = folder.get(key)
+            header = header_from_json(blob.header)
+            if header.unit is not None and blob.payload is not None:
+                units[key] = Snapshot(header=header, payload=blob.payload)
+    return units
+
+
+def read_kept(folder: BlobFolder) -> Kept:
+    """Return what somebody else's folder holds, undamaged; it may change meanwhile."""
+    blobs: dict[str, Blob] = {}
+    for key in folder.keys():  # noqa: SIM118 - not a mapping
+        with contextlib.suppress(CheckpointLoadError):
+            blobs[key] = folder.get(key)
+    return _kept(blobs)
+
+
+def _kept(blobs: Mapping[str, Blob]) -> Kept:
+    snapshots: list[Snapshot] = []
+    starts: dict[int, Mapping[str, torch.Tensor]] = {}
+    records: dict[int, StepRecord] = {}
+    for key, blob in blobs.items():
+        try:
+            if _is_snapshot(key) and blob.payload is not None:
+                snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
+            elif key.startswith(_START):
+                starts[int(key.removeprefix(_START))] = _tensors(blob)[0]
+            elif key.startswith(_RECORD):
+                records[int(key.removeprefix(_RECORD))] = _record(key, blob)
+        except CheckpointLoadError as error:
+            _log.warning("%s cannot be used: %s", key, error)
+    return Kept(snapshots=tuple(snapshots), starts=starts, records=records)
+
+
+def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the facts of a blob without payload."""
+    try:
+        length = int.from_bytes(blob.header[:8], "little")
+        facts = json.loads(blob.header[8 : 8 + length]).get("__metadata__", {})
+        return load(blob.header), facts
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointLoadError(f"step log: {error}") from error
+
+
+def _record(key: str, blob: Blob) -> StepRecord:
+    tensors, facts = _tensors(blob)
+    gradients = json.loads(facts["gradients"])
+    return StepRecord(
+        iteration=int(key.removeprefix(_RECORD)),
+        gradients=ReadyGradients(**{**gradients, "overflows": tuple(gradients["overflows"])}),
+        tied_gradient=tensors.get(_TIED),
+    )

@@ -1,0 +1,70 @@
+"""The copies that a rank holds for another, in memory that is used again: new pages cost more than what fills them.
+
+Owns: which memory is free, never more than was in use at the same time. Must not: trust that free memory has files.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from moe_ckpt.snapshot.blobs import BlobFolder
+
+
+class HeldFolder(BlobFolder):
+    """A folder of deposited blobs that keeps their memory, for what comes next. It adopts what is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._free: dict[int, torch.Tensor] = {}  # by id; what is free for longest comes first
+        adopted = self.adopt().items()
+        self._payloads = {key: blob.payload for key, blob in adopted if blob.payload is not None}
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return shared memory: uint8, [nbytes], of any content.
+
+        Raises CheckpointSaveError if the file system has no room.
+        """
+        with self._lock:
+            fitting = (tensor for tensor in self._free.values() if tensor.numel() == nbytes and self._has_file(tensor))
+            tensor = next(fitting, None)
+            if tensor is not None:
+                return self._free.pop(id(tensor))
+            self._give_back(nbytes)
+            return super().allocate(nbytes)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        with self._lock:
+            assert id(tensor) in self._names, "a tensor that was not allocated in this folder"
+            self._free[id(tensor)] = tensor
+
+    def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
+        with self._lock:
+            self.publish(key, header, payload, payload_bytes)
+            self._free_payload(key)
+            if payload is not None:
+                self._payloads[key] = payload
+
+    def discard(self, key: str) -> None:
+        with self._lock:
+            self.withdraw(key)
+            self._free_payload(key)
+
+    def clear(self) -> None:
+        with self._lock:
+            super().clear()
+            self._give_back(math.inf)
+
+    def _free_payload(self, key: str) -> None:
+        payload = self._payloads.pop(key, None)
+        if payload is not None:
+            self.free(payload)
+
+    def _give_back(self, nbytes: float) -> None:
+        """Free at least so much of what is free, if there is as much: so all of it never grows while any is free."""
+        while self._free and nbytes > 0:
+            tensor = self._free.pop(next(iter(self._free)))
+            nbytes -= tensor.numel()
+            super().free(tensor)

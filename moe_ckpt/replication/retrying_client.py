@@ -1,0 +1,94 @@
+"""Requests to one server, over a connection that is made anew where it breaks.
+
+Owns: the connection, and how often and how long to try. Must not: know what is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import TypeVar
+
+from moe_ckpt.errors import MoeCkptError
+from moe_ckpt.replication.connection import Link, RefusedError, open_link
+from moe_ckpt.replication.messages import Address, Ticket
+
+_DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)  # before each attempt; a keeper that is being replaced is there after a fork
+
+T = TypeVar("T")
+
+
+class Caller:
+    """Calls one server, from one thread. What finally fails raises `failure`, naming the server and the last reason."""
+
+    def __init__(self, address: Address, ticket: Ticket, failure: type[MoeCkptError]) -> None:
+        self.address = address
+        self._ticket = ticket
+        self._failure = failure
+        self._link: Link | None = None
+        self._closing = Event()
+
+    def call(self, what: str, act: Callable[[Link], T], until_s: float) -> T:
+        """Return what `act` does over a connection; it is done again where that breaks or garbles what passes.
+
+        There are at most 5 attempts, and none after `until_s` (of `time.monotonic`). Raises `failure`.
+        """
+        reason: Exception | None = None
+        num_attempts = 0
+        for delay_s in _DELAYS_S:
+            if reason and self._must_stop(delay_s, until_s):
+                break
+            num_attempts += 1
+            try:
+                return self._attempt(act, until_s)
+            except MoeCkptError as error:
+                raise self._failure(f"{what}, {self.address}: {error}") from error
+            except RefusedError as error:
+                if not error.garbled:
+                    raise self._failure(f"{what}, refused by {self.address}: {error}") from error
+                reason = error
+            except OSError as error:
+                reason = error
+        raise self._failure(f"{what}, {self.address}: {reason}, after {num_attempts} attempts") from reason
+
+    def shut_down(self) -> None:
+        """End what is under way, from any thread; nothing can be called any more."""
+        self._closing.set()
+        if link := self._link:
+            link.shut_down()
+
+    def close(self) -> None:
+        """Close the connection, from the thread that calls."""
+        if self._link:
+            self._link.close()
+            self._link = None
+
+    def pause(self, timeout_s: float) -> None:
+        """Wait, or raise OSError as soon as this is shut down."""
+        if self._closing.wait(timeout_s):
+            raise ConnectionAbortedError("closed on this side")
+
+    def _must_stop(self, delay_s: float, until_s: float) -> bool:
+        """Wait before another attempt; return whether there is to be none."""
+        return self._closing.wait(delay_s) or time.monotonic() >= until_s
+
+    def _attempt(self, act: Callable[[Link], T], until_s: float) -> T:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)  # whatever is under way on it, the other end gives it up
+            link = self._connected(until_s)
+            link.allow(until_s - time.monotonic())
+            done = act(link)
+            on_failure.pop_all()
+            return done
+
+    def _connected(self, until_s: float) -> Link:
+        self.pause(0)
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no time is left")
+        if self._link is None:
+            self._link = open_link(self.address, self._ticket, left_s)
+        self.pause(0)  # who shut down while there was no link has not ended this one
+        return self._link

@@ -1,0 +1,219 @@
+"""Copies one rank's blobs to its peers while training goes on.
+
+Owns: a sending thread per peer, its order, yielding to training traffic, and waits for a cap. Must not: decide what is
+copied, or keep a payload mapped for longer than a copy takes. Gemini, section 5: chunks between training's traffic.
+
+    copy a, copy b, forget a     in this order to each peer, each peer at its own speed; confirmed when all have it
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.replication.connection import Link, RefusedError
+from moe_ckpt.replication.messages import Address, Done, Drop, Put, Ticket
+from moe_ckpt.replication.retrying_client import Caller
+from moe_ckpt.replication.transfer import send_blob
+from moe_ckpt.snapshot.adam_update import is_update, update_from_bytes
+from moe_ckpt.snapshot.blobs import Blob, BlobFolder
+from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
+
+_LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
+_YIELD_S = 0.001
+_LOOK_EVERY_S = 0.1  # while a chunk waits for tokens: whether its snapshot is still wanted
+_MOST_REFUSED = 3  # a peer whose arithmetic differs never comes to the same state
+
+_log = logging.getLogger(__name__)
+
+
+class Replicator:
+    """Copies blobs of `own`, those of rank `owner_rank`, to the peers that `use_peers` named last; for any thread.
+
+    A copy that is not confirmed `deadline_s` after it was asked for has failed. While `may_send()` is False, every
+    chunk waits up to 20 ms. What goes to all peers together waits for tokens of `throttle`.
+    """
+
+    def __init__(
+        self,
+        own: BlobFolder,
+        owner_rank: int,
+        ticket: Ticket,
+        *,
+        may_send: Callable[[], bool],
+        deadline_s: float,
+        throttle: Throttle | None = None,
+    ) -> None:
+        self._own = own
+        self._owner_rank = owner_rank
+        self._ticket = ticket
+        self._may_send = may_send
+        self._deadline_s = deadline_s
+        self._throttle = throttle or unlimited()
+        self._lock = Lock()
+        self._peers: dict[Address, _Peer] | None = None
+
+    def use_peers(self, addresses: Sequence[Address]) -> None:
+        """Copy to these from now on; what is under way or asked for already to others fails."""
+        with self._lock:
+            before = self._peers or {}
+            self._peers = {address: before.get(address) or self._peer(address) for address in addresses}
+            gone = [peer for address, peer in before.items() if address not in self._peers]
+        for peer in gone:
+            peer.close()
+
+    def copy(self, keys: Sequence[str]) -> Future[None]:
+        """Start copying; the future is done when all peers hold all of it, or failed with a CheckpointSaveError."""
+        until_s = time.monotonic() + self._deadline_s
+        with self._lock:
+            if self._peers is None:
+                return _failed(CheckpointSaveError("copies: got no peers yet, wanted to be told which to use"))
+            return _all_done([peer.copy(keys, until_s) for peer in self._peers.values()])
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Let all peers drop their copies, after what was asked for before; a failure is logged."""
+        until_s = time.monotonic() + self._deadline_s
+        with self._lock:
+            for peer in (self._peers or {}).values():
+                peer.forget(keys, until_s).add_done_callback(_log_failure)
+
+    def close(self) -> None:
+        """End everything; what is not confirmed fails, and so does what is asked for from now on."""
+        self.use_peers([])
+        with self._lock:
+            self._peers = None
+
+    def _peer(self, address: Address) -> _Peer:
+        caller = Caller(address, self._ticket, CheckpointSaveError)
+        return _Peer(self._own, self._owner_rank, caller, self._may_send, self._throttle)
+
+
+class _Peer:
+    """The sending thread to one peer."""
+
+    def __init__(
+        self, own: BlobFolder, owner_rank: int, caller: Caller, may_send: Callable[[], bool], throttle: Throttle
+    ) -> None:
+        self._throttle = throttle
+        self._own = own
+        self._owner_rank = owner_rank
+        self._caller = caller
+        self._may_send = may_send
+        self._refused = Counter[str]()  # updates, one after the other, by unit
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replicator")
+
+    def copy(self, keys: Sequence[str], until_s: float) -> Future[None]:
+        return self._thread.submit(self._copy_all, tuple(keys), until_s)
+
+    def forget(self, keys: Sequence[str], until_s: float) -> Future[None]:
+        return self._thread.submit(self._forget, tuple(keys), until_s)
+
+    def close(self) -> None:
+        self._caller.shut_down()
+        self._thread.submit(self._caller.close)
+        self._thread.shutdown(wait=False)  # it may be connecting, until its deadline
+
+    def _copy_all(self, keys: Sequence[str], until_s: float) -> None:
+        for key in keys:
+            self._caller.call(f"copy of {key}", lambda link, key=key: self._put(link, key), until_s)
+
+    def _forget(self, keys: Sequence[str], until_s: float) -> None:
+        request = Drop(owner_rank=self._owner_rank, keys=tuple(keys))
+        self._caller.call(f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s)
+
+    def _put(self, link: Link, key: str) -> None:
+        if not is_update(key):
+            self._send(link, key)
+            return
+        update = update_from_bytes(self._own.get(key).header)
+        if update.seals:  # the state that it makes is nowhere else
+            self._send(link, key)
+        elif not self._has_updated(link, key, update.unit):
+            self._send(link, update.target)
+
+    def _has_updated(self, link: Link, key: str, unit: str) -> bool:
+        if self._refused[unit] == _MOST_REFUSED:
+            return False
+        try:
+            self._send(link, key)
+        except RefusedError as error:
+            if error.garbled:
+                raise
+            self._refused[unit] += 1
+            _log.warning("the whole state goes to %s, not its gradients: %s", self._caller.address, error)
+            return False
+        self._refused[unit] = 0
+        return True
+
+    def _send(self, link: Link, key: str) -> None:
+        blob = self._own.get(key)
+        link.send(Put(owner_rank=self._owner_rank, key=key))
+
+        def pace(nbytes: int) -> None:
+            self._throttle.wait(nbytes, lambda seconds: self._sleep(seconds, key, blob))
+            self._yield_to_training()
+
+        send_blob(link, self._own, key, blob, pace)
+        link.expect(Done)
+
+    def _sleep(self, seconds: float, key: str, blob: Blob) -> bool:
+        """Sleep, unless this peer is given up or the blob is dropped: then raise, with the other tokens unused."""
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            self._caller.pause(min(left_s, _LOOK_EVERY_S))
+            if not self._own.is_current(key, blob):
+                raise CheckpointSaveError(f"blob {key} was withdrawn while it was sent")
+        return False
+
+    def _yield_to_training(self) -> None:
+        until_s = time.monotonic() + _LONGEST_YIELD_S
+        self._caller.pause(0)
+        while not self._may_send() and time.monotonic() < until_s:
+            self._caller.pause(_YIELD_S)
+
+
+def _failed(error: CheckpointSaveError) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _all_done(parts: Sequence[Future[None]]) -> Future[None]:
+    """Return a future that is done once all are, and fails with all the reasons if any of them has failed."""
+    whole: Future[None] = Future()
+    whole.set_running_or_notify_cancel()  # so that nobody can cancel it
+    lock, num_left = Lock(), len(parts)
+
+    def finish(_: Future[None]) -> None:
+        nonlocal num_left
+        with lock:
+            num_left -= 1
+            if num_left:
+                return
+        _settle(whole, parts)
+
+    for part in parts:
+        part.add_done_callback(finish)
+    if not parts:
+        whole.set_result(None)
+    return whole
+
+
+def _settle(whole: Future[None], parts: Sequence[Future[None]]) -> None:
+    reasons = [reason for part in parts if (reason := part.exception())]
+    if not reasons:
+        whole.set_result(None)
+        return
+    error = CheckpointSaveError("; ".join(str(reason) for reason in reasons))
+    error.__cause__ = reasons[0]
+    whole.set_exception(error)
+
+
+def _log_failure(future: Future[None]) -> None:
+    if reason := future.exception():
+        _log.warning("copies stay that are not needed any more: %s", reason)

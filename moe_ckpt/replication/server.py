@@ -1,0 +1,71 @@
+"""Accepts connections and serves each in a thread of its own.
+
+Owns: the listening socket, the threads and their links. Must not: know what is said on a link.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from threading import Event, Lock, Thread
+
+from moe_ckpt.replication.connection import Link
+
+_RETRY_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Listener:
+    """Serves connections to `listening`, which it owns, until `close`. `serve(link)` returns or raises to end one."""
+
+    def __init__(self, listening: socket.socket, serve: Callable[[Link], None]) -> None:
+        self._listening = listening
+        self._serve = serve
+        self._lock = Lock()
+        self._closed = Event()
+        self._links: dict[Link, Thread] = {}
+        self._thread = Thread(target=self._accept_all, name="listener", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """End all connections, and wait for their threads so long each."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._listening.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join(timeout_s)
+        self._listening.close()
+        with self._lock:
+            open_links = list(self._links.items())
+        for link, thread in open_links:
+            link.shut_down()
+            thread.join(timeout_s)
+
+    def _accept_all(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listening.accept()
+                self._start(Link(connection))
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads, or gone before it came
+                if not self._closed.wait(_RETRY_S):
+                    _log.warning("a connection was not accepted: %s", error)
+
+    def _start(self, link: Link) -> None:
+        thread = Thread(target=self._run, args=(link,), name="served-link", daemon=True)
+        with self._lock:
+            thread.start()
+            self._links[link] = thread
+
+    def _run(self, link: Link) -> None:
+        try:
+            self._serve(link)
+        except OSError as error:
+            _log.info("a connection ended: %s", error)
+        except Exception:  # the top of a thread: one connection's failure is not to be another's
+            _log.exception("a connection ended")
+        finally:
+            with self._lock:
+                del self._links[link]
+            link.close()

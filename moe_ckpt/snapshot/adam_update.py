@@ -1,0 +1,269 @@
+"""Copies by gradient: a peer that holds the state before a step takes the step itself.
+
+Owns: the content of an update, and taking the step on the peer's side. Must not: send. MoEtion, section 5.2 and
+Algorithm 3; FlowCheck, section 5.
+
+    owner   state t-1 -> Adam -> state t      header of t, gradients, Adam's numbers of the step, buffers
+    peer    copy of t-1 -> the same step -> copy of t
+
+Where the owner has a snapshot of t (`ckpt=moetion`) the header has its checksum, and another result is refused. Where
+the peer alone makes t (`ckpt=flowcheck`, a checkpoint server) the update `seals` it: the peer computes the checksum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.codec import (
+    BUFFER,
+    MASTER,
+    MOMENTS,
+    Part,
+    PartKey,
+    Snapshot,
+    SnapshotHeader,
+    checksum,
+    header_from_json,
+    header_to_json,
+)
+
+_UPDATE = "update-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamStep:
+    """A step of torch's Adam, or, `decoupled`, of AdamW, after `steps` others.
+
+    The gradient is multiplied by `scale` first: below 1 it clips a gradient that was handed over before that.
+    """
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    steps: float
+    scale: float = 1.0
+
+
+Gradients = Mapping[PartKey, tuple[torch.Tensor, AdamStep]]
+"""By the master weights that took the step: the gradient, float32, of as many elements, and the numbers of the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """The head of an update: the keys of the copy that it is for and of the one that it makes, and the latter's header.
+
+    `steps` are those of the header's master weights, in its order, None for one that takes none. The payload has the
+    gradients of those that take a step, float32, one after another, and then the bytes of the header's buffers.
+    `seals`: the header has no checksum yet.
+    """
+
+    base: str
+    target: str
+    steps: tuple[AdamStep | None, ...]
+    header: SnapshotHeader
+    seals: bool = False
+
+    @property
+    def unit(self) -> str:
+        """The name of the unit."""
+        return self.header.unit.name if self.header.unit else ""
+
+    @property
+    def stepping(self) -> list[tuple[Part, AdamStep]]:
+        """The master weights that take a step, with it."""
+        masters = zip(_masters(self.header), self.steps, strict=True)
+        return [(part, step) for part, step in masters if step]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Return the bytes of gradients and buffers."""
+        gradients = sum(4 * part.numel for part, _ in self.stepping)
+        return gradients + sum(part.nbytes for part in buffer_parts(self.header))
+
+
+def is_update(key: str) -> bool:
+    """Return whether a blob of this key is an update."""
+    return key.startswith(_UPDATE)
+
+
+def update_key(target: str) -> str:
+    """Return the key of the update that makes the copy with key `target`."""
+    return f"{_UPDATE}{target}"
+
+
+def can_be_updated(header: SnapshotHeader) -> bool:
+    """Return whether a step of torch's Adam changes all of a snapshot: it holds whole FP32 state and nothing else."""
+    return not buffer_parts(header) and follows_from_gradients(header)
+
+
+def follows_from_gradients(header: SnapshotHeader) -> bool:
+    """Return whether all of a snapshot but its buffers is whole FP32 state, which a step of torch's Adam changes."""
+    parts = _state_parts(header)
+    tensors = {(part.key.operator, part.key.tensor) for part in parts}
+    keys = {part.key for part in parts}
+    whole = {PartKey(operator=op, tensor=name, role=role) for op, name in tensors for role in (MASTER, *MOMENTS)}
+    return keys == whole and all(part.dtype == torch.float32 for part in parts)
+
+
+def buffer_parts(header: SnapshotHeader) -> list[Part]:
+    """Return the parts that no step of an optimizer changes."""
+    return [part for part in header.parts if part.key.role == BUFFER]
+
+
+def update_to_bytes(update: Update) -> bytes:
+    """Return what `update_from_bytes` reads."""
+    steps = [step and astuple(step) for step in update.steps]
+    head = {"base": update.base, "target": update.target, "steps": steps, "seals": update.seals}
+    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + header_to_json(update.header)
+
+
+def update_from_bytes(data: bytes) -> Update:
+    """Return the head that `update_to_bytes` wrote. Raises CheckpointLoadError if the bytes are anything else."""
+    head, _, header = data.partition(b"\n")
+    try:
+        fields = json.loads(head)
+        steps = tuple(step and AdamStep(**dict(zip(AdamStep.__slots__, step, strict=True))) for step in fields["steps"])
+        keys = {"base": fields["base"], "target": fields["target"]}
+        return Update(**keys, steps=steps, header=header_from_json(header), seals=fields["seals"] is True)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointLoadError(f"an update's head of {len(data)} bytes: {error!r}") from error
+
+
+def pack_gradients(
+    header: SnapshotHeader, gradients: Gradients, acquire: Callable[[int], torch.Tensor]
+) -> tuple[torch.Tensor, int]:
+    """Return a buffer with the gradients of a header's master weights, in its order, and their bytes.
+
+    Raises what `acquire` raises, which gives a buffer of at least so many bytes.
+    """
+    flat = [gradients[part.key][0].reshape(-1) for part in _masters(header)]
+    nbytes = 4 * sum(gradient.numel() for gradient in flat)
+    packed = acquire(nbytes)
+    torch.cat(flat, out=packed[:nbytes].view(torch.float32))
+    return packed, nbytes
+
+
+def steps_of(header: SnapshotHeader, steps: Mapping[PartKey, AdamStep]) -> tuple[AdamStep | None, ...]:
+    """Return the steps of a header's master weights, in its order; None for one that takes none."""
+    return tuple(steps.get(part.key) for part in _masters(header))
+
+
+def apply_update(
+    folder: BlobFolder, key: str, head: bytes, gradients: torch.Tensor | None, gradient_bytes: int
+) -> None:
+    """Let the copy that an update makes be in `folder`, beside the one that it is for.
+
+    `gradients` is memory of the folder, which is freed. Raises CheckpointLoadError, naming the iterations, where the
+    copy before the step is not there, and where the result is not what the owner has; then nothing has changed.
+    """
+    update = update_from_bytes(head)
+    base, wanted = _base_of(update, folder), update.header
+    if len(update.steps) != len(_masters(wanted)):
+        raise CheckpointLoadError(f"{key}: got {len(update.steps)} steps, wanted {len(_masters(wanted))}")
+    if gradients is None or gradient_bytes != update.payload_bytes:
+        raise CheckpointLoadError(f"{key}: got {gradient_bytes} bytes of gradients, wanted {update.payload_bytes}")
+    nbytes = wanted.payload_bytes
+    payload = folder.allocate(nbytes)
+    try:
+        made = Snapshot(header=wanted, payload=payload)
+        _copy_state(base, made)
+        if update.seals:  # after the copy: what was damaged before it is seen, and later damage does not matter
+            _sealed(base, is_new=False)
+        _take_steps(made, update, gradients)
+        header = _sealed(made, is_new=update.seals)
+        folder.deposit(update.target, header_to_json(header), payload, nbytes)
+    except BaseException:
+        folder.free(payload)
+        raise
+    folder.free(gradients)
+
+
+def _sealed(made: Snapshot, *, is_new: bool) -> SnapshotHeader:
+    """Return the header with the checksum of the payload: a new one, or its own.
+
+    Raises CheckpointLoadError where its own is that of another payload.
+    """
+    wanted = made.header
+    found = checksum(made.payload, wanted.payload_bytes)
+    if is_new:
+        return replace(wanted, checksum=found)
+    if found != wanted.checksum:
+        got = f"got a state with checksum {found:016x}, wanted {wanted.checksum:016x}"
+        raise CheckpointLoadError(f"{wanted}, made of gradients or to make the next one of: {got}")
+    return wanted
+
+
+def _base_of(update: Update, folder: BlobFolder) -> Snapshot:
+    """Return the state before the step."""
+    wanted = update.header
+    try:
+        blob = folder.get(update.base)
+        header = header_from_json(blob.header)
+    except CheckpointLoadError as error:
+        reason = f"got no state to apply it to ({error}), wanted that of iteration {wanted.iteration - 1}"
+        raise CheckpointLoadError(f"gradients for {wanted}: {reason}") from error
+    version = wanted.version
+    follows = header.version.lineage == version.lineage and header.iteration == version.iteration - 1
+    same = _shapes(header) == _shapes(wanted)  # buffers come with the update: their type may have changed
+    if not follows or blob.payload is None or not same or not follows_from_gradients(wanted):
+        raise CheckpointLoadError(f"gradients for {wanted}: got {header} to apply them to, wanted the iteration before")
+    return Snapshot(header=header, payload=blob.payload)
+
+
+def _copy_state(base: Snapshot, made: Snapshot) -> None:
+    before = {part.key: part for part in base.header.parts}
+    for part in _state_parts(made.header):
+        made.part(part).copy_(base.part(before[part.key]))
+
+
+def _take_steps(made: Snapshot, update: Update, payload: torch.Tensor) -> None:
+    parts = {part.key: made.part(part).view(-1) for part in made.header.parts}
+    offset = 0
+    for part, step in update.stepping:
+        gradient = payload[offset : offset + 4 * part.numel].view(torch.float32)
+        _take_step([parts[key] for key in _with_moments(part.key)], step, gradient)
+        offset += 4 * part.numel
+    for part in buffer_parts(made.header):
+        parts[part.key].view(torch.uint8).copy_(payload[offset : offset + part.nbytes])
+        offset += part.nbytes
+
+
+def _take_step(state: list[torch.Tensor], step: AdamStep, gradient: torch.Tensor) -> None:
+    master, exp_avg, exp_avg_sq = state
+    weights = torch.nn.Parameter(master)
+    adam = torch.optim.AdamW if step.decoupled else torch.optim.Adam
+    optimizer = adam(
+        [weights],
+        lr=step.learning_rate,
+        betas=(step.beta1, step.beta2),
+        eps=step.eps,
+        weight_decay=step.weight_decay,
+    )
+    optimizer.state[weights] = {"step": torch.tensor(step.steps), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    weights.grad = gradient if step.scale == 1.0 else gradient * step.scale
+    optimizer.step()
+
+
+def _state_parts(header: SnapshotHeader) -> list[Part]:
+    return [part for part in header.parts if part.key.role != BUFFER]
+
+
+def _shapes(header: SnapshotHeader) -> list[tuple[PartKey, torch.dtype, tuple[int, int]]]:
+    return [(part.key, part.dtype, (part.range_start, part.range_end)) for part in _state_parts(header)]
+
+
+def _masters(header: SnapshotHeader) -> list[Part]:
+    return [part for part in header.parts if part.key.role == MASTER]
+
+
+def _with_moments(master: PartKey) -> Iterator[PartKey]:
+    yield from (PartKey(operator=master.operator, tensor=master.tensor, role=role) for role in (MASTER, *MOMENTS))

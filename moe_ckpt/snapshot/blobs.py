@@ -1,0 +1,312 @@
+"""Named blobs in a folder of shared memory, which outlive the process that wrote them.
+
+Owns: the files of one folder, which of them are blobs, and how this process maps them. One process writes, any may
+read, and the folder may vanish at any time. Must not: look into headers and payloads (a payload's checksum belongs into
+its header), or talk to a peer.
+
+    buffers/000001       a blob's payload, or memory that is being filled
+    index/snapshot.blob  names the buffer and holds the header; written as .tmp and renamed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.snapshot.index_entry import Entry, entry_from_bytes, entry_to_bytes
+
+_KEY = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_BUFFER = re.compile(r"[0-9]{6,}")
+_ENTRY, _UNFINISHED = ".blob", ".tmp"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Blob:
+    """A header and a payload: uint8, [at least payload_bytes], or None. `serial` tells it from others of its key."""
+
+    header: bytes
+    payload: torch.Tensor | None
+    payload_bytes: int
+    serial: str
+
+
+def own_path(rank_folder: Path) -> Path:
+    """Return where a rank's own blobs lie."""
+    return rank_folder / "own"
+
+
+def held_path(rank_folder: Path, owner_rank: int) -> Path:
+    """Return where a rank holds the copies of another's blobs."""
+    return rank_folder / "held" / f"rank{owner_rank:04d}"
+
+
+def is_key(text: str) -> bool:
+    """Return whether a blob may be called this."""
+    return _KEY.fullmatch(text) is not None
+
+
+class BlobFolder:
+    """The blobs of one folder, for any thread of a process. Keys pass `is_key`; the folder is made when it is needed.
+
+    Memory is that of who allocates it, until it is freed or, by `deposit`, left to the blob. `pinned` asks for
+    page-locked memory, where there is a GPU to copy from; `synced`, in a folder on disk, that a blob is on it before it
+    is visible.
+    """
+
+    def __init__(self, path: Path, *, pinned: bool = False, synced: bool = False) -> None:
+        self.path = path
+        self._pinned = pinned and torch.cuda.is_available()
+        self._synced = synced
+        self._lock = RLock()
+        self._mapped: dict[str, torch.Tensor] = {}  # by the buffer's name: what was allocated or adopted here
+        self._names: dict[int, str] = {}  # by the tensor's id
+        self._numbers = count(1 + max((int(buffer.name) for buffer in self._buffers()), default=0))
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return new shared memory: uint8, [nbytes], of any content.
+
+        Raises CheckpointSaveError if the file system has no room.
+        """
+        with self._lock:
+            name = f"{next(self._numbers):06d}"
+            tensor = self._create(self._buffer_path(name), nbytes)
+            self._hold(name, tensor)
+            return tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give back memory, the very object that was allocated or adopted. Nobody may use it any more."""
+        with self._lock:
+            self._buffer_path(self._let_go(tensor)).unlink(missing_ok=True)
+
+    def publish(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
+        """Make a blob visible, at once and whole, in the place of one of the same key; `payload` was allocated here.
+
+        Its first `payload_bytes` bytes stay unchanged until it is withdrawn or replaced. Raises CheckpointSaveError.
+        """
+        assert payload_bytes <= (0 if payload is None else payload.numel()), (key, payload_bytes)
+        with self._lock:
+            name = None if payload is None else self._names[id(payload)]
+            serial = secrets.token_hex(8)
+            self._write(Entry(key=key, buffer=name, payload_bytes=payload_bytes, serial=serial, header=header))
+
+    def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
+        """Publish a blob and leave `payload` to it: this process lets go of it, and `discard` or another blob frees it.
+
+        Raises CheckpointSaveError; then the memory is still the caller's.
+        """
+        with self._lock:
+            replaced = self._buffer_of(key)
+            self.publish(key, header, payload, payload_bytes)
+            if payload is not None:
+                self._let_go(payload)
+            self._unlink_buffer(replaced)
+
+    def withdraw(self, key: str) -> None:
+        """From now on there is no such blob; its memory is again only that of who allocated it."""
+        self._entry_path(key).unlink(missing_ok=True)
+
+    def discard(self, key: str) -> None:
+        """Withdraw a blob that was deposited, and free its memory."""
+        with self._lock:
+            name = self._buffer_of(key)
+            self.withdraw(key)
+            self._unlink_buffer(name)
+
+    def clear(self) -> None:
+        """Discard everything."""
+        with self._lock:
+            for key in self.keys():
+                self.discard(key)
+            self.sweep()
+
+    def keys(self) -> list[str]:
+        """Return the keys of all blobs, sorted."""
+        return sorted(path.stem for path in self._index() if path.suffix == _ENTRY and is_key(path.stem))
+
+    def get(self, key: str) -> Blob:
+        """Return a blob. Its payload is mapped from the file, or is the tensor that was allocated or adopted here.
+
+        Raises CheckpointLoadError if it is missing or damaged.
+        """
+        with self._lock:
+            return self._blob(self._read(key), hold=False)
+
+    def is_current(self, key: str, blob: Blob) -> bool:
+        """Return whether a blob is still published, so that its payload is as it was."""
+        try:
+            return self._read(key).serial == blob.serial
+        except CheckpointLoadError:
+            return False
+
+    def adopt(self) -> dict[str, Blob]:
+        """Take over from a process that died: sweep, and return all blobs, with their memory as if allocated here."""
+        with self._lock:
+            self.sweep()
+            return {key: self._blob(self._read(key), hold=True) for key in self.keys()}
+
+    def sweep(self) -> None:
+        """Remove blobs that are damaged, and what a writer left unfinished. Only the one writer may."""
+        with self._lock:
+            for key in self.keys():
+                self._drop_if_damaged(key)
+            used = {self._buffer_of(key) for key in self.keys()} | self._mapped.keys()
+            unused = [path for path in self._buffers() if path.name not in used]
+            for path in unused + [path for path in self._index() if path.suffix == _UNFINISHED]:
+                path.unlink(missing_ok=True)
+
+    def _drop_if_damaged(self, key: str) -> None:
+        try:
+            self.get(key)
+        except CheckpointLoadError as error:
+            _log.warning("dropped what is damaged: %s", error)
+            self.withdraw(key)
+
+    def _create(self, path: Path, nbytes: int) -> torch.Tensor:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+                os.posix_fallocate(fd, 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
+                tensor = _map(fd, pinned=self._pinned)
+        except (OSError, RuntimeError, OverflowError) as error:
+            path.unlink(missing_ok=True)
+            reason = f"got {error}, wanted room for {nbytes} bytes"
+            raise CheckpointSaveError(f"shared memory in {self.path}: {reason}") from error
+        return tensor if nbytes else tensor[:0]
+
+    def _hold(self, name: str, tensor: torch.Tensor) -> None:
+        self._mapped[name] = tensor
+        self._names[id(tensor)] = name
+
+    def _has_file(self, tensor: torch.Tensor) -> bool:
+        return self._buffer_path(self._names[id(tensor)]).exists()
+
+    def _let_go(self, tensor: torch.Tensor) -> str:
+        assert id(tensor) in self._names, "a tensor that was not allocated in this folder"
+        name = self._names.pop(id(tensor))
+        del self._mapped[name]
+        if self._pinned:
+            _unpin(tensor)
+        return name
+
+    def _write(self, entry: Entry) -> None:
+        path = self._entry_path(entry.key)
+        unfinished = path.with_suffix(_UNFINISHED)
+        try:
+            if entry.buffer is not None:
+                self._buffer_path(entry.buffer).stat()  # the folder may have been deleted since
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(entry_to_bytes(entry))
+            if self._synced:
+                buffer = [self._buffer_path(entry.buffer)] if entry.buffer else []
+                _sync(*buffer, *(path.parent for path in buffer), unfinished)
+            unfinished.replace(path)
+            if self._synced:
+                _sync(path.parent)
+        except OSError as error:
+            raise CheckpointSaveError(f"blob {entry.key} in {self.path}: got {error}, wanted to write it") from error
+
+    def _read(self, key: str) -> Entry:
+        path = self._entry_path(key)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointLoadError(f"{path}: {error.strerror}") from error
+        return entry_from_bytes(key, data)
+
+    def _blob(self, entry: Entry, *, hold: bool) -> Blob:
+        payload = None if entry.buffer is None else self._payload(entry.buffer, hold=hold)
+        num_mapped = 0 if payload is None else payload.numel()
+        if num_mapped < entry.payload_bytes:
+            reason = f"got {num_mapped} bytes of payload, wanted {entry.payload_bytes}"
+            raise CheckpointLoadError(f"blob {entry.key} in {self.path}: {reason}")
+        return Blob(header=entry.header, payload=payload, payload_bytes=entry.payload_bytes, serial=entry.serial)
+
+    def _payload(self, buffer: str, *, hold: bool) -> torch.Tensor:
+        if buffer in self._mapped:
+            return self._mapped[buffer]
+        path = self._buffer_path(buffer)
+        try:
+            with _opened(path, os.O_RDWR) as fd:
+                payload = _map(fd, pinned=hold and self._pinned)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointLoadError(f"{path}: not a payload: {error}") from error
+        if hold:
+            self._hold(buffer, payload)
+        return payload
+
+    def _buffer_of(self, key: str) -> str | None:
+        """Return the name of a blob's buffer; None for a blob without one, a damaged one, or none."""
+        try:
+            return self._read(key).buffer
+        except CheckpointLoadError:
+            return None
+
+    def _unlink_buffer(self, name: str | None) -> None:
+        if name is not None:
+            self._buffer_path(name).unlink(missing_ok=True)
+
+    def _entry_path(self, key: str) -> Path:
+        assert is_key(key), f"not a key: {key!r}"
+        return self.path / "index" / f"{key}{_ENTRY}"
+
+    def _buffer_path(self, name: str) -> Path:
+        return self.path / "buffers" / name
+
+    def _index(self) -> list[Path]:
+        return _listed(self.path / "index")
+
+    def _buffers(self) -> list[Path]:
+        return [path for path in _listed(self.path / "buffers") if _BUFFER.fullmatch(path.name)]
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        with _opened(path, os.O_RDONLY) as fd:
+            os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, *, pinned: bool) -> torch.Tensor:
+    """Return a whole file as a tensor that shares its memory; by descriptor, as the name may be gone already."""
+    nbytes = os.fstat(fd).st_size
+    tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+    if pinned:
+        torch.cuda.check_error(int(_cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)))
+    return tensor
+
+
+def _unpin(tensor: torch.Tensor) -> None:
+    torch.cuda.check_error(int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())))
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()

@@ -1,0 +1,154 @@
+"""What a stage sent to its neighbours, kept by the sender in host memory (MoEvement, section 3.4).
+
+Owns: copies of activations sent downstream and gradients sent upstream, by iteration and, in the order of sending, by
+micro-batch; dropping what no window needs any more. Must not: send anything, or decide what is still needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.snapshot.codec import checksum
+from moe_ckpt.snapshot.copier import HostCopier
+from moe_ckpt.snapshot.windows import HostBuffers
+
+_log = logging.getLogger(__name__)
+
+
+class Direction(Enum):
+    """Which way a tensor crosses a stage boundary."""
+
+    ACTIVATION = "activations sent downstream"
+    GRADIENT = "gradients sent upstream"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoggedEnds:
+    """What a replayed iteration receives from logs: bytes by micro-batch from each neighbour, None where it is live."""
+
+    from_previous: Sequence[torch.Tensor] | None
+    from_next: Sequence[torch.Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Entry:
+    buffer: torch.Tensor
+    size_bytes: int
+    copied: Future[float]
+    checksum: Future[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Iteration:
+    sent: dict[Direction, list[_Entry]] = field(default_factory=lambda: {direction: [] for direction in Direction})
+
+    def entries(self) -> list[_Entry]:
+        return [entry for entries in self.sent.values() for entry in entries]
+
+
+class BoundaryLog:
+    """One rank's log. Records only between `begin` and `end`, so evaluations leave no trace."""
+
+    def __init__(self, copier: HostCopier, buffers: HostBuffers) -> None:
+        self._copier = copier
+        self._buffers = buffers
+        self._iterations: dict[int, _Iteration] = {}
+        self._current: _Iteration | None = None
+        self.spent_s = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all that is logged."""
+        return sum(entry.size_bytes for log in self._iterations.values() for entry in log.entries())
+
+    def begin(self, iteration: int) -> None:
+        """Log what is sent from now on under `iteration`, in place of what a pass of it that came to nothing left."""
+        self._drop(iteration)
+        self._current = self._iterations[iteration] = _Iteration()
+
+    def end(self) -> None:
+        """Stop logging until the next iteration begins."""
+        self._current = None
+
+    def record(self, direction: Direction, tensor: torch.Tensor) -> None:
+        """Log a tensor that is being sent: the next micro-batch's in this direction."""
+        if self._current is None:
+            return
+        started_s = time.monotonic()
+        source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron swaps the storage of what it has sent
+        try:
+            buffer = self._buffers.acquire(source.numel())
+        except CheckpointSaveError as error:
+            self._give_up(error)
+            return
+        size_bytes = source.numel()
+        copied = self._copier.run(lambda: self._copier.copy_now([(buffer[:size_bytes], source)]))
+        hashed = self._copier.then(lambda: checksum(buffer, size_bytes))
+        entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied, checksum=hashed)
+        self._current.sent[direction].append(entry)
+        self.spent_s += time.monotonic() - started_s
+
+    def sent(self, iteration: int, direction: Direction) -> list[torch.Tensor]:
+        """Return the bytes of each micro-batch's tensor, in the order of sending.
+
+        Raises CheckpointLoadError if the iteration is not in the log.
+        """
+        if iteration not in self._iterations:
+            raise CheckpointLoadError(f"boundary log: no iteration {iteration}, got {self._span()}")
+        entries = self._iterations[iteration].sent[direction]
+        for entry in entries:
+            entry.copied.result()
+        return [entry.buffer[: entry.size_bytes] for entry in entries]
+
+    def _give_up(self, error: CheckpointSaveError) -> None:
+        """Log nothing more of this iteration, and keep nothing of it: a recovery sees the gap. Training goes on."""
+        (iteration,) = (number for number, log in self._iterations.items() if log is self._current)
+        self._current = None
+        self._drop(iteration)
+        _log.warning("boundary log: iteration %d is not logged, training goes on: %s", iteration, error)
+
+    def usable_from(self, last: int) -> int:
+        """Return the first iteration from which on to `last` the log holds everything undamaged; last + 1 for none."""
+        first = last + 1
+        while first - 1 in self._iterations and self._is_intact(first - 1):
+            first -= 1
+        return first
+
+    def _is_intact(self, iteration: int) -> bool:
+        intact = all(map(_is_as_recorded, self._iterations[iteration].entries()))
+        if not intact:
+            _log.warning("boundary log: iteration %d is damaged (checksum)", iteration)
+        return intact
+
+    def drop_up_to(self, iteration: int) -> None:
+        """Drop `iteration` and all before it."""
+        for old in [logged for logged in self._iterations if logged <= iteration]:
+            self._drop(old)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._current = None
+        for iteration in list(self._iterations):
+            self._drop(iteration)
+
+    def _drop(self, iteration: int) -> None:
+        log = self._iterations.pop(iteration, None)
+        for entry in log.entries() if log else []:
+            entry.checksum.result()
+            self._buffers.release(entry.buffer)
+
+    def _span(self) -> str:
+        return f"{min(self._iterations)} to {max(self._iterations)}" if self._iterations else "an empty log"
+
+
+def _is_as_recorded(entry: _Entry) -> bool:
+    recorded = entry.checksum.result()  # the copy is over by then, for better or worse
+    return entry.copied.exception() is None and checksum(entry.buffer, entry.size_bytes) == recorded

@@ -1,0 +1,113 @@
+"""When this rank waits for its neighbour stages: known to the thread that copies, and measured.
+
+Owns: whether a bubble is open now, and how long all of an iteration were. Must not: copy, or decide what is copied when
+(`moe_ckpt.policies.bubble_copies` does). MoEtion, section 5.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+
+class _Mark(Protocol):
+    """A moment in what the device does, as a `torch.cuda.Event` that was recorded."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class _HostMark:
+    """Implements `_Mark` where the host computes: it has come to this moment."""
+
+    def __init__(self) -> None:
+        self.at_s = time.monotonic()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: _HostMark) -> float:
+        return (later.at_s - self.at_s) * 1000.0
+
+
+class PipelineBubbles:
+    """Opened by the thread that trains wherever it waits for what a neighbour computes; another thread may wait for it.
+
+    With CUDA a bubble begins when the device has done what was asked of it, and ends when what was sent is there.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._began: _Mark | None = None
+        self._ended: _Mark | None = None
+        self._spans: list[tuple[_Mark, _Mark]] = []
+        self._is_hurried = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether training waits now."""
+        began = self._began
+        return began is not None and began.query() and self._is_opening()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Within the context training waits."""
+        began = _mark()
+        with self._changed:
+            self._began, self._ended = began, None
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            ended = _mark()
+            self._ended = ended
+            self._spans.append((began, ended))
+
+    def take_seconds(self) -> float:
+        """Return how long bubbles were in all, since this was called last; wait for those that are open on a device."""
+        spans, self._spans = self._spans, []
+        return sum(_elapsed_s(began, ended) for began, ended in spans)
+
+    def hurry(self) -> None:
+        """Let nobody wait any more."""
+        with self._changed:
+            self._is_hurried = True
+            self._changed.notify_all()
+
+    def unhurry(self) -> None:
+        """Let the thread that copies wait again."""
+        self._is_hurried = False
+
+    def wait(self) -> bool:
+        """Wait for the next bubble, unless one is open, and return True; or False as soon as there is a hurry."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_hurried or self._is_opening())
+            began = self._began
+        if self._is_hurried or began is None:
+            return False
+        began.synchronize()
+        return True
+
+    def _is_opening(self) -> bool:
+        return self._began is not None and (self._ended is None or not self._ended.query())
+
+
+def _mark() -> _Mark:
+    if not torch.cuda.is_available():
+        return _HostMark()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_s(began: _Mark, ended: _Mark) -> float:
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1000.0  # type: ignore[attr-defined]

@@ -1,0 +1,240 @@
+r"""Takes one rank's snapshots into host memory while training goes on (MoEvement, sections 3.2 and 4).
+
+Owns: one capture from start to where it is kept. Must not: decide what is taken, or how long it is kept.
+
+    training   capture: copy buffers ---- forward, backward ---- release ---- optimizer step ---- collect
+    copier        \--- lay out, take a host buffer, copy --- checksum, hand to the keeper -------/
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.policies.bubble_copies import parts_in_bubbles
+from moe_ckpt.snapshot.adam_update import Gradients
+from moe_ckpt.snapshot.bubbles import PipelineBubbles
+from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
+from moe_ckpt.snapshot.copier import Copy, HostCopier
+from moe_ckpt.snapshot.windows import HostBuffers, SnapshotKeeper
+
+_COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
+
+Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
+"""Something to take: what it is, the tensor, and its range in the flattened whole."""
+
+
+class Wanted(NamedTuple):
+    """A snapshot to take: its header without parts, size and checksum, its pieces, and those that change at once.
+
+    `gradients` are those of the step to it from the iteration before, where peers are to take that step themselves.
+    """
+
+    header: SnapshotHeader
+    pieces: Callable[[], Sequence[Piece]]
+    changing: Sequence[Piece] = ()
+    gradients: Gradients | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Unsealed:
+    """A snapshot without its checksum, and the gradients that led to it, in host memory."""
+
+    snapshot: Snapshot
+    gradients: Gradients | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """Seconds that copying took, and the bytes of it that were copied while training waited for other stages."""
+
+    seconds: float
+    bubble_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Taken:
+    """Snapshots of one state, complete."""
+
+    snapshots: Sequence[Snapshot]
+    copied: Copied
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Capture:
+    copied: Future[tuple[list[_Unsealed], Copied]]
+    finished: Future[Taken]
+
+
+class SnapshotEngine:
+    """At most one capture at a time. The keeper, if there is one, hears of each as soon as it is finished.
+
+    With `bubbles`, what fits into them waits for them.
+    """
+
+    def __init__(
+        self,
+        copier: HostCopier,
+        buffers: HostBuffers,
+        keeper: SnapshotKeeper | None = None,
+        bubbles: PipelineBubbles | None = None,
+    ) -> None:
+        self._copier = copier
+        self._buffers = buffers
+        self._keeper = keeper
+        self._bubbles = bubbles
+        self._capture: _Capture | None = None
+
+    def capture(self, wanted: Sequence[Wanted], *, bubble_bytes: float = 0.0) -> None:
+        """Start taking snapshots of one state, all or none of them. What was taken before is collected.
+
+        Their pieces are asked for from another thread, and must not change until `release` returns; those that change
+        may do so as soon as this returns. Bubbles have room for `bubble_bytes` until then.
+        """
+        assert self._capture is None, self._capture
+        if self._bubbles:
+            self._bubbles.unhurry()
+        ready = [each._replace(changing=_kept(each.changing), gradients=_copied(each.gradients)) for each in wanted]
+        copied = self._copier.run(lambda: self._take_all(ready, bubble_bytes))
+        self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish_all(*copied.result())))
+
+    def release(self) -> None:
+        """Wait until the state that is being taken may change.
+
+        Raises CheckpointSaveError if it could not be taken; then there is nothing to collect.
+        """
+        capture = self._capture
+        if capture is None:
+            return
+        self._hurry()
+        try:
+            capture.copied.result()
+        except _COPY_ERRORS as error:
+            self._capture = None
+            raise CheckpointSaveError(f"the snapshot could not be copied: {error}") from error
+
+    def collect(self, *, wait: bool) -> Taken | None:
+        """Return what has been taken, once; None while there is nothing, or, without `wait`, while it is unfinished.
+
+        Raises CheckpointSaveError if it could not be taken or kept; then there is nothing to collect any more.
+        """
+        capture = self._capture
+        if capture is None or not (wait or capture.finished.done()):
+            return None
+        self.release()
+        self._capture = None
+        return capture.finished.result()
+
+    def discard_torn(self) -> None:
+        """Drop the capture in flight if it is not copied yet: the state under it has changed."""
+        capture = self._capture
+        if capture is None or capture.copied.done():
+            return
+        self._capture = None
+        self._hurry()
+        with self.uncapped(), contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
+            self._drop(capture.finished.result().snapshots)
+
+    @contextlib.contextmanager
+    def uncapped(self) -> Iterator[None]:
+        """Copy without a cap inside: a recovery waits for it, or for memory that is of no use any more."""
+        self._copier.throttle.lift()
+        try:
+            yield
+        finally:
+            self._copier.throttle.apply()
+
+    def apply_cap(self) -> None:
+        """Copy under the cap from now on, where there is one."""
+        self._copier.throttle.apply()
+
+    def _hurry(self) -> None:
+        if self._bubbles:
+            self._bubbles.hurry()
+
+    def _drop(self, finished: Sequence[Snapshot]) -> None:
+        for snapshot in finished:
+            if self._keeper:
+                self._keeper.drop_snapshot(snapshot)
+            self._buffers.release(snapshot.payload)
+
+    def _take_all(self, wanted: Sequence[Wanted], bubble_bytes: float) -> tuple[list[_Unsealed], Copied]:
+        unsealed: list[_Unsealed] = []
+        copies: list[Copy] = []
+        try:
+            for each in wanted:
+                snapshot, of_snapshot = self._lay_out(each.header, [*each.pieces(), *each.changing])
+                unsealed.append(_Unsealed(snapshot=snapshot, gradients=each.gradients))
+                copies += of_snapshot
+            copied = self._copy(copies, bubble_bytes)
+            return [replace(each, gradients=_on_host(each.gradients)) for each in unsealed], copied
+        except _COPY_ERRORS:
+            for each in unsealed:
+                self._buffers.release(each.snapshot.payload)
+            raise
+
+    def _lay_out(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> tuple[Snapshot, list[Copy]]:
+        parts, payload_bytes = layout_parts(pieces)
+        buffer = self._buffers.acquire(payload_bytes)
+        snapshot = Snapshot(header=replace(header, parts=parts, payload_bytes=payload_bytes), payload=buffer)
+        tensors = {key: tensor for key, tensor, _ in pieces}
+        copies = [(snapshot.part(part).view(-1), tensors[part.key].detach().reshape(-1)) for part in parts]
+        return snapshot, copies
+
+    def _copy(self, copies: Sequence[Copy], bubble_bytes: float) -> Copied:
+        """Copy what has room in bubbles in these, as far as they come, and the others at once (Algorithm 4)."""
+        bubbles = self._bubbles
+        if bubbles is None:
+            return Copied(seconds=self._copier.copy_now(copies), bubble_bytes=0)
+        first_beside = parts_in_bubbles([target.nbytes for target, _ in copies], bubble_bytes)
+        waiting, beside = deque(copies[:first_beside]), deque(copies[first_beside:])
+        seconds, bubble_bytes_used = 0.0, 0
+        while beside or (waiting and bubbles.wait()):
+            in_bubble = bool(waiting) and (not beside or bubbles.is_open)
+            copy = (waiting if in_bubble else beside).popleft()
+            seconds += self._copier.copy_now([copy])
+            bubble_bytes_used += copy[0].nbytes if in_bubble else 0
+        return Copied(seconds=seconds + self._copier.copy_now(waiting), bubble_bytes=bubble_bytes_used)
+
+    def _finish_all(self, unsealed: Sequence[_Unsealed], copied: Copied) -> Taken:
+        finished: list[Snapshot] = []
+        try:
+            for each in unsealed:
+                finished.append(self._finish(each))  # noqa: PERF401 - it may raise
+        except CheckpointSaveError:
+            self._drop(finished)
+            for each in unsealed[len(finished) + 1 :]:
+                self._buffers.release(each.snapshot.payload)
+            raise
+        return Taken(snapshots=finished, copied=copied)
+
+    def _finish(self, unsealed: _Unsealed) -> Snapshot:
+        header, payload = unsealed.snapshot.header, unsealed.snapshot.payload
+        found = checksum(payload, header.payload_bytes)
+        snapshot = Snapshot(header=replace(header, checksum=found), payload=payload)
+        try:
+            if self._keeper:
+                self._keeper.add_snapshot(snapshot, unsealed.gradients)
+        except CheckpointSaveError:
+            self._buffers.release(snapshot.payload)
+            raise
+        return snapshot
+
+
+def _kept(pieces: Sequence[Piece]) -> list[Piece]:
+    return [(key, tensor.detach().clone(), whole) for key, tensor, whole in pieces]
+
+
+def _copied(gradients: Gradients | None) -> Gradients | None:
+    return gradients and {key: (gradient.detach().clone(), step) for key, (gradient, step) in gradients.items()}
+
+
+def _on_host(gradients: Gradients | None) -> Gradients | None:
+    return gradients and {key: (gradient.cpu(), step) for key, (gradient, step) in gradients.items()}

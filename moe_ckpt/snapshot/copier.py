@@ -1,0 +1,75 @@
+"""Copies tensors to host memory while training goes on: a thread, with a side stream where there is CUDA.
+
+Owns: the thread, the stream, and the order of copies. Must not: allocate buffers, or know what is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
+
+T = TypeVar("T")
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""(host target, source): flat, of the same type and number of elements."""
+
+_CHUNK_BYTES = 1 << 20  # copies under a cap: large enough to cost nothing, small enough to wait for tokens evenly
+
+
+class HostCopier:
+    """One queue of work a rank; what is submitted first is done first. Copies wait for tokens of `throttle`."""
+
+    def __init__(self, throttle: Throttle | None = None) -> None:
+        self.throttle = throttle or unlimited()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copier")
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._stream = None if self._device is None else torch.cuda.Stream()
+
+    def run(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work`, which may call `copy_now`, in the thread; it sees what the calling thread has computed so far."""
+        if self._stream is None:
+            return self._thread.submit(work)
+        computed = torch.cuda.Event()
+        computed.record()
+        return self._thread.submit(self._run_on_stream, work, computed)
+
+    def then(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work`, which copies nothing from a device, once everything submitted so far is done."""
+        return self._thread.submit(work)
+
+    def copy_now(self, copies: Iterable[Copy]) -> float:
+        """Copy, within `run`; return the seconds it took. Targets are complete and sources free to change then."""
+        started_s = time.monotonic()
+        for target, source in self._throttled(copies):
+            target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return time.monotonic() - started_s
+
+    def close(self) -> None:
+        """Finish what is queued, without a cap, and end the thread."""
+        self.throttle.lift()
+        self._thread.shutdown()
+
+    def _throttled(self, copies: Iterable[Copy]) -> Iterator[Copy]:
+        """Yield copies, in chunks where there is a cap, each once it may pass."""
+        for target, source in copies:
+            if not self.throttle.has_cap:
+                yield target, source
+                continue
+            length = max(1, _CHUNK_BYTES // target.element_size())
+            for start in range(0, target.numel(), length):
+                chunk = target[start : start + length]
+                self.throttle.wait(chunk.nbytes)
+                yield chunk, source[start : start + length]
+
+    def _run_on_stream(self, work: Callable[[], T], computed: torch.cuda.Event) -> T:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            computed.wait()
+            return work()

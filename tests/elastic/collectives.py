@@ -1,0 +1,176 @@
+"""What Megatron calls of process groups, and what each call gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.elastic.workers import own_rank
+
+
+def ones(*sizes: int) -> torch.Tensor:
+    """Return what no other rank has."""
+    return torch.arange(1.0, 1 + torch.Size(sizes).numel()).reshape(sizes) * 10 ** own_rank()
+
+
+def parts(size: int) -> list[torch.Tensor]:
+    return list(ones(size, 2).unbind())
+
+
+def zeros(size: int) -> list[torch.Tensor]:
+    return [torch.zeros(2) for _ in range(size)]
+
+
+# What Megatron calls, on a group of which the caller is one: `ranks` are its members' global ranks.
+
+
+def all_reduce(group: Any, ranks: list[int]) -> Any:
+    dist.all_reduce(total := ones(3), group=group)
+    return total
+
+
+def all_reduce_later(group: Any, ranks: list[int]) -> Any:
+    work = dist.all_reduce(largest := ones(3), op=dist.ReduceOp.MAX, group=group, async_op=True)
+    assert work is not None
+    work.wait()
+    return largest, work.is_completed()
+
+
+def all_reduce_coalesced(group: Any, ranks: list[int]) -> Any:
+    with dist._coalescing_manager(group=group):
+        dist.all_reduce(first := ones(2), group=group)
+        dist.all_reduce(second := ones(3), group=group)
+    return first, second
+
+
+def broadcast(group: Any, ranks: list[int]) -> Any:
+    dist.broadcast(tensor := ones(3), src=ranks[-1], group=group)
+    return tensor
+
+
+def broadcast_object(group: Any, ranks: list[int]) -> Any:
+    dist.broadcast_object_list(objects := [f"of rank {own_rank()}"], src=ranks[-1], group=group)
+    return objects
+
+
+def reduce(group: Any, ranks: list[int]) -> Any:
+    dist.reduce(total := ones(3), dst=ranks[-1], group=group)
+    return total if own_rank() == ranks[-1] else None  # of the others gloo makes what it likes
+
+
+def barrier(group: Any, ranks: list[int]) -> Any:
+    dist.barrier(group)
+
+
+def all_gather(group: Any, ranks: list[int]) -> Any:
+    dist.all_gather(gathered := zeros(len(ranks)), ones(2), group=group)
+    return gathered
+
+
+def all_gather_into_tensor(group: Any, ranks: list[int]) -> Any:
+    dist.all_gather_into_tensor(gathered := torch.zeros(2 * len(ranks)), ones(2), group=group)
+    return gathered
+
+
+def all_gather_coalesced(group: Any, ranks: list[int]) -> Any:
+    first, second = torch.zeros(2 * len(ranks)), torch.zeros(len(ranks))
+    with dist._coalescing_manager(group=group):
+        dist.all_gather_into_tensor(first, ones(2), group=group)
+        dist.all_gather_into_tensor(second, ones(1), group=group)
+    return first, second
+
+
+def all_gather_object(group: Any, ranks: list[int]) -> Any:
+    objects: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(objects, {"rank": own_rank()}, group=group)
+    return objects
+
+
+def gather(group: Any, ranks: list[int]) -> Any:
+    gathered = zeros(len(ranks)) if own_rank() == ranks[-1] else None
+    dist.gather(ones(2), gathered, dst=ranks[-1], group=group)
+    return gathered
+
+
+def gather_object(group: Any, ranks: list[int]) -> Any:
+    objects: list[Any] | None = [None] * len(ranks) if own_rank() == ranks[-1] else None
+    dist.gather_object({"rank": own_rank()}, objects, dst=ranks[-1], group=group)
+    return objects
+
+
+def scatter(group: Any, ranks: list[int]) -> Any:
+    mine = torch.zeros(2)
+    dist.scatter(mine, parts(len(ranks)) if own_rank() == ranks[-1] else None, src=ranks[-1], group=group)
+    return mine
+
+
+def reduce_scatter(group: Any, ranks: list[int]) -> Any:
+    dist.reduce_scatter(mine := torch.zeros(2), parts(len(ranks)), group=group)
+    return mine
+
+
+def reduce_scatter_tensor(group: Any, ranks: list[int]) -> Any:
+    dist.reduce_scatter_tensor(mine := torch.zeros(2), ones(2 * len(ranks)), group=group)
+    return mine
+
+
+def reduce_scatter_coalesced(group: Any, ranks: list[int]) -> Any:
+    first, second = torch.zeros(2), torch.zeros(1)
+    with dist._coalescing_manager(group=group):
+        dist.reduce_scatter_tensor(first, ones(2 * len(ranks)), group=group)
+        dist.reduce_scatter_tensor(second, ones(len(ranks)), group=group)
+    return first, second
+
+
+def all_to_all(group: Any, ranks: list[int]) -> Any:
+    dist.all_to_all(received := zeros(len(ranks)), parts(len(ranks)), group=group)
+    return received
+
+
+def all_to_all_single(group: Any, ranks: list[int]) -> Any:
+    """Tokens: one for the group's first rank, two for the second, ..., from everybody."""
+    place, size = ranks.index(own_rank()), len(ranks)
+    sent, received = [1 + other for other in range(size)], [1 + place] * size
+    dist.all_to_all_single(output := torch.zeros(sum(received)), ones(sum(sent)), received, sent, group=group)
+    return output
+
+
+def send(group: Any, ranks: list[int]) -> Any:
+    place, tensor = ranks.index(own_rank()), ones(2)
+    if place > 0:
+        dist.recv(tensor, ranks[place - 1], group=group)
+    if place < len(ranks) - 1:
+        dist.send(tensor, ranks[place + 1], group=group)
+    return tensor
+
+
+def send_around(group: Any, ranks: list[int]) -> Any:
+    place = ranks.index(own_rank())
+    to, source = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+    sending = dist.P2POp(dist.isend, ones(2), to, group)
+    receiving = dist.P2POp(dist.irecv, received := torch.zeros(2), source, group)
+    for work in dist.batch_isend_irecv([sending, receiving]):
+        work.wait()
+    return received
+
+
+COLLECTIVES = (
+    *(all_reduce, all_reduce_later, all_reduce_coalesced, broadcast, broadcast_object, reduce, barrier),
+    *(all_gather, all_gather_into_tensor, all_gather_coalesced, all_gather_object, gather, gather_object),
+    *(scatter, reduce_scatter, reduce_scatter_tensor, reduce_scatter_coalesced, all_to_all, all_to_all_single),
+    *(send, send_around),
+)
+
+
+def plain(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.tolist()
+    return [plain(part) for part in result] if isinstance(result, list | tuple) else result
+
+
+def call_all(places: list[tuple[Any, list[int]]]) -> dict[str, Any]:
+    """Return what each collective gives in each group that this rank is in."""
+    mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
+    return {call.__name__: [plain(call(group, ranks)) for group, ranks in mine] for call in COLLECTIVES}

@@ -1,0 +1,141 @@
+"""Waiting that can be ended: an outcome is settled once, by whoever comes first, and a helper outlives its failures."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from moe_ckpt.elastic.cancellable_wait import Helper, Outcome
+from moe_ckpt.errors import PeersLostError
+
+WAIT_S = 30.0
+
+
+Settle = Callable[[Outcome], None]
+
+
+def succeed(outcome: Outcome) -> None:
+    outcome.set(None)
+
+
+def fail(outcome: Outcome) -> None:
+    outcome.set(ValueError("its own error"))
+
+
+abandon: Settle = Outcome.abandon
+
+
+def ending(outcome: Outcome) -> str:
+    try:
+        return "in time" if outcome.wait(WAIT_S) else "late"
+    except (ValueError, PeersLostError) as error:
+        return str(error)
+
+
+ENDINGS: dict[Settle, str] = {
+    succeed: "in time",
+    fail: "its own error",
+    abandon: "abandoned: other ranks were lost",
+}
+
+
+def settle_at(start: threading.Barrier, settle: Settle, outcome: Outcome) -> None:
+    start.wait(WAIT_S)
+    settle(outcome)
+
+
+@pytest.mark.parametrize("first", ENDINGS)
+@pytest.mark.parametrize("second", ENDINGS)
+def test_the_first_to_settle_an_outcome_counts(first: Settle, second: Settle) -> None:
+    outcome = Outcome()
+    assert not outcome.wait(0.01)
+    first(outcome)
+    second(outcome)
+    assert [ending(outcome) for _ in range(2)] == [ENDINGS[first]] * 2, "waiting again is the same"
+    assert outcome.abandoned == (first is abandon)
+
+
+@pytest.mark.parametrize("settle", ENDINGS)
+def test_all_waiting_threads_are_woken(settle: Settle) -> None:
+    outcome, started = Outcome(), threading.Barrier(4)
+
+    def wait() -> str:
+        started.wait(WAIT_S)
+        return ending(outcome)
+
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(wait) for _ in range(3)]
+        settle_at(started, settle, outcome)
+        assert [waiter.result(WAIT_S) for waiter in waiting] == [ENDINGS[settle]] * 3
+
+
+def test_of_threads_at_once_exactly_one_settles_an_outcome() -> None:
+    """However the race goes, `abandoned` and what is raised belong together."""
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(300):
+            outcome, start = Outcome(), threading.Barrier(2)
+            racers = [threads.submit(settle_at, start, settle, outcome) for settle in (succeed, abandon)]
+            for racer in racers:
+                racer.result(WAIT_S)
+            assert ending(outcome) == ENDINGS[abandon if outcome.abandoned else succeed]
+
+
+@pytest.fixture
+def helper() -> Iterator[Helper]:
+    """Return a helper that has ended before the test has."""
+    helper = Helper()
+    yield helper
+    helper.close()
+    helper.join()
+
+
+def test_a_helper_does_one_call_after_another_and_outlives_their_errors(helper: Helper) -> None:
+    done: list[int] = []
+
+    def call(number: int) -> None:
+        done.append(number)
+        if number == 1:
+            raise ValueError("its own error")
+
+    outcomes = [Outcome() for _ in range(3)]
+    for number, outcome in enumerate(outcomes):
+        helper.start(lambda number=number: call(number), outcome)
+    assert [ending(outcome) for outcome in outcomes] == ["in time", "its own error", "in time"]
+    assert done == [0, 1, 2]
+
+
+def test_an_abandoned_call_goes_on_alone_and_its_helper_ends_with_it() -> None:
+    helper, outcome, begun, go_on = Helper(), Outcome(), threading.Event(), threading.Event()
+    ended = threading.Event()
+
+    def call() -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+        ended.set()
+
+    helper.start(call, outcome)
+    assert begun.wait(WAIT_S)
+    outcome.abandon()
+    assert ending(outcome) == ENDINGS[abandon]
+    helper.close()
+    assert not ended.is_set()
+    go_on.set()
+    helper.join()
+    assert ended.is_set()
+
+
+class Tensors:
+    """Stands for the tensors of an operation."""
+
+
+def test_a_helper_at_rest_holds_no_tensors(helper: Helper) -> None:
+    tensors, done, freed = Tensors(), Outcome(), threading.Event()
+    weakref.finalize(tensors, freed.set)
+    helper.start(lambda tensors=tensors: None, done)
+    del tensors
+    done.wait(WAIT_S)
+    assert freed.wait(WAIT_S)

@@ -1,0 +1,402 @@
+"""How ranks end one generation and begin the next: the keys, real members over a real store, and who may not go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.elastic.generations import FENCED, GUARD, STORE_LOST, Generations, Member, Membership
+from moe_ckpt.elastic.process_failure import Death
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.errors import PeersLostError
+from moe_ckpt.types import Phase
+from tests.elastic.workers import GRACE_S, WAIT_S, meet, open_membership, open_store, own_rank
+from tests.ranks import run_ranks
+
+Both = tuple[Generations, Generations]
+
+
+@pytest.fixture(scope="module")
+def connections() -> tuple[dist.Store, dist.Store]:
+    """Return two connections to one store, as torchrun's: each new one can take seconds."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return server, dist.TCPStore("127.0.0.1", server.port, is_master=False)
+
+
+@pytest.fixture
+def both(connections: tuple[dist.Store, dist.Store], request: pytest.FixtureRequest) -> Both:
+    """Return the keys as two processes see them."""
+    one, other = (Generations(dist.PrefixStore(request.node.name, store)) for store in connections)
+    return one, other
+
+
+def death_of(global_rank: int) -> Death:
+    return Death(
+        global_rank=global_rank,
+        pid=4711,
+        signal="SIGKILL",
+        why="died of SIGKILL",
+        iteration=3,
+        phase="backward",
+        last_seen_unix_s=10.0,
+        found_unix_s=10.25,
+    )
+
+
+# The keys.
+
+
+def test_a_generation_ends_once_and_for_the_first_reason(both: Both) -> None:
+    one, other = both
+    assert (one.current(), other.current(), one.has_ended(1)) == (1, 1, False)
+    other.end(1, "the first reason")
+    one.end(1, "another")
+    assert (one.current(), other.current(), one.has_ended(1)) == (2, 2, True)
+    assert (one.wait_for_end(1), other.wait_for_end(1)) == ("the first reason",) * 2
+    one.end(2, "the next")
+    other.end(1, "late")
+    assert (one.current(), one.wait_for_end(2)) == (3, "the next")
+
+
+def test_all_may_end_a_generation_at_once(both: Both) -> None:
+    start = threading.Barrier(2)
+
+    def end(mine: Generations) -> list[str]:
+        reasons = []
+        for generation in range(1, 50):
+            mine.current()
+            start.wait(WAIT_S)
+            mine.end(generation, f"of {mine}")
+            reasons.append(mine.wait_for_end(generation))
+        return reasons
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(end, both)
+    assert one == other
+    assert both[0].current() == 50
+
+
+def test_the_last_rank_to_arrive_lets_all_go(both: Both) -> None:
+    one, other = both
+    with ThreadPoolExecutor(1) as thread:
+        one.arrive(1, 2)
+        waiting = thread.submit(other.goes, 1, WAIT_S)
+        with pytest.raises(PeersLostError, match=r"generation 1: got 1 ranks in runtime.join_s=0.05 seconds"):
+            one.goes(1, 0.05)
+        assert not waiting.done()
+        one.arrive(1, 2)
+        assert waiting.result(WAIT_S)
+    assert one.goes(1, WAIT_S)
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_generation_goes_unless_it_ends_before_all_have_arrived(both: Both, ends_first: bool) -> None:
+    """One that has gone is not called back: some would go and some not."""
+    one, other = both
+    one.current()
+    one.arrive(1, 2)
+    for step in (lambda: one.end(1, "a death"), lambda: other.arrive(1, 2))[:: 1 if ends_first else -1]:
+        step()
+    assert one.goes(1, WAIT_S) == other.goes(1, WAIT_S) == (not ends_first)
+
+
+def test_deaths_are_kept_by_generation(both: Both) -> None:
+    one, other = both
+    one.record_death(1, death_of(2))
+    other.record_death(1, death_of(0))
+    one.record_death(2, death_of(1))
+    assert other.num_deaths() == 3
+    assert [other.deaths(generation) for generation in (1, 2, 3)] == [[death_of(2), death_of(0)], [death_of(1)], []]
+
+
+def test_a_generation_finishes_for_good_when_the_last_rank_is_done(both: Both) -> None:
+    one, other = both
+    one.current()
+    one.done(1, 2)
+    assert not other.has_finished(1)
+    other.done(1, 2)
+    assert (one.has_finished(1), other.finishes(1)) == (True, True)
+    assert not one.end(1, "too late")
+    assert (other.current(), other.has_ended(1)) == (1, False)
+
+
+def test_a_generation_that_has_ended_cannot_finish(both: Both) -> None:
+    one, other = both
+    one.current()
+    one.done(1, 2)
+    assert other.end(1, "a death")
+    other.done(1, 2)
+    assert (one.has_finished(1), one.finishes(1), one.current()) == (False, False, 2)
+    one.done(2, 2)
+    assert not one.has_finished(2), "a rank that was done before is not done any more"
+
+
+def test_the_life_that_may_join_is_the_last_one_set(both: Both) -> None:
+    one, other = both
+    assert other.life(3) == -1
+    for life in (0, 1):
+        one.set_life(3, life)
+        assert one.life(3) == life  # torch's store answers no `set`: only now it has arrived
+        assert other.life(3) == life
+
+
+# Members. Those below are what ranks do; rank 2 is no member and stands for a guard.
+
+
+def open_first_life(folder: str, world_size: int, *, grace_s: float = GRACE_S) -> tuple[Generations, Membership]:
+    """Make this process the first life of its rank."""
+    generations = Generations(open_store(folder))
+    generations.set_life(own_rank(), 0)
+    return generations, open_membership(folder, own_rank(), world_size, grace_s=grace_s)
+
+
+def sum_of_ranks() -> float:
+    dist.all_reduce(total := torch.tensor([1.0 + own_rank()]))
+    return total.item()
+
+
+def wait_for_the_end(membership: Membership) -> str:
+    """Wait for what nobody sends; return why the generation ended."""
+    with pytest.raises(PeersLostError) as lost:
+        dist.recv(torch.zeros(1), 1 - own_rank())
+    assert membership.lost(lost.value)
+    return membership.leave()
+
+
+REASONS = ["rank 0 said so", "rank 1 said so", "a guard said so"]
+
+
+def go_through_generations(folder: str) -> list[Any]:
+    """Be in a generation after the other; the first three are ended by rank 0, rank 1 and a guard."""
+    keys = open_store(folder)
+    if own_rank() == 2:
+        generations = Generations(open_store(folder))
+        keys.wait(["all are in 3/all"])
+        generations.record_death(3, death_of(1))
+        generations.end(3, REASONS[2])
+        return []
+    generations, membership = open_first_life(folder, 2, grace_s=WAIT_S)
+    seen: list[Any] = []
+    for reason in REASONS:
+        generation = membership.join()
+        total = sum_of_ranks()
+        if generation == 2:
+            membership.entered()
+        meet(keys, f"all are in {generation}", 2)
+        if generation == 1 + own_rank():
+            generations.record_death(generation, death_of(own_rank()))
+            generations.end(generation, reason)
+        seen.append((generation, total, wait_for_the_end(membership)))
+    return [*seen, membership.join(), sum_of_ranks(), membership.deaths(), membership.page.waiting]
+
+
+def test_all_leave_a_generation_that_any_process_ends_and_join_the_next(tmp_path: Path) -> None:
+    members = run_ranks(3, go_through_generations, str(tmp_path))[:2]
+    wanted = [(generation, 3.0, reason) for generation, reason in enumerate(REASONS, start=1)]
+    assert members == [[*wanted, 4, 3.0, [death_of(1), death_of(1)], False]] * 2
+    for rank in range(2):
+        page = Page(tmp_path / f"page{rank}")
+        assert (page.generation, page.phase) == (4, Phase.JOIN)
+
+
+def join_though_a_peer_died_on_the_way(folder: str) -> Any:
+    """Rank 1 comes, and is dead before groups are formed; its next life comes to the next generation."""
+    generations = Generations(open_store(folder))
+    life = own_rank()
+    begun_s = time.monotonic()
+    if own_rank() == 1:
+        generations.set_life(1, life)
+        open_store(folder).wait(["1/arrived"])
+        generations.arrive(1, 2)
+        generations.record_death(1, death_of(1))
+        generations.end(1, "died on the way")
+    else:
+        generations.set_life(0, life)
+        generations.current()
+    membership = open_membership(folder, own_rank(), 2, life=life)
+    found = membership.join(), sum_of_ranks(), membership.deaths()
+    return *found, time.monotonic() - begun_s < WAIT_S / 3
+
+
+def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(tmp_path: Path) -> None:
+    found = run_ranks(2, join_though_a_peer_died_on_the_way, str(tmp_path))
+    assert found == [(2, 3.0, [death_of(1)], True)] * 2
+
+
+def caused(text: str, cause: BaseException) -> ValueError:
+    error = ValueError(text)
+    error.__cause__ = cause
+    return error
+
+
+def judge_errors(folder: str) -> list[bool]:
+    """Return what is taken for the loss of others, before one was found, as it is, and after."""
+    generations, membership = open_first_life(folder, 1)
+    membership.join()
+    before = [membership.lost(ValueError("its own")), generations.has_ended(1)]
+    lost = [membership.lost(caused("its own", PeersLostError("a connection was closed"))), generations.has_ended(1)]
+    after = [membership.lost(ValueError("made of what was cut off"))]
+    assert generations.wait_for_end(1) == "rank 0: its own"
+    return before + lost + after
+
+
+def test_only_errors_of_communication_end_a_generation(tmp_path: Path) -> None:
+    assert run_ranks(1, judge_errors, str(tmp_path)) == [[False, False, True, True, True]]
+
+
+def join_in_vain(folder: str) -> tuple[str, int, Phase, bool]:
+    """Wait for a third rank, which does not come."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    generations = Generations(store)
+    generations.set_life(0, 0)
+    membership = open_membership(folder, 0, 3, join_s=0.05, connect=lambda _: store)
+    generations.arrive(1, 3)
+    with pytest.raises(PeersLostError) as lost:
+        membership.join()
+    page = membership.page
+    return str(lost.value), page.generation, page.phase, page.waiting
+
+
+def test_a_rank_that_joins_in_vain_says_how_many_came(tmp_path: Path) -> None:
+    wanted = "generation 1: got 2 ranks in runtime.join_s=0.05 seconds, wanted all"
+    assert run_ranks(1, join_in_vain, str(tmp_path)) == [(wanted, 1, Phase.JOIN, False)]
+
+
+def finish_at_second_try(folder: str) -> list[Any]:
+    """Rank 0 is done when rank 1 ends the generation. In the next, rank 1 is done when rank 0 still has to do."""
+    keys = open_store(folder)
+    generations, membership = open_first_life(folder, 2)
+    membership.join()
+    if own_rank() == 1:
+        keys.wait(["1/done"])
+        generations.end(1, "lost once more")
+        wait_for_the_end(membership)
+    else:
+        with pytest.raises(PeersLostError, match="other ranks were lost before all had finished") as lost:
+            membership.finish()
+        assert membership.lost(lost.value)
+        assert membership.leave() == "lost once more"
+    generation = membership.join()
+    if own_rank() == 0:
+        keys.wait(["2/done"])
+        keys.set("the last thing", "")
+    membership.finish()
+    return [generation, keys.check(["the last thing"]), membership.page.waiting]
+
+
+def test_a_rank_that_has_finished_is_there_until_all_have(tmp_path: Path) -> None:
+    assert run_ranks(2, finish_at_second_try, str(tmp_path)) == [[2, True, False]] * 2
+
+
+def lose_again_and_again(folder: str) -> dict[str, str]:
+    """Lose one generation after another; return what came of it, by what happened in each."""
+    generations, membership = open_first_life(folder, 1)
+
+    def lose(number: int, what: str) -> None:
+        generation = membership.join()
+        if what == "a death":
+            generations.record_death(generation, death_of(0))
+        if what == "an iteration":
+            membership.page.enter(Phase.STEP, number)
+        generations.end(generation, f"{GUARD}: its keeper" if what == "a guard" else f"loss {number}")
+        membership.leave()
+
+    def lose_often(what: str) -> str:
+        for number in range(1, 8):
+            try:
+                lose(number, what)
+            except PeersLostError as error:
+                return f"{number - 1} losses: {error}"
+        return "goes on"
+
+    return {what: lose_often(what) for what in ("a death", "an iteration", "a guard", "nothing")}
+
+
+def test_losses_without_a_death_or_progress_are_an_error_in_the_end(tmp_path: Path) -> None:
+    [found] = run_ranks(1, lose_again_and_again, str(tmp_path))
+    said = found.pop("nothing")
+    assert found == dict.fromkeys(found, "goes on")
+    assert said == "5 losses: connections were lost 5 times in a row though no rank died, the last time: loss 5"
+
+
+# Members that may not go on: what counts is the exit status of their processes.
+
+
+def join_and_stay(connection: Connection, folder: str, port: int | None = None) -> None:
+    """Join as the first life of the only rank, whenever told to; stay. The store is a file, or torch's at a port."""
+
+    def connect(folder: str) -> dist.Store:
+        return dist.TCPStore("127.0.0.1", port, is_master=False) if port else open_store(folder)
+
+    membership = open_membership(folder, 0, 1, connect=connect)
+    while True:
+        connection.send(membership.join())
+        connection.recv()
+        membership.leave()
+
+
+def test_a_life_that_was_replaced_may_not_join(tmp_path: Path, start) -> None:
+    store = open_store(str(tmp_path))
+    generations = Generations(store)
+    generations.set_life(0, 0)
+    member = start(join_and_stay, str(tmp_path))
+    assert member.hear() == 1
+    generations.set_life(0, 1)
+    generations.end(1, "replaced")
+    member.tell("join again")
+    assert member.exit_status() == FENCED
+    assert not store.check(["2/arrived"])
+
+
+def serve_store(connection: Connection) -> None:
+    """Be torchrun's agent: serve a store in which one rank may join."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    Generations(store).set_life(0, 0)
+    connection.send(store.port)
+    connection.recv()
+
+
+def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
+    agent = start(serve_store)
+    member = start(join_and_stay, str(tmp_path), agent.hear())
+    assert member.hear() == 1
+    agent.kill()
+    assert member.exit_status() == STORE_LOST
+
+
+class _NoGroups:
+    """Process groups that are not formed."""
+
+    def form(self, store: object, generation: int) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
+    store, page = dist.HashStore(), Page(tmp_path / "page")
+    generations = Generations(store)
+    generations.set_life(0, 0)
+    member = Member(global_rank=0, world_size=1, life=0)
+    groups: Any = _NoGroups()
+    membership = Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
+    ends = [threading.Event(), threading.Event()]
+    remaining = iter(ends)
+    membership.at_end(lambda: next(remaining).set())
+    for generation, end in enumerate(ends, 1):
+        assert membership.join() == generation
+        assert not end.is_set()
+        generations.end(generation, "a test")
+        assert end.wait(WAIT_S)
+        membership.leave()

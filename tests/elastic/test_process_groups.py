@@ -1,0 +1,691 @@
+"""Groups that outlive generations, on real gloo: what they compute, what ends them, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.proc import stands_still
+from moe_ckpt.elastic.backends import GlooTransport, Mark
+from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.supervisor import run_and_exit
+from moe_ckpt.errors import PeersLostError
+from tests.elastic.collectives import (
+    COLLECTIVES,
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduce_later,
+    barrier,
+    broadcast,
+    broadcast_object,
+    call_all,
+    ones,
+    plain,
+)
+from tests.elastic.workers import WAIT_S, meet, open_groups, open_store, own_rank, wait_until
+from tests.ranks import RankFailedError, rank_store, run_ranks
+
+PATIENT = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=WAIT_S)
+
+
+def make_groups(backend: str) -> list[tuple[Any, list[int]]]:
+    members = [[0, 2], [1, 2], [0, 1, 2]]
+    return [(dist.group.WORLD, [0, 1, 2]), *((dist.new_group(ranks, backend=backend), ranks) for ranks in members)]
+
+
+def with_plain_gloo() -> dict[str, Any]:
+    dist.init_process_group("gloo", store=rank_store(), rank=own_rank(), world_size=3)
+    return call_all(make_groups("gloo"))
+
+
+def over_generations(folder: str) -> list[dict[str, Any]]:
+    groups = open_groups(own_rank(), 3)
+    places, store = make_groups(CPU_BACKEND), open_store(folder)
+    results = []
+    for generation in (1, 2, 5):
+        groups.form(open_store(folder), generation)
+        results.append(call_all(places))
+        assert places[0][0] is dist.group.WORLD
+        meet(store, f"the end of {generation}", 3)
+        groups.leave()
+    return results
+
+
+def test_one_handle_computes_the_same_as_gloo_in_every_generation(tmp_path: Path) -> None:
+    wanted = run_ranks(3, with_plain_gloo)
+    assert [result["all_reduce"][0] for result in wanted] == [[111.0, 222.0, 333.0]] * 3
+    for results, want in zip(run_ranks(3, over_generations, str(tmp_path)), wanted, strict=True):
+        for result in results:
+            assert result == want
+
+
+def outcome_of(call: Callable[[], object]) -> str:
+    """Return how a call ended, and whether that was late: gloo's own deadlines end what nothing else does."""
+    begun_s = time.monotonic()
+    try:
+        outcome = f"got {call()}"
+    except Exception as error:  # what the test is about
+        outcome = type(error).__name__
+    return outcome if time.monotonic() - begun_s < WAIT_S / 3 else f"{outcome}, late"
+
+
+def open_sockets() -> set[str]:
+    targets = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            targets.add(os.readlink(entry))
+    return {target for target in targets if target.startswith("socket:")}
+
+
+def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, bool]:
+    """Return how operations ended, those begun after a leave and those before, and whether groups and sockets went."""
+    gc.collect()
+    sockets = open_sockets()
+    groups = open_groups(own_rank(), 3)
+    places = make_groups(CPU_BACKEND)
+    store = open_store(folder)
+    groups.form(store, 1)
+    call_all(places)
+    mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
+    begun = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group, _ in mine]
+    insides = [weakref.ref(inside) for inside in groups.insides]
+    assert len(insides) >= 3
+    assert open_sockets() > sockets
+    assert wait_until(lambda: all(work.is_completed() for work in begun if work is not None))
+    meet(store, "all that was begun is complete", 3)
+    groups.leave()
+    refused = {outcome_of(partial(call, group, ranks)) for group, ranks in mine for call in COLLECTIVES}
+    late = {outcome_of(work.wait) for work in begun if work is not None}
+    begun.clear()
+    gc.collect()  # errors and the frames that they went through hold each other, and operations
+    are_forgotten = wait_until(lambda: all(inside() is None for inside in insides))
+    are_closed = wait_until(lambda: open_sockets() == sockets)
+    meet(store, "all ranks have tried", 3)
+    return refused, late, are_forgotten, are_closed
+
+
+def test_after_a_leave_nothing_stale_is_in_use_though_all_live(tmp_path: Path) -> None:
+    lost = {"PeersLostError"}
+    assert run_ranks(3, use_groups_after_a_leave, str(tmp_path)) == [(lost, lost, True, True)] * 3
+
+
+def large() -> torch.Tensor:
+    """Return more than the kernel's buffers take: its transfer stays half-way."""
+    return torch.zeros(32 << 20, dtype=torch.uint8)
+
+
+FORGOTTEN = "an operation that no cut ends"
+WAITS: dict[str, Callable[[], object]] = {
+    "recv": lambda: dist.recv(torch.zeros(1), 1),
+    "all_reduce": lambda: dist.all_reduce(torch.zeros(1)),
+    "barrier": dist.barrier,
+    "all_gather": lambda: dist.all_gather_object([None, None], "mine"),
+    "all_to_all": lambda: dist.all_to_all_single(torch.zeros(2), torch.zeros(2)),
+    "batch": lambda: [work.wait() for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(1), 1)])],
+    "large send": lambda: dist.send(large(), 1),
+    "large broadcast": lambda: dist.broadcast(large(), 0),
+    "large all_to_all": lambda: dist.all_to_all_single(large(), large()),
+    "large recv": lambda: dist.recv(large(), 1),  # the peer has sent a part of it
+    FORGOTTEN: lambda: dist.recv(torch.zeros(1), 1),
+}
+"""What rank 0 waits in for rank 1, which stands still."""
+
+
+def release(groups: ElasticGroups, waiting: threading.Event, released: threading.Event, name: str) -> None:
+    """Be the thread that watches the generation: it ends as soon as rank 0 waits."""
+    waiting.wait(WAIT_S)
+    while not released.wait(0.01):
+        if name != FORGOTTEN:
+            groups.cut()
+        if name == FORGOTTEN or name.startswith("large"):  # which gloo forgets now and then
+            groups.abandon()
+
+
+def wait_for_a_stopped_peer(folder: str) -> dict[str, str]:
+    """Return, as rank 0, how each wait ended."""
+    waiting, changes = threading.Event(), []
+
+    def on_wait(is_waiting: bool) -> None:
+        changes.append(is_waiting)
+        if is_waiting:
+            waiting.set()
+
+    groups = open_groups(own_rank(), 2, on_wait=on_wait)
+    store = open_store(folder)
+    found: dict[str, str] = {}
+    for generation, (name, wait) in enumerate(WAITS.items(), start=1):
+        groups.form(open_store(folder), generation)
+        dist.barrier()
+        if own_rank() == 1:
+            sending = dist.isend(large(), 0) if name == "large recv" else None
+            store.set(f"{generation}/pid", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            del sending
+        else:
+            pid = int(store.get(f"{generation}/pid"))
+            assert wait_until(lambda pid=pid: stands_still(pid))
+            waiting.clear()
+            released = threading.Event()
+            watcher = threading.Thread(target=release, args=(groups, waiting, released, name))
+            watcher.start()
+            found[name] = outcome_of(wait)
+            released.set()
+            watcher.join()
+            os.kill(pid, signal.SIGCONT)
+        groups.leave()
+    assert changes == [True, False] * (len(changes) // 2)
+    return found
+
+
+def test_an_operation_that_waits_for_a_stopped_peer_is_released(tmp_path: Path) -> None:
+    found, _ = run_ranks(2, wait_for_a_stopped_peer, str(tmp_path))
+    assert found == dict.fromkeys(WAITS, "PeersLostError")
+
+
+class Forgotten:
+    """An operation that gloo has forgotten: it ends when the test does."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def wait(self) -> None:
+        self.end.wait(WAIT_S)
+
+
+def test_an_abandoned_operation_keeps_no_later_one_waiting() -> None:
+    groups = ElasticGroups(GlooTransport(), PATIENT, lambda waiting: None)
+    over, first, second = threading.Event(), Forgotten(), Forgotten()
+    second.end.set()
+    with ThreadPoolExecutor(1) as training_thread:
+        abandoned = training_thread.submit(groups.wait, first, over, GlooTransport())
+        assert wait_until(lambda: groups.abandon() or abandoned.done())
+        with pytest.raises(PeersLostError, match="abandoned"):
+            abandoned.result()
+        training_thread.submit(groups.wait, second, over, GlooTransport()).result(WAIT_S / 3)
+        first.end.set()
+
+
+def form_without_the_last(folder: str) -> tuple[str, Any]:
+    """Return how forming ended on ranks that came, and what all have after the next."""
+    groups = open_groups(own_rank(), 3, form_s=1.5)
+    make_groups(CPU_BACKEND)
+    store, outcome = open_store(folder), "did not come"
+    if own_rank() != 2:
+        outcome = outcome_of(lambda: groups.form(open_store(folder), 1))
+        groups.leave()
+    meet(store, "the next generation", 3)
+    groups.form(open_store(folder), 2)
+    return outcome, plain(all_reduce(None, [0, 1, 2]))
+
+
+def test_forming_ends_where_a_rank_does_not_come_and_all_can_form_anew(tmp_path: Path) -> None:
+    found = run_ranks(3, form_without_the_last, str(tmp_path))
+    assert [outcome for outcome, _ in found] == ["PeersLostError", "PeersLostError", "did not come"]
+    assert [total for _, total in found] == [[111.0, 222.0, 333.0]] * 3
+
+
+def form_until_cut() -> str:
+    """Form with a peer that never comes, and be cut once all is said that can be."""
+    client = dist.HashStore()
+    groups = open_groups(0, 2)
+    threading.Thread(target=lambda: wait_until(lambda: client.num_keys() > 0) and groups.cut()).start()
+    return outcome_of(lambda: groups.form(client, 1))
+
+
+def test_forming_is_released_by_a_cut() -> None:
+    assert run_ranks(1, form_until_cut) == ["PeersLostError"]
+
+
+NUM_DEATHS = 10
+
+
+def outlive_peers(folder: str) -> list[tuple[int, int]]:
+    """Return, as rank 0, how many files and threads there were after each death of rank 1."""
+    if own_rank() == 1:
+        for generation in range(1, 1 + NUM_DEATHS):
+            pid = os.fork()
+            if pid == 0:
+                run_and_exit(lambda generation=generation: train_as_peer(folder, generation))
+            os.waitpid(pid, 0)
+        return []
+    groups = open_groups(0, 2, operation_s=5.0)  # as long as gloo may keep what it has forgotten
+    dist.new_group([0, 1], backend=CPU_BACKEND)
+    client, store, counts = open_store(folder), open_store(folder), []
+    for generation in range(1, 1 + NUM_DEATHS):
+        groups.form(client, generation)
+        pid = int(store.get(f"{generation}/pid"))
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1000))
+        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(PeersLostError):
+            while True:
+                dist.all_reduce(torch.ones(1000))
+        groups.leave()
+        wait_until(lambda: "_bury" not in " ".join(thread.name for thread in threading.enumerate()))
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+def train_as_peer(folder: str, generation: int) -> int:
+    groups = open_groups(1, 2)
+    dist.new_group([0, 1], backend=CPU_BACKEND)
+    groups.form(open_store(folder), generation)
+    open_store(folder).set(f"{generation}/pid", str(os.getpid()))
+    while True:
+        dist.all_reduce(torch.ones(1000))
+
+
+def test_a_survivor_of_many_deaths_holds_no_more_than_after_the_first(tmp_path: Path) -> None:
+    counts, _ = run_ranks(2, outlive_peers, str(tmp_path))
+    assert len(counts) == NUM_DEATHS
+    assert all(last <= first for last, first in zip(counts[-1], counts[1], strict=True)), counts
+
+
+def settle_after_a_cut() -> list[str]:
+    groups = open_groups(0, 2)
+    outcomes = [outcome_of(groups.settle)]
+    groups.cut()
+    return [*outcomes, outcome_of(groups.settle)]
+
+
+def test_operations_that_were_cut_do_not_settle() -> None:
+    assert run_ranks(1, settle_after_a_cut) == [["got None", "PeersLostError"]]
+
+
+def wait_in_two_threads(folder: str) -> tuple[set[int], bool, int]:
+    """Return which threads told that they wait, what was told last while both did, and the training thread."""
+    told: list[tuple[int, bool]] = []
+    groups = open_groups(own_rank(), 2, on_wait=lambda waiting: told.append((threading.get_ident(), waiting)))
+    other: Any = dist.new_group([0, 1], backend=CPU_BACKEND)
+    store = open_store(folder)
+
+    def go_on() -> None:
+        wait_until(lambda: bool(told))
+        thread.join()
+        store.set("go on", "")
+
+    groups.form(open_store(folder), 1)
+    if own_rank() == 0:
+        thread = threading.Thread(target=lambda: dist.barrier(other))
+        thread.start()
+        threading.Thread(target=go_on).start()
+    else:
+        dist.barrier(other)
+        store.wait(["go on"], timedelta(seconds=WAIT_S))
+    dist.barrier()
+    waits = told[: told.index((threading.get_ident(), False))]
+    meet(store, "the end", 2)
+    return {ident for ident, _ in told}, waits[-1][1], threading.get_ident()
+
+
+def test_only_the_thread_that_trains_tells_that_it_waits(tmp_path: Path) -> None:
+    for idents, waited, own in run_ranks(2, wait_in_two_threads, str(tmp_path)):
+        assert (idents, waited) == ({own}, True)
+
+
+class HeldTransport:
+    """A transport that opens nothing: its groups are made as soon as `held` ends."""
+
+    def __init__(self) -> None:
+        self.device, self.can_forget = torch.device("cpu"), True
+        self.closing_s: float | None = 0.5
+        self.held = threading.Event()
+        self.made_by: list[threading.Thread] = []
+        self.when_formed: Callable[[], object] = lambda: None
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        self.made_by.append(threading.current_thread())
+        self.held.wait(WAIT_S)
+        return object()
+
+    def begin(self) -> None: ...
+
+    def mark(self) -> Mark | None:
+        return None
+
+    def formed(self) -> None:
+        self.when_formed()
+
+    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None: ...
+
+    def cut(self, insides: Sequence[Any]) -> None: ...
+
+    def is_quiet(self) -> bool:
+        return True
+
+
+def open_held_groups(transport: HeldTransport, timeouts: GroupTimeouts) -> ElasticGroups:
+    groups = ElasticGroups(transport, timeouts, lambda waiting: None)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
+    return groups
+
+
+def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
+    """Return how forming ended, how many groups its threads made, and how many are in the next generation."""
+    transport = HeldTransport()
+    groups = open_held_groups(transport, GroupTimeouts(form_s=0.02, operation_s=WAIT_S, abort_s=WAIT_S))
+    for _ in range(7):
+        dist.new_group([0, 1], backend=CPU_BACKEND)
+    outcome = outcome_of(lambda: groups.form(dist.HashStore(), 1))
+    groups.leave()
+    late = set(transport.made_by)
+    groups._timeouts = PATIENT
+    next_one = threading.Thread(target=lambda: groups.form(dist.HashStore(), 2))
+    next_one.start()
+    wait_until(lambda: len(set(transport.made_by)) == 2 * len(late))
+    transport.held.set()
+    for thread in (*late, next_one):
+        thread.join(WAIT_S)
+    return outcome, {transport.made_by.count(thread) for thread in late}, len(groups.insides)
+
+
+def test_a_thread_that_is_late_in_forming_ends_with_its_generation() -> None:
+    assert run_ranks(1, form_beside_threads_that_are_late) == [("PeersLostError", {1}, 8)]
+
+
+def form_while_the_generation_ends() -> str:
+    transport = HeldTransport()
+    transport.held.set()
+    groups = open_held_groups(transport, PATIENT)
+    transport.when_formed = groups.cut
+    return outcome_of(lambda: groups.form(dist.HashStore(), 1))
+
+
+def test_groups_of_a_generation_that_ended_meanwhile_are_not_used() -> None:
+    assert run_ranks(1, form_while_the_generation_ends) == ["PeersLostError"]
+
+
+class LikeNccl:
+    """gloo that answers as NCCL does since torch 2.8: a synchronous operation returns no Work."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            work = getattr(self._group, name)(*arguments, **options)
+            if any(getattr(value, "asyncOp", False) for value in (*arguments, *options.values())):
+                return work
+            work.wait()
+            return None
+
+        return operation
+
+
+class LikeNcclTransport(GlooTransport):
+    """gloo whose groups answer as NCCL's."""
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        return LikeNccl(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+
+
+def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
+    """Return what operations gave, how many are kept as unfinished, and how one ends after a cut."""
+    groups = ElasticGroups(LikeNcclTransport(), PATIENT, lambda waiting: None)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    groups.form(open_store(folder), 1)
+    calls = (all_reduce, all_reduce_later, broadcast, broadcast_object, barrier, all_gather_into_tensor)
+    results = [plain(call(dist.group.WORLD, [0, 1])) for call in calls]
+    kept = len(groups._unfinished)
+    meet(open_store(folder), "all operations are done", 2)
+    groups.cut()
+    return results, kept, outcome_of(dist.barrier)
+
+
+def test_an_inside_that_returns_no_work_is_used(tmp_path: Path) -> None:
+    for results, kept, after in run_ranks(2, use_groups_without_work, str(tmp_path)):
+        assert results[0] == [11.0, 22.0, 33.0]
+        assert results[1:3] == [[[10.0, 20.0, 30.0], True], [10.0, 20.0, 30.0]]
+        assert results[3:] == [["of rank 1"], None, [1.0, 2.0, 10.0, 20.0]]
+        assert (kept, after) == (0, "PeersLostError")
+
+
+class SerialGroup:
+    """gloo whose transfers take turns unless they are batched, as on the one stream of an NCCL communicator."""
+
+    supports_coalescing = True
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._stream = ThreadPoolExecutor(1)
+        self._batch: list[Callable[[], Any]] | None = None
+        self.open_batches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def _get_backend(self, device: torch.device) -> SerialGroup:
+        return self
+
+    def send(self, *arguments: Any) -> Any:
+        return self._queue(partial(self._group.send, *arguments))
+
+    def recv(self, *arguments: Any) -> Any:
+        return self._queue(partial(self._group.recv, *arguments))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+        self.open_batches += 1
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        batch, self._batch = self._batch or [], None
+        self.open_batches -= 1
+        return Queued(self._stream.submit(lambda: [work.wait() for work in [call() for call in batch]]))
+
+    def _queue(self, call: Callable[[], Any]) -> Any:
+        if self._batch is not None:
+            return self._batch.append(call)
+        return Queued(self._stream.submit(lambda: call().wait()))
+
+
+class Queued:
+    """A transfer on the stream of a SerialGroup."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class SerialTransport(GlooTransport):
+    """gloo whose groups transfer as NCCL's do."""
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        return SerialGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+
+
+def exchange_in_batches(folder: str) -> tuple[str, list[float], int, str, int]:
+    """Return how the first batch went and its data, how many operations are kept, and how a batch fails after a cut.
+
+    And how many batches are open then.
+    """
+    groups = ElasticGroups(
+        SerialTransport(), GroupTimeouts(form_s=WAIT_S, operation_s=3.0, abort_s=WAIT_S), lambda waiting: None
+    )
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    groups.form(open_store(folder), 1)
+    other, received = 1 - own_rank(), torch.zeros(2)
+    both_send_first = [dist.P2POp(dist.isend, ones(2), other), dist.P2POp(dist.irecv, received, other)]
+
+    def exchange() -> None:
+        for work in dist.batch_isend_irecv(both_send_first):
+            work.wait()
+
+    outcome, kept = outcome_of(exchange), len(groups._unfinished)
+    meet(open_store(folder), "the exchange ended", 2)
+    (inside,) = groups.insides
+    inside._batch_was_started = inside._start_coalescing
+    inside._start_coalescing = lambda device: (inside._batch_was_started(device), groups.cut())
+    return outcome, received.tolist(), kept, outcome_of(exchange), inside.open_batches
+
+
+def test_transfers_are_batched_where_the_inside_can(tmp_path: Path) -> None:
+    first, second = run_ranks(2, exchange_in_batches, str(tmp_path))
+    assert first == ("got None", [10.0, 20.0], 0, "PeersLostError", 0)
+    assert second == ("got None", [1.0, 2.0], 0, "PeersLostError", 0)
+
+
+def abilities_before_and_after_forming(folder: str) -> list[bool]:
+    """Return the answers to the question that torch 2.14 asks of every group before it batches transfers."""
+    groups = open_groups(own_rank(), 2)
+    handle: Any = dist.group.WORLD
+    answers = [handle._get_backend(torch.device("cpu")).supports_coalescing]
+    groups.form(open_store(folder), 1)
+    answers.append(handle._get_backend(torch.device("cpu")).supports_coalescing)
+    meet(open_store(folder), "both have asked", 2)
+    groups.leave()
+    return [*answers, handle._get_backend(torch.device("cpu")).supports_coalescing]
+
+
+def test_a_handle_answers_whether_it_batches_transfers(tmp_path: Path) -> None:
+    assert run_ranks(2, abilities_before_and_after_forming, str(tmp_path)) == [[False] * 3] * 2
+
+
+class Point:
+    """A point in the work of a device, which the test lets it reach."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.query = self.reached.is_set
+
+
+class Launching:
+    """A group whose operations are launched only: the device does them later."""
+
+    def allreduce(self, *_: Any) -> None: ...
+
+
+class LaunchingTransport(HeldTransport):
+    """A transport of which the host sees a device's points only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held.set()
+        self.points: list[Point] = []
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        return Launching()
+
+    def mark(self) -> Point:
+        self.points.append(Point())
+        return self.points[-1]
+
+
+def block_in_an_event(folder: str) -> tuple[bool, bool, bool, bool, float]:
+    """Return whether a rank waits for others: before and while its host blocks, after that, and when it is wedged.
+
+    And the age of its last progress in seconds as the wait has ended.
+    """
+    page, transport = Page(Path(folder) / "page"), LaunchingTransport()
+    page.reset()
+    groups = ElasticGroups(transport, PATIENT, page.wait, page.wait_on_device)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
+    groups.form(dist.HashStore(), 1)
+    seen = [page.waiting]
+    dist.all_reduce(torch.ones(1))
+    host = threading.Thread(target=transport.points[-1].reached.wait)  # as `.item()` does
+    host.start()
+    seen.append(wait_until(lambda: page.waiting))
+    transport.points[-1].reached.set()
+    host.join()
+    wait_until(lambda: not page.waiting)
+    age_s = time.monotonic() - page.progress_s
+    seen.append(page.waiting)
+    dist.all_reduce(torch.ones(1))
+    wait_until(lambda: page.waiting)
+    groups.leave()
+    return seen[0], seen[1], seen[2], page.waiting, age_s
+
+
+def test_a_host_that_blocks_for_its_device_waits_for_others(tmp_path: Path) -> None:
+    ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path))
+    assert waits == [False, True, False, False]
+    assert age_s < 1.0, "the guard would kill a rank as soon as a long wait has ended"
+
+
+class DeviceTransport(HeldTransport):
+    """A device's transport, which opens a socket for each group, as NCCL's bootstrap does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device, self.can_forget = torch.device("cuda"), False
+        self.held.set()
+        self.sockets: list[tuple[socket.socket, socket.socket]] = []
+        self.worked_at_the_cut: list[bool] = []
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        self.sockets.append(socket.socketpair())
+        return object()
+
+    def cut(self, insides: Sequence[Any]) -> None:
+        self.worked_at_the_cut += [self.passes(pair) for pair in self.sockets]
+
+    @staticmethod
+    def passes(pair: tuple[socket.socket, socket.socket]) -> bool:
+        try:
+            return pair[0].send(b"x") == 1 and pair[1].recv(1) == b"x"
+        except OSError:
+            return False
+
+
+def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
+    """Return whether a device's sockets work as its groups are aborted, and after the cut of the host's groups."""
+    transport = DeviceTransport()
+    groups = ElasticGroups(transport, PATIENT, lambda waiting: None)
+    groups.register()
+    dist.init_process_group(CPU_BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    dist.new_group([0, 1], backend=BACKEND)
+    groups.form(open_store(folder), 1)
+    meet(open_store(folder), "both have formed", 2)
+    groups.cut()
+    return transport.worked_at_the_cut, [transport.passes(pair) for pair in transport.sockets]
+
+
+def test_a_cut_leaves_a_devices_sockets_to_its_abort(tmp_path: Path) -> None:
+    assert run_ranks(2, cut_beside_a_device, str(tmp_path)) == [([True], [True])] * 2
+
+
+class HangingTransport(DeviceTransport):
+    """A device's transport whose aborts never end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closing_s: float | None = None
+
+    def is_quiet(self) -> bool:
+        return False
+
+
+def leave_a_device_that_hangs() -> str:
+    timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=0.1)
+    ElasticGroups(HangingTransport(), timeouts, lambda waiting: None).leave()
+    return "it went on"
+
+
+def test_a_device_that_does_not_abort_in_time_ends_its_worker() -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, leave_a_device_that_hangs)
+    assert time.monotonic() - begun_s < WAIT_S, "runtime.operation_s ended it, not runtime.abort_s"

@@ -1,0 +1,294 @@
+"""Guards as real processes: who is replaced, who is given up, who is killed for hanging, and what goes with a guard."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from operator import methodcaller
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.elastic.generations import Generations
+from moe_ckpt.elastic.heartbeat import start_heartbeat
+from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.supervisor import Guard, GuardLimits, die_with_parent
+from moe_ckpt.types import Phase
+from tests.elastic.processes import Child, Watch
+from tests.elastic.workers import WAIT_S, open_store
+
+HANG_S = 1.0
+PATIENT = GuardLimits(heartbeat_s=WAIT_S, progress_s=WAIT_S, max_deaths=3)
+Act = Callable[[Page], int | None]
+
+
+def guard_main(
+    connection: Connection, folder: str, limits: GuardLimits, start_keeper: Callable[[], int] | None = None
+) -> None:
+    """Guard the only rank of a job; what guard and trainers say goes to a file."""
+    fd = os.open(Path(folder) / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, sys.stderr.fileno())
+    page = Page(Path(folder) / "page")
+    generations = Generations(open_store(folder))
+    sys.exit(Guard(0, page, generations, lambda life: train(life, page, connection), limits, start_keeper).run())
+
+
+def train(life: int, page: Page, connection: Connection) -> int:
+    """Do with the page what the test tells, and nothing else; end with the status that one of these acts returns."""
+    start_heartbeat(page)
+    connection.send((life, os.getpid(), os.getppid()))
+    while True:
+        act: Act = connection.recv()
+        status = act(page)
+        if isinstance(status, int):
+            return status
+        connection.send("done")
+
+
+join_first_generation = methodcaller("join", 1)
+
+
+def return_three(page: Page) -> int:
+    return 3
+
+
+def return_zero(page: Page) -> int:
+    return 0
+
+
+def fail(page: Page) -> None:
+    raise ValueError("the user's own error")
+
+
+class Guarded(Child):
+    """A guard, and the hand on its trainers, which talk on its connection."""
+
+    def __init__(self, stack: ExitStack, folder: Path, limits: GuardLimits, main: Callable[..., None]) -> None:
+        folder.mkdir(exist_ok=True)
+        super().__init__(stack, main, str(folder), limits)
+        self.folder = folder
+        self.generations = Generations(open_store(str(folder)))
+        self.page = Page(folder / "page")
+        self.meet_trainer()
+
+    def meet_trainer(self) -> None:
+        """Wait for the next trainer."""
+        self.life, self.trainer_pid, self.guard_pid = self.hear()
+        self.trainer = Watch(self.stack, self.trainer_pid)
+
+    def do(self, act: Act) -> None:
+        """Let the trainer do something; wait until it has."""
+        self.tell(act)
+        assert self.hear() == "done"
+
+    def kill_trainer(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.trainer_pid, number)
+
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
+
+    @property
+    def has_no_successor(self) -> bool:
+        """Whether, now that the guard has ended, no other trainer had begun."""
+        try:
+            return not self.connection.recv()
+        except EOFError:
+            return self.generations.life(0) == self.life
+
+
+@pytest.fixture
+def guarded(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
+    """Start a guard with these limits, else those that no test reaches."""
+
+    def start(main: Callable[..., None] = guard_main, folder: Path | None = None, **limits: float) -> Guarded:
+        folder = folder or tmp_path / f"guard{len(list(tmp_path.iterdir()))}"
+        return Guarded(stack, folder, replace(PATIENT, **limits), main)
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_trainer_killed_by_a_signal_is_replaced_by_its_next_life(guarded, number: signal.Signals) -> None:
+    rank = guarded()
+    assert (rank.life, rank.generations.life(0), rank.generations.current()) == (0, 0, 1)
+    rank.do(join_first_generation)
+    rank.do(methodcaller("enter", Phase.BACKWARD, 7))
+    dead = rank.trainer_pid
+    rank.kill_trainer(number)
+    rank.meet_trainer()
+    assert (rank.life, rank.generations.life(0), rank.trainer_pid != dead) == (1, 1, True)
+    assert (rank.page.generation, rank.page.iteration, rank.page.phase) == (0, 0, Phase.BUILD)
+    [death] = rank.generations.deaths(1)
+    assert (death.global_rank, death.pid, death.signal, death.why) == (0, dead, number.name, f"died of {number.name}")
+    assert (death.iteration, death.phase) == (7, "backward")
+    assert 0 <= death.detect_s < WAIT_S
+    assert rank.generations.current() == 2
+    assert rank.generations.wait_for_end(1) == str(death)
+
+
+def test_a_death_before_joining_ends_no_generation(guarded) -> None:
+    rank = guarded()
+    rank.generations.current()
+    rank.kill_trainer()
+    rank.meet_trainer()
+    assert (rank.life, rank.generations.current(), rank.generations.has_ended(1)) == (1, 1, False)
+    assert "died of SIGKILL in build" in rank.said()
+
+
+@pytest.mark.parametrize(("act", "status"), [(return_zero, 0), (return_three, 3), (fail, 1)])
+def test_an_exit_status_is_passed_on_and_not_repaired(guarded, act: Act, status: int) -> None:
+    rank = guarded()
+    rank.do(join_first_generation)
+    rank.tell(act)
+    assert rank.exit_status() == status
+    assert rank.has_no_successor
+    assert not rank.generations.has_ended(1)
+    assert ("ValueError: the user's own error" in rank.said()) == (act is fail)
+
+
+def test_too_many_deaths_without_progress_are_given_up(guarded) -> None:
+    rank = guarded(max_deaths=3)
+    for life in range(3):
+        assert rank.life == life
+        rank.do(methodcaller("enter", Phase.STEP, 4))
+        rank.kill_trainer()
+        if life < 2:
+            rank.meet_trainer()
+    assert rank.exit_status() == 1
+    assert rank.has_no_successor
+    wanted = "error: rank 0 died 3 times in a row without progress (runtime.max_deaths=3), giving up; the last time: "
+    assert f"{wanted}rank 0 (pid {rank.trainer_pid}) died of SIGKILL in step of iteration 4" in rank.said()
+
+
+def test_progress_lets_the_count_of_deaths_begin_anew(guarded) -> None:
+    rank = guarded(max_deaths=3)
+    for iteration in (1, 2, 5, 6, 3):
+        rank.do(methodcaller("enter", Phase.STEP, iteration))
+        rank.kill_trainer()
+        rank.meet_trainer()
+    rank.do(methodcaller("enter", Phase.STEP, 4))  # what was done before is no progress
+    rank.kill_trainer()
+    assert rank.exit_status() == 1
+    assert "died 3 times in a row" in rank.said()
+
+
+def test_a_stopped_trainer_is_killed_and_replaced(guarded) -> None:
+    rank = guarded(heartbeat_s=HANG_S)
+    rank.do(join_first_generation)
+    rank.kill_trainer(signal.SIGSTOP)
+    rank.meet_trainer()
+    [death] = rank.generations.deaths(1)
+    wanted = "SIGKILL", f"hung: no heartbeat for runtime.heartbeat_s={HANG_S:g} seconds, killed"
+    assert (death.signal, death.why) == wanted
+    assert death.detect_s >= HANG_S
+
+
+def test_a_wedged_trainer_is_killed_but_not_one_that_waits_for_others(guarded) -> None:
+    waiting = guarded(progress_s=HANG_S)
+    waiting.do(join_first_generation)
+    waiting.do(methodcaller("wait", True))
+    wedged = guarded(progress_s=HANG_S)  # later: when it is found, the other has waited for longer
+    wedged.do(join_first_generation)
+    wedged.meet_trainer()
+    [death] = wedged.generations.deaths(1)
+    assert death.why == f"hung: no progress for runtime.progress_s={HANG_S:g} seconds, killed"
+    assert death.detect_s < HANG_S, "its heart was beating"
+    waiting.do(methodcaller("enter", Phase.STEP, 9))
+    assert waiting.life == 0
+    waiting.do(methodcaller("wait", False))
+    waiting.meet_trainer()
+    [death] = waiting.generations.deaths(1)
+    assert (death.iteration, death.why[:17]) == (9, "hung: no progress")
+
+
+def test_a_death_after_the_jobs_end_is_none(guarded) -> None:
+    rank = guarded()
+    rank.do(join_first_generation)
+    rank.generations.done(1, 1)
+    rank.kill_trainer()
+    assert rank.exit_status() == 0
+    assert rank.has_no_successor
+    assert not rank.generations.has_ended(1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_guard_that_is_told_to_stop_stops_its_trainer(guarded, number: signal.Signals) -> None:
+    rank = guarded()
+    os.kill(rank.guard_pid, number)
+    assert rank.exit_status() == 128 + number
+    rank.trainer.wait_for_end(0.0)
+    assert rank.has_no_successor
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_trainer_does_not_outlive_a_killed_guard(guarded, stopped: bool) -> None:
+    rank = guarded()
+    if stopped:
+        rank.kill_trainer(signal.SIGSTOP)
+    os.kill(rank.guard_pid, signal.SIGKILL)
+    rank.trainer.wait_for_end()
+
+
+def agent_main(connection: Connection, folder: str, limits: GuardLimits) -> None:
+    """Start a guard as torchrun's agent does."""
+    pid = os.fork()
+    if pid == 0:
+        guard_main(connection, folder, limits)
+    os.waitpid(pid, 0)
+
+
+def test_nothing_outlives_a_killed_agent(guarded, stack: ExitStack) -> None:
+    rank = guarded(agent_main)
+    assert rank.guard_pid != rank.pid
+    guard = Watch(stack, rank.guard_pid)
+    rank.kill()
+    rank.trainer.wait_for_end()
+    guard.wait_for_end()
+
+
+def test_a_guard_that_is_started_again_goes_on_with_the_next_life(guarded) -> None:
+    earlier = guarded()
+    earlier.generations.current()
+    os.kill(earlier.guard_pid, signal.SIGTERM)
+    assert earlier.exit_status() == 128 + signal.SIGTERM
+    later = guarded(folder=earlier.folder)
+    assert (later.life, later.generations.life(0), later.generations.current()) == (1, 1, 2)
+    assert later.generations.wait_for_end(1) == "guard of rank 0 was started again"
+
+
+def guard_with_keepers(connection: Connection, folder: str, limits: GuardLimits) -> None:
+    """Guard with keepers that do nothing but say their pid."""
+    guard_pid = os.getpid()
+
+    def start_keeper() -> int:
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(signal.SIGKILL, parent=guard_pid)
+            while True:
+                signal.pause()
+        store = open_store(folder)
+        store.set(f"keeper/{store.add('keepers', 1)}", str(pid))
+        return pid
+
+    guard_main(connection, folder, limits, start_keeper)
+
+
+def test_a_dead_keeper_is_replaced_but_not_for_ever(guarded) -> None:
+    rank = guarded(guard_with_keepers, max_deaths=3)
+    rank.generations.current()
+    rank.do(join_first_generation)
+    store = open_store(str(rank.folder))
+    for number in (1, 2, 3):
+        os.kill(int(store.get(f"keeper/{number}")), signal.SIGKILL)
+        if number == 1:
+            assert rank.generations.wait_for_end(1) == "guard of rank 0: its keeper died"
+    rank.trainer.wait_for_end()
+    assert rank.exit_status() == 1
+    assert rank.life == rank.generations.life(0) == 0
+    assert "error: the keeper of rank 0 died 3 times in a row without progress (runtime.max_deaths=3)" in rank.said()
+    assert store.get("keepers") == b"3"

@@ -1,0 +1,79 @@
+"""What a trainer opens to live through generations, for tests: elastic groups and a membership, without a model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_ckpt.elastic.backends import GlooTransport
+from moe_ckpt.elastic.generations import Member, Membership
+from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.status_page import Page
+
+WAIT_S = 30.0
+GRACE_S = 0.05
+
+
+def own_rank() -> int:
+    """Return the rank that `run_ranks` gave this process."""
+    return int(os.environ["RANK"])
+
+
+def open_store(folder: str) -> dist.Store:
+    """Return the store where a test's processes meet: a file, as a connection over TCP now and then takes seconds."""
+    store = dist.FileStore(str(Path(folder) / "store"), -1)
+    store.set_timeout(timedelta(seconds=WAIT_S))
+    return store
+
+
+def meet(store: dist.Store, name: str, size: int) -> None:
+    """Wait, inside a rank, until as many have come here."""
+    if store.add(name, 1) == size:
+        store.set(f"{name}/all", "")
+    store.wait([f"{name}/all"], timedelta(seconds=WAIT_S))
+
+
+def open_groups(
+    global_rank: int,
+    world_size: int,
+    *,
+    form_s: float = WAIT_S,
+    operation_s: float = WAIT_S,
+    on_wait: Callable[[bool], None] = lambda waiting: None,
+) -> ElasticGroups:
+    """Make the world a group that outlives generations; nobody else is in it yet."""
+    timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, abort_s=WAIT_S)
+    groups = ElasticGroups(GlooTransport(), timeouts, on_wait)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=global_rank, world_size=world_size)
+    return groups
+
+
+def open_membership(
+    folder: str,
+    global_rank: int,
+    world_size: int,
+    *,
+    life: int = 0,
+    join_s: float = WAIT_S,
+    grace_s: float = GRACE_S,
+    connect: Callable[[str], dist.Store] = open_store,
+) -> Membership:
+    """Make this process a life of a rank."""
+    page = Page(Path(folder) / f"page{global_rank}")
+    groups = open_groups(global_rank, world_size, on_wait=page.wait)
+    member = Member(global_rank=global_rank, world_size=world_size, life=life)
+    return Membership(member, connect(folder), connect(folder), groups, page, join_s=join_s, grace_s=grace_s)
+
+
+def wait_until(look: Callable[[], bool]) -> bool:
+    """Return whether something that nobody tells of came to be in time."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not look() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return look()

@@ -1,0 +1,272 @@
+"""Guarded jobs for tests: real guards, trainers, keepers and a store, in a second, and a hand on each of them.
+
+A test strikes at exact points by orders in the trainers' pages, or from outside by signals. Whatever happens, a job
+is over when its block is, and a job that ended by itself has left no process and no shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from launcher.config import compose_settings
+from launcher.faults.strike import nobody_replaced, strike_node
+from launcher.live import LiveTrainer, read_written
+from launcher.proc import stands_still
+from moe_ckpt.elastic.status_page import ANY_ITERATION, Page
+from moe_ckpt.types import Phase
+from tests.agent import guard_log, run_agent
+from tests.ranks import _CONTEXT
+from tests.training import fast
+
+T = TypeVar("T")
+
+_PATIENT = (
+    "runtime.heartbeat_s=30",
+    "runtime.progress_s=60",
+    "runtime.form_s=60",
+    "runtime.operation_s=90",
+    "runtime.join_s=150",
+    "runtime.copy_s=60",
+)
+SHARED_MEMORY = Path("/dev/shm")
+_LOOK_EVERY_S = 0.002
+_ENDING_S = 5.0
+
+
+class JobFailedError(AssertionError):
+    """A job failed, hung, or left something behind; the message has what its processes said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A rank sends itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time, in its `life`."""
+
+    rank: int
+    phase: Phase
+    iteration: int
+    number: signal.Signals = signal.SIGKILL
+    skip: int = 0
+    life: int = 0
+
+    def order(self, job: ElasticJob) -> None:
+        job.order(self.rank, self.phase, iteration=self.iteration, skip=self.skip, number=self.number, life=self.life)
+
+
+class ElasticJob:
+    """A job of `world_size` ranks that starts with the block and is over with it; its files are in `folder`.
+
+    `setup`, a function of a module, is called in the agent before it forks: it may put faults into what ranks run.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        folder: Path,
+        *overrides: str,
+        ckpt: str = "moevement",
+        timeout_s: float = 60.0,
+        setup: Callable[[], None] | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.run = folder / "run"
+        self._folder = folder
+        self._shared = Path(tempfile.mkdtemp(prefix="moe_ckpt-test-", dir=SHARED_MEMORY))
+        self._folder.mkdir(exist_ok=True)
+        where = (f"run.dir={self.run}", f"runtime.shared_memory={self._shared}")
+        settings = compose_settings(fast(f"ckpt={ckpt}", *where, *_PATIENT, *overrides))
+        self._process = _CONTEXT.Process(target=run_agent, args=(settings, world_size, folder, setup))
+        self._deadline_s = time.monotonic() + timeout_s
+        self._pages: dict[int, Page] = {}
+
+    def __enter__(self) -> ElasticJob:
+        self._process.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join(_ENDING_S)
+        shutil.rmtree(self._shared, ignore_errors=True)
+        if error and not isinstance(error, JobFailedError):
+            error.add_note(self.said())
+
+    @property
+    def agent_pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def wait(self) -> dict[str, Any]:
+        """Wait for the job's end and return what result.json holds. Raises JobFailedError if it did not end well."""
+        if self._join() != 0:
+            raise JobFailedError(f"the job failed: {self.said()}")
+        return json.loads((self.run / "result.json").read_text())
+
+    def wait_for_failure(self) -> str:
+        """Wait until the job has failed, and return what its processes said."""
+        if self._join() == 0:
+            raise JobFailedError(f"the job ended well: {self.said()}")
+        return self.said()
+
+    def trainer(self, rank: int, life: int = 0) -> LiveTrainer:
+        """Wait for a trainer of a rank that lives, in this life or a later one."""
+
+        def look() -> LiveTrainer | None:
+            trainers = (trainer for trainer in read_written(self.run) if trainer.global_rank == rank)
+            return next((trainer for trainer in trainers if trainer.life >= life and trainer.is_alive), None)
+
+        return self.wait_for(look, f"life {life} of rank {rank}")
+
+    def page(self, rank: int) -> Page:
+        """Return the page of a rank, which outlives its trainers."""
+        if rank not in self._pages:
+            self._pages[rank] = self.trainer(rank).open_page()
+        return self._pages[rank]
+
+    def order(
+        self,
+        rank: int,
+        phase: Phase,
+        *,
+        iteration: int = ANY_ITERATION,
+        skip: int = 0,
+        number: signal.Signals = signal.SIGKILL,
+        life: int = 0,
+    ) -> None:
+        """Let a rank's trainer, in this life, send itself a signal at this point."""
+        self.trainer(rank, life)
+        self.page(rank).order(number, phase, iteration=iteration, skip=skip)
+
+    def wait_until(self, rank: int, iteration: int, phase: Phase | None = None) -> None:
+        """Wait until a rank has come as far as this iteration, or is in this phase of it or has passed it."""
+        page = self.page(rank)
+        at = (iteration, phase or 0)
+        self.wait_for(lambda: (page.iteration, page.phase) >= at or None, f"iteration {iteration} of rank {rank}")
+
+    def kill(self, *ranks: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the workers of these ranks, all at once: none acts on the death of another."""
+        pids = [self.trainer(rank).pid for rank in ranks]
+        if len(pids) > 1:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            for pid in pids:
+                self.wait_for(lambda pid=pid: stands_still(pid) or None, f"process {pid} to stand still")
+        for pid in pids:
+            os.kill(pid, number)
+
+    def lose_nodes(self, *ranks: int) -> None:
+        """Kill these trainers; what their ranks had in memory, of their own and of others, is gone with them."""
+        for rank in ranks:
+            self.trainer(rank)
+        with nobody_replaced(self.run, ranks, wait_s=30.0) as trainers:
+            strike_node(self.run, trainers, wait_s=30.0)
+
+    def hold(self, rank: int, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0, life: int = 0) -> int:
+        """Let a rank's trainer stand still at this point, and wait until it does; return its pid, for SIGCONT.
+
+        Its guard takes it for dead after `runtime.heartbeat_s`.
+        """
+        self.order(rank, phase, iteration=iteration, skip=skip, number=signal.SIGSTOP, life=life)
+        pid = self.trainer(rank, life).pid
+        self.wait_for(lambda: stands_still(pid) or None, f"rank {rank} to stand still in {phase.name}")
+        return pid
+
+    def keeper_pid(self, rank: int) -> int:
+        """Return the pid of the process that keeps a rank's copies: what its guard has forked beside the trainer."""
+        trainer = self.trainer(rank)
+        children = Path(f"/proc/{trainer.guard_pid}/task/{trainer.guard_pid}/children").read_text().split()
+        (pid,) = {int(child) for child in children} - {trainer.pid}
+        return pid
+
+    @property
+    def orders_obeyed(self) -> int:
+        """How many orders were carried out, in all ranks' lives."""
+        return sum(page.orders_obeyed for page in self._pages.values())
+
+    def processes(self) -> list[int]:
+        """Return the pids of the agent, guards, keepers and trainers that live."""
+        if self._process.pid is None:
+            return []
+        return [pid for pid, session in _sessions() if session == self._process.pid]
+
+    def left_behind(self) -> list[str]:
+        """Return the job's processes, and what is in its folder in shared memory."""
+        return [f"process {pid}" for pid in self.processes()] + [str(path) for path in self._shared.iterdir()]
+
+    def said(self) -> str:
+        """Return what guards and trainers have written, a line that came again and again only once."""
+        logs = [guard_log(self._folder, rank) for rank in range(self.world_size)]
+        texts = [f"--- rank {rank}\n{_squeezed(log.read_text())}" for rank, log in enumerate(logs) if log.exists()]
+        return "\n".join(["", *texts])
+
+    def wait_for(self, look: Callable[[], T | None], what: str) -> T:
+        """Return what `look` sees as soon as it does. Raises JobFailedError if the job ends, or its time."""
+        while (seen := look()) is None:
+            if not self._process.is_alive():
+                raise JobFailedError(f"the job ended before {what}: {self.said()}")
+            self._require_time(what)
+            time.sleep(_LOOK_EVERY_S)  # the only signs that other processes give are their files and pages
+        return seen
+
+    def _join(self) -> int | None:
+        self._process.join(max(0.0, self._deadline_s - time.monotonic()))
+        if self._process.is_alive():
+            self._require_time("its end")
+        until_s = time.monotonic() + _ENDING_S
+        while (left := self.left_behind()) and time.monotonic() < until_s:
+            time.sleep(_LOOK_EVERY_S)
+        if left:
+            raise JobFailedError(f"the job has left behind: {left}")
+        return self._process.exitcode
+
+    def _require_time(self, what: str) -> None:
+        if time.monotonic() < self._deadline_s:
+            return
+        for pid in self.processes():
+            if pid != self.agent_pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR2)
+        time.sleep(0.5)  # they write their stacks
+        pages = [_describe(rank, page) for rank, page in sorted(self._pages.items())]
+        raise JobFailedError("\n".join([f"no time left to wait for {what}", *pages, self.said()]))
+
+
+def _describe(rank: int, page: Page) -> str:
+    waiting = "waiting for others, " if page.waiting else ""
+    return f"rank {rank}: {waiting}in generation {page.generation}, iteration {page.iteration}, {page.phase.name}"
+
+
+def _squeezed(text: str) -> str:
+    counts = Counter(text.splitlines())
+    return "\n".join(f"{line}{f'   ({count} times)' if count > 3 else ''}" for line, count in _first(counts, text))
+
+
+def _first(counts: Counter[str], text: str) -> Iterable[tuple[str, int]]:
+    seen: set[str] = set()
+    for line in text.splitlines():
+        if counts[line] <= 3 or line not in seen:
+            seen.add(line)
+            yield line, counts[line]
+
+
+def _sessions() -> Iterable[tuple[int, int]]:
+    """Return the living processes of this machine and their sessions."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+                if state not in "ZX":
+                    yield int(entry.name), int(session)

@@ -1,0 +1,97 @@
+"""Which window has which role on its way to disk, through successes, failures and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.engine.disk_writes import DiskWindows, Role
+from moe_ckpt.engine.snapshot_contents import NOTHING
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.events import CheckpointFailed, EventLog, WindowPersisted, read_events
+from moe_ckpt.replication.publisher import Journal, NoCopies
+from moe_ckpt.snapshot.blobs import BlobFolder
+
+WAIT_S = 10.0
+
+
+class Disk:
+    """Windows on their way to a disk that is as fast as the test says."""
+
+    def __init__(self, folder: Path, newest: int = NOTHING, *, strict: bool = False, copy_s: float = WAIT_S) -> None:
+        self.path = folder / "events.jsonl"
+        self.events = EventLog(self.path, global_rank=0, clock_origin_unix_s=0.0)
+        journal = Journal(BlobFolder(folder / "own", pinned=False), NoCopies(), copy_s, lambda _: None)
+        self.windows = DiskWindows(newest, journal, self.events, strict=strict)
+
+    @property
+    def roles(self) -> tuple[int, int, int]:
+        snapshot, persist, recovery = (self.windows.start_of(role) for role in Role)
+        return snapshot, persist, recovery
+
+    def set_out(self, window_start: int) -> Future[None]:
+        self.windows.begin(window_start, to_disk=True)
+        done: Future[None] = Future()
+        self.windows.set_out(done)
+        return done
+
+    @property
+    def is_busy(self) -> tuple[bool, bool]:
+        return self.windows.is_under_way, self.windows.is_writing
+
+    def told(self) -> list[object]:
+        self.events.close()
+        return [logged.event for logged in read_events(self.path)]
+
+
+def test_windows_are_taken_then_written_then_there(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.windows.finish()
+    assert (disk.roles, disk.is_busy) == ((NOTHING, NOTHING, NOTHING), (False, False))
+    disk.windows.begin(4, to_disk=True)
+    assert disk.roles == (4, NOTHING, NOTHING)
+    done: Future[None] = Future()
+    disk.windows.set_out(done)
+    assert (disk.roles, disk.is_busy) == ((NOTHING, 4, NOTHING), (True, True))
+    done.set_result(None)
+    assert disk.is_busy == (True, False), "it is there, and not noted yet"
+    disk.windows.finish()
+    assert (disk.roles, disk.is_busy) == ((NOTHING, NOTHING, 4), (False, False))
+    disk.set_out(6)
+    disk.windows.begin(8, to_disk=True)
+    assert disk.roles == (8, 6, 4)
+    disk.windows.begin(9, to_disk=False)
+    assert disk.roles == (NOTHING, 6, 4), "a window that has not set out gives way to one that is not for the disk"
+    (persisted,) = disk.told()
+    assert isinstance(persisted, WindowPersisted)
+    assert persisted.window_start == 4
+
+
+def lost(done: Future[None]) -> None:
+    done.set_exception(CheckpointSaveError("disk full"))
+
+
+def hung(_: Future[None]) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("fate", "reason"), [(lost, "disk full"), (hung, "not on disk after 0.01 s")])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_window_that_is_lost_leaves_the_one_before_it(
+    fate: Callable[[Future[None]], None], reason: str, strict: bool, tmp_path: Path
+) -> None:
+    disk = Disk(tmp_path, newest=2, strict=strict, copy_s=0.01 if fate is hung else WAIT_S)
+    fate(disk.set_out(4))
+    if strict:
+        with pytest.raises(CheckpointSaveError, match=reason):
+            disk.windows.finish()
+    else:
+        disk.windows.finish()
+    assert disk.roles == (NOTHING, NOTHING, 2)
+    disk.set_out(6).set_result(None)
+    disk.windows.finish()
+    assert disk.roles == (NOTHING, NOTHING, 6)
+    assert disk.told()[0] == CheckpointFailed(iteration=4, reason=reason)

@@ -1,0 +1,85 @@
+"""The fallback where ranks know different things: a rank that was replaced has seen nothing of what others have."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.collectives import Ranks
+from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
+from moe_ckpt.engine.fallback import HOST_MEMORY, Found, Ladder, Source, Suspects
+from moe_ckpt.events import EventLog, LossNotFinite
+from moe_ckpt.types import Phase
+from tests.engine.configs import config
+from tests.engine.job import Fault, ThreadJob, uninterrupted
+from tests.engine.model import Shape
+from tests.engine.thread_ranks import run_threads
+from tests.engine.tiers import OneFileEach, open_tier
+
+SIX, FOUR = (Source(place=HOST_MEMORY, iteration=iteration) for iteration in (6, 4))
+
+
+def _ladder(folder: Path, ranks: Ranks) -> Ladder:
+    """Return a ladder over checkpoints of iterations 1, 2 and 3."""
+    tier, _ = open_tier(folder, OneFileEach(ranks), keep=3)
+    for iteration in (1, 2, 3):
+        tier.save(iteration)
+    events = EventLog(folder / "events" / f"ladder{ranks.rank}.jsonl", global_rank=0, clock_origin_unix_s=0.0)
+    return Ladder(tier, ranks, events)
+
+
+def _source(folder: Path, iteration: int) -> Source:
+    return Source(place=str(CheckpointFolder(folder).directory(iteration)), iteration=iteration)
+
+
+def test_a_source_that_one_rank_distrusts_is_used_by_none(tmp_path: Path) -> None:
+    def look_twice(ranks: Ranks) -> list[Found]:
+        ladder = _ladder(tmp_path, ranks)
+        if ranks.rank == 1:
+            ladder.distrust(_source(tmp_path, 3))
+        return [ladder.look(None), ladder.look(None)]
+
+    sources = [_source(tmp_path, iteration) for iteration in (3, 2, 1)]
+    expected = Found(sources=sources[1:], passed_over=[f"{sources[0]}: not trusted"])
+    assert run_threads(2, look_twice) == [[expected, expected]] * 2
+
+
+def test_states_saved_since_a_bad_load_are_passed_over_and_named(tmp_path: Path) -> None:
+    sources = [_source(tmp_path, iteration) for iteration in (3, 2, 1)]
+    expected = Found(sources=sources[2:], passed_over=[f"{source}: not trusted" for source in sources[:2]])
+    assert run_threads(1, lambda ranks: _ladder(tmp_path, ranks).look(None, tainted=range(2, 4))) == [expected]
+
+
+def test_ranks_agree_on_the_source_of_an_earlier_loss() -> None:
+    """The loss of iteration 9 is blamed twice; rank 0 is replaced in between."""
+
+    def blame_in_turn(ranks: Ranks) -> list[bool]:
+        suspects = Suspects(ranks, 2)
+        is_first = [suspects.is_first_at(9, SIX)]
+        if ranks.rank == 0:
+            suspects = Suspects(ranks, 2)
+        return [*is_first, suspects.is_first_at(9, FOUR), suspects.is_first_at(8, FOUR)]
+
+    assert run_threads(2, blame_in_turn) == [[True, False, True]] * 2
+
+
+@pytest.mark.parametrize(("iteration", "is_blamed"), [(5, True), (6, True), (7, False)])
+def test_a_source_is_suspected_for_so_many_iterations(iteration: int, is_blamed: bool) -> None:
+    def blame(ranks: Ranks) -> Source | None:
+        suspects = Suspects(ranks, 2)
+        suspects.loaded(FOUR)
+        return suspects.blame(iteration, math.nan)
+
+    assert run_threads(2, blame) == [FOUR if is_blamed else None] * 2
+
+
+def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:
+    """All go back to memory at 3; the losses of 4 and 5 are infinite."""
+    shape = Shape(pp=2, dp=1)
+    fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=5)
+    job = ThreadJob(tmp_path, config("gemini", every_iters=3), shape, faults=[fault])
+    job.on_worker.append(lambda *_: job.diverging.update({4: 1, 5: 1}) if job.struck else None)
+    assert job.run().digests == uninterrupted(shape, 8).digests
+    assert [event.iteration for event in job.events(LossNotFinite)] == [4]

@@ -1,0 +1,77 @@
+"""Seconds that snapshots add to training: pairs of busy and quiet iterations, fitted by number and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from moe_ckpt.engine.snapshot_cost import ENOUGH_BLOCKS, BlockCost, SnapshotCost, fit_costs
+
+
+@pytest.mark.parametrize(
+    ("windows", "per_snapshot_s", "per_byte_s"),
+    [
+        pytest.param([(1, 100, 3.0), (4, 160, 7.2)], 1.0, 0.02, id="each its own"),
+        pytest.param([(1, 10**9, 1.5), (4, 16 * 10**8, 4.8)], 1.0, 0.5e-9, id="very different sizes"),
+        pytest.param([(1, 100, 3.0), (1, 100, 5.0)], 0.0, 0.04, id="one kind of window: bytes explain all"),
+        pytest.param([(1, 100, 1.0), (4, 160, 1.6)], 0.0, 0.01, id="bytes alone"),
+        pytest.param([(1, 100, 1.0), (4, 160, 4.0)], 1.0, 0.0, id="snapshots alone"),
+        pytest.param([(1, 100, 1.0), (4, 160, 5.0)], 21 / 17, 0.0, id="no byte makes a window cheaper"),
+        pytest.param([(1, 100, -0.5), (4, 160, -0.2)], 0.0, 0.0, id="noise makes nothing cheaper than free"),
+        pytest.param([(1, 0, 1.0), (2, 0, 2.0)], 1.0, 0.0, id="a rank without bytes"),
+    ],
+)
+def test_costs_are_fitted(windows: list[tuple[int, int, float]], per_snapshot_s: float, per_byte_s: float) -> None:
+    costs = [BlockCost(num_snapshots=count, size_bytes=nbytes, seconds=seconds) for count, nbytes, seconds in windows]
+    assert fit_costs(costs) == pytest.approx((per_snapshot_s, per_byte_s))
+
+
+def measured(*blocks: tuple[Sequence[float], float], dense_bytes: int = 10) -> tuple[float, float] | None:
+    """Return the costs after blocks of busy iterations, a snapshot each, and one quiet iteration."""
+    cost = SnapshotCost()
+    cost.iteration_finished(blocks[0][1], is_quiet=True)
+    for busy, quiet_s in blocks:
+        cost.snapshot_began()
+        for number, seconds in enumerate(busy):
+            if number:
+                cost.snapshot_began()
+            cost.copied(10)
+            cost.iteration_finished(seconds, is_quiet=False)
+        cost.iteration_finished(quiet_s, is_quiet=True)
+    cost.snapshot_began()
+    return cost.fit(dense_bytes)
+
+
+def test_a_machine_that_gets_faster_makes_snapshots_neither_free_nor_dear() -> None:
+    """Each block lies between quiet iterations of its own, 10.5 s and 9.5 s at first, and stalls for 0.25 s."""
+    blocks = [(10.0 - number, 9.5 - number) for number in range(ENOUGH_BLOCKS)]
+    cost = SnapshotCost()
+    cost.iteration_finished(10.5, is_quiet=True)
+    for seconds, quiet_s in blocks:
+        cost.snapshot_began()
+        cost.copied(10)
+        cost.stalled(0.25)
+        cost.iteration_finished(seconds, is_quiet=False)
+        cost.iteration_finished(quiet_s, is_quiet=True)
+    cost.snapshot_began()
+    assert cost.fit(10) == pytest.approx((0.0, 0.25))
+
+
+def test_windows_without_a_quiet_iteration_between_them_are_one_block() -> None:
+    assert measured(*[((1.5, 1.25, 1.75), 1.0)] * (ENOUGH_BLOCKS - 1)) is None
+    assert measured(*[((1.5, 1.25, 1.75), 1.0)] * ENOUGH_BLOCKS) == pytest.approx((0.0, 0.5))
+
+
+def test_a_block_with_a_fault_does_not_count() -> None:
+    cost = SnapshotCost()
+    for number in range(ENOUGH_BLOCKS + 1):
+        cost.iteration_finished(1.0, is_quiet=True)
+        cost.snapshot_began()
+        cost.copied(10)
+        cost.iteration_finished(99.0 if number == 1 else 1.5, is_quiet=False)
+        if number == 1:
+            cost.forget()
+    cost.iteration_finished(1.0, is_quiet=True)
+    cost.snapshot_began()
+    assert cost.fit(10) == pytest.approx((0.0, 0.5))

@@ -1,0 +1,263 @@
+"""A source that passes every check and is no good all the same: the loss tells, and all ranks go one step down."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.config import Settings, compose_settings
+from launcher.loop import StageRunner
+from launcher.run import run
+from moe_ckpt.durable.checkpoint_folder import MARKER
+from moe_ckpt.events import CheckpointSaved, LossNotFinite, StateResumed
+from moe_ckpt.megatron.durable import MegatronDurableState
+from moe_ckpt.replication.local_disk import LocalDisk
+from moe_ckpt.snapshot.capture import SnapshotEngine
+from moe_ckpt.types import Phase
+from tests.campaign import Point, all_go_back, call_is_a_point, lose_nodes, survive
+from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.references import uninterrupted
+from tests.restarts import checkpoint_name
+from tests.scenarios import BIAS
+from tests.training import Kill, KillingHooks, events_of, fast, train
+
+RANKS = range(4)
+GOES_ON = "training goes on as it is: nothing else leads elsewhere"
+
+
+def spoil(windows: Collection[int], *, by_bit: bool = False) -> None:
+    """Let rank 3's snapshots of these iterations be NaN, or wrong in one bit, before they are checksummed."""
+    finish = SnapshotEngine._finish
+
+    def finish_spoiled(self: SnapshotEngine, unsealed: Any) -> Any:
+        header, payload = unsealed.snapshot.header, unsealed.snapshot.payload
+        if header.window_start in windows and header.shard.global_rank == 3:
+            payload[0].bitwise_xor_(1) if by_bit else payload.fill_(0xFF)
+        return finish(self, unsealed)
+
+    SnapshotEngine._finish = finish_spoiled
+
+
+def diverge(iterations: Collection[int]) -> None:
+    """Let training itself lead to a loss that is NaN in these iterations."""
+    train_on = StageRunner.train_on
+
+    def train_on_nothing(self: StageRunner, iteration: int) -> list[torch.Tensor]:
+        return [loss * math.nan if iteration in iterations else loss for loss in train_on(self, iteration)]
+
+    StageRunner.train_on = train_on_nothing
+
+
+def diverge_once(at_iteration: int, rank: int) -> None:
+    """Let an iteration's loss be NaN by this rank when it first comes in its process."""
+    train_on, seen = StageRunner.train_on, set[int]()
+
+    def train_on_nothing(self: StageRunner, iteration: int) -> list[torch.Tensor]:
+        losses = train_on(self, iteration)
+        is_bad = (iteration, dist.get_rank()) == (at_iteration, rank) and iteration not in seen
+        seen.add(iteration)
+        return [loss * math.nan for loss in losses] if is_bad else losses
+
+    StageRunner.train_on = train_on_nothing
+
+
+def corrupt_and_diverge() -> None:
+    spoil((5, 14))
+    diverge((25, 31))
+
+
+def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
+    """Snapshots every 5 iterations in memory, on peers and local disks; whole checkpoints every 4."""
+    memory, disk = "host memory at iteration {}", "local disk at iteration {}"
+    checkpoints = tmp_path / "run" / "checkpoints"
+    twenty = checkpoints / checkpoint_name(20)
+    faults = [
+        all_go_back(
+            "a corrupt snapshot, on disks as well",
+            5,
+            Point(0, Phase.REDUCE, 8),
+            steps_down=[(6, memory.format(5)), (6, disk.format(5))],
+        ),
+        all_go_back(
+            "replaced ranks do not trust it either",
+            4,
+            Point(0, Phase.REDUCE, 7, skip=0),
+            kills=[1, 2, 3],
+            then=lose_nodes,
+            replaying=(),
+            resumed="iter_0000004",
+        ),
+        all_go_back(
+            "a corrupt snapshot, and a newer checkpoint",
+            14,
+            Point(0, Phase.REDUCE, 18),
+            steps_down=[(15, memory.format(14))],
+        ),
+        all_go_back(
+            "training itself diverges",
+            21,
+            Point(0, Phase.REDUCE, 24),
+            steps_down=[
+                (25, memory.format(21)),
+                (25, disk.format(21)),
+                (25, f"{twenty} at iteration 20"),
+            ],
+            diverges=(25,),
+        ),
+        all_go_back("long after a load", 25, Point(1, Phase.REDUCE, 29), diverges=(31,)),
+    ]
+    settings = ("ckpt.every_iters=5", "ckpt.disk_every_iters=5", "ckpt.durable_every_iters=4", "ckpt.keep=9")
+    settings += ("ckpt.async_save=false", "runtime.suspect_iters=5")
+    job = survive(tmp_path, faults, "train.iterations=34", ckpt="gemini", settings=settings, setup=corrupt_and_diverge)
+    for rank in (0, 1):
+        told = events_of(job.run, LossNotFinite, rank)
+        assert [event.loss for event in told] == ["nan"] * len(told)
+        assert told[-1].action == GOES_ON
+    resumed = events_of(job.run, StateResumed, 0)
+    names = ["local disk", "iter_0000004", "iter_0000004", "iter_0000016", "local disk", "iter_0000020"]
+    assert [Path(event.source).name for event in resumed] == names
+    assert f"{disk.format(5)}: loss nan in iteration 6" in resumed[1].passed_over
+    assert f"{disk.format(5)}: not trusted" in resumed[2].passed_over
+    assert f"all ranks go on from {checkpoints}/iter_0000016 at iteration 16; passed over" in job.said()
+
+
+@pytest.mark.full
+def test_with_nothing_else_training_goes_on_and_says_so(tmp_path: Path) -> None:
+    faults = [
+        all_go_back("one", 6, Point(0, Phase.REDUCE, 9), steps_down=[(8, "host memory at iteration 6")], diverges=(8,))
+    ]
+    settings = ("ckpt.every_iters=3",)
+    setup = functools.partial(diverge, (8,))
+    job = survive(tmp_path, faults, "train.iterations=12", ckpt="gemini", settings=settings, setup=setup)
+    assert events_of(job.run, LossNotFinite, 1)[0].action == GOES_ON
+
+
+def make_four_wrong_and_diverge_in_nine() -> None:
+    spoil((4,), by_bit=True)
+    diverge_once(9, rank=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ckpt", ["checkfreq", "gemini"])
+def test_states_saved_since_a_bad_load_are_not_used(ckpt: str, tmp_path: Path) -> None:
+    """In 9 there are later ones in memory, in a checkpoint and, of checkfreq, on disks."""
+    settings = ("ckpt.every_iters=2", "ckpt.durable_every_iters=3", "ckpt.async_save=false", "runtime.suspect_iters=5")
+    faults = [
+        all_go_back("a wrong snapshot", 4, Point(0, Phase.BACKWARD, 6), steps_down=[(9, "host memory at iteration 4")]),
+        all_go_back("after the step down", 3, Point(2, Phase.REDUCE, 4)),
+    ]
+    setup = make_four_wrong_and_diverge_in_nine
+    job = survive(tmp_path, faults, "train.iterations=12", ckpt=ckpt, settings=settings, setup=setup)
+    checkpoints = job.run / "checkpoints"
+    (told,) = events_of(job.run, LossNotFinite, 1)
+    assert told.action == f"back to {checkpoints}/iter_0000003 at iteration 3"
+    (resumed,) = events_of(job.run, StateResumed, 1)
+    not_trusted = [reason.split(" at ")[0] for reason in resumed.passed_over if reason.endswith(": not trusted")]
+    on_disk = ["local disk"] if ckpt == "checkfreq" else []
+    assert sorted(not_trusted) == sorted([f"{checkpoints}/iter_0000006", *on_disk])
+
+
+def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
+    """Let rank 3's loss be NaN when iteration 7 comes again, until rank 2 enters RECOVERY for a load from a disk.
+
+    A checkpoint is torn then.
+    """
+    train_on, seen = StageRunner.train_on, set[int]()
+
+    def is_first(_: Any, source: Any, *__: Any) -> bool:
+        if dist.get_rank() != 2 or marker.exists():
+            return False
+        marker.touch()
+        if owner is MegatronDurableState:
+            (source / MARKER).unlink()
+        return True
+
+    def train_on_nothing(self: StageRunner, iteration: int) -> list[torch.Tensor]:
+        is_bad = (iteration, dist.get_rank()) == (7, 3) and iteration in seen and not marker.exists()
+        seen.add(iteration)
+        return [loss * math.nan if is_bad else loss for loss in train_on(self, iteration)]
+
+    call_is_a_point(owner, name, Phase.RECOVERY, when=is_first)
+    StageRunner.train_on = train_on_nothing
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "settings", "serves"),
+    [
+        (MegatronDurableState, "load", ("ckpt.durable_every_iters=4", "ckpt.replicas=0"), {}),
+        (LocalDisk, "restore", ("ckpt.disk_every_iters=3", "ckpt.replicas=0"), {"resumed": "local disk"}),
+        pytest.param(LocalDisk, "restore", ("ckpt.disk_every_iters=3",), {"fetched": True}, marks=pytest.mark.full),
+    ],
+    ids=["a checkpoint", "a local disk", "a local disk, with peers"],
+)
+def test_a_rank_dies_while_all_step_down(
+    owner: type, name: str, settings: tuple[str, ...], serves: dict[str, Any], tmp_path: Path
+) -> None:
+    """Until a checkpoint is loaded memory is as it was, and serves where that is lost; a disk goes through memory."""
+    faults = [
+        all_go_back("a process", 6, Point(0, Phase.REDUCE, 8)),
+        all_go_back("while all step down", (3, 6), Point(2, Phase.RECOVERY, skip=1), **serves),
+    ]
+    setup = functools.partial(loading_from_disk_is_a_point, owner, name, tmp_path / "loads")
+    settings = ("ckpt.every_iters=3", "ckpt.async_save=false", *settings)
+    survive(tmp_path, faults, "train.iterations=12", ckpt="gemini", settings=settings, setup=setup)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [BIAS, ()])
+def test_a_corrupt_checkpoint_is_used_once_without_guards(model: tuple[str, ...], tmp_path: Path) -> None:
+    dense = (*model, "ckpt=dense", "ckpt.every_iters=2")
+    settings = compose_settings((*fast(*dense, "train.iterations=8"), f"run.dir={tmp_path}"))
+    with pytest.raises(RankFailedError):
+        run_ranks(2, _save_a_bad_one_and_die, settings, tmp_path, math.nan)
+
+    result = train(2, tmp_path, *dense, "train.iterations=8")
+
+    (told,) = events_of(tmp_path, LossNotFinite)
+    assert (told.iteration, Path(told.source.split(" ")[0]).name) == (5, "iter_0000004")
+    assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [4, 2]
+    assert [event.iteration for event in events_of(tmp_path, CheckpointSaved)] == [2, 4, 4, 6, 8]
+    assert result["digest_per_rank"] == uninterrupted(2, *model, "train.iterations=8").digest_per_rank
+
+
+def _save_a_bad_one_and_die(settings: Settings, folder: Path, by: float) -> None:
+    """Add to all weights as those after iteration 4 are saved; the next iteration is the last."""
+    start_save = MegatronDurableState.start_save
+
+    def start_bad_save(self: MegatronDurableState, directory: Path, iteration: int) -> None:
+        if iteration == 4:
+            for chunk in self._state.model:
+                for parameter in chunk.parameters():
+                    parameter.data.add_(by)
+        start_save(self, directory, iteration)
+
+    MegatronDurableState.start_save = start_bad_save
+    kill = Kill(ranks=(0, 1), iteration=5, phase="start")
+    run(settings, store=rank_store(), around_hooks=lambda hooks: KillingHooks(hooks, kill, folder))
+
+
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.full)])
+def test_states_saved_since_a_bad_load_are_not_used_without_guards(asynchronous: str, tmp_path: Path) -> None:
+    training = ("train.iterations=8", *BIAS)
+    dense = ("ckpt=dense", "ckpt.every_iters=2", "ckpt.keep=3", *training, f"run.dir={tmp_path}")
+    with pytest.raises(RankFailedError):
+        run_ranks(2, _save_a_bad_one_and_die, compose_settings(fast(*dense)), tmp_path, 1e-3)
+
+    again = compose_settings(fast(*dense, "runtime.suspect_iters=3", f"ckpt.async_save={asynchronous}"))
+    result = run_ranks(2, _tell_in_seven, again)[0]
+
+    assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [4, 2]
+    assert [event.iteration for event in events_of(tmp_path, CheckpointSaved)] == [2, 4, 6, 4, 6, 8]
+    assert result["digest_per_rank"] == uninterrupted(2, *training).digest_per_rank
+
+
+def _tell_in_seven(settings: Settings) -> dict[str, Any]:
+    diverge_once(7, rank=1)
+    return run(settings, store=rank_store())

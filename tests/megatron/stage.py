@@ -1,0 +1,139 @@
+"""One rank's stage of a tiny model, built as the launcher builds it, for tests of the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe.router import TopKRouter
+
+from launcher.config import Settings
+from launcher.data import Batches, open_source
+from launcher.launch import read_launch
+from launcher.layout import fit_layout
+from launcher.loop import StageRunner, Trainer
+from launcher.model import build_training
+from launcher.parallel import choose_device, form_groups, join_job
+from launcher.parameters import padded_vocab_size
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state
+from moe_ckpt.snapshot.capture import Piece
+from moe_ckpt.snapshot.codec import PartKey
+from moe_ckpt.types import ParallelLayout, ReadyGradients
+from tests.ranks import rank_store
+from tests.training import small_settings
+
+BIAS = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")
+FP16 = ("precision=fp16", "precision.initial_loss_scale=1024.0")
+UNSHARDED = "train.distributed_optimizer=false"
+
+Parts = dict[PartKey, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
+
+
+class NoHooks:
+    """A loop without checkpointing."""
+
+    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
+        return True
+
+    def loss_known(self, iteration: int, loss: float) -> None:
+        pass
+
+    def _ignore(self, iteration: int) -> None:
+        pass
+
+    iteration_started = update_applied = step_committed = _ignore
+
+
+def join(*overrides: str) -> tuple[Settings, ParallelLayout]:
+    """Join this rank's job and form its groups. Call inside `run_ranks`."""
+    settings = small_settings(*overrides)
+    launch = read_launch()
+    layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
+    join_job(launch, on_gpu=choose_device(launch, deterministic=True), store=rank_store())
+    form_groups(layout, settings.train.seed)
+    return settings, layout
+
+
+def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple[TrainingState, Trainer]:
+    """Return this rank's state and a trainer for it. Call inside `run_ranks`."""
+    settings, layout = join(*overrides)
+    source = open_source(settings.data, settings.train, None, Path("unused"))
+    state = build_training(settings, layout, padded_vocab_size(source.vocab_size, layout), router)
+    allocate_optimizer_state(state)
+    dp_rank = parallel_state.get_data_parallel_rank()
+    batches = Batches(source=source, train=settings.train, dp=layout.dp, dp_rank=dp_rank)
+    return state, Trainer(StageRunner(state, batches), NoHooks())
+
+
+def trained_stage(*overrides: str, iterations: int) -> tuple[TrainingState, Trainer]:
+    """Return a stage after its first iterations."""
+    state, trainer = build_stage(*overrides)
+    for iteration in range(1, iterations + 1):
+        trainer.run_iteration(iteration)
+    return state, trainer
+
+
+def stage_number() -> int:
+    """Return the pipeline stage of this rank."""
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
+def runner_of(trainer: Trainer) -> Any:
+    """Return what runs the trainer's passes."""
+    return cast("Any", trainer)._runner
+
+
+def first_parameter(state: TrainingState) -> torch.nn.Parameter:
+    """Return a parameter of this rank."""
+    return next(iter(state.model[0].parameters()))
+
+
+def torch_optimizer(state: TrainingState) -> Any:
+    """Return the Adam inside this rank's first inner optimizer."""
+    return state.inner_optimizers[0].optimizer
+
+
+def draw_from_tracker() -> None:
+    """Draw from the generator that Megatron keeps for dropout."""
+    with cast("Any", tensor_parallel.get_cuda_rng_tracker()).fork():
+        torch.rand(1)
+
+
+def double_loss_scale(state: TrainingState) -> None:
+    cast("Any", state.inner_optimizers[0]).grad_scaler._scale *= 2
+
+
+def everything(operators: RankOperators) -> range:
+    """Return the numbers of all operators of this rank's stage."""
+    return range(len(operators.table.operators))
+
+
+def names_of(operators: RankOperators) -> set[str]:
+    return {str(operator) for operator in operators.table.operators}
+
+
+def copied(pieces: Iterable[Piece]) -> Parts:
+    return {key: tensor.detach().clone() for key, tensor, _ in pieces}
+
+
+def full_parts(operators: RankOperators) -> Parts:
+    """Return copies of all that this rank owns: master weights, moments and buffers."""
+    each = everything(operators)
+    return copied([*operators.pieces(each, ()), *operators.buffer_pieces(each)])
+
+
+def compute_parts(operators: RankOperators) -> Parts:
+    """Return copies of what forward reads: compute weights and buffers."""
+    each = everything(operators)
+    return copied([*operators.pieces((), each), *operators.buffer_pieces(each)])
+
+
+def differing(before: Tensors, after: Tensors) -> set[str]:
+    """Return the names of tensors that changed."""
+    assert before.keys() == after.keys()
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}

@@ -1,0 +1,73 @@
+"""A write that is given up ends where it is: what is not begun is not begun any more."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.megatron.async_write import PlannedWrite
+from tests.ranks import rank_store, run_ranks
+
+NUM_TENSORS = 5
+
+
+def _planned(folder: Path) -> PlannedWrite:
+    dist.init_process_group("gloo", store=rank_store(), rank=int(os.environ["RANK"]), world_size=1)
+    content = {f"tensor{number}": torch.zeros(3) for number in range(NUM_TENSORS)}
+    group = dist.group.WORLD
+    assert group is not None
+    return PlannedWrite(folder, content, group)
+
+
+def _write_until_abandoned(planned: PlannedWrite) -> None:
+    with pytest.raises(CheckpointSaveError, match=r"^abandoned: other ranks were lost$"):
+        planned.write()
+
+
+def _abandoned_in(folder: Path, tensor: int) -> int:
+    """Give the write up while this tensor is written; return how many tensors were read."""
+    is_there, gate, num_read = threading.Event(), threading.Event(), 0
+    resolve_data = MCoreSavePlanner.resolve_data
+
+    def held(self: MCoreSavePlanner, write_item: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        if num_read == tensor:
+            is_there.set()
+            gate.wait()
+        return resolve_data(self, write_item)
+
+    MCoreSavePlanner.resolve_data = held
+    planned = _planned(folder)
+    with ThreadPoolExecutor() as threads:
+        writing = threads.submit(_write_until_abandoned, planned)
+        is_there.wait()
+        planned.abandon()
+        gate.set()
+        writing.result()
+    return num_read
+
+
+@pytest.mark.parametrize("tensor", [1, 2, NUM_TENSORS])
+def test_an_abandoned_write_ends_before_its_next_tensor_or_its_check(tensor: int, tmp_path: Path) -> None:
+    assert run_ranks(1, _abandoned_in, tmp_path, tensor) == [tensor]
+
+
+def _abandoned_before_it_began(folder: Path) -> None:
+    planned = _planned(folder)
+    planned.abandon()
+    _write_until_abandoned(planned)
+
+
+def test_a_write_that_is_abandoned_before_it_begins_makes_no_file(tmp_path: Path) -> None:
+    run_ranks(1, _abandoned_before_it_began, tmp_path)
+    assert list(tmp_path.iterdir()) == []

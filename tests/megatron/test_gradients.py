@@ -1,0 +1,65 @@
+"""Gradients and numbers of a step, as a peer gets them, lead from the state before it to the very state after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher.loop import Trainer
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.snapshot.adam_update import Gradients
+from moe_ckpt.snapshot.codec import MOMENTS, PartKey
+from moe_ckpt.types import ReadyGradients
+from tests.megatron.stage import UNSHARDED, NoHooks, Parts, build_stage, copied, everything, full_parts, runner_of
+from tests.ranks import run_ranks
+
+LAST = 3
+
+
+class _Noting(NoHooks):
+    """Notes each step, and the state before the last."""
+
+    def __init__(self, operators: RankOperators) -> None:
+        self._operators = operators
+        self.before: Parts = {}
+
+    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
+        self._operators.note_step(iteration, gradients)
+        self.before = full_parts(self._operators)
+        return True
+
+
+def _take_again(before: Parts, gradients: Gradients) -> Parts:
+    after: Parts = {}
+    for key, (gradient, step) in gradients.items():
+        keys = [PartKey(operator=key.operator, tensor=key.tensor, role=role) for role in (key.role, *MOMENTS)]
+        master, *moments = (before[each] for each in keys)
+        weights = torch.nn.Parameter(master)
+        betas, decay = (step.beta1, step.beta2), step.weight_decay
+        make = torch.optim.AdamW if step.decoupled else torch.optim.Adam
+        adam = make([weights], lr=step.learning_rate, betas=betas, eps=step.eps, weight_decay=decay)
+        adam.state[weights] = {"step": torch.tensor(step.steps), **dict(zip(MOMENTS, moments, strict=True))}
+        weights.grad = gradient.clone()
+        adam.step()
+        after |= dict(zip(keys, (weights.detach(), *moments), strict=True))
+    return after
+
+
+def _step_as_a_peer(overrides: tuple[str, ...]) -> None:
+    state, trainer = build_stage(*overrides)
+    operators = RankOperators(state)
+    hooks = _Noting(operators)
+    trainer = Trainer(runner_of(trainer), hooks)
+    for iteration in range(1, LAST + 1):
+        trainer.run_iteration(iteration)
+    gradients = operators.gradients(everything(operators), LAST)
+    assert gradients, "the step is not known"
+    again = _take_again(hooks.before, gradients)
+    after = copied(operators.pieces(everything(operators), ()))
+    assert all(torch.equal(tensor, again[key]) for key, tensor in after.items())
+    assert operators.gradients(everything(operators), LAST - 1) is None, "an older step is still told"
+
+
+@pytest.mark.parametrize("overrides", [(), ("precision=fp32", UNSHARDED)], ids=", ".join)
+def test_a_peer_that_takes_the_step_comes_to_the_same_state(overrides: tuple[str, ...]) -> None:
+    run_ranks(2, _step_as_a_peer, overrides)

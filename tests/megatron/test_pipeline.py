@@ -1,0 +1,45 @@
+"""The stage communicator counts exactly what a stage hands to its neighbours, and the time that it waits for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from moe_ckpt.events import IterationCommitted
+from moe_ckpt.megatron.pipeline import StageCommunicator
+from moe_ckpt.snapshot.bubbles import PipelineBubbles
+from tests.megatron.stage import build_stage, runner_of, stage_number
+from tests.ranks import run_ranks
+
+
+def _run_an_iteration() -> tuple[int, IterationCommitted, list[tuple[bool, bool]], float]:
+    """Return the stage, the iteration, of each transfer whether this rank waits for it and whether a bubble is open.
+
+    And the seconds of all bubbles.
+    """
+    seen: list[tuple[bool, bool]] = []
+    bubbles, communicate = PipelineBubbles(), P2PCommunicator._communicate
+
+    def noting(self: StageCommunicator, **transfer: Any) -> Any:
+        seen.append((transfer["recv_prev"] or transfer["recv_next"], bubbles.is_open))
+        return communicate(self, **transfer)
+
+    _, trainer = build_stage()
+    runner_of(trainer).communicator.bubbles = bubbles
+    P2PCommunicator._communicate = noting  # type: ignore[method-assign]
+    return stage_number(), trainer.run_iteration(1), seen, bubbles.take_seconds()
+
+
+def test_an_iteration_of_two_stages_of_two_ranks() -> None:
+    # 2 micro-batches (batch 8, micro 2, dp 2), each 16 tokens x 2 sequences x 32 wide, 2 bytes (bf16)
+    boundary_bytes = 2 * (16 * 2 * 32 * 2)
+    ranks = run_ranks(4, _run_an_iteration)
+    for stage, committed, seen, seconds in ranks:
+        sent = committed.sent_activation_bytes, committed.sent_gradient_bytes
+        assert sent == ((boundary_bytes, 0) if stage == 0 else (0, boundary_bytes))
+        assert {waits for waits, _ in seen} == {True, False}
+        assert all(waits == is_open for waits, is_open in seen), "a bubble is what a stage waits for"
+        assert seconds > 0
+    (loss,) = {committed.loss for _, committed, *_ in ranks}
+    assert 5.0 < loss < 6.5, "about ln(256) nats for 256 equally likely bytes"

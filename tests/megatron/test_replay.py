@@ -1,0 +1,287 @@
+"""An iteration that is run again, by one stage alone or by some together, leaves the very bits that it once left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from launcher.loop import StageRunner, Trainer
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.replay import StageReplay, require_replayable
+from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, small_state
+from moe_ckpt.megatron.state_wiper import StateWiper
+from moe_ckpt.megatron.step import clear_gradients, finish_gradients
+from moe_ckpt.snapshot.boundary_log import BoundaryLog, Direction, LoggedEnds
+from moe_ckpt.snapshot.copier import HostCopier
+from moe_ckpt.snapshot.step_log import StepRecord
+from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory
+from moe_ckpt.types import ReadyGradients
+from tests.megatron.stage import (
+    BIAS,
+    FP16,
+    UNSHARDED,
+    NoHooks,
+    Parts,
+    Tensors,
+    build_stage,
+    differing,
+    full_parts,
+    names_of,
+    runner_of,
+    stage_number,
+)
+from tests.ranks import run_ranks
+
+LAST = 3
+OVERFLOWING = ("precision=fp16", "precision.initial_loss_scale=1.0e+15", "precision.loss_scale_hysteresis=1")
+
+Sent = dict[Direction, list[torch.Tensor]]
+
+
+class _Job(NoHooks):
+    """Hooks that note what a replay of the last iteration needs, and the state before it."""
+
+    def __init__(self, *overrides: str) -> None:
+        self.state, trainer = build_stage(*overrides)
+        self.runner = cast("StageRunner", runner_of(trainer))
+        self.operators = RankOperators(self.state)
+        self.replay = StageReplay(self.state, self.operators, self.runner.communicator, self.runner.train_on)
+        self.boundary = BoundaryLog(HostCopier(), HostBuffers(PrivateMemory(pinned=False)))
+        self.runner.communicator.log = self.boundary
+        self.starts: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.records: dict[int, StepRecord] = {}
+        self.trainer = Trainer(self.runner, self)
+        self.stage = stage_number()
+        self._before: Parts = {}
+        self._adam_steps: tuple[float, ...] = ()
+
+    def iteration_started(self, iteration: int) -> None:
+        if iteration == LAST:
+            self._before, self._adam_steps = full_parts(self.operators), self.operators.adam_steps()
+        self.starts[iteration] = self.replay.begin(iteration)
+        self.boundary.begin(iteration)
+
+    def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
+        self.boundary.end()
+        self.records[iteration] = self.replay.record(iteration, gradients)
+        return True
+
+    def step_committed(self, iteration: int) -> None:
+        self.starts[iteration + 1] = self.replay.begin(iteration + 1)
+
+    def train(self, first: int, last: int) -> tuple[str, LoggedEnds]:
+        """Run all iterations; return the digest of what they lead to, and what this segment of stages replays from."""
+        for iteration in range(1, LAST + 1):
+            self.trainer.run_iteration(iteration)
+        sent_by_rank: list[Sent] = [{}] * dist.get_world_size()
+        dist.all_gather_object(sent_by_rank, self.sent())
+        communicator: Any = self.runner.communicator
+        before = sent_by_rank[communicator.prev_rank][Direction.ACTIVATION]
+        after = sent_by_rank[communicator.next_rank][Direction.GRADIENT]
+        ends = LoggedEnds(
+            from_previous=before if self.stage == first and first > 0 else None,
+            from_next=after if self.stage == last and last < _num_stages() - 1 else None,
+        )
+        return digest_of(self.state), ends
+
+    def go_back(self) -> None:
+        """Lose the state, and put that before the last iteration in its place. Collective in the stage group."""
+        live = digest_of(self.state)
+        StateWiper(self.state).wipe()
+        assert digest_of(self.state) != live
+        self.operators.load(self._before, names_of(self.operators), (), self._adam_steps)
+
+    def sent(self) -> Sent:
+        """Return copies of what this rank sent in the last iteration."""
+        return {way: [tensor.clone() for tensor in self.boundary.sent(LAST, way)] for way in Direction}
+
+    def run_again(self, ends: LoggedEnds, record: StepRecord | None = None, *, whole_model: bool = False) -> str:
+        """Replay the last iteration and return the digest of what it leads to."""
+        self.boundary.begin(LAST)
+        self.replay.replay(record or self.records[LAST], self.starts[LAST], ends, whole_model=whole_model)
+        self.boundary.end()
+        return digest_of(self.state)
+
+
+def _num_stages() -> int:
+    return parallel_state.get_pipeline_model_parallel_world_size()
+
+
+def _watch_transfers() -> set[str]:
+    """Return a set that gathers the kinds of all transfers that reach Megatron's own communicator from now on."""
+    seen: set[str] = set()
+    original = P2PCommunicator._communicate
+
+    def watched(self: Any, **options: Any) -> Any:
+        kinds = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
+        seen.update(kind for kind in kinds if options[kind] is not None and options[kind] is not False)
+        return original(self, **options)
+
+    P2PCommunicator._communicate = watched
+    return seen
+
+
+def _without_tied_gradient(record: StepRecord) -> StepRecord:
+    gradient = record.tied_gradient
+    return replace(record, tied_gradient=None if gradient is None else torch.zeros_like(gradient))
+
+
+def _replay_segment(overrides: tuple[str, ...], first: int, last: int) -> None:
+    """Replay the last iteration on these stages, and check what each rank does and sends."""
+    job = _Job(*overrides)
+    live, ends = job.train(first, last)
+    sent, record = job.sent(), job.records[LAST]
+    assert record.gradients.overflow == ("precision.initial_loss_scale=1.0e+15" in overrides)
+    transfers = _watch_transfers()
+    if first <= job.stage <= last:
+        job.go_back()
+        whole_model = last - first + 1 == _num_stages()
+        if whole_model:  # then stages exchange the tied gradient again, and its log does not matter
+            record = _without_tied_gradient(record)
+        job.run_again(ends, record, whole_model=whole_model)
+    dist.barrier()
+    assert digest_of(job.state) == live
+    assert transfers == _expected_transfers(job.stage, first, last)
+    again = job.sent()
+    assert all(len(sent[way]) == len(again[way]) and all(map(torch.equal, sent[way], again[way])) for way in Direction)
+
+
+def _expected_transfers(stage: int, first: int, last: int) -> set[str]:
+    with_previous = {"tensor_send_prev", "recv_prev"} if first < stage <= last else set[str]()
+    return with_previous | ({"tensor_send_next", "recv_next"} if first <= stage < last else set[str]())
+
+
+PP2 = ("parallel.pp=2", "train.clip_grad=0.1")
+PP3 = ("parallel.pp=3", "model.num_layers=3")
+TIED = "model.tied_embeddings=true"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "first", "last"),
+    [
+        (2, (*PP2, *BIAS, "train.recompute=full"), 1, 1),
+        (2, (*PP2, *FP16), 0, 0),
+        (2, (*PP2, *OVERFLOWING, *BIAS), 1, 1),
+        pytest.param(2, (*PP2, *OVERFLOWING), 0, 1, marks=pytest.mark.full),
+        (2, (*PP2, TIED, UNSHARDED), 0, 0),
+        (2, (*PP2, TIED), 0, 1),
+        (4, (*PP2, TIED, *BIAS), 0, 0),
+        (2, (*PP2, TIED, "model.position_embedding=learned"), 1, 1),
+        pytest.param(3, PP3, 0, 1, marks=pytest.mark.full),
+        (3, PP3, 1, 1),
+        (3, (*PP3, TIED), 1, 2),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_replayed_stages_end_where_they_were(
+    world_size: int, overrides: tuple[str, ...], first: int, last: int
+) -> None:
+    run_ranks(world_size, _replay_segment, overrides, first, last)
+
+
+CHANGES: dict[str, Callable[[LoggedEnds, StepRecord], tuple[LoggedEnds, StepRecord]]] = {
+    "activations": lambda ends, record: (replace(ends, from_previous=(ends.from_previous or [])[::-1]), record),
+    "norm": lambda ends, record: (ends, replace(record, gradients=replace(record.gradients, total_norm=1.0))),
+    "tied gradient": lambda ends, record: (ends, _without_tied_gradient(record)),
+    "iteration": lambda ends, record: (ends, replace(record, iteration=record.iteration - 1)),
+    "nothing": lambda ends, record: (ends, record),
+}
+
+
+def _replay_changed() -> set[str]:
+    """Return the changes to its logs that led stage 1 elsewhere than training did."""
+    job = _Job(*PP2, TIED)
+    live, ends = job.train(1, 1)
+    seen = set[str]()
+    for name, change in CHANGES.items() if job.stage == 1 else ():
+        job.go_back()
+        if job.run_again(*change(ends, job.records[LAST])) != live:
+            seen.add(name)
+    return seen
+
+
+def test_a_replay_follows_its_logs() -> None:
+    assert run_ranks(2, _replay_changed) == [set(), CHANGES.keys() - {"nothing"}]
+
+
+def _train_after_failed_replays() -> None:
+    """Fail to replay stage 0, and train both stages live again."""
+    job = _Job(*PP2)
+    live, ends = job.train(0, 0)
+    if job.stage == 0:
+        logged = ends.from_next
+        assert logged is not None
+        with pytest.raises(AssertionError, match=r"^\[1\] logged tensors were not asked for"):
+            job.run_again(replace(ends, from_next=[*logged, logged[0]]))
+        with pytest.raises(IndexError):
+            job.run_again(replace(ends, from_next=logged[1:]))
+    dist.barrier()
+    transfers = _watch_transfers()
+    job.go_back()
+    job.replay.restore_start(job.starts[LAST])
+    job.trainer.run_iteration(LAST)
+    assert digest_of(job.state) == live
+    assert transfers == _expected_transfers(job.stage, 0, 1), "the communicator is live again"
+
+
+def test_a_replay_from_too_many_or_too_few_tensors_fails_alone() -> None:
+    run_ranks(2, _train_after_failed_replays)
+
+
+def _named(state: TrainingState) -> Tensors:
+    return {name: tensor.clone() for name, tensor in named_state(state)}
+
+
+def _undo(overrides: tuple[str, ...]) -> None:
+    """Abort a pass; put back all of its start but buffers, and then all of it."""
+    job = _Job(*overrides)
+    job.train(0, 0)
+    state, has_bias = job.state, "model.moe_balancing=bias" in overrides
+    before, named, small = digest_of(state), _named(state), small_state(state)
+    start = job.replay.begin(LAST + 1)
+    clear_gradients(state)
+    job.runner.train_on(LAST + 1)
+    finish_gradients(state)
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    changed = {name.rpartition(".")[2] for name in differing(named, _named(state))}
+    expected = {"cpu": True, "scale": "precision=fp16" in overrides, "expert_bias": has_bias}
+    assert {name: name in changed for name in expected} == expected
+    assert digest_of(state) != before
+    job.replay.restore_start(start)
+    assert (digest_of(state) != before) == has_bias
+    job.replay.restore_start(start, undo=LAST + 1)
+    assert digest_of(state) == before
+    assert not differing(small, small_state(state))
+
+
+@pytest.mark.parametrize("overrides", [(*PP2, *OVERFLOWING), (*PP2, *BIAS)], ids=", ".join)
+def test_an_aborted_pass_can_be_undone(overrides: tuple[str, ...]) -> None:
+    run_ranks(2, _undo, overrides)
+
+
+def _refusals() -> None:
+    state, _ = build_stage()
+    require_replayable(state)
+    config: Any = cast("Any", state.model[0]).config
+    optimizer: Any = state.inner_optimizers[-1].config
+    for owner, name in ((config, "calculate_per_token_loss"), (config, "fp4"), (optimizer, "optimizer_cpu_offload")):
+        setattr(owner, name, True)
+        with pytest.raises(ConfigError, match=f"{name}: got True, wanted False"):
+            require_replayable(state)
+        setattr(owner, name, False)
+    require_replayable(state)
+
+
+def test_options_that_no_log_covers_are_refused() -> None:
+    run_ranks(1, _refusals)

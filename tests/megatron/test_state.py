@@ -1,0 +1,70 @@
+"""The digest sees everything that the next iteration depends on, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moe_ckpt.megatron.state import TrainingState, digest_of, named_state
+from tests.megatron.stage import (
+    BIAS,
+    FP16,
+    double_loss_scale,
+    draw_from_tracker,
+    first_parameter,
+    torch_optimizer,
+    trained_stage,
+)
+from tests.ranks import run_ranks
+
+
+def _raise(tensor: torch.Tensor) -> None:
+    """Change one element by the least amount that its type can hold."""
+    flat = tensor.data.view(-1)
+    flat[0] = torch.nextafter(flat[0], torch.tensor(float("inf"), dtype=flat.dtype))
+
+
+def _slots(state: TrainingState) -> dict:
+    return next(iter(torch_optimizer(state).state.values()))
+
+
+def _change_learning_rate(state: TrainingState) -> None:
+    torch_optimizer(state).param_groups[0]["lr"] *= 1 + 1e-15
+
+
+def _buffer(state: TrainingState, suffix: str) -> torch.Tensor:
+    return next(buffer for name, buffer in state.model[0].named_buffers() if name.endswith(suffix))
+
+
+CHANGES: dict[str, Callable[[TrainingState], object]] = {
+    "parameter": lambda state: _raise(first_parameter(state)),
+    "master weight": lambda state: _raise(torch_optimizer(state).param_groups[0]["params"][0]),
+    "first moment": lambda state: _raise(_slots(state)["exp_avg"]),
+    "second moment": lambda state: _raise(_slots(state)["exp_avg_sq"]),
+    "step count": lambda state: _slots(state)["step"].add_(1),
+    "learning rate": _change_learning_rate,
+    "expert bias": lambda state: _raise(_buffer(state, "expert_bias")),
+    "token count": lambda state: _buffer(state, "local_tokens_per_expert")[0].add_(1),
+    "default generator": lambda _: torch.rand(1),
+    "tracked generator": lambda _: draw_from_tracker(),
+    "loss scale": double_loss_scale,
+}
+
+
+def _look_at_changes() -> tuple[dict[str, bool], list[str]]:
+    """Return whether the digest changed with each change, one upon the other, and the names of all tensors."""
+    state, _ = trained_stage(*FP16, *BIAS, iterations=1)
+    digest = digest_of(state)
+    seen = {"nothing": digest_of(state) != digest}
+    for name, change in CHANGES.items():
+        change(state)
+        before, digest = digest, digest_of(state)
+        seen[name] = before != digest
+    return seen, [name for name, _ in named_state(state)]
+
+
+def test_digest_sees_the_least_change() -> None:
+    for seen, names in run_ranks(2, _look_at_changes):
+        assert seen == {"nothing": False} | dict.fromkeys(CHANGES, True)
+        assert len(names) == len(set(names))

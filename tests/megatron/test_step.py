@@ -1,0 +1,47 @@
+"""The split step is Megatron's own step, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from moe_ckpt.megatron import step as megatron_step
+from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.megatron.step import ReadyGradients
+from tests.megatron.stage import UNSHARDED, trained_stage
+from tests.ranks import run_ranks
+
+CLIPPED = "train.clip_grad=0.01"
+
+
+def _digest_with_split_step(overrides: tuple[str, ...]) -> str:
+    return digest_of(trained_stage(*overrides, iterations=3)[0])
+
+
+def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
+    import launcher.loop as loop  # noqa: PLC0415 - its two calls are replaced in this rank's process only
+
+    def step(state: TrainingState) -> ReadyGradients:
+        updated, norm, _ = cast("Any", state.optimizer).step()
+        return ReadyGradients(overflows=(not updated,), total_norm=norm, loss_scale=1.0)
+
+    loop.finish_gradients = step
+    loop.apply_update = lambda state, gradients: None
+    assert loop.finish_gradients is not megatron_step.finish_gradients
+    return _digest_with_split_step(overrides)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (4, (CLIPPED,)),  # two stages of two ranks
+        (2, ("train.clip_grad=0",)),
+        (2, (CLIPPED, UNSHARDED, "precision=fp32")),
+        (4, ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")),
+    ],
+    ids=str,
+)
+def test_split_step_equals_megatrons_step(world_size: int, overrides: tuple[str, ...]) -> None:
+    split, whole = (run_ranks(world_size, run, overrides) for run in (_digest_with_split_step, _digest_with_whole_step))
+    assert split == whole

@@ -1,0 +1,301 @@
+"""Partial snapshots: the figures of the paper, properties of all small models, and counting by brute force."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import chain, pairwise, product
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.policies.expert_selection import (
+    Selection,
+    bottleneck_by_k,
+    fitting_k,
+    is_imbalanced,
+    limit_per_k,
+    load_aware_experts,
+    most_popular,
+    most_unsaved_of,
+    next_k,
+    sequential_experts,
+    snapshot_stall_s,
+)
+
+IntArray = npt.NDArray[np.int64]
+
+# Sequential
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        pytest.param(0, [0, 1, 2, 0], id="Figure 4: Expert(1-0, 3-1, 5-2, 7-0)"),
+        pytest.param(1, [1, 2, 0, 1], id="Figure 4, next: Expert(1-1, 3-2, 5-0, 7-1)"),
+        pytest.param(2, [2, 0, 1, 2], id="the third of three"),
+        pytest.param(3, [0, 1, 2, 0], id="once around"),
+    ],
+)
+def test_sequential_selection_is_that_of_the_figure(turn: int, expected: list[int]) -> None:
+    chosen = sequential_experts(turn, num_layers=4, num_experts=3, ep=3, k=1)
+    assert chosen == tuple((expert,) for expert in expected)
+
+
+def test_blocks_of_experts_are_taken_in_turns() -> None:
+    """8 experts on 2 ranks: 0-3 and 4-7; an expert of each in every layer."""
+    chosen = [sequential_experts(turn, num_layers=2, num_experts=8, ep=2, k=2) for turn in range(4)]
+    assert chosen == [((0, 4), (1, 5)), ((1, 5), (2, 6)), ((2, 6), (3, 7)), ((3, 7), (0, 4))]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """Layers, experts, EP ranks and k of a small model."""
+    ep, num_local = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    return draw(st.integers(1, 5)), ep * num_local, ep, draw(st.integers(1, ep * num_local))
+
+
+@given(model=models(), first=st.integers(0, 50))
+def test_every_expert_is_taken_in_time(model: tuple[int, int, int, int], first: int) -> None:
+    num_layers, num_experts, ep, k = model
+    turns = range(first, first + math.ceil(num_experts / k))
+    chosen = [sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k) for turn in turns]
+    for layer in range(num_layers):
+        taken = Counter(chain.from_iterable(selection[layer] for selection in chosen))
+        assert set(taken) == set(range(num_experts))
+        assert num_experts % k or set(taken.values()) == {1}
+        assert all(selection[layer] == tuple(sorted(set(selection[layer]))) for selection in chosen)
+        assert all(len(selection[layer]) == k for selection in chosen)
+
+
+@given(model=models(), turn=st.integers(0, 50), num_groups=st.integers(1, 4))
+def test_ranks_save_as_many_within_one_and_equation_9_tells_when_all_alike(
+    model: tuple[int, int, int, int], turn: int, num_groups: int
+) -> None:
+    num_layers, num_experts, ep, k = model
+    chosen = sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k)
+    by_ep_rank = [0] * ep
+    for expert in chain.from_iterable(chosen):
+        by_ep_rank[expert // (num_experts // ep)] += 1
+    assert max(by_ep_rank) - min(by_ep_rank) <= 1
+    by_dp_rank = [(num + group) // num_groups for num in by_ep_rank for group in range(num_groups)]
+    assert sum(by_dp_rank) == k * num_layers
+    assert max(by_dp_rank) - min(by_dp_rank) <= 1
+    imbalanced = is_imbalanced(k, num_moe_layers=num_layers, dp=ep * num_groups, ep=ep)
+    assert imbalanced == (len(set(by_dp_rank)) > 1)
+
+
+@pytest.mark.parametrize(
+    ("k", "num_moe_layers", "dp", "ep", "expected"),
+    [
+        pytest.param(1, 4, 3, 3, True, id="Figure 4"),
+        pytest.param(3, 4, 3, 3, False, id="all of Figure 4"),
+        pytest.param(1, 12, 8, 8, True, id="Table 2, case 1"),
+        pytest.param(1, 12, 16, 16, True, id="Table 2, case 2"),
+        pytest.param(1, 12, 16, 8, True, id="Table 2, case 3"),
+        pytest.param(2, 12, 16, 8, True, id="three for each of two groups"),
+        pytest.param(4, 12, 16, 8, False, id="six for each of two groups"),
+        pytest.param(16, 12, 16, 8, False, id="all experts"),
+    ],
+)
+def test_imbalance_is_equation_9(k: int, num_moe_layers: int, dp: int, ep: int, expected: bool) -> None:
+    assert is_imbalanced(k, num_moe_layers=num_moe_layers, dp=dp, ep=ep) is expected
+
+
+# By load
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_taken", "expected"),
+    [
+        pytest.param([[5, 9, 5]], [2], ((0, 1),), id="the lowest of equals"),
+        pytest.param([[1, 2, 3], [9, 8, 7]], [1, 2], ((2,), (0, 1)), id="each layer its own number"),
+        pytest.param([[1, 2, 3], [0, 0, 0]], [0, 3], ((), (0, 1, 2)), id="none and all"),
+    ],
+)
+def test_the_most_popular_are_taken(tokens: list[list[int]], num_taken: list[int], expected: Selection) -> None:
+    assert most_popular(np.array(tokens, np.int64), num_taken) == expected
+
+
+@given(model=models(), data=st.data())
+def test_load_aware_selection_leaves_nothing_larger(model: tuple[int, int, int, int], data: st.DataObject) -> None:
+    num_layers, num_experts, _, k = model
+    row = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
+    unsaved = np.array(data.draw(st.lists(row, min_size=num_layers, max_size=num_layers)), np.int64)
+    for layer, taken in enumerate(load_aware_experts(unsaved, k)):
+        ranked = sorted(range(num_experts), key=lambda expert: (-int(unsaved[layer, expert]), expert))
+        assert taken == tuple(sorted(ranked[:k]))
+
+
+# What of a snapshot goes to storage
+
+
+@pytest.mark.parametrize(
+    ("selection", "unsaved", "k", "expected"),
+    [
+        pytest.param(((0, 1),), [[3, 7, 9, 9]], 1, ((1,),), id="only of those in the snapshot"),
+        pytest.param(((0, 1, 2, 3),), [[3, 7, 9, 9]], 3, ((1, 2, 3),), id="most first"),
+        pytest.param(((0, 1), (2,)), [[1, 1, 1, 1]] * 2, 2, ((0, 1), (2,)), id="fewer than asked for"),
+        pytest.param(((0, 2), (0, 2)), [[1, 1, 1, 1]] * 2, 1, ((0,), (2,)), id="of equals another rank's"),
+        pytest.param(((0, 1), (0, 1)), [[1, 1, 1, 1]] * 2, 1, ((0,), (0,)), id="of one rank's equals the lowest"),
+        pytest.param(((0, 2), (0, 2)), [[1, 1, 1, 1], [2, 1, 1, 1]], 1, ((0,), (0,)), id="need before balance"),
+    ],
+)
+def test_storage_gets_what_it_lacks_most(
+    selection: Selection, unsaved: list[list[int]], k: int, expected: Selection
+) -> None:
+    assert most_unsaved_of(selection, np.array(unsaved, np.int64), k, ep=2) == expected
+
+
+def persisted(model: tuple[int, int, int, int], k_persist: int, *, turns: int, every: int = 1) -> list[Selection]:
+    """Return what goes to storage in each turn of sequential snapshots, nothing in turns that are not persisted."""
+    num_layers, num_experts, ep, k = model
+    waiting = np.zeros((num_layers, num_experts), np.int64)
+    history = []
+    for turn in range(turns):
+        waiting += 1
+        chosen: Selection = ((),) * num_layers
+        if turn % every == 0:
+            snapshot = sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k)
+            chosen = most_unsaved_of(snapshot, waiting, k_persist, ep=ep)
+        for layer, experts in enumerate(chosen):
+            waiting[layer, list(experts)] = 0
+        history.append(chosen)
+    return history
+
+
+def longest_wait(history: list[Selection], layer: int, expert: int) -> int:
+    turns = [-1, *(turn for turn, chosen in enumerate(history) if expert in chosen[layer]), len(history)]
+    return max(after - before for before, after in pairwise(turns))
+
+
+def most_rounds(num_experts: int, k: int, k_persist: int) -> int:
+    neighbours = k - 1 if num_experts % k == 0 else min(2 * (k - 1), num_experts - 1)
+    return 1 + neighbours // k_persist
+
+
+def test_every_expert_gets_to_storage_in_time() -> None:
+    """All models of up to 8 experts."""
+    for num_experts in range(1, 9):
+        for k, ep in product(range(1, num_experts + 1), {1, num_experts}):
+            for k_persist in range(1, k + 1):
+                bound = most_rounds(num_experts, k, k_persist) * math.ceil(num_experts / k)
+                history = persisted((2, num_experts, ep, k), k_persist, turns=3 * bound)
+                waits = [longest_wait(history, *place) for place in product(range(2), range(num_experts))]
+                assert max(waits) <= bound
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param((4, 8, 4, 2), id="two of eight"), pytest.param((8, 16, 8, 4), id="four of sixteen")],
+)
+def test_what_goes_to_storage_is_spread_over_ranks_too(model: tuple[int, int, int, int]) -> None:
+    num_layers, num_experts, ep, _ = model
+    for chosen in persisted(model, 1, turns=4 * num_experts):
+        on_rank = Counter(expert // (num_experts // ep) for expert in chain.from_iterable(chosen))
+        assert max(on_rank.values()) == num_layers // ep
+
+
+def test_a_rhythm_of_persisting_may_leave_experts_out_for_good() -> None:
+    history = persisted((1, 4, 1, 2), 2, turns=40, every=2)
+    assert {chosen[0] for chosen in history} == {(0, 1), ()}
+
+
+# How many
+
+
+def literal_sequential(other: IntArray, expert: IntArray, ep: int, k: int) -> int:
+    _, num_layers, num_experts = expert.shape
+    turns = [
+        sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k)
+        for turn in range(num_experts)
+    ]
+    return max(
+        int(own) + sum(int(rows[layer, list(taken)].sum()) for layer, taken in enumerate(chosen))
+        for own, rows in zip(other, expert, strict=True)
+        for chosen in turns
+    )
+
+
+@st.composite
+def byte_tables(draw: st.DrawFn) -> tuple[IntArray, IntArray, int]:
+    """What up to 3 ranks copy of small models: other bytes, expert bytes, EP ranks."""
+    num_layers, num_experts, ep, _ = draw(models())
+    num_ranks = draw(st.integers(1, 3))
+    size = num_ranks * num_layers * num_experts
+    sizes = draw(st.lists(st.integers(0, 20), min_size=size, max_size=size))
+    other = draw(st.lists(st.integers(0, 20), min_size=num_ranks, max_size=num_ranks))
+    return np.array(other, np.int64), np.array(sizes, np.int64).reshape(num_ranks, num_layers, num_experts), ep
+
+
+def test_the_bottleneck_of_two_ranks() -> None:
+    expert_bytes = np.zeros((2, 2, 4), np.int64)
+    expert_bytes[0, :, :2] = expert_bytes[1, :, 2:] = 10
+    other_bytes = np.array([5, 5], np.int64)
+    assert bottleneck_by_k(other_bytes, expert_bytes, ep=2, sequential=True).tolist() == [15, 25, 35, 45]
+    assert bottleneck_by_k(other_bytes, expert_bytes, ep=2, sequential=False).tolist() == [25, 45, 45, 45]
+
+
+@given(table=byte_tables())
+def test_the_bottleneck_is_the_worst_of_all_turns(table: tuple[IntArray, IntArray, int]) -> None:
+    other, expert, ep = table
+    by_k = bottleneck_by_k(other, expert, ep=ep, sequential=True)
+    num_experts = expert.shape[2]
+    assert by_k.tolist() == [literal_sequential(other, expert, ep, k) for k in range(1, num_experts + 1)]
+    of_any = bottleneck_by_k(other, expert, ep=ep, sequential=False)
+    assert np.all(of_any >= by_k)
+    assert of_any[-1] == by_k[-1] == (other + expert.sum(axis=(1, 2))).max()
+    assert of_any[0] == max(o + sum(layer.max() for layer in rank) for o, rank in zip(other, expert, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("copy_bytes_per_s", "overlap_s", "k"),
+    [(10.0, 3.0, 2), (10.0, 2.5, 2), (10.0, 2.4, 1), (10.0, 0.1, 1), (10.0, 99.0, 4), (0.0, 1.0, 1)],
+)
+def test_the_largest_k_that_forward_and_backward_hide(copy_bytes_per_s: float, overlap_s: float, k: int) -> None:
+    bottleneck = np.array([15, 25, 35, 45], np.int64)
+    assert fitting_k(bottleneck, copy_bytes_per_s=copy_bytes_per_s, overlap_s=overlap_s) == k
+
+
+def test_a_smaller_k_may_be_the_one_that_does_not_fit() -> None:
+    assert fitting_k(np.array([1, 9, 8, 9], np.int64), copy_bytes_per_s=1.0, overlap_s=8.0) == 3
+
+
+@pytest.mark.parametrize(("snapshot_s", "overlap_s", "stall_s"), [(3.0, 1.0, 2.0), (1.0, 3.0, 0.0), (2.0, 2.0, 0.0)])
+def test_a_snapshot_stalls_for_what_is_not_hidden(snapshot_s: float, overlap_s: float, stall_s: float) -> None:
+    assert snapshot_stall_s(snapshot_s, overlap_s) == stall_s
+
+
+# Dynamic-K
+
+
+@pytest.mark.parametrize(
+    ("k", "plt_since", "expected"),
+    [(1, 0.009, 1), (1, 0.01, 1), (1, 0.011, 2), (4, 0.02, 8), (6, 0.02, 8), (8, 0.02, 8)],
+)
+def test_k_is_doubled_where_it_has_cost_too_much(k: int, plt_since: float, expected: int) -> None:
+    assert next_k(k, num_experts=8, plt_since=plt_since, limit=0.01) == expected
+
+
+@pytest.mark.parametrize(
+    ("first_k", "num_experts", "shares"),
+    [(1, 16, 4), (2, 16, 3), (8, 16, 1), (16, 16, 1), (3, 8, 2), (1, 1, 1), (1, 2, 1), (1, 9, 4)],
+)
+def test_every_k_below_all_experts_has_an_equal_share_of_the_limit(first_k: int, num_experts: int, shares: int) -> None:
+    assert limit_per_k(0.0375, first_k=first_k, num_experts=num_experts) == 0.0375 / shares
+
+
+@given(costs=st.lists(st.floats(0.0, 0.002), min_size=100, max_size=200), num_experts=st.integers(2, 64))
+def test_dynamic_k_keeps_the_sum_near_the_limit(costs: list[float], num_experts: int) -> None:
+    """A fault costs the less the more is saved; what the sum may exceed the limit by is one fault of every k."""
+    k, total, plt_since = 1, 0.0, 0.0
+    limit = limit_per_k(0.0375, first_k=1, num_experts=num_experts)
+    for cost in costs:
+        plt = cost * (1 - k / num_experts)
+        total, plt_since = total + plt, plt_since + plt
+        if (doubled := next_k(k, num_experts=num_experts, plt_since=plt_since, limit=limit)) != k:
+            k, plt_since = doubled, 0.0
+    assert total <= 0.0375 + 0.002 * math.ceil(math.log2(num_experts)) + 1e-12

@@ -1,0 +1,145 @@
+"""Lost tokens: tables, and against sets of single tokens that are lost one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.policies.lost_tokens import TokenLedger, moementary_lost_tokens, proportion_of_lost_tokens
+
+IntArray = npt.NDArray[np.int64]
+
+
+def tokens(*rows: list[int]) -> IntArray:
+    return np.array(rows, np.int64)
+
+
+def test_a_run_without_faults_has_seen_what_it_was_given() -> None:
+    ledger = TokenLedger.at_start(2, 2).after(tokens([3, 5], [8, 0])).after(tokens([1, 7], [4, 4]))
+    assert ledger.processed.tolist() == [[4, 12], [12, 4]]
+    assert ledger.seen.tolist() == [[4, 12], [12, 4]]
+
+
+def test_an_expert_loses_what_came_after_its_snapshot() -> None:
+    """Figure 2's example: a checkpoint every 10 iterations, a fault after 30, and here one expert of two in each."""
+    at_10 = TokenLedger.at_start(1, 2).after(tokens([100, 50]))
+    at_20 = at_10.after(tokens([70, 90]))
+    ledger, loss = at_20.restored(np.where([[True, False]], at_20.seen, at_10.seen))
+    assert loss.lost.tolist() == [[0, 90]]
+    assert loss.repeated.tolist() == [[0, 0]]
+    assert ledger.processed.tolist() == [[170, 140]]
+    assert ledger.seen.tolist() == [[170, 50]]
+
+
+def test_what_is_lost_twice_is_counted_once() -> None:
+    start = TokenLedger.at_start(1, 1)
+    restored, first = start.after(tokens([10])).restored(start.seen)
+    again, second = restored.after(tokens([5])).restored(start.seen)
+    assert (first.lost.tolist(), second.lost.tolist()) == ([[10]], [[5]])
+    assert (again.processed.tolist(), again.seen.tolist()) == ([[15]], [[0]])
+
+
+def test_an_expert_that_is_ahead_of_the_rest_loses_nothing_and_repeats() -> None:
+    at_10 = TokenLedger.at_start(1, 2).after(tokens([100, 100]))
+    at_20 = at_10.after(tokens([7, 9]))
+    ledger, loss = at_10.restored(np.where([[True, False]], at_20.seen, at_10.seen))
+    assert loss.lost.tolist() == [[0, 0]]
+    assert loss.repeated.tolist() == [[7, 0]]
+    assert ledger.after(tokens([7, 9])).seen.tolist() == [[114, 109]]
+    assert ledger.processed.tolist() == [[100, 100]]
+
+
+@given(st.lists(st.lists(st.integers(0, 2**62), min_size=3, max_size=3), min_size=4, max_size=4))
+def test_an_array_holds_all_of_a_ledger(rows: list[list[int]]) -> None:
+    array = np.array(rows, np.int64).reshape(2, 2, 3)
+    ledger = TokenLedger.from_array(array)
+    assert ledger.processed.tolist() == rows[:2]
+    assert ledger.seen.tolist() == rows[2:]
+    assert ledger.as_array().dtype == np.int64
+    assert ledger.as_array().tolist() == array.tolist()
+
+
+@pytest.mark.parametrize(
+    ("processed", "seen"),
+    [(np.zeros((1, 2), np.int64), np.zeros((2, 1), np.int64)), (np.zeros((1, 2)), np.zeros((1, 2)))],
+)
+def test_counts_of_other_shapes_or_types_are_our_own_bug(processed: IntArray, seen: IntArray) -> None:
+    with pytest.raises(AssertionError):
+        TokenLedger(processed=processed, seen=seen)
+
+
+@dataclass
+class SingleTokens:
+    """One expert by brute force: the tokens of the line of iterations, and those in its state, by name."""
+
+    given: list[set[int]] = field(default_factory=lambda: [set()])
+    state: list[set[int]] = field(default_factory=lambda: [set()])
+
+    def train(self, names: set[int]) -> None:
+        self.given.append(self.given[-1] | names)
+        self.state.append(self.state[-1] | names)
+
+    def snapshots(self, iteration: int) -> list[int]:
+        """Return the iterations with a state of which that after `iteration` has every token."""
+        return [taken for taken in range(iteration + 1) if self.state[taken] <= self.state[iteration]]
+
+    def roll_back(self, iteration: int, snapshot: int) -> int:
+        """Go on after `iteration` with the state after `snapshot`; return how many tokens that loses."""
+        lost = self.state[iteration] - self.state[snapshot]
+        self.given[iteration + 1 :] = []
+        self.state[iteration:] = [self.state[snapshot]]
+        return len(lost)
+
+
+@given(data=st.data())
+def test_counts_agree_with_single_tokens(data: st.DataObject) -> None:
+    """Any faults, any iterations to roll back to, any older snapshots of the experts."""
+    experts = [SingleTokens() for _ in range(3)]
+    line = [TokenLedger.at_start(1, 3)]
+    name = 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.booleans()):
+            counts = data.draw(st.lists(st.integers(0, 4), min_size=3, max_size=3))
+            line.append(line[-1].after(tokens(counts)))
+            for expert, count in zip(experts, counts, strict=True):
+                expert.train(set(range(name, name + count)))
+                name += count
+        else:
+            iteration = data.draw(st.integers(0, len(line) - 1))
+            snapshots = [data.draw(st.sampled_from(expert.snapshots(iteration))) for expert in experts]
+            seen = tokens([int(line[snapshot].seen[0, expert]) for expert, snapshot in enumerate(snapshots)])
+            restored, loss = line[iteration].restored(seen)
+            line[iteration:] = [restored]
+            lost = [expert.roll_back(iteration, snapshot) for expert, snapshot in zip(experts, snapshots, strict=True)]
+            assert loss.lost.tolist() == [lost]
+            assert not loss.repeated.any()
+        assert line[-1].seen.tolist() == [[len(expert.state[-1]) for expert in experts]]
+        assert line[-1].processed.tolist() == [[len(expert.given[-1]) for expert in experts]]
+
+
+# Shares
+
+
+@pytest.mark.parametrize(
+    ("lost", "given", "top_k", "plt", "mlt"),
+    [
+        pytest.param([10, 30], [100, 100], 2, 0.1, 0.2, id="mean and sum over layers"),
+        pytest.param([3, 0, 0, 0], [80, 80, 80, 80], 1, 3 / 320, 3 / 80, id="one layer of four"),
+        pytest.param([8, 8], [100, 400], 1, 0.05, 0.1, id="layers count alike, however many tokens they had"),
+        pytest.param([0, 0], [0, 0], 2, 0.0, 0.0, id="before the first token"),
+    ],
+)
+def test_shares_of_lost_tokens(lost: list[int], given: list[int], top_k: int, plt: float, mlt: float) -> None:
+    arguments = np.array(lost, np.int64), np.array(given, np.int64), top_k
+    assert proportion_of_lost_tokens(*arguments) == pytest.approx(plt, rel=1e-15)
+    assert moementary_lost_tokens(*arguments) == pytest.approx(mlt, rel=1e-15)
+
+
+def test_tokens_cannot_be_lost_that_nobody_had() -> None:
+    with pytest.raises(AssertionError):
+        proportion_of_lost_tokens(np.array([1], np.int64), np.array([0], np.int64), 1)

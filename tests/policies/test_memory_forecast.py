@@ -1,0 +1,59 @@
+"""How much host memory is forecast."""
+
+from __future__ import annotations
+
+from moe_ckpt.policies.memory_forecast import MemoryForecast, forecast
+
+
+def test_a_forecast_counts_the_logs_of_all_windows_and_of_this_iteration() -> None:
+    wanted = forecast(
+        window_bytes=1000,
+        period_iters=5,
+        keep_windows=2,
+        log_bytes_per_iteration=10,
+        dense_bytes=700,
+        step_log_bytes_per_iteration=3,
+    )
+    assert wanted == MemoryForecast(
+        snapshots_bytes=3000,
+        boundary_log_bytes=160,
+        step_log_bytes=48,
+        copies_bytes=0,
+        total_bytes=3208,
+        double_buffered_dense_bytes=1400,
+    )
+
+
+def test_copies_for_others_take_as_much_as_the_largest_of_them() -> None:
+    wanted = forecast(
+        window_bytes=1000,
+        period_iters=5,
+        keep_windows=1,
+        log_bytes_per_iteration=10,
+        dense_bytes=700,
+        step_log_bytes_per_iteration=3,
+        num_copies=2,
+        largest_window_bytes=1500,
+    )
+    assert wanted.copies_bytes == 2 * (2 * 1500 + 11 * 3)
+    assert wanted.total_bytes == 2000 + 110 + 33 + wanted.copies_bytes
+
+
+def test_a_forecast_is_readable() -> None:
+    mib = 1 << 20
+    lines = MemoryForecast(
+        snapshots_bytes=28 * mib,
+        boundary_log_bytes=3 * mib // 2,
+        step_log_bytes=mib // 4,
+        copies_bytes=7 * mib,
+        total_bytes=30 * mib,
+        double_buffered_dense_bytes=24 * mib,
+    ).lines()
+    assert lines == [
+        "snapshots, persisted and in flight            28.0 MiB",
+        "boundary logs                                  1.5 MiB",
+        "step logs                                      0.2 MiB",
+        "copies for other ranks                         7.0 MiB",
+        "total                                         30.0 MiB",
+        "for comparison, two dense checkpoints         24.0 MiB",
+    ]

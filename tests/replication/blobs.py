@@ -1,0 +1,68 @@
+"""Blobs for tests: to publish one, to read one, what lies in the folders of one, and a file system without room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+
+import torch
+
+from moe_ckpt.snapshot.blobs import Blob, BlobFolder
+
+KIB = 1 << 10
+
+
+@contextlib.contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """Let the kernel refuse to make any file larger, as a full file system would."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+def filled(folder: BlobFolder, content: bytes) -> torch.Tensor:
+    """Allocate memory of a folder that holds these bytes."""
+    payload = folder.allocate(len(content))
+    payload.numpy()[:] = bytearray(content)
+    return payload
+
+
+def publish(
+    folder: BlobFolder, key: str, content: bytes | None = b"content", header: bytes = b"header"
+) -> torch.Tensor:
+    """Publish a blob of these bytes; return the memory that it lies in."""
+    payload = None if content is None else filled(folder, content)
+    folder.publish(key, header, payload, len(content or b""))
+    return torch.empty(0) if payload is None else payload
+
+
+def deposit(folder: BlobFolder, key: str, content: bytes, header: bytes = b"header") -> torch.Tensor:
+    """Publish a blob that owns its memory; return that memory."""
+    payload = filled(folder, content)
+    folder.deposit(key, header, payload, len(content))
+    return payload
+
+
+def payload_of(blob: Blob) -> torch.Tensor:
+    """Return the whole buffer of a blob that has one."""
+    assert blob.payload is not None
+    return blob.payload
+
+
+def content_of(folder: BlobFolder, key: str) -> tuple[bytes, bytes | None]:
+    """Return the header and the payload of a blob."""
+    blob = folder.get(key)
+    return blob.header, None if blob.payload is None else blob.payload[: blob.payload_bytes].numpy().tobytes()
+
+
+def buffers_of(folder: BlobFolder) -> list[str]:
+    return sorted(os.listdir(folder.path / "buffers"))
+
+
+def index_of(folder: BlobFolder) -> list[str]:
+    return sorted(os.listdir(folder.path / "index"))

@@ -1,0 +1,95 @@
+"""Messages: every one is read back, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.replication import messages
+from moe_ckpt.replication.messages import (
+    Address,
+    Found,
+    Keys,
+    Message,
+    message_from_json,
+    message_to_json,
+    parse_address,
+)
+
+KINDS = list(messages._KINDS.values())
+VALUES = {
+    "bool": st.booleans(),
+    "int": st.integers(0, 2**64 - 1),
+    "str": st.text(),
+    "int | None": st.none() | st.integers(0, 2**64 - 1),
+    "str | None": st.none() | st.text(),
+    "tuple[str, ...]": st.lists(st.text()).map(tuple),
+}
+
+
+def any_of(kind: type[Message]) -> st.SearchStrategy[Message]:
+    return st.builds(kind, **{name: VALUES[str(hint)] for name, hint in kind.__annotations__.items()})
+
+
+@given(st.sampled_from(KINDS).flatmap(any_of))
+def test_every_message_is_read_back(message: Message) -> None:
+    assert message_from_json(message_to_json(message)) == message
+
+
+def test_all_kinds_are_known() -> None:
+    assert {kind.__name__ for kind in Message.__subclasses__()} == messages._KINDS.keys()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{}",
+        b'{"Done":{}',
+        b'{"Done":[]}',
+        b'{"Done":{},"Keys":{}}',
+        b'{"Done":{"more":1}}',
+        b'{"Nothing":{}}',
+        b'{"Message":{}}',
+        b'{"Keys":{}}',
+        b'{"Keys":{"keys":"ab"}}',
+        b'{"Keys":{"keys":[1]}}',
+        b'{"Found":{"header_bytes":-1,"payload_bytes":null}}',
+        b'{"Found":{"header_bytes":18446744073709551616,"payload_bytes":null}}',
+        b'{"Found":{"header_bytes":true,"payload_bytes":null}}',
+        b'{"Found":{"header_bytes":1.0,"payload_bytes":null}}',
+        b'{"Found":{"header_bytes":null,"payload_bytes":null}}',
+        b'{"Refused":{"reason":"x","garbled":1}}',
+        b'{"Refused":{"reason":null,"garbled":true}}',
+        b"[" * 100_000,
+    ],
+)
+def test_other_content_is_refused_as_a_message(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        message_from_json(content)
+
+
+@given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)).map(json.dumps))
+def test_any_bytes_are_refused_with_a_value_error(content: bytes | str) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        message_from_json(content.encode() if isinstance(content, str) else content)
+
+
+def test_the_form_of_a_message() -> None:
+    assert message_to_json(Keys(keys=("a", "b"))) == b'{"Keys":{"keys":["a","b"]}}'
+    found = Found(header_bytes=1, payload_bytes=None)
+    assert message_to_json(found) == b'{"Found":{"header_bytes":1,"payload_bytes":null}}'
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "node-7.cluster", "::1"])
+def test_an_address_is_read_back(host: str) -> None:
+    address = Address(host=host, port=2912)
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", "host:port"])
+def test_other_texts_are_refused_as_addresses(text: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_address(text)

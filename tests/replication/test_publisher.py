@@ -1,0 +1,365 @@
+"""What outlives a trainer: its snapshots and steps in a folder, and what peers are told of them, and when."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.replication.copy_times import Sent
+from moe_ckpt.replication.publisher import Journal, NoCopies, holds_records, read_kept
+from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.step_log import StepLog, StepRecord
+from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
+from moe_ckpt.types import ReadyGradients
+from tests.replication.blobs import content_of, filled
+from tests.snapshot.copiers import Engine, finish, held_until_waited_for
+from tests.snapshot.samples import piece
+from tests.snapshot.window_samples import persist_window, starts_of, take_window
+
+GRADIENTS = ReadyGradients(overflows=(False, True), total_norm=None, loss_scale=2.0)
+STEP_5 = {"start-5", "record-5"}
+NUMBERS = piece(torch.ones(100))
+
+
+class Peers:
+    """What one peer would hold. A copy is done at once, or fails if it `fails`."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.fails = False
+        self.asked = 0
+
+    def copy(self, keys: list[str]) -> Future[None]:
+        self.asked += 1
+        future: Future[None] = Future()
+        if self.fails:
+            future.set_exception(CheckpointSaveError("no route"))
+        else:
+            self.held |= set(keys)
+            future.set_result(None)
+        return future
+
+    def forget(self, keys: list[str]) -> None:
+        self.held -= set(keys)
+
+
+class Life:
+    """One trainer's means, with what an earlier one left in the folder."""
+
+    def __init__(self, path: Path, peers: Peers | NoCopies) -> None:
+        self.waits: list[bool] = []
+        self.journal = Journal(BlobFolder(path), peers, 5.0, self.waits.append)
+        self.buffers = HostBuffers(self.journal.folder)
+        self.memory = SnapshotMemory(self.buffers, 1, self.journal)
+        self.steps = StepLog(self.journal)
+        self.adopt()
+
+    def adopt(self) -> None:
+        kept = self.journal.adopt()
+        self.memory.adopt(kept.snapshots)
+        self.steps.adopt(kept.starts, kept.records)
+
+    def begin(self, *held: set[str], forget: bool = True) -> None:
+        """Begin copying to peers that hold these."""
+        self.journal.begin_copying(held, forget=forget)
+
+    def persist(self, start: int) -> None:
+        persist_window(self.memory, self.buffers, start, keeper=self.journal)
+
+    def log(self, iteration: int) -> None:
+        self.steps.note_start(iteration, {"rng": torch.full((4,), iteration)})
+        self.steps.add(StepRecord(iteration=iteration, gradients=GRADIENTS, tied_gradient=torch.ones(2)))
+
+    def keys(self) -> set[str]:
+        return set(self.journal.folder.keys())
+
+
+@pytest.fixture
+def peers() -> Peers:
+    return Peers()
+
+
+@pytest.fixture
+def live(tmp_path: Path, peers: Peers) -> Callable[[], Life]:
+    return lambda: Life(tmp_path / "own", peers)
+
+
+@pytest.fixture
+def life(live: Callable[[], Life]) -> Life:
+    return live()
+
+
+@pytest.fixture
+def capturing(life: Life) -> Iterator[Engine]:
+    """What takes snapshots that a life's journal keeps."""
+    capturing = Engine(keeper=life.journal, buffers=life.buffers)
+    yield capturing
+    capturing.copier.close()
+
+
+def test_a_successor_finds_all_that_a_trainer_kept(life: Life, live: Callable[[], Life]) -> None:
+    life.persist(4)
+    life.log(5)
+    take_window(life.memory, life.buffers, 6, 1, keeper=life.journal)
+    found = live()
+    assert starts_of(found.memory) == [6, 4], "a complete window that was not confirmed may be others' newest"
+    record = found.steps.record(5)
+    assert found.steps.start(5)["rng"].tolist() == [5] * 4
+    assert (record.gradients, record.tied_gradient is None) == (GRADIENTS, False)
+
+
+def test_peers_are_sent_nothing_until_told_to_and_then_the_differences(
+    life: Life, live: Callable[[], Life], peers: Peers
+) -> None:
+    life.begin(set())
+    life.persist(4)
+    life.log(5)
+    before = set(peers.held)
+    assert before == life.keys()
+
+    found = live()
+    found.memory.clear()
+    found.steps.drop_up_to(5)
+    found.log(7)
+    assert peers.held == before, "they may have the last copy of what was dropped here"
+    peers.asked = 0
+    found.begin(before)
+    assert peers.held == {"start-7", "record-7"} == found.keys()
+    assert peers.asked == 2
+
+
+def test_a_snapshot_is_sent_before_training_asks_for_it(life: Life, capturing: Engine, peers: Peers) -> None:
+    life.begin(set())
+    for number in (1, 2):
+        capturing.capture(NUMBERS)
+        finish(capturing.copier)
+        assert peers.held == life.keys()
+        assert len(peers.held) == number
+        capturing.engine.collect(wait=False)
+    assert life.journal.copy_bytes_per_s() < math.inf
+
+
+def test_the_time_to_reach_peers_is_known_of_snapshots_sent_to_some(life: Life) -> None:
+    def sent_of(start: int) -> Sent | None:
+        life.persist(start)
+        return life.journal.sent(life.memory.windows()[0].snapshots)
+
+    life.begin()
+    assert sent_of(2) is None, "there is no peer to send it to"
+    life.begin(set())
+    sent = sent_of(4)
+    assert sent is not None
+    assert sent.size_bytes == sum(each.header.payload_bytes for each in life.memory.windows()[0].snapshots)
+    life.journal.stop_copying()
+    assert sent_of(6) is None
+
+
+def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(life: Life, capturing: Engine, peers: Peers) -> None:
+    life.begin(set())
+    with held_until_waited_for(capturing.copier):
+        capturing.capture(NUMBERS)
+        capturing.engine.discard_torn()
+    assert peers.asked == 1, "it was not copied: the test is void"
+    assert peers.held == life.keys() == set()
+    assert life.buffers.in_use_bytes == 0
+
+
+def test_a_snapshot_that_cannot_be_kept_says_so_and_leaves_nothing(life: Life, capturing: Engine) -> None:
+    life.journal.folder.path.mkdir(parents=True, exist_ok=True)
+    (life.journal.folder.path / "index").write_text("in the way")
+    capturing.capture(NUMBERS)
+    with pytest.raises(CheckpointSaveError, match="index"):
+        capturing.engine.collect(wait=True)
+    assert capturing.engine.collect(wait=True) is None
+    assert life.buffers.in_use_bytes == 0
+
+
+def test_a_rank_that_has_lost_its_own_lets_peers_keep_theirs(life: Life, peers: Peers) -> None:
+    peers.held = {"snapshot-4-0-aa", "start-5"}
+    life.begin(set(peers.held), forget=False)
+    assert peers.held == {"snapshot-4-0-aa", "start-5"}
+
+
+def test_peers_keep_old_blobs_while_copies_of_new_ones_fail(life: Life, peers: Peers) -> None:
+    life.persist(6)
+    peers.held, peers.fails = {"snapshot-4-0-aa"}, True
+    life.begin(set(peers.held))
+    assert peers.held == {"snapshot-4-0-aa"}, "it may be the last of its kind"
+    life.journal.stop_copying()
+    peers.fails = False
+    life.begin(set(peers.held))
+    assert peers.held == life.keys()
+
+
+class LatePeers(Peers):
+    """Whose answers wait until `answer`; `meanwhile` is done whenever they are asked for something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._unanswered: list[Future[None]] = []
+
+    def copy(self, keys: list[str]) -> Future[None]:
+        self.held |= set(keys)
+        self.meanwhile()
+        self._unanswered.append(Future())
+        return self._unanswered[-1]
+
+    def forget(self, keys: list[str]) -> None:
+        self.meanwhile()
+        super().forget(keys)
+
+    def answer(self, most: int = 100) -> None:
+        answers, self._unanswered = self._unanswered[:most], self._unanswered[most:]
+        for answer in answers:
+            answer.set_result(None)
+
+
+def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path) -> None:
+    peers = LatePeers()
+    life = Life(tmp_path, peers)
+    life.persist(6)
+    peers.held = {"snapshot-4-0-aa"}
+    life.begin(set(peers.held))
+    peers.held = {"snapshot-4-0-aa"}
+    for held in ({"snapshot-4-0-aa"}, set()):
+        peers.answer(len(life.journal.folder.keys()) - 1)
+        assert peers.held == held
+
+
+@pytest.mark.parametrize("while_peers", ["confirm older copies", "are told what to forget"])
+def test_peers_are_not_told_to_forget_new_copies(tmp_path: Path, while_peers: str) -> None:
+    """What an iteration starts from has one name, whoever kept it, and an iteration that was cut off comes again."""
+    peers = LatePeers()
+    life = Life(tmp_path, peers)
+    life.log(4)
+    peers.held = {*STEP_5, "start-6"}  # which this life does not have
+    life.begin(set(peers.held))
+    if while_peers == "confirm older copies":
+        peers.meanwhile = peers.answer
+        life.log(5)
+    else:  # answers come in another thread: a copy asked for then has to wait, or peers would forget it after that
+        training = threading.Thread(target=lambda: life.log(5))
+
+        def go_on_as_far_as_may_be() -> None:
+            peers.meanwhile = lambda: None
+            training.start()
+            while training.is_alive() and not waits_in_journal(training):
+                pass
+
+        peers.meanwhile = go_on_as_far_as_may_be
+        peers.answer()
+        training.join()
+    peers.answer()
+    assert life.journal.has_copies_of_step(5)
+    assert peers.held == {"start-4", "record-4", *STEP_5}
+
+
+def waits_in_journal(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code is Journal._copy.__code__
+
+
+def test_a_blob_that_one_of_two_peers_lacks_is_copied(life: Life, live: Callable[[], Life], peers: Peers) -> None:
+    life.log(5)
+    life = live()
+    life.begin(STEP_5, {"start-5"})
+    assert peers.held == {"record-5"}
+    assert life.journal.has_copies_of_step(5)
+
+
+def test_a_start_noted_again_before_copying_is_copied_again(life: Life, live: Callable[[], Life], peers: Peers) -> None:
+    """Under its name peers may hold what the iteration started from before all went elsewhere."""
+    life.log(5)
+    life = live()
+    life.steps.note_start(5, {"rng": torch.zeros(4)})
+    life.begin(STEP_5)
+    assert peers.held == {"start-5"}
+    life.journal.stop_copying()
+    peers.held = set()
+    life.begin(STEP_5)
+    assert peers.held == set(), "once is enough"
+
+
+def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
+    life.begin(set())
+    peers.fails = True
+    for iteration in (5, 6):
+        life.log(iteration)
+        assert not life.journal.has_copies_of_step(iteration)
+        assert life.waits == [True, False], "an iteration is not to wait for what has failed already"
+    peers.fails = False
+    life.journal.stop_copying()
+    life.begin(set())
+    assert life.journal.has_copies_of_step(6)
+
+
+def fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[BlobFolder], int]:
+    """Return a fetch of what another folder holds, which fails after some blobs."""
+
+    def fetch(into: BlobFolder) -> int:
+        for number, key in enumerate(folder.keys()):
+            if number == fail_after:
+                raise CheckpointLoadError("the peer is gone")
+            header, content = content_of(folder, key)
+            into.deposit(key, header, None if content is None else filled(into, content), len(content or b""))
+        return len(folder.keys())
+
+    return fetch
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> BlobFolder:
+    """A peer's copy of a window and its steps."""
+    life = Life(tmp_path / "copy", NoCopies())
+    life.persist(4)
+    life.log(5)
+    return BlobFolder(tmp_path / "copy")
+
+
+def test_fetched_blobs_take_the_place_of_all_others(life: Life, live: Callable[[], Life], copy: BlobFolder) -> None:
+    life.log(1)
+    assert life.journal.replace(fetch_of(copy)) == len(copy.keys())
+    life.steps = StepLog(life.journal)
+    life.adopt()
+    assert starts_of(life.memory) == starts_of(live().memory) == [4]
+    assert not life.steps.has_start(1)
+
+
+@pytest.mark.parametrize("arrived", range(4))
+def test_nothing_is_made_of_a_fetch_that_failed(life: Life, copy: BlobFolder, arrived: int, tmp_path: Path) -> None:
+    """As the folder is while a fetch goes on, copied away, so is it after kill -9."""
+    half = tmp_path / "half"
+
+    def die(into: BlobFolder) -> int:
+        try:
+            return fetch_of(copy, fail_after=arrived)(into)
+        finally:
+            shutil.copytree(into.path, half)
+
+    with pytest.raises(CheckpointLoadError, match="the peer is gone"):
+        life.journal.replace(die)
+    assert life.keys() == set()
+    successor = Life(half, NoCopies())
+    assert (successor.keys(), starts_of(successor.memory), successor.steps.size_bytes) == (set(), [], 0)
+
+
+def test_only_a_record_proves_progress(copy: BlobFolder) -> None:
+    assert holds_records(copy.keys())
+    assert not holds_records(["snapshot-0-0-aa", "start-1"])
+
+
+def test_a_copy_that_is_being_changed_is_read_as_far_as_it_is_whole(copy: BlobFolder) -> None:
+    (copy.path / "index" / "start-5.blob").write_bytes(b"garbage")
+    kept = read_kept(copy)
+    assert [snapshot.header.slot for snapshot in kept.snapshots] == [0, 1]
+    assert (kept.starts, list(kept.records)) == ({}, [5])

@@ -1,0 +1,550 @@
+"""Copies over real sockets: what a peer holds is whole or not there, whoever dies and whatever the network does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import astuple
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.replication.connection import CHUNK_BYTES, RefusedError
+from moe_ckpt.replication.copy_server import CopyServer
+from moe_ckpt.replication.fetch import clear_held, list_held
+from moe_ckpt.replication.messages import Address, Clear, Done, Drop, Found, Get, ListKeys, Message, Put, Ticket
+from moe_ckpt.replication.messages import message_to_json as to_json
+from moe_ckpt.replication.sender import Replicator
+from moe_ckpt.replication.transfer import MOST_HEADER_BYTES
+from moe_ckpt.snapshot.blobs import BlobFolder, own_path
+from tests.ranks import RankFailedError, run_ranks
+from tests.replication.blobs import buffers_of, content_of, largest_file, payload_of, publish
+from tests.replication.peers import TICKET, Counted, Ranks, always, closed_address, copy, fetch, listed, ranks_in
+from tests.replication.proxy import Damage
+from tests.waits import START_S, WAIT_S
+
+FIVE_CHUNKS = bytes(range(250)) * (5 * CHUNK_BYTES // 250)
+CUTS = pytest.mark.parametrize("cut", [False, True], ids=["flipped", "cut"])
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    with ranks_in(tmp_path) as ranks:
+        yield ranks
+
+
+def assert_is_free(held: BlobFolder, nbytes: int) -> None:
+    """Nothing is held, and the memory that was being filled is that of the next."""
+    sizes = [path.stat().st_size for path in (held.path / "buffers").iterdir()]
+    assert (held.keys(), sizes) == ([], [nbytes])
+
+
+SIZES = (None, 0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("header", [b"", b"header"])
+@pytest.mark.parametrize("payload_bytes", SIZES)
+def test_a_copy_is_held_and_can_be_had_back(ranks: Ranks, payload_bytes: int | None, header: bytes) -> None:
+    content = None if payload_bytes is None else FIVE_CHUNKS[:payload_bytes]
+    publish(ranks.own(0), "a", content, header)
+    peers = [ranks.serve(rank) for rank in (1, 2)]
+    copy(ranks.replicate(0, *(peer.address for peer in peers)), "a")
+    for rank, peer in enumerate(peers, 1):
+        lost = ranks.again(rank)
+        assert fetch(peer.address, 0, lost) == len(header) + len(content or b"")
+        assert content_of(ranks.held(rank, 0), "a") == content_of(lost, "a") == (header, content)
+        assert lost.adopt()["a"].payload is lost.get("a").payload
+
+
+def test_only_the_payload_of_a_larger_buffer_is_sent_after_any_header(ranks: Ranks) -> None:
+    own = ranks.own(0)
+    own.publish("a", FIVE_CHUNKS, own.allocate(1000).fill_(3), 10)
+    copy(ranks.replicate(0, ranks.serve(1).address), "a")
+    held = ranks.held(1, 0).get("a")
+    assert (held.header, held.payload_bytes, payload_of(held).tolist()) == (FIVE_CHUNKS, 10, [3] * 10)
+
+
+def test_copies_of_two_owners_are_apart(ranks: Ranks) -> None:
+    server = ranks.serve(2)
+    for rank in (0, 1):
+        publish(ranks.own(rank), "a", bytes([rank]))
+        publish(ranks.own(rank), f"b{rank}", b"b")
+        copy(ranks.replicate(rank, server.address), "a", f"b{rank}")
+    assert [content_of(ranks.held(2, rank), "a")[1] for rank in (0, 1)] == [b"\x00", b"\x01"]
+    assert [listed(server.address, rank) for rank in range(4)] == [["a", "b0"], ["a", "b1"], [], []]
+    clear_held(server.address, TICKET, 0, timeout_s=WAIT_S)
+    assert [ranks.held(2, rank).keys() for rank in (0, 1)] == [[], ["a", "b1"]]
+    assert buffers_of(ranks.held(2, 0)) == []
+
+
+def test_forgetting_follows_the_copies_before_it(ranks: Ranks) -> None:
+    for key in ("a", "b"):
+        publish(ranks.own(0), key)
+    proxy = ranks.proxy(ranks.serve(1).address)
+    replicator = ranks.replicate(0, proxy.address)
+    proxy.may_pass.clear()
+    copied = replicator.copy(["a"])
+    replicator.forget(["a"])
+    last = replicator.copy(["b"])
+    assert not copied.done()
+    proxy.may_pass.set()
+    for future in (copied, last):
+        future.result(WAIT_S)
+    held = ranks.held(1, 0)
+    assert (held.keys(), len(buffers_of(held))) == (["b"], 1)
+
+
+def test_some_blobs_are_fetched_and_own_ones_too(ranks: Ranks) -> None:
+    server, folder = ranks.serve(1), ranks.again()
+    for key in ("a", "b", "c"):
+        publish(ranks.own(1), key, key.encode())
+    assert listed(server.address, 1) == ["a", "b", "c"]
+    assert fetch(server.address, 1, folder, ["c", "a"]) == 2 * (1 + len(b"header"))
+    assert folder.keys() == ["a", "c"]
+    assert content_of(folder, "c") == (b"header", b"c")
+
+
+def test_a_missing_or_unreadable_blob_of_a_peer_is_an_error(ranks: Ranks) -> None:
+    server, folder = ranks.serve(1), ranks.again()
+    with pytest.raises(CheckpointLoadError, match=r"fetching a of rank 0, refused by 127\.0\.0\.1:\d+: .*No such file"):
+        fetch(server.address, 0, folder, ["a"])
+    publish(ranks.own(0), "a")
+    publish(ranks.own(0), "b", b"b")
+    copy(ranks.replicate(0, server.address), "a", "b")
+    entry = ranks.held(1, 0).path / "index" / "a.blob"
+    entry.write_bytes(entry.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointLoadError, match="got XXH3"):
+        fetch(server.address, 0, folder, ["a", "b"])
+    assert folder.keys() == []
+    assert fetch(server.address, 0, folder) == len(b"header") + 1
+    assert folder.keys() == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("run_id", "token", "reason"),
+    [
+        ("run-1", "guess", "got another token than that of run run-1"),
+        ("run-2", "secret", "got run run-2, wanted run-1"),
+    ],
+)
+def test_another_run_or_token_is_refused_at_once(ranks: Ranks, run_id: str, token: str, reason: str) -> None:
+    publish(ranks.own(0), "a")
+    ticket, proxy = Ticket(run_id=run_id, token=token), ranks.proxy(ranks.serve(1).address)
+    with pytest.raises(CheckpointSaveError, match=rf"copy of a, refused by 127\.0\.0\.1:\d+: {reason}"):
+        copy(ranks.replicate(0, proxy.address, ticket=ticket), "a")
+    with pytest.raises(CheckpointLoadError, match=reason):
+        list_held(proxy.address, ticket, 0, timeout_s=WAIT_S)
+    assert (ranks.held(1, 0).keys(), proxy.num_connections) == ([], 2)
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack(">IIQ", len(body), 2**32 - 1 - len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+STRANGERS = {
+    "nothing": b"",
+    "half a head": b"\x00" * 5,
+    "too long": b"\xff" * 100,
+    "no message": frame(b"nonsense"),
+    "no ticket": frame(to_json(Get(owner_rank=0, key="a"))),
+    "no request": frame(to_json(TICKET)) + frame(b'{"Done":{}}'),
+    "no frame": frame(to_json(TICKET)) + b"GET / HTTP/1.1\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_is_sent_away_and_others_are_served(ranks: Ranks, said: bytes) -> None:
+    publish(ranks.own(0), "a")
+    server = ranks.serve(1)
+    with socket.create_connection(astuple(server.address), WAIT_S) as stranger, suppress(OSError):
+        stranger.sendall(said)  # it may be sent away before it has said all
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(1 << 16):
+            pass
+    copy(ranks.replicate(0, server.address), "a")
+
+
+def refused(ranks: Ranks, request: Message, reason: str, *, header_bytes: int = 0) -> None:
+    link = ranks.link(ranks.serve(1).address)
+    link.send(request)
+    if isinstance(request, Put):
+        link.send(Found(header_bytes=header_bytes, payload_bytes=None))
+    with pytest.raises(RefusedError, match=reason):
+        link.expect(Done)
+
+
+def test_keys_that_are_none_are_refused(ranks: Ranks) -> None:
+    key = "../../own/index/a"
+    for request in (Put(owner_rank=0, key=key), Get(owner_rank=0, key=key), Drop(owner_rank=0, keys=("a", key))):
+        refused(ranks, request, r"got key .*, wanted letters")
+
+
+def test_no_peer_writes_a_ranks_own_blobs(ranks: Ranks) -> None:
+    publish(ranks.own(1), "a")
+    for request in (Put(owner_rank=1, key="a"), Drop(owner_rank=1, keys=("a",)), Clear(owner_rank=1)):
+        refused(ranks, request, "rank 1 keeps no copies for itself")
+    assert ranks.own(1).keys() == ["a"]
+
+
+def test_a_header_that_is_too_large_is_refused_before_it_comes(ranks: Ranks) -> None:
+    nbytes = MOST_HEADER_BYTES + 1
+    refused(ranks, Put(owner_rank=0, key="a"), f"got a header of {nbytes} bytes", header_bytes=nbytes)
+
+
+@CUTS
+def test_bytes_that_are_damaged_every_time_fail_the_copy(ranks: Ranks, cut: bool) -> None:
+    publish(ranks.own(0), "a", FIVE_CHUNKS)
+    server = ranks.serve(1)
+    proxy = ranks.proxy(server.address, *(Damage(offset=3 * CHUNK_BYTES, cut=cut) for _ in range(5)))
+    replicator = ranks.replicate(0, proxy.address)
+    reason = "reset|closed|Broken pipe" if cut else "blob a was garbled on its way: got .*, wanted .*"
+    with pytest.raises(CheckpointSaveError, match=rf"copy of a, 127\.0\.0\.1:\d+: .*({reason}).*, after 5 attempts"):
+        copy(replicator, "a")
+    assert listed(server.address) == []
+    copy(replicator, "a")
+    server.close()
+    assert cut or len(buffers_of(ranks.held(1, 0))) == 1
+
+
+@pytest.mark.parametrize("offset", range(0, 320, 7))  # from the ticket to the end of the copy
+@CUTS
+def test_a_byte_that_is_damaged_on_the_way_is_sent_again(ranks: Ranks, offset: int, cut: bool) -> None:
+    content = bytes(range(50))
+    publish(ranks.own(0), "a", content)
+    proxy = ranks.proxy(ranks.serve(1).address, *[Damage(offset=offset, cut=cut)] * 2)
+    copy(ranks.replicate(0, proxy.address), "a")
+    assert content_of(ranks.held(1, 0), "a") == (b"header", content)
+    assert cut or len(buffers_of(ranks.held(1, 0))) == 1, "a cut is noticed later than the next attempt may come"
+    assert proxy.num_connections == 3
+
+
+@pytest.mark.parametrize("offset", [0, 3, 8, 20, 60, 150, CHUNK_BYTES, 2 * CHUNK_BYTES, 5 * CHUNK_BYTES])
+@CUTS
+def test_a_byte_that_is_damaged_on_the_way_back_is_fetched_again(ranks: Ranks, offset: int, cut: bool) -> None:
+    publish(ranks.own(1), "a", FIVE_CHUNKS)
+    damage = Damage(offset=offset, from_client=False, cut=cut)
+    proxy, folder = ranks.proxy(ranks.serve(1).address, damage, damage), ranks.again()
+    fetch(proxy.address, 1, folder)
+    assert content_of(folder, "a") == (b"header", FIVE_CHUNKS)
+    assert (len(buffers_of(folder)), proxy.num_connections) == (1, 3)
+
+
+def test_a_fetch_that_is_garbled_every_time_fails_and_leaves_nothing(ranks: Ranks) -> None:
+    publish(ranks.own(1), "a", FIVE_CHUNKS)
+    damage = Damage(offset=CHUNK_BYTES, from_client=False)
+    proxy, folder = ranks.proxy(ranks.serve(1).address, *[damage] * 5), ranks.again()
+    with pytest.raises(CheckpointLoadError, match=r"fetching a of rank 1, .*garbled on its way.*, after 5 attempts"):
+        fetch(proxy.address, 1, folder, ["a"])
+    assert (folder.keys(), buffers_of(folder)) == ([], [])
+
+
+def test_a_slow_peer_holds_up_only_the_confirmation(ranks: Ranks) -> None:
+    publish(ranks.own(0), "a", FIVE_CHUNKS)
+    publish(ranks.own(0), "b")
+    fast, slow = ranks.serve(1), ranks.proxy(ranks.serve(2).address)
+    slow.may_pass.clear()
+    replicator = ranks.replicate(0, fast.address, slow.address)
+    copied = replicator.copy(["a"]), replicator.copy(["b"])
+    while listed(fast.address) != ["a", "b"]:
+        pass
+    assert not any(future.done() for future in copied)
+    assert ranks.held(2, 0).keys() == []
+    slow.may_pass.set()
+    for future in copied:
+        future.result(WAIT_S)
+    assert ranks.held(2, 0).keys() == ["a", "b"]
+
+
+def test_a_dead_peer_fails_the_copy_and_others_get_it(ranks: Ranks) -> None:
+    for key in ("a", "b"):
+        publish(ranks.own(0), key)
+    dead, server = closed_address(), ranks.serve(1)
+    replicator = ranks.replicate(0, dead, server.address)
+    for key in ("a", "b"):
+        with pytest.raises(CheckpointSaveError, match=f"copy of {key}, {dead}: .*refused, after 5 attempts"):
+            copy(replicator, key)
+    assert listed(server.address) == ["a", "b"]
+    with pytest.raises(CheckpointLoadError, match="refused, after 5 attempts"):
+        listed(dead)
+
+
+def test_a_peer_that_never_answers_fails_the_copy_at_the_deadline(ranks: Ranks) -> None:
+    publish(ranks.own(0), "a")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address(host="127.0.0.1", port=silent.getsockname()[1])
+        replicator = ranks.replicate(0, address, deadline_s=0.1)
+        for future in [replicator.copy(["a"]) for _ in range(3)]:
+            with pytest.raises(CheckpointSaveError, match=f"copy of a, {address}: (timed out|no time is left)"):
+                future.result(WAIT_S)
+        with pytest.raises(CheckpointLoadError, match="timed out"):
+            list_held(address, TICKET, 0, timeout_s=0.1)
+
+
+def test_a_peer_that_stops_reading_fails_the_copy_at_the_deadline(ranks: Ranks) -> None:
+    publish(ranks.own(0), "a", FIVE_CHUNKS * 4)
+    proxy = ranks.proxy(ranks.serve(1).address)
+    stop = Counted(3, proxy.may_pass.clear)
+    with pytest.raises(CheckpointSaveError, match="timed out"):
+        copy(ranks.replicate(0, proxy.address, may_send=stop, deadline_s=0.5), "a")
+
+
+def test_a_server_gives_up_on_a_client_that_falls_silent(ranks: Ranks) -> None:
+    server = ranks.serve(1, timeout_s=0.05)
+    publish(ranks.own(0), "a")
+    for is_copying in (False, True):
+        link = ranks.link(server.address)
+        if is_copying:
+            link.send(Put(owner_rank=0, key="a"))
+            link.send(Found(header_bytes=10, payload_bytes=10))
+            link.expect(Done)
+        assert link.is_readable(WAIT_S)
+        with pytest.raises(ConnectionResetError):
+            link.receive()
+    server.close()
+    assert_is_free(ranks.held(1, 0), 10)
+
+
+def test_a_peer_that_was_away_is_found_again(ranks: Ranks) -> None:
+    for key in ("a", "b", "c"):
+        publish(ranks.own(0), key)
+    proxy = ranks.proxy(ranks.serve(1).address)
+    replicator = ranks.replicate(0, proxy.address)
+    copy(replicator, "a")
+    proxy.cut_all()
+    copy(replicator, "b")
+    proxy.target = closed_address()
+    proxy.cut_all()
+    with pytest.raises(CheckpointSaveError, match="after 5 attempts"):
+        copy(replicator, "c")
+    proxy.target = ranks.serve(1).address
+    copy(replicator, "c")
+    assert ranks.held(1, 0).keys() == ["a", "b", "c"]
+
+
+def test_other_peers_take_over_and_copies_to_the_old_fail(ranks: Ranks) -> None:
+    publish(ranks.own(0), "a")
+    kept, old, new = ranks.serve(1), ranks.proxy(ranks.serve(2).address), ranks.serve(3)
+    replicator = ranks.replicate(0, kept.address, old.address)
+    copy(replicator, "a")
+    old.may_pass.clear()
+    waiting = [replicator.copy(["a"]) for _ in range(3)]
+    replicator.use_peers([kept.address, new.address])
+    for future in waiting:
+        with pytest.raises(CheckpointSaveError, match=f"copy of a, {old.address}: .*(closed|Broken pipe|reset)"):
+            future.result(WAIT_S)
+    copy(replicator, "a")
+    assert ranks.held(3, 0).keys() == ["a"]
+
+
+def test_without_having_been_told_of_peers_nothing_is_confirmed(ranks: Ranks) -> None:
+    own = ranks.own(0)
+    publish(own, "a")
+    replicator = Replicator(own, 0, TICKET, may_send=always, deadline_s=WAIT_S)
+    with pytest.raises(CheckpointSaveError, match="got no peers yet"):
+        copy(replicator, "a")
+    replicator.forget(["a"])
+    replicator.use_peers([])
+    copy(replicator, "a")
+    replicator.close()
+    with pytest.raises(CheckpointSaveError, match="got no peers"):
+        copy(replicator, "a")
+
+
+def test_copying_asks_before_every_chunk_and_waits_but_not_for_ever(ranks: Ranks) -> None:
+    publish(ranks.own(0), "a", FIVE_CHUNKS)
+    refusing, allowing = (Counted(0, always, answer=answer) for answer in (False, True))
+    for rank, may_send in enumerate((refusing, allowing), 1):
+        copy(ranks.replicate(0, ranks.serve(rank).address, may_send=may_send), "a")
+    assert refusing.calls > 2 * 6, "went on at once"
+    assert allowing.calls == 1 + 5  # the header is a chunk
+
+
+def reuse(own: BlobFolder, payload: torch.Tensor) -> None:
+    own.withdraw("a")
+    payload.fill_(0)
+    own.publish("a", b"header", payload, payload.numel())
+
+
+def replace(own: BlobFolder, payload: torch.Tensor) -> None:
+    own.withdraw("a")
+    publish(own, "a", bytes(len(FIVE_CHUNKS)))
+
+
+CHANGES = {"withdrawn": lambda own, _: own.withdraw("a"), "replaced": replace, "memory used again": reuse}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_blob_that_is_withdrawn_while_it_is_copied_is_not_held(ranks: Ranks, name: str) -> None:
+    own, held = ranks.own(0), ranks.held(1, 0)
+    payload = publish(own, "a", FIVE_CHUNKS)
+    change = Counted(4, lambda: CHANGES[name](own, payload))
+    replicator = ranks.replicate(0, ranks.serve(1).address, may_send=change)
+    with pytest.raises(CheckpointSaveError, match="blob a was withdrawn while it was sent"):
+        copy(replicator, "a")
+    assert (held.keys(), len(buffers_of(held))) == ([], 1)
+    if name == "withdrawn":
+        publish(own, "a", bytes(len(FIVE_CHUNKS)))
+    copy(replicator, "a")
+    assert content_of(held, "a") == (b"header", bytes(len(FIVE_CHUNKS)))
+    assert len(buffers_of(held)) == 1
+
+
+def test_a_capped_copy_that_is_given_up_waits_for_no_tokens(ranks: Ranks) -> None:
+    own, old, new = ranks.own(0), ranks.serve(1), ranks.serve(2)
+    publish(own, "a", FIVE_CHUNKS)
+    publish(own, "b")
+    replicator = ranks.replicate(0, old.address, bytes_per_s=1000.0)
+    dropped, behind = replicator.copy(["a"]), replicator.copy(["b"])
+    own.withdraw("a")
+    with pytest.raises(CheckpointSaveError, match=r"blob a was withdrawn while it was sent|No such file"):
+        dropped.result(WAIT_S)
+    behind.result(WAIT_S)
+    publish(own, "a", FIVE_CHUNKS)
+    waiting = replicator.copy(["a"])
+    replicator.use_peers([new.address])
+    with pytest.raises(CheckpointSaveError, match="copy of a"):
+        waiting.result(WAIT_S)
+    copy(replicator, "b")
+    assert ranks.held(2, 0).keys() == ["b"]
+
+
+def test_a_blob_that_is_not_there_fails_at_once(ranks: Ranks) -> None:
+    replicator = ranks.replicate(0, ranks.serve(1).address)
+    with pytest.raises(CheckpointSaveError, match=r"copy of a, .*index/a\.blob: No such file"):
+        copy(replicator, "a")
+    publish(ranks.own(0), "a")
+    copy(replicator, "a")
+
+
+def test_a_folder_deleted_under_the_server_is_made_anew(ranks: Ranks) -> None:
+    own, server = ranks.own(0), ranks.serve(1)
+    for key in ("a", "b"):
+        publish(own, key, FIVE_CHUNKS)
+    replicator = ranks.replicate(0, server.address)
+    copy(replicator, "a")
+    shutil.rmtree(ranks.folder(1))
+    assert listed(server.address) == []
+    with pytest.raises(CheckpointLoadError, match="No such file"):
+        fetch(server.address, 0, ranks.again(), ["a"])
+    replicator.forget(["a"])
+    copy(replicator, "b")
+    assert content_of(ranks.held(1, 0), "b") == (b"header", FIVE_CHUNKS)
+
+
+def test_a_folder_deleted_in_the_middle_of_a_copy_fails_it(ranks: Ranks) -> None:
+    publish(ranks.own(0), "a", FIVE_CHUNKS)
+    server, held = ranks.serve(1), ranks.held(1, 0)
+    replicator = ranks.replicate(0, server.address, may_send=Counted(4, lambda: shutil.rmtree(ranks.folder(1))))
+    with pytest.raises(CheckpointSaveError, match=r"copy of a, refused by .*: blob a in .*No such file"):
+        copy(replicator, "a")
+    assert listed(server.address) == []
+    copy(replicator, "a")
+    assert content_of(held, "a") == (b"header", FIVE_CHUNKS)
+    assert len(buffers_of(held)) == 1
+
+
+def test_a_peer_without_room_refuses_and_stays_usable(ranks: Ranks) -> None:
+    publish(ranks.own(0), "large", FIVE_CHUNKS)
+    publish(ranks.own(0), "small")
+    replicator = ranks.replicate(0, ranks.serve(1).address)
+    reason = r"copy of large, refused by .*wanted room for \d+ bytes"
+    with largest_file(CHUNK_BYTES), pytest.raises(CheckpointSaveError, match=reason):
+        copy(replicator, "large")
+    assert buffers_of(ranks.held(1, 0)) == []
+    copy(replicator, "small", "large")
+    assert ranks.held(1, 0).keys() == ["large", "small"]
+
+
+def test_a_trainer_without_room_fails_its_fetch(ranks: Ranks) -> None:
+    server, folder = ranks.serve(1), ranks.again()
+    publish(ranks.own(1), "a", FIVE_CHUNKS)
+    reason = r"fetching a of rank 1, .*wanted room for \d+ bytes"
+    with largest_file(CHUNK_BYTES), pytest.raises(CheckpointLoadError, match=reason):
+        fetch(server.address, 1, folder)
+    assert (folder.keys(), buffers_of(folder)) == ([], [])
+
+
+def die_while_copying(root: str, host: str, port: int) -> None:
+    own = BlobFolder(own_path(Path(root)))
+    publish(own, "a", FIVE_CHUNKS)
+    die = Counted(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    replicator = Replicator(own, 0, TICKET, may_send=die, deadline_s=WAIT_S)
+    replicator.use_peers([Address(host=host, port=port)])
+    copy(replicator, "a")
+
+
+def test_a_sender_killed_in_the_middle_leaves_nothing(ranks: Ranks) -> None:
+    server, held = ranks.serve(1), ranks.held(1, 0)
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, die_while_copying, str(ranks.folder(0)), *astuple(server.address))
+    server.close()
+    assert_is_free(held, len(FIVE_CHUNKS))
+    copy(ranks.replicate(0, ranks.serve(1).address), "a")
+    assert content_of(held, "a") == (b"header", FIVE_CHUNKS)
+    assert len(buffers_of(held)) == 1
+
+
+def serve_until_killed(rank_folder: str, started: Connection) -> None:
+    server = CopyServer(Path(rank_folder), 1, TICKET, host="127.0.0.1", timeout_s=WAIT_S)
+    started.send(server.address.port)
+    threading.Event().wait()
+
+
+def test_a_killed_server_keeps_confirmed_blobs(ranks: Ranks) -> None:
+    publish(ranks.own(0), "a")
+    publish(ranks.own(0), "b", FIVE_CHUNKS)
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=serve_until_killed, args=(str(ranks.folder(1)), sender))
+    process.start()
+    assert receiver.poll(START_S)
+    address = Address(host="127.0.0.1", port=receiver.recv())
+    replicator = ranks.replicate(0, address, may_send=Counted(2 + 4, process.kill))
+    copy(replicator, "a")
+    with pytest.raises(CheckpointSaveError, match=f"copy of b, {address}: .*, after 5 attempts"):
+        copy(replicator, "b")
+    process.join()
+    for each in (process, receiver, sender):
+        each.close()
+    assert (ranks.held(1, 0).keys(), len(buffers_of(ranks.held(1, 0)))) == (["a"], 2)
+    successor = ranks.serve(1)
+    assert listed(successor.address) == ["a"]
+    assert len(buffers_of(ranks.held(1, 0))) == 1, "half of b is swept"
+    assert content_of(ranks.held(1, 0), "a") == (b"header", b"content")
+    replicator.use_peers([successor.address])
+    copy(replicator, "b")
+
+
+def test_many_ranks_copy_to_one_at_the_same_time(ranks: Ranks) -> None:
+    server = ranks.serve(9)
+    contents = [FIVE_CHUNKS + bytes([rank]) for rank in range(4)]
+    for rank, content in enumerate(contents):
+        publish(ranks.own(rank), "a", content)
+    replicators = [ranks.replicate(rank, server.address) for rank in range(4)]
+    for copied in [replicator.copy(["a"]) for replicator in replicators for _ in range(3)]:
+        copied.result(WAIT_S)
+    for rank, content in enumerate(contents):
+        held = ranks.held(9, rank)
+        assert content_of(held, "a") == (b"header", content)
+        assert len(buffers_of(held)) == 2
+
+
+def test_a_link_is_of_no_use_beyond_its_time(ranks: Ranks) -> None:
+    link = ranks.link(ranks.serve(1).address)
+    link.allow(0.0)
+    with pytest.raises(TimeoutError, match="no time is left"):
+        link.send(ListKeys(owner_rank=0))
+    link.allow(0.05)
+    with pytest.raises(TimeoutError):
+        link.receive()

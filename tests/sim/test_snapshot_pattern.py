@@ -1,0 +1,136 @@
+"""What a policy does is counted as if it were asked for every iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.policies.full_snapshots import WholeSnapshots
+from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.sim.snapshot_pattern import NOTHING, Rhythm, Take, listen
+from moe_ckpt.types import Measured, SlotPlan
+from tests.sim.setups import ckpt, job
+
+POLICIES = [
+    ("ckpt=moevement",),
+    ("ckpt=moevement", "ckpt.window=3"),
+    ("ckpt=moevement", "ckpt.window=3", "ckpt.disk_every_iters=7"),
+    ("ckpt=moevement", "ckpt.paper_exact=true"),
+    ("ckpt=gemini",),
+    ("ckpt=gemini", "ckpt.every_iters=6", "ckpt.disk_every_iters=10"),
+    ("ckpt=checkfreq",),
+    ("ckpt=checkfreq", "ckpt.every_iters=1"),
+]
+
+
+def make(overrides: Sequence[str]) -> SparseWindows | WholeSnapshots:
+    config = ckpt(*overrides)
+    kind = SparseWindows if config.policy == "moevement" else WholeSnapshots
+    return kind(config, job(pp=1).profiles, 0)  # type: ignore[arg-type]
+
+
+def answers(*, measured_before: bool) -> list[Measured]:
+    popularity = np.ones(32)
+    known = Measured(
+        iteration_s=2.0,
+        copy_bytes_per_s=1e5,
+        popularity=popularity,
+        snapshot_cost_s=0.7,
+        empty_snapshot_s=0.1,
+        dense_snapshot_s=0.7,
+    )
+    nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
+    return [known if measured_before else nothing, known]
+
+
+def describe(plan: SlotPlan) -> tuple[int, float]:
+    return 100 * len(plan.full) + len(plan.compute), 0.125 * len(plan.full)
+
+
+def heard(overrides: Sequence[str], *, measured_before: bool) -> Rhythm:
+    first, then = answers(measured_before=measured_before)
+    replies = iter([first])
+    config = ckpt(*overrides)
+    settled = config.policy != "moevement" and config.every_iters != "auto"  # type: ignore[union-attr]
+    return listen(
+        make(overrides),
+        lambda: next(replies, then),
+        describe,
+        disk_every=config.disk_every_iters > 0,  # type: ignore[union-attr]
+        is_settled=settled,
+    )
+
+
+@pytest.mark.parametrize("measured_before", [False, True])
+@pytest.mark.parametrize("overrides", POLICIES, ids=" ".join)
+def test_a_rhythm_is_what_the_policy_says_iteration_by_iteration(
+    overrides: Sequence[str], measured_before: bool
+) -> None:
+    rhythm = heard(overrides, measured_before=measured_before)
+    first, then = answers(measured_before=measured_before)
+    replies, policy = iter([first]), make(overrides)
+    plans = [policy.plan(iteration, lambda: next(replies, then)) for iteration in range(120)]
+    asked = [
+        (iteration, plan.sparse.slot, plan.sparse.num_slots, *describe(plan.sparse), plan.to_disk)
+        for iteration, plan in enumerate(plans)
+        if isinstance(plan.sparse, SlotPlan)
+    ]
+    told = [
+        (take.offset, take.slot, take.num_slots, take.size_bytes, take.stall_s, take.to_disk)
+        for take in rhythm.takes(0, 119)
+    ]
+    assert told == asked
+    for iterations in range(120):
+        expected = sum(stall for offset, _, _, _, stall, _ in asked if offset < iterations)
+        assert rhythm.stalls_s(iterations) == pytest.approx(expected)
+
+
+@st.composite
+def rhythms(draw: st.DrawFn) -> Rhythm:
+    """A window of any length at first, then a period of windows."""
+
+    def windows(offset: int, lengths: list[int]) -> list[Take]:
+        takes = []
+        for length in lengths:
+            takes += [
+                Take(
+                    offset=offset + slot, slot=slot, num_slots=length, size_bytes=1, stall_s=draw(STALLS), to_disk=False
+                )
+                for slot in range(length)
+            ]
+            offset += length
+        return takes
+
+    lead = windows(0, draw(st.lists(st.integers(1, 3), max_size=2)))
+    lengths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    pause = draw(st.integers(0, 3))
+    return Rhythm(tuple(lead), tuple(windows(len(lead) + pause, lengths)), sum(lengths) + draw(st.integers(0, 4)))
+
+
+STALLS = st.integers(0, 8).map(float)
+
+
+@given(rhythm=rhythms(), iterations=st.integers(0, 60))
+def test_stalls_are_summed_and_takes_found_however_far(rhythm: Rhythm, iterations: int) -> None:
+    takes = list(rhythm.takes(0, 100))
+    assert [take.offset for take in takes] == sorted({take.offset for take in takes})
+    assert rhythm.stalls_s(iterations) == sum(take.stall_s for take in takes if take.offset < iterations)
+    assert list(rhythm.takes(7, iterations)) == [take for take in takes if 7 <= take.offset <= iterations]
+
+
+@given(rhythm=rhythms(), last=st.integers(-1, 60))
+def test_windows_are_told_from_the_newest_to_the_first(rhythm: Rhythm, last: int) -> None:
+    begins = [take for take in rhythm.takes(0, 60) if take.slot == 0]
+    expected = [(take.offset, take.offset + take.num_slots - 1) for take in begins]
+    spans = [(span.first, span.last) for span in rhythm.spans_back(last)]
+    assert spans == [span for span in reversed(expected) if span[1] <= last]
+
+
+def test_nothing_is_never_saved() -> None:
+    assert NOTHING.stalls_s(1000) == 0.0
+    assert list(NOTHING.takes(0, 1000)) == []
+    assert list(NOTHING.spans_back(1000)) == []

@@ -1,0 +1,90 @@
+"""A snapshot engine with all that it needs, and a copying thread that waits for as long as a test wants."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from moe_ckpt.snapshot.bubbles import PipelineBubbles
+from moe_ckpt.snapshot.capture import SnapshotEngine, Wanted
+from moe_ckpt.snapshot.codec import Snapshot, verify
+from moe_ckpt.snapshot.copier import HostCopier
+from moe_ckpt.snapshot.windows import HostBuffers, SnapshotKeeper
+from tests.snapshot.samples import HEADER, IDENTITY, SHARD, Piece
+from tests.snapshot.window_samples import pool
+from tests.waits import WAIT_S
+
+
+@contextmanager
+def held(copier: HostCopier) -> Iterator[None]:
+    """Keep the thread of a copier from everything that is submitted inside, until the end."""
+    go = threading.Event()
+    holding = copier.run(lambda: go.wait(WAIT_S))
+    try:
+        yield
+    finally:
+        go.set()
+    assert holding.result()
+
+
+@contextmanager
+def held_until_waited_for(copier: HostCopier) -> Iterator[threading.Event]:
+    """Keep the thread of a copier busy until this thread waits for a future; the event says that it has."""
+    go, left, waiting_thread = threading.Event(), threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        while not left.is_set():
+            if _waits_for_a_future(waiting_thread):
+                go.set()
+                return
+
+    holding = copier.run(lambda: go.wait(WAIT_S) or left.is_set())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield go
+    finally:
+        left.set()
+        watcher.join()
+        go.set()
+    assert holding.result()
+
+
+def finish(copier: HostCopier) -> None:
+    """Wait until all that was submitted is done, without collecting it."""
+    copier.then(lambda: None).result(WAIT_S)
+
+
+def _waits_for_a_future(thread_id: int) -> bool:
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None and frame.f_code is not Future.result.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+class Engine:
+    """A snapshot engine with all that it needs."""
+
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        keeper: SnapshotKeeper | None = None,
+        bubbles: PipelineBubbles | None = None,
+        buffers: HostBuffers | None = None,
+    ) -> None:
+        self.copier = HostCopier()
+        self.buffers = buffers or pool(limit_bytes)
+        self.engine = SnapshotEngine(self.copier, self.buffers, keeper, bubbles=bubbles)
+
+    def capture(self, *pieces: Piece, changing: Sequence[Piece] = ()) -> None:
+        self.engine.capture([Wanted(HEADER, lambda: pieces, changing)])
+
+    def collected(self) -> Snapshot:
+        taken = self.engine.collect(wait=True)
+        assert taken
+        (snapshot,) = taken.snapshots
+        verify(snapshot, identity=IDENTITY, shard=SHARD)
+        return snapshot

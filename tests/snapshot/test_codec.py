@@ -1,0 +1,352 @@
+"""Snapshots as header and payload: where parts lie, what JSON keeps, and that damage and strangers are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.snapshot.codec import (
+    DTYPES,
+    ROLES,
+    Part,
+    PartKey,
+    ShardIdentity,
+    Snapshot,
+    SnapshotHeader,
+    checksum,
+    header_from_json,
+    header_to_json,
+    layout_parts,
+    part_view,
+    verify,
+)
+from moe_ckpt.types import ParallelLayout, RunIdentity
+from tests.snapshot.samples import HEADER, IDENTITY, SHARD, Piece, damaged, piece
+
+
+def one_of_each_dtype() -> list[Piece]:
+    """Return a tensor of each precision with values that only that precision holds, smallest elements first."""
+    values = torch.tensor([0.0, 1.0, 3.0])
+    dtypes = sorted(DTYPES.values(), key=lambda dtype: dtype.itemsize)
+    return [piece((values + (1 / 3 * dtype.is_floating_point)).to(dtype), f"weight {dtype}") for dtype in dtypes]
+
+
+def snapshot_of(*pieces: Piece, spare_bytes: int = 0) -> Snapshot:
+    """Build a snapshot as a capture does, in a buffer that is longer than needed and full of old bytes."""
+    parts, payload_bytes = layout_parts(pieces)
+    payload = torch.full((payload_bytes + spare_bytes,), 0xAB, dtype=torch.uint8)
+    tensors = {key: tensor for key, tensor, _ in pieces}
+    for part in parts:
+        part_view(payload, part).copy_(tensors[part.key])
+    return Snapshot(header=header_of(parts, payload_bytes, checksum(payload, payload_bytes)), payload=payload)
+
+
+def header_of(parts: tuple[Part, ...] = (), payload_bytes: int = 0, checksum: int = 0) -> SnapshotHeader:
+    return replace(HEADER, parts=parts, payload_bytes=payload_bytes, checksum=checksum)
+
+
+def forged(header: SnapshotHeader, way: Sequence[str | int], value: object) -> bytes:
+    """Return a header's JSON with the field at the end of this way changed, and the checksum made to fit."""
+    fields = inner = json.loads(header_to_json(header).partition(b"\n")[2])
+    for step in way[:-1]:
+        inner = inner[step]
+    inner[way[-1]] = value
+    return sealed(json.dumps(fields).encode())
+
+
+def sealed(body: bytes, **head: object) -> bytes:
+    return json.dumps({"format": 1, "crc32": zlib.crc32(body), **head}).encode() + b"\n" + body
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_parts_lie_one_after_another_with_the_largest_elements_first() -> None:
+    flag = piece(torch.ones(1, dtype=torch.bool), "flag", "buffer")
+    weight = piece(torch.ones(2, dtype=torch.bfloat16), "weight", "compute", start=10)
+    count = piece(torch.ones((), dtype=torch.int64), "count", "buffer")
+    parts, payload_bytes = layout_parts([flag, weight, piece(torch.ones(1, 3), "b"), count, piece(torch.ones(3), "a")])
+    placed = [(part.key.tensor, part.offset_bytes, part.nbytes, part.shape) for part in parts]
+    assert placed == [
+        ("count", 0, 8, ()),
+        ("b", 8, 12, (1, 3)),
+        ("a", 20, 12, (3,)),
+        ("weight", 32, 4, (2,)),
+        ("flag", 36, 1, (1,)),
+    ]
+    assert payload_bytes == 37
+    assert (parts[3].range_start, parts[3].range_end) == (10, 12)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), shapes), max_size=12))
+def test_every_layout_is_aligned_without_padding_and_readable(drawn: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in drawn]
+    parts, payload_bytes = layout_parts([piece(tensor, str(index)) for index, tensor in enumerate(tensors)])
+    assert payload_bytes == sum(tensor.nbytes for tensor in tensors) == sum(part.nbytes for part in parts)
+    assert all(part.offset_bytes % part.dtype.itemsize == 0 for part in parts)
+    header = header_of(parts, payload_bytes)
+    assert header_from_json(header_to_json(header)) == header  # which refuses overlaps
+    views = [part_view(torch.zeros(payload_bytes, dtype=torch.uint8), part) for part in parts]
+    assert [(view.dtype, tuple(view.shape)) for view in views] == [(part.dtype, part.shape) for part in parts]
+
+
+def test_the_precisions_of_training_have_names() -> None:
+    floats = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
+    integers = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+    assert set(DTYPES.values()) == floats | integers
+    assert all(str(dtype) == f"torch.{name}" for name, dtype in DTYPES.items())
+
+
+def test_tensors_keep_their_bits_in_every_precision() -> None:
+    strange = piece(torch.tensor([math.nan, -0.0, math.inf, 1e-45]), "strange")
+    snapshot = snapshot_of(*one_of_each_dtype(), strange, spare_bytes=100)
+    originals = {key: tensor for key, tensor, _ in [*one_of_each_dtype(), strange]}
+    assert {part.dtype for part in snapshot.header.parts} == set(DTYPES.values())
+    for part in snapshot.header.parts:
+        stored = snapshot.part(part)
+        assert stored.dtype == originals[part.key].dtype
+        assert bits(stored) == bits(originals[part.key])
+        assert stored.untyped_storage().data_ptr() == snapshot.payload.untyped_storage().data_ptr()
+
+
+def test_a_precision_without_a_name_is_refused() -> None:
+    reason = r"master of w1 \(layer 0 expert 1\): got torch.complex64, wanted one"
+    with pytest.raises(CheckpointSaveError, match=reason):
+        layout_parts([piece(torch.zeros(1, dtype=torch.complex64), "w1")])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [piece(torch.zeros(1)), piece(torch.zeros(2))],
+        [piece(torch.zeros(1), role="gradient")],
+        [(piece(torch.zeros(3))[0], torch.zeros(3), (0, 4))],
+    ],
+    ids=["same key twice", "unknown role", "range of another size"],
+)
+def test_a_layout_that_makes_no_sense_is_our_bug(pieces: list[Piece]) -> None:
+    with pytest.raises(AssertionError):
+        layout_parts(pieces)
+
+
+def test_the_checksum_is_xxh3_of_the_bytes_that_count() -> None:
+    payload = torch.tensor(list(b"123456789 and what was here before"), dtype=torch.uint8)
+    assert checksum(payload, 0) == 0x2D06800538D394C2  # of nothing, as the algorithm's authors publish it
+    assert checksum(payload, 9) == checksum(payload[:9].clone(), 9) != checksum(payload, 10)
+    with pytest.raises(AssertionError):
+        checksum(payload, payload.numel() + 1)
+
+
+def test_an_own_snapshot_is_accepted_and_a_flipped_bit_refused() -> None:
+    snapshot = snapshot_of(*one_of_each_dtype(), spare_bytes=9)
+    verify(snapshot, identity=IDENTITY, shard=SHARD)
+    assert snapshot.header.payload_bytes > 50
+    name = r"^rank 3's snapshot of iteration 12 \(slot 1 of 3, window from 11\): "
+    for position in range(snapshot.header.payload_bytes):
+        snapshot.payload[position] ^= 1 << position % 8
+        with pytest.raises(CheckpointLoadError, match=name + "got checksum of the payload [0-9a-f]{16}, wanted"):
+            verify(snapshot, identity=IDENTITY, shard=SHARD)
+        snapshot.payload[position] ^= 1 << position % 8
+    snapshot.payload[snapshot.header.payload_bytes :] = 0  # what the buffer held before
+    verify(snapshot, identity=IDENTITY, shard=SHARD)
+    verify(snapshot_of(), identity=IDENTITY, shard=SHARD)
+
+
+@pytest.mark.parametrize(
+    ("identity", "shard", "reason"),
+    [
+        (replace(IDENTITY, run_id="run-2"), SHARD, "got run id run-1, wanted run-2"),
+        (replace(IDENTITY, model="ffff"), SHARD, "got model fingerprint 0123abcd, wanted ffff"),
+        (
+            replace(IDENTITY, layout=ParallelLayout(pp=1, dp=8, ep=2, tp=1)),
+            SHARD,
+            "got layout PP=2 DP=4 EP=2 TP=1, wanted PP=1 DP=8 EP=2 TP=1",
+        ),
+        (
+            IDENTITY,
+            replace(SHARD, etp_rank=1),
+            "got shard rank 3 (pp 0, tp 0, ep 1, etp 0, dp 3), wanted rank 3 (pp 0, tp 0, ep 1, etp 1, dp 3)",
+        ),
+    ],
+    ids=["run", "model", "layout", "shard"],
+)
+def test_a_foreign_snapshot_is_refused_by_name(identity: RunIdentity, shard: ShardIdentity, reason: str) -> None:
+    with pytest.raises(CheckpointLoadError) as caught:
+        verify(snapshot_of(*one_of_each_dtype()), identity=identity, shard=shard)
+    assert str(caught.value) == f"rank 3's snapshot of iteration 12 (slot 1 of 3, window from 11): {reason}"
+
+
+def test_a_payload_that_is_cut_short_is_refused() -> None:
+    snapshot = snapshot_of(piece(torch.ones(4)))
+    short = Snapshot(header=snapshot.header, payload=snapshot.payload[:15])
+    with pytest.raises(CheckpointLoadError, match=r"window from 11\): got a payload of 15 bytes, wanted 16"):
+        verify(short, identity=IDENTITY, shard=SHARD)
+
+
+counts = st.integers(0, 2**63 - 1)
+small = st.integers(0, 1000)
+layouts = st.builds(ParallelLayout, pp=counts, dp=counts, ep=counts, tp=counts)
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> SnapshotHeader:
+    """Draw a header that a capture could have made, with any texts in it."""
+    drawn = draw(st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), shapes, small), max_size=6))
+    keys = st.builds(PartKey, operator=st.text(), tensor=st.text(), role=st.sampled_from(ROLES))
+    unique = draw(st.lists(keys, min_size=len(drawn), max_size=len(drawn), unique=True))
+    tensors = [(torch.empty(shape, dtype=dtype), start) for dtype, shape, start in drawn]
+    items = [
+        (key, tensor, (start, start + tensor.numel())) for key, (tensor, start) in zip(unique, tensors, strict=True)
+    ]
+    parts, payload_bytes = layout_parts(items)
+    slot, window_start = draw(small), draw(small)
+    return SnapshotHeader(
+        identity=draw(st.builds(RunIdentity, run_id=st.text(), model=st.text(), layout=layouts)),
+        shard=draw(st.builds(ShardIdentity, **dict.fromkeys(SHARD.as_json(), counts))),
+        iteration=window_start + slot,
+        window_start=window_start,
+        slot=slot,
+        num_slots=slot + 1 + draw(small),
+        full=draw(st.lists(st.text(), max_size=4).map(tuple)),
+        compute=draw(st.lists(st.text(), max_size=4).map(tuple)),
+        adam_steps=draw(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple)),
+        parts=parts,
+        payload_bytes=payload_bytes + draw(small),
+        checksum=draw(st.integers(0, 2**64 - 1)),
+    )
+
+
+@given(headers())
+def test_json_gives_back_the_same_header(header: SnapshotHeader) -> None:
+    data = header_to_json(header)
+    again = header_from_json(data)
+    assert again == header
+    assert header_to_json(again) == data
+    whole_numbers = replace(header, adam_steps=(3, 2**53))
+    assert header_from_json(header_to_json(whole_numbers)) == whole_numbers
+
+
+def test_a_header_is_two_lines_of_json_with_plain_names() -> None:
+    parts, payload_bytes = layout_parts([piece(torch.ones(2, 3), "w", "exp_avg", start=6)])
+    head, body = map(json.loads, header_to_json(header_of(parts, payload_bytes, 7)).split(b"\n"))
+    assert (head["format"], body["identity"]) == (1, IDENTITY.as_json())
+    ranks = {"global_rank": 3, "pp_rank": 0, "tp_rank": 0, "ep_rank": 1, "etp_rank": 0, "dp_rank": 3}
+    assert body["shard"] == SHARD.as_json() == ranks
+    key = {"operator": "layer 0 expert 1", "tensor": "w", "role": "exp_avg"}
+    place = {"range_start": 6, "range_end": 12, "offset_bytes": 0}
+    assert body["parts"] == [{"key": key, "dtype": "float32", "shape": [2, 3], **place}]
+
+
+def test_a_header_that_is_damaged_cut_short_or_continued_is_refused() -> None:
+    data = header_to_json(snapshot_of(*one_of_each_dtype()).header)
+    for wrong in damaged(data):
+        with pytest.raises(CheckpointLoadError):
+            header_from_json(wrong)
+    with pytest.raises(CheckpointLoadError, match="got fields with CRC-32"):
+        header_from_json(data + b" ")
+
+
+def try_to_read(data: bytes) -> SnapshotHeader | None:
+    """Return the header if there is one; any error but CheckpointLoadError is the caller's."""
+    try:
+        return header_from_json(data)
+    except CheckpointLoadError:
+        return None
+
+
+@given(st.binary())
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    assert try_to_read(data) is None
+    assert try_to_read(sealed(data)) is None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([*DTYPES, *ROLES]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def places(draw: st.DrawFn) -> list[str | int]:
+    """Draw the way to a value inside a header's JSON."""
+    content: Any = json.loads(header_to_json(snapshot_of(*one_of_each_dtype()).header).partition(b"\n")[2])
+    way: list[str | int] = []
+    while isinstance(content, dict | list) and content and (not way or draw(st.booleans())):
+        step: Any = draw(st.sampled_from(sorted(content) if isinstance(content, dict) else range(len(content))))
+        way.append(step)
+        content = content[step]
+    return way
+
+
+@given(places(), json_values)
+def test_any_other_value_in_a_sealed_header_is_read_or_refused(way: list[str | int], value: object) -> None:
+    read = try_to_read(forged(snapshot_of(*one_of_each_dtype()).header, way, value))
+    assert read is None or header_from_json(header_to_json(read)) == read
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("format", 2, "got format 2, wanted 1"),
+        ("format", True, "format: got True, wanted int"),
+        ("more", 1, r"got fields \['adam_steps', .*\], wanted \['adam_steps', .*'slot'"),
+        ("iteration", -1, "iteration: got -1, wanted a number from 0"),
+        ("iteration", 2**63, "iteration: got 9223372036854775808, wanted a number"),
+        ("iteration", 12.0, "iteration: got 12.0, wanted int"),
+        ("iteration", 13, r"got iteration 13, wanted window_start 11 \+ 1"),
+        ("num_slots", 1, "got slot 1, wanted one below num_slots 1"),
+        ("full", "expert", "full: got 'expert', wanted list"),
+        ("compute", [1], "compute: got 1, wanted str"),
+        ("adam_steps", ["1"], "adam_steps: got '1', wanted float"),
+        ("adam_steps", [math.nan], "adam_steps: got nan, wanted a finite number"),
+        ("adam_steps", [math.inf], "adam_steps: got inf, wanted a finite number"),
+        ("identity", None, "identity: got None, wanted dict"),
+        ("identity layout", {"pp": 1}, r"identity: layout: got fields \['pp'\], wanted \['dp', 'ep', 'pp', 'tp'\]"),
+        ("payload_bytes", 23, "got parts up to byte 24, wanted at most payload_bytes 23"),
+        ("parts 0 dtype", "complex64", "parts: dtype: got 'complex64', wanted one of float64"),
+        ("parts 0 dtype", ["float32"], r"parts: dtype: got \['float32'\], wanted str"),
+        ("parts 0 key role", "gradient", "parts: key: role: got 'gradient', wanted one of compute"),
+        ("parts 0 key role", ["master"], r"parts: key: role: got \['master'\], wanted one of compute"),
+        ("parts 0 offset_bytes", -4, "parts: offset_bytes: got -4, wanted a number from 0"),
+        ("parts 0 offset_bytes", 24, "got parts up to byte 36, wanted at most payload_bytes 24"),
+        ("parts 1 offset_bytes", 13, "master of b .*: got offset 13, wanted a multiple of its element size"),
+        ("parts 1 offset_bytes", 8, "master of b .*: got offset 8, but the part before ends at 12"),
+        ("parts 0 range_end", 4, r"master of a .*: got shape \(3,\), wanted as many elements as the range 0 to 4"),
+        ("parts 0 range_start", 5, "wanted as many elements as the range 5 to 3"),
+        ("parts 0 shape", [-1, -3], "parts: shape: got -1, wanted a number from 0"),
+        ("parts 1 key tensor", "a", "got two parts with the same key"),
+    ],
+)
+def test_a_sealed_header_that_makes_no_sense_is_refused(path: str, value: object, reason: str) -> None:
+    header = snapshot_of(piece(torch.ones(3), "a"), piece(torch.ones(3), "b")).header
+    way = [int(step) if step.isdigit() else step for step in path.split()]
+    data = sealed(b"{}", format=value) if path == "format" else forged(header, way, value)
+    with pytest.raises(CheckpointLoadError, match=reason):
+        header_from_json(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"null", b"[]", b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b"1" * 10_000, b"1e999"],
+    ids=["empty", "null", "list", "not text", "deep list", "deep dict", "long number", "infinite number"],
+)
+def test_sealed_bytes_that_are_no_header_are_refused(body: bytes) -> None:
+    with pytest.raises(CheckpointLoadError):
+        header_from_json(sealed(body))
+    with pytest.raises(CheckpointLoadError):
+        header_from_json(body + b"\n")

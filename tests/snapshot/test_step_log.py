@@ -1,0 +1,89 @@
+"""The step log: what it covers, what it forgets, and what it weighs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.snapshot.step_log import StepLog, StepRecord
+from moe_ckpt.types import ReadyGradients
+
+
+def record(iteration: int, tied_gradient: torch.Tensor | None = None) -> StepRecord:
+    gradients = ReadyGradients(overflows=(False,), total_norm=float(iteration), loss_scale=1.0)
+    return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=tied_gradient)
+
+
+def started(iteration: int) -> dict[str, torch.Tensor]:
+    return {"rng": torch.full((16,), iteration, dtype=torch.uint8), "lr": torch.tensor([0.1], dtype=torch.float64)}
+
+
+def log_of(first: int, last: int) -> StepLog:
+    """A log as training leaves it after iteration `last`: the start of the next is noted, too."""
+    log = StepLog()
+    for iteration in range(first, last + 1):
+        log.note_start(iteration, started(iteration))
+        log.add(record(iteration))
+    log.note_start(last + 1, started(last + 1))
+    return log
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 6), (4, 6), (6, 6), (7, 6), (2, 0), (8, 6), (9, 7)])
+def test_a_log_reaches_as_far_as_all_can_run_again(first: int, last: int) -> None:
+    assert log_of(3, 6).reaches(first) == last
+
+
+def test_both_start_and_record_are_needed() -> None:
+    log = log_of(1, 3)
+    log.drop_up_to(2)
+    log.note_start(2, started(2))
+    reached = [log.reaches(2)]
+    log.add(record(2))
+    log.add(record(1))
+    assert [*reached, log.reaches(2), log.reaches(1)] == [1, 3, -1]
+
+
+def test_the_last_entry_of_an_iteration_is_returned() -> None:
+    log = log_of(3, 6)
+    assert log.record(4).gradients.total_norm == 4.0
+    assert log.start(7)["rng"].tolist() == [7] * 16
+    log.note_start(4, {"rng": torch.zeros(2)})
+    newer = record(4, tied_gradient=torch.ones(3))
+    log.add(newer)
+    assert log.start(4).keys() == {"rng"}
+    assert log.record(4) is newer
+
+
+def test_old_iterations_and_those_after_a_rollback_are_dropped() -> None:
+    log = log_of(3, 6)
+    log.drop_up_to(4)
+    for get in (log.start, log.record):
+        with pytest.raises(CheckpointLoadError):
+            get(4)
+    log.drop_up_to(2)
+    assert log.reaches(5) == 6
+    log.drop_after(5)
+    assert log.reaches(5) == 5
+    assert not log.has_start(6)
+    log.drop_up_to(9)
+    assert log.size_bytes == 0
+
+
+def test_an_iteration_that_is_missing_is_named_with_those_that_are_there() -> None:
+    log = log_of(3, 4)
+    for get, missing, present in ((log.start, 9, "3, 4, 5"), (log.record, 5, "3, 4"), (StepLog().record, 1, "")):
+        with pytest.raises(CheckpointLoadError, match=rf"^step log: no iteration {missing}, got \[{present}\]$"):
+            get(missing)
+
+
+def test_the_size_is_that_of_all_tensors() -> None:
+    log = StepLog()
+    log.note_start(1, started(1))
+    sizes = [log.size_bytes]
+    tied = torch.ones(5, dtype=torch.bfloat16)
+    for each in (record(1), record(1, tied), record(2, torch.ones(3)), record(2)):
+        log.add(each)
+        sizes.append(log.size_bytes)
+    log.drop_up_to(1)
+    assert [*sizes, log.size_bytes] == [24, 24, 34, 46, 34, 0]

@@ -1,0 +1,214 @@
+"""Units in host memory: which make a checkpoint, what peers and disks still need, and when buffers are free again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.snapshot.adam_update import Gradients
+from moe_ckpt.snapshot.codec import Snapshot, UnitTag
+from moe_ckpt.snapshot.units import Kept, UnitMemory, compose, name_of, without_torn
+from moe_ckpt.snapshot.windows import HostBuffers
+from moe_ckpt.types import CORE, Version
+from tests.snapshot.samples import HEADER
+from tests.snapshot.window_samples import pool
+
+NAMES = (CORE, "a", "b", "c")
+
+
+def unit(
+    name: str,
+    iteration: int,
+    *,
+    lineage: int = 0,
+    places: str = "",
+    payload: torch.Tensor | None = None,
+    taken_with: tuple[int, int, int] = (1, 0, 0),
+) -> Snapshot:
+    """A snapshot of a unit, kept on peers (p), on disk (d) or both beside own memory."""
+    tag = UnitTag(
+        name=name,
+        lineage=lineage,
+        on_peers="p" in places,
+        on_disk="d" in places,
+        seen_tokens=iteration,
+        complete_with=NAMES if name == CORE else (),
+        taken_with=taken_with if name == CORE else (0, 0, 0),
+    )
+    header = replace(HEADER, iteration=iteration, window_start=iteration, slot=0, num_slots=1, full=(name,), unit=tag)
+    return Snapshot(header=header, payload=torch.empty(8, dtype=torch.uint8) if payload is None else payload)
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """A rank's memory, with its buffers, and a keeper that notes what is dropped."""
+
+    buffers: HostBuffers = field(default_factory=pool)
+    dropped: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.memory = UnitMemory(self.buffers, self)
+
+    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
+        raise AssertionError("the engine adds")
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        self.dropped.append(said(snapshot))
+
+    def begin(self, iteration: int, units: dict[str, str], *, lineage: int = 0) -> None:
+        """Take units, each kept at places."""
+        self.memory.begin(at(iteration, lineage), len(units))
+        for name, places in units.items():
+            payload = self.buffers.acquire(8)
+            self.memory.add(unit(name, iteration, lineage=lineage, places=places, payload=payload))
+
+    def take(self, iteration: int, units: dict[str, str], *, lineage: int = 0) -> None:
+        """Take units, and confirm them."""
+        self.begin(iteration, units, lineage=lineage)
+        self.memory.confirm()
+
+    def base(self, iteration: int = 0, *, lineage: int = 0) -> None:
+        self.take(iteration, dict.fromkeys(NAMES, "pd"), lineage=lineage)
+
+    def kept(self) -> set[str]:
+        return all_said(self.memory.snapshots())
+
+    def composed(self, iteration: int, lineage: int = 0) -> set[str]:
+        return all_said(self.memory.checkpoint(at(iteration, lineage)))
+
+    def starts(self) -> list[int]:
+        return [window.start for window in self.memory.windows()]
+
+
+@pytest.fixture
+def rank() -> Rank:
+    rank = Rank()
+    rank.base()
+    return rank
+
+
+def said(snapshot: Snapshot) -> str:
+    return f"{name_of(snapshot)}@{snapshot.header.iteration}"
+
+
+def all_said(snapshots: Iterable[Snapshot]) -> set[str]:
+    return {said(snapshot) for snapshot in snapshots}
+
+
+def at(iteration: int, lineage: int = 0) -> Version:
+    return Version(lineage=lineage, iteration=iteration)
+
+
+def test_units_that_peers_and_disk_need_are_kept_beside_newer_ones(rank: Rank) -> None:
+    rank.take(1, {CORE: "p", "a": "p", "b": ""})
+    assert rank.composed(1) == {"core@1", "a@1", "b@1", "c@0"}
+    assert rank.kept() == {"core@1", "a@1", "b@1", "c@0"} | {"b@0"} | {"core@0", "a@0"}, "peers have b@0, the disk all"
+    rank.base(2)
+    assert rank.composed(1) == set(), "its core is not kept any more"
+
+
+def test_the_checkpoint_on_disk_stays_whole_in_memory(rank: Rank) -> None:
+    for iteration in (1, 2, 3):
+        rank.begin(iteration, {CORE: "d" if iteration == 2 else "", "a": ""})
+        rank.memory.confirm(also=[at(2)] if iteration == 3 else [])
+    assert rank.composed(2) == {"core@2", "a@2", "b@0", "c@0"}
+    assert rank.composed(3) == {"core@3", "a@3", "b@0", "c@0"}
+
+
+def test_an_unfinished_snapshot_makes_no_checkpoint(rank: Rank) -> None:
+    rank.memory.begin(at(1), 2)
+    rank.memory.add(unit(CORE, 1, payload=rank.buffers.acquire(8)))
+    rank.memory.keep_complete()
+    assert (rank.memory.in_flight(), rank.dropped, rank.starts()) == (None, ["core@1"], [0])
+
+
+def test_a_complete_snapshot_is_kept_beside_the_one_before_until_the_next(rank: Rank) -> None:
+    rank.begin(1, {CORE: "", "a": ""})
+    rank.memory.keep_complete()
+    assert rank.starts() == [1, 0]
+    rank.base(2)
+    assert rank.starts() == [2]
+
+
+def test_lines_do_not_mix(rank: Rank) -> None:
+    rank.take(5, {CORE: "", "a": ""})
+    rank.begin(3, {CORE: "pd", "b": "pd"}, lineage=1)
+    rank.memory.keep_complete()
+    assert rank.composed(3, 1) == set(), "units of the line before do not count"
+    assert rank.composed(5) == {"core@5", "a@5", "b@0", "c@0"}
+    rank.base(3, lineage=2)
+    assert rank.kept() == {"core@3", "a@3", "b@3", "c@3"}
+
+
+def test_units_that_an_earlier_process_kept_are_taken_over(rank: Rank) -> None:
+    rank.take(1, {CORE: "", "a": ""})
+    second = Rank()
+    second.memory.adopt(rank.memory.snapshots())
+    assert second.composed(1) == rank.composed(1)
+    second.memory.clear()
+    assert second.buffers.in_use_bytes == 0
+
+
+def test_a_unit_of_the_version_that_is_missing_makes_no_checkpoint() -> None:
+    assert all_said(compose(FIRST, at(0))) == {"core@0", "a@0", "b@0", "c@0"}
+    for missing in FIRST:
+        assert compose([each for each in FIRST if each is not missing], at(0)) == ()
+
+
+FIRST = [unit(name, 0) for name in NAMES]
+TAKEN_WITH = (3, 2, 1)
+
+
+@pytest.mark.parametrize("place", Kept)
+def test_a_core_of_which_the_snapshot_is_torn_does_not_count(place: Kept) -> None:
+    torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("b", 1)]
+    for number in range(1, 4):
+        counts = number >= TAKEN_WITH[place]
+        wanted = [*FIRST, *torn[0 if counts else 1 : number]]
+        assert all_said(without_torn([*FIRST, *torn[:number]], place)) == all_said(wanted)
+
+
+def test_a_unit_that_is_there_twice_does_not_stand_for_another() -> None:
+    torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("a", 1)]
+    assert [said(each) for each in without_torn(torn, Kept.IN_MEMORY)] == ["a@1", "a@1"]
+
+
+def test_a_snapshot_that_an_earlier_process_tore_is_given_up() -> None:
+    rank = Rank()
+    rank.memory.adopt([*FIRST, unit(CORE, 1, taken_with=TAKEN_WITH)])
+    assert rank.starts() == [0]
+
+
+PLACES = st.sampled_from(["", "p", "d", "pd"])
+
+
+@given(st.lists(st.tuples(PLACES, st.dictionaries(st.sampled_from(NAMES[1:]), PLACES)), max_size=12))
+def test_every_place_can_make_a_checkpoint_and_nothing_else_is_kept(
+    snapshots: list[tuple[str, dict[str, str]]],
+) -> None:
+    rank, taken = Rank(), {name: {place: [0] for place in ("", "p", "d")} for name in NAMES}
+    rank.base()
+    for iteration, (places, others) in enumerate(snapshots, start=1):
+        units = {CORE: places, **others}
+        rank.take(iteration, units)
+        for name, where in units.items():
+            for place in ("", *where):
+                taken[name][place].append(iteration)
+        newest = {f"{name}@{versions[-1]}" for name, places in taken.items() for versions in places.values()}
+        assert rank.kept() == newest
+        assert rank.composed(iteration) == {f"{name}@{places[''][-1]}" for name, places in taken.items()}
+    ever = [f"{name}@{iteration}" for name, places in taken.items() for iteration in places[""]]
+    assert sorted([*rank.dropped, *rank.kept()]) == sorted(ever)
+    assert rank.buffers.in_use_bytes == 8 * len(rank.memory.snapshots())
+
+
+def test_memory_is_bounded(rank: Rank) -> None:
+    for iteration in range(1, 20):
+        rank.begin(iteration, {CORE: "p", NAMES[1 + iteration % 3]: "p"})
+        rank.memory.confirm(also=[at(0)])
+        assert len(rank.memory.snapshots()) <= 3 * len(NAMES)
