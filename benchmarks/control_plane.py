@@ -37,12 +37,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from launcher.config import compose_settings  # noqa: E402
-from launcher.simulation import compose_simulation  # noqa: E402
+from launcher.simulator.config import compose_simulation  # noqa: E402
 from moe_ckpt.collectives import Ranks, Reduction  # noqa: E402
 from moe_ckpt.config import MoevementConfig  # noqa: E402
 from moe_ckpt.elastic.generations import Member, Membership  # noqa: E402
-from moe_ckpt.elastic.status_page import Page  # noqa: E402
-from moe_ckpt.engine.interfaces import Place  # noqa: E402
+from moe_ckpt.elastic.status_page import StatusPage  # noqa: E402
+from moe_ckpt.engine.interfaces import StagePlace  # noqa: E402
 from moe_ckpt.engine.stage_profiles import share_profiles  # noqa: E402
 from moe_ckpt.engine.survey import Report  # noqa: E402
 from moe_ckpt.packed import IntArray, pack_rows  # noqa: E402
@@ -243,7 +243,7 @@ def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
 def _member(folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic: Traffic) -> Membership:
     counted = cast("dist.Store", CountedStore(store, traffic))
     member = Member(global_rank=rank, world_size=num_ranks, life=0)
-    page = Page(folder / str(rank))
+    page = StatusPage(folder / str(rank))
     return Membership(member, counted, store, cast("Any", NoGroups()), page, join_s=JOIN_S, grace_s=0.0)
 
 
@@ -261,10 +261,10 @@ def _agree(num_ranks: int, profiles: Sequence[StageProfile]) -> tuple[float, Seq
     return _run(num_ranks, agree), traffic
 
 
-def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> Place:
+def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> StagePlace:
     layout = ParallelLayout(pp=num_stages, dp=RANKS_A_STAGE, ep=GPUS_A_NODE, tp=1)
     shard = ShardIdentity(global_rank=ranks.rank, pp_rank=stage, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0)
-    return Place(
+    return StagePlace(
         identity=RunIdentity(run_id="run", model="model", layout=layout),
         shard=shard,
         ranks=ranks,

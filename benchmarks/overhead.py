@@ -5,10 +5,10 @@
 
 Unless overridden: model=small, 4 ranks. Each round runs every variant once, from start to end, in an order that is
 turned by one from round to round, so that no variant always comes after the same other one. Variants: `plain`
-(ckpt=none, no supervisor), `guarded` (supervisors and replica daemons, hooks that do nothing) and those that are given;
-without any, `policy` (+ckpt=moevement). An iteration's time is the time from one commit to the next, on rank 0: all
-work of checkpointing is in it, wherever it is done. Printed for each variant: the geometric mean over rounds of its
-mean iteration time beside that of `plain` and of `guarded`, with 95 % intervals (Student's t of the logarithms); the
+(ckpt=none, no supervisor), `supervised` (supervisors and replica daemons, hooks that do nothing) and those that are
+given; without any, `policy` (+ckpt=moevement). An iteration's time is the time from one commit to the next, on rank 0:
+all work of checkpointing is in it, wherever it is done. Printed for each variant: the geometric mean over rounds of its
+mean iteration time beside that of `plain` and of `supervised`, with 95 % intervals (Student's t of the logarithms); the
 stall; bytes. Rounds end early once all intervals are within `--within`. Absolute times mean nothing on a laptop.
 """
 
@@ -46,7 +46,7 @@ from moe_ckpt.events import (  # noqa: E402
 )
 
 RANKS = 4
-PLAIN, GUARDED = "plain", "guarded"
+PLAIN, GUARDED = "plain", "supervised"
 QUIET = ("run.progress=none", "run.tensorboard=false", "train.eval_every_iters=0", "train.eval_batches=1")
 _MIB = 1 << 20
 # Student's t, 97.5 %, by degrees of freedom from 1; the last one serves for more
@@ -170,7 +170,9 @@ def variants_of(given: dict[str, list[str]], common: Sequence[str]) -> dict[str,
 
 def lines(runs: dict[str, list[Run]]) -> list[str]:
     """Return the measurements as a table."""
-    head = "| variant | beside plain | beside guarded | stall | window, pause or interval | MiB: memory, peers, disk |"
+    head = (
+        "| variant | beside plain | beside supervised | stall | window, pause or interval | MiB: memory, peers, disk |"
+    )
     rows = [head, "| --- | --- | --- | --- | --- | --- |"]
     for name, each in runs.items():
         last = each[-1]

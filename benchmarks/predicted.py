@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.marks import rewrite  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
-from launcher.compared import predict_run  # noqa: E402
-from launcher.real_run import RealRun, facts_of, read_run, recoveries_of  # noqa: E402
-from launcher.simulator_page import OWN_RUNS  # noqa: E402
+from launcher.simulator.comparison import predict_run  # noqa: E402
+from launcher.simulator.published_page import OWN_RUNS  # noqa: E402
+from launcher.simulator.real_run import RealRun, facts_of, read_run, recoveries_of  # noqa: E402
 from moe_ckpt.sim.hardware import ClusterConfig  # noqa: E402
 
 RUNS = (  # what is predicted, and what constants are measured in just before

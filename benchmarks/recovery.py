@@ -147,7 +147,7 @@ def kill_once(job: Job, chosen: random.Random) -> Recovered:
 def victim(job: Job, chosen: random.Random) -> tuple[int, int]:
     """Return the pid of a random rank's process, and the rank."""
     rank = chosen.randrange(RANKS)
-    live = {trainer.global_rank: trainer.pid for trainer in read_live(job.folder)}
+    live = {worker.global_rank: worker.pid for worker in read_live(job.folder)}
     started = [event.pid for _, event in job.events(rank) if isinstance(event, TrainerStarted)]
     return live.get(rank, started[-1]), rank
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from launcher.simulation import compose_simulation  # noqa: E402
+from launcher.simulator.config import compose_simulation  # noqa: E402
 from moe_ckpt.faults.schedule import poisson_kills  # noqa: E402
 from moe_ckpt.sim.cluster import simulate  # noqa: E402
 from moe_ckpt.sim.costs import TimingConfig, estimate  # noqa: E402

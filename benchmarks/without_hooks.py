@@ -1,4 +1,4 @@
-"""A guarded job whose policy is never asked for anything: the price of supervision and replica daemons by themselves.
+"""A supervised job whose policy does nothing: the price of supervisors and replica daemons by themselves.
 
     torchrun --nproc-per-node=4 benchmarks/without_hooks.py +ckpt=moevement [OVERRIDES]
 
@@ -14,9 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launcher.config import compose_settings
-from launcher.elastic import RankPlace, guard_rank
+from launcher.elastic import RankPlace, supervise_rank
 from launcher.launch import read_launch
-from launcher.run import run_guarded
+from launcher.run import run_supervised
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import ReadyGradients
 
@@ -48,10 +48,10 @@ def main() -> int:
     settings = compose_settings(sys.argv[1:])
 
     def train(place: RankPlace, life: int) -> int:
-        run_guarded(settings, place, life, around_hooks=_without)
+        run_supervised(settings, place, life, around_hooks=_without)
         return 0
 
-    return guard_rank(settings, read_launch(), train)
+    return supervise_rank(settings, read_launch(), train)
 
 
 if __name__ == "__main__":

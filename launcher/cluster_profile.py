@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from launcher.config import CONF_DIR
-from launcher.real_run import RealRun, facts_of, read_run, recoveries_of, setup_of
-from launcher.simulation import compose_machine
+from launcher.simulator.config import compose_machine
+from launcher.simulator.real_run import RealRun, facts_of, read_run, recoveries_of, setup_of
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, Rejoined, SnapshotTaken, StateResumed
 from moe_ckpt.sim.hardware import ClusterConfig

@@ -2,8 +2,8 @@
 
     python -m launcher.compare [POLICY[:SETTING=VALUE,...] ...] [SETTING=VALUE ...] [--ranks 4] [-o DIR]
 
-Policies with guards carry the faults out themselves; on the others they are inflicted from outside, and torchrun starts
-all ranks again.
+Policies with supervisors carry the faults out themselves; on the others they are inflicted from outside, and torchrun
+starts all ranks again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A policy with its settings. `kills`: what is inflicted on it from outside, without guards of its own."""
+    """A policy with its settings. `kills`: what is inflicted on it from outside, without supervisors of its own."""
 
     name: str
     overrides: tuple[str, ...]
@@ -85,7 +85,7 @@ def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
 def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
     settings = compose_settings(overrides)
     _require_kills(settings)
-    if _wants_guard(settings):
+    if _wants_supervisor(settings):
         return Variant(name=name, overrides=tuple(overrides), kills=())
     kills = settings.fault.kills(world_size)
     for kill in kills:
@@ -100,10 +100,10 @@ def _require_kills(settings: Settings) -> None:
     require(not settings.fault.losses, "fault.kind", settings.fault.kind, wanted)
 
 
-def _wants_guard(settings: Settings) -> bool:
-    from launcher.elastic import wants_guard  # noqa: PLC0415 - seconds of imports: not for a mistyped word
+def _wants_supervisor(settings: Settings) -> bool:
+    from launcher.elastic import wants_supervisor  # noqa: PLC0415 - seconds of imports: not for a mistyped word
 
-    return wants_guard(settings)
+    return wants_supervisor(settings)
 
 
 def _folder(wanted: Path | None) -> Path:

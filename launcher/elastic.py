@@ -1,6 +1,6 @@
-"""A rank that lives through deaths: its guard, its keeper, and how its trainers find each other again.
+"""A rank that lives through deaths: its supervisor, its daemon, and how its workers find each other again.
 
-The process that torchrun starts imports everything slow, forks the keeper and then trainer after trainer.
+The process that torchrun starts imports everything slow, forks the daemon and then worker after worker.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from launcher.network import own_host
 from launcher.run_folder import wait_for_run_folder
 from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, require
-from moe_ckpt.elastic.backends import GlooTransport, NcclTransport, Transport
-from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend
+from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.process_groups import ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_over
-from moe_ckpt.elastic.status_page import Page
-from moe_ckpt.elastic.supervisor import Guard, GuardLimits, run_and_exit
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.supervisor import Supervisor, SupervisorLimits, run_and_exit
 from moe_ckpt.faults.schedule import Kill
-from moe_ckpt.replication.client import KeeperClient
-from moe_ckpt.replication.daemon import KeeperPlace, run_keeper
+from moe_ckpt.replication.client import DaemonClient
+from moe_ckpt.replication.daemon import DaemonSettings, run_daemon
 from moe_ckpt.replication.messages import Address, Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.types import ParallelLayout
 
 
-def wants_guard(settings: Settings) -> bool:
-    """Return whether ranks of this run are guarded: by default where the policy recovers a lost rank from memory."""
-    guard = settings.runtime.guard
-    return isinstance(settings.ckpt, InMemoryConfig) if guard == AUTO else bool(guard)
+def wants_supervisor(settings: Settings) -> bool:
+    """Return whether ranks of this run are supervised: by default where the policy recovers a lost rank from memory."""
+    supervisor = settings.runtime.guard
+    return isinstance(settings.ckpt, InMemoryConfig) if supervisor == AUTO else bool(supervisor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """Where a guarded rank is: its launch, its folder in shared memory, and what its node and the job look like."""
+    """Where a supervised rank is: its launch, its folder in shared memory, and what its node and the job look like."""
 
     launch: Launch
     memory: Path
     ticket: Ticket
     ranks_per_node: int
     replicas: int
-    has_keeper: bool
+    has_daemon: bool
     host: str
 
     @property
@@ -60,8 +60,8 @@ class RankPlace:
         return self.launch.global_rank // self.ranks_per_node
 
 
-def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, int], int]) -> int:
-    """Guard a rank until the job is done or has failed; return the exit status. `train(place, life)` is the trainer.
+def supervise_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, int], int]) -> int:
+    """Supervise a rank until the job is done or has failed; return the exit status. `train(place, life)` is the worker.
 
     Raises ConfigError for what cannot work.
     """
@@ -72,19 +72,21 @@ def guard_rank(settings: Settings, launch: Launch, train: Callable[[RankPlace, i
     store = open_store("generations")
     place = _place(settings, launch, store)
     _start_faults(settings, place)
-    page = Page(place.memory / "page")
-    gc.freeze()  # what is imported is shared by all trainers, and nobody looks through it for garbage
-    limits = GuardLimits(
+    page = StatusPage(place.memory / "page")
+    gc.freeze()  # what is imported is shared by all workers, and nobody looks through it for garbage
+    limits = SupervisorLimits(
         heartbeat_s=settings.runtime.heartbeat_s,
         progress_s=settings.runtime.progress_s,
         max_deaths=settings.runtime.max_deaths,
     )
     generations = Generations(store)
-    start_keeper = (lambda: _start_keeper(settings, place)) if place.has_keeper else None
-    return Guard(launch.global_rank, page, generations, lambda life: train(place, life), limits, start_keeper).run()
+    start_daemon = (lambda: _start_daemon(settings, place)) if place.has_daemon else None
+    return Supervisor(
+        launch.global_rank, page, generations, lambda life: train(place, life), limits, start_daemon
+    ).run()
 
 
-def open_groups(settings: Settings, page: Page, transport: Transport) -> ElasticGroups:
+def open_groups(settings: Settings, page: StatusPage, transport: Backend) -> ElasticGroups:
     """Return process groups that outlive generations, registered with torch; this process is alone in them yet."""
     runtime = settings.runtime
     timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
@@ -93,12 +95,14 @@ def open_groups(settings: Settings, page: Page, transport: Transport) -> Elastic
     return groups
 
 
-def open_transport(*, on_gpu: bool) -> Transport:
+def open_transport(*, on_gpu: bool) -> Backend:
     """Return what moves bytes between ranks; call once the device is chosen."""
-    return NcclTransport() if on_gpu else GlooTransport()
+    return NcclBackend() if on_gpu else GlooBackend()
 
 
-def open_membership(settings: Settings, place: RankPlace, life: int, page: Page, groups: ElasticGroups) -> Membership:
+def open_membership(
+    settings: Settings, place: RankPlace, life: int, page: StatusPage, groups: ElasticGroups
+) -> Membership:
     """Return a worker's way through generations, over torchrun's store."""
     launch, runtime = place.launch, settings.runtime
     return Membership(
@@ -112,15 +116,17 @@ def open_membership(settings: Settings, place: RankPlace, life: int, page: Page,
     )
 
 
-def open_elastic(settings: Settings, layout: ParallelLayout, place: RankPlace, membership: Membership) -> Elastic:
+def open_elastic(
+    settings: Settings, layout: ParallelLayout, place: RankPlace, membership: Membership
+) -> ElasticContext:
     """Return a worker's means to survive the loss of ranks."""
-    runtime, addresses = settings.runtime, open_store("keepers")
-    return Elastic(
+    runtime, addresses = settings.runtime, open_store("daemons")
+    return ElasticContext(
         member=membership.member,
         settle=membership.settle,
         page=membership.page,
         memory=place.memory,
-        keeper=KeeperClient(place.memory, timeout_s=runtime.copy_s) if place.has_keeper else None,
+        daemon=DaemonClient(place.memory, timeout_s=runtime.copy_s) if place.has_daemon else None,
         address_of=lambda rank: _address(addresses, rank),
         ticket=place.ticket,
         replicas=place.replicas,
@@ -153,7 +159,7 @@ def _place(settings: Settings, launch: Launch, store: dist.Store) -> RankPlace:
         ticket=Ticket(run_id=token[:8], token=token),
         ranks_per_node=ranks_per_node,
         replicas=replicas,
-        has_keeper=replicas > 0 or settings.ckpt.disk_every_iters > 0 or isinstance(settings.ckpt, FlowcheckConfig),
+        has_daemon=replicas > 0 or settings.ckpt.disk_every_iters > 0 or isinstance(settings.ckpt, FlowcheckConfig),
         host=own_host(launch, settings.ckpt.network_interface),
     )
 
@@ -168,19 +174,19 @@ def _ranks_per_node(settings: Settings, launch: Launch) -> int:
     return int(wanted)
 
 
-def _start_keeper(settings: Settings, place: RankPlace) -> int:
-    """Return the pid of a keeper that will announce its address; until then nobody has one."""
-    open_store("keepers").delete_key(str(place.launch.global_rank))
-    guard_pid = os.getpid()
-    return _start_beside(lambda: _keep(settings, place, guard_pid))
+def _start_daemon(settings: Settings, place: RankPlace) -> int:
+    """Return the pid of a daemon that will announce its address; until then nobody has one."""
+    open_store("daemons").delete_key(str(place.launch.global_rank))
+    supervisor_pid = os.getpid()
+    return _start_beside(lambda: _keep(settings, place, supervisor_pid))
 
 
-def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
+def _keep(settings: Settings, place: RankPlace, supervisor_pid: int) -> int:
     assert isinstance(settings.ckpt, InMemoryConfig)
-    page = Page(place.memory / "page")
-    store = open_store("keepers")
-    run_keeper(
-        KeeperPlace(
+    page = StatusPage(place.memory / "page")
+    store = open_store("daemons")
+    run_daemon(
+        DaemonSettings(
             rank_folder=place.memory,
             global_rank=place.launch.global_rank,
             ticket=place.ticket,
@@ -190,14 +196,14 @@ def _keep(settings: Settings, place: RankPlace, guard_pid: int) -> int:
             caps=settings.ckpt.max_bytes_per_s,
             serves_itself=isinstance(settings.ckpt, FlowcheckConfig),
         ),
-        guard_pid=guard_pid,
+        supervisor_pid=supervisor_pid,
         may_send=lambda: not page.communicates,
         announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
     )
 
 
 def _start_faults(settings: Settings, place: RankPlace) -> None:
-    """Let a process beside the job inflict what the settings ask for on this node's trainers."""
+    """Let a process beside the job inflict what the settings ask for on this node's workers."""
     launch = place.launch
     first = launch.global_rank - launch.local_rank
     here = range(first, first + launch.local_world_size)
@@ -208,11 +214,11 @@ def _start_faults(settings: Settings, place: RankPlace) -> None:
 
 
 def _start_beside(main: Callable[[], int]) -> int:
-    """Start a process that lives as long as this guard, at most; return its pid."""
-    guard_pid = os.getpid()
+    """Start a process that lives as long as this supervisor, at most; return its pid."""
+    supervisor_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        die_with_parent(signal.SIGKILL, parent=guard_pid)
+        die_with_parent(signal.SIGKILL, parent=supervisor_pid)
         run_and_exit(main)
     return pid
 

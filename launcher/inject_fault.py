@@ -1,4 +1,4 @@
-"""Inject faults into a running job: kill a random trainer, or follow a plan. The command of scripts/inject_fault.sh."""
+"""Inject faults into a running job: kill a random worker, or follow a plan. The command of scripts/inject_fault.sh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import NoReturn
 from launcher.faults.carry_out import carry_out
 from launcher.faults.config import read_trace
 from launcher.faults.job import LOOK_EVERY_S
-from launcher.live import LATEST, LiveTrainer, is_running, read_live, read_world_size, read_written
+from launcher.live import LATEST, LiveWorker, is_running, read_live, read_world_size, read_written
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import (
@@ -36,7 +36,7 @@ _INTERRUPTED = 130
 _PATIENCE_S = 60.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _EXAMPLES = """examples:
-  inject_fault.sh                                       kill one random trainer of the newest run
+  inject_fault.sh                                       kill one random worker of the newest run
   inject_fault.sh --rank 2 --signal STOP                rank 2 hangs
   inject_fault.sh --rank 0 --scope node                 rank 0's node is lost, with the host memory of all its ranks
   inject_fault.sh --rank 1 --at-iteration 17 --phase backward
@@ -66,8 +66,8 @@ def _inject(options: argparse.Namespace, run: Path) -> int:
         return _fail(_FAILED, f"no run in {run}: start one, or name another's folder with --run")
     live = _wait_for_live(run)
     if not live:
-        return _fail(_FAILED, f"no live trainer in {run}: the run has ended, or is on other machines")
-    kills = _plan(options, [trainer.global_rank for trainer in live], read_world_size(run))
+        return _fail(_FAILED, f"no live worker in {run}: the run has ended, or is on other machines")
+    kills = _plan(options, [worker.global_rank for worker in live], read_world_size(run))
     _check_fit(options, kills, live, read_world_size(run))
     if options.dry_run:
         print("\n".join([f"plan for {run}, seed {options.seed}:", *map(str, kills)]))
@@ -110,20 +110,18 @@ def _check_combination(options: argparse.Namespace) -> None:
     require(options.speedup is None or options.trace is not None, "--speedup", options.speedup, "--trace beside it")
 
 
-def _check_fit(
-    options: argparse.Namespace, kills: Sequence[Kill], live: Sequence[LiveTrainer], world_size: int
-) -> None:
+def _check_fit(options: argparse.Namespace, kills: Sequence[Kill], live: Sequence[LiveWorker], world_size: int) -> None:
     """Raise ConfigError for a rank that the run lacks and for an iteration that lies behind."""
     wanted = f"between 0 and {world_size - 1}, the ranks of the run"
     require(options.rank is None or options.rank < world_size, "--rank", options.rank, wanted)
     if options.at_iteration is not None:
-        for trainer in (trainer for trainer in live if trainer.global_rank == kills[0].rank):
-            there = trainer.open_page().iteration
-            wanted = f"at least {there}, where rank {trainer.global_rank} is"
+        for worker in (worker for worker in live if worker.global_rank == kills[0].rank):
+            there = worker.open_page().iteration
+            wanted = f"at least {there}, where rank {worker.global_rank} is"
             require(options.at_iteration >= there, "--at-iteration", options.at_iteration, wanted)
 
 
-def _wait_for_live(run: Path) -> list[LiveTrainer]:
+def _wait_for_live(run: Path) -> list[LiveWorker]:
     """Return who lives; where all are just being replaced, wait for the first that comes."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while not (live := read_live(run)) and is_running(read_written(run)) and time.monotonic() < deadline_s:
@@ -132,7 +130,7 @@ def _wait_for_live(run: Path) -> list[LiveTrainer]:
 
 
 def _ranks_per_node(run: Path) -> int:
-    return max(Counter(trainer.node for trainer in read_written(run)).values(), default=1)
+    return max(Counter(worker.node for worker in read_written(run)).values(), default=1)
 
 
 def _say(message: str) -> None:
@@ -154,7 +152,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="inject_fault.sh",
-        description="Inject faults into a running job. Without options: SIGKILL to one random live trainer.",
+        description="Inject faults into a running job. Without options: SIGKILL to one random live worker.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -54,7 +54,7 @@ def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) ->
     require(train.global_batch_size % step == 0, "train.global_batch_size", train.global_batch_size, wanted)
 
 
-def check_guarded(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) -> None:
+def check_supervised(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) -> None:
     """Raise ConfigError for a model that a replaced rank cannot build alone.
 
     Megatron asks all ranks which kinds of parameters there are. A rank that is alone while it builds knows its own

@@ -1,7 +1,7 @@
 """One training iteration after another, through Megatron's own schedules.
 
-`Trainer.run_iteration` is the story of an iteration; everything else here is what it needs. The loop knows the hooks of
-`moe_ckpt.ports.TrainingHooks` and nothing else of checkpointing.
+`MegatronLoop.run_iteration` is the story of an iteration; everything else here is what it needs. The loop knows the
+hooks of `moe_ckpt.ports.TrainingHooks` and nothing else of checkpointing.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StageRunner:
             yield draw(micro_batch).to(torch.cuda.current_device()) if on_edge else None
 
 
-class Trainer:
+class MegatronLoop:
     """Runs iterations of one rank's stage. All methods are collective over all ranks.
 
     `prepared` is the iteration whose gradients were last complete, as it is once it is committed: where others are lost

@@ -27,8 +27,8 @@ def choose_device(launch: Launch, *, deterministic: bool) -> bool:
 
 
 def require_forkable() -> None:
-    """Raise ConfigError where an import has started CUDA: trainers that a guard forks could not use it."""
-    wanted = "false: an import has started CUDA, which a forked trainer cannot use (Transformer Engine does that where "
+    """Raise ConfigError where an import has started CUDA: workers that a supervisor forks could not use it."""
+    wanted = "false: an import has started CUDA, which a forked worker cannot use (Transformer Engine does that where "
     require(not torch.cuda.is_initialized(), "runtime.guard", True, f"{wanted}flash-attn is installed: uninstall it)")
 
 

@@ -21,9 +21,9 @@ from launcher.config import AUTO, Settings, TrainConfig
 from launcher.data import Batches, TokenSource, open_source
 from launcher.elastic import RankPlace, open_elastic, open_groups, open_membership, open_transport
 from launcher.launch import Launch, read_launch
-from launcher.layout import check_fit, check_guarded, fit_layout
+from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.live import remove_live, write_live
-from launcher.loop import StageRunner, Trainer
+from launcher.loop import MegatronLoop, StageRunner
 from launcher.model import build_training
 from launcher.parallel import (
     choose_device,
@@ -34,14 +34,14 @@ from launcher.parallel import (
 )
 from launcher.parameters import padded_vocab_size
 from launcher.run_folder import RunFolder, find_run_folder, open_run_folder
-from launcher.training import Log, Training
+from launcher.training import Log, TrainingJob
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.config import MoetionConfig, require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
-from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.heartbeat import start_heartbeat
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import ElasticJob
 from moe_ckpt.errors import ConfigError, DataError
@@ -76,7 +76,7 @@ def run(
     log = _open_log(folder, launch)
     state, runner, session = _build(settings, layout, folder, log, None)
     done = _resume(session, settings, folder, is_first=launch.attempt == 0)
-    training = Training(Trainer(runner, around_hooks(session)), settings, folder, log)
+    training = TrainingJob(MegatronLoop(runner, around_hooks(session)), settings, folder, log)
     training.run(done, session.notes)
     training.close()
     session.finish()
@@ -88,7 +88,7 @@ def run(
     return result
 
 
-def run_guarded(
+def run_supervised(
     settings: Settings,
     place: RankPlace,
     life: int,
@@ -100,10 +100,10 @@ def run_guarded(
     The model is built before the others are met: those that live do not wait for what they have no part in.
     """
     started_s, launch = time.monotonic(), place.launch
-    page = Page(place.memory / "page")
+    page = StatusPage(place.memory / "page")
     start_heartbeat(page)
     layout = _fit(settings, launch)
-    check_guarded(layout, settings.model, settings.train)
+    check_supervised(layout, settings.model, settings.train)
     on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
     groups = open_groups(settings, page, open_transport(on_gpu=on_gpu))
     membership = open_membership(settings, place, life, page, groups)
@@ -114,7 +114,7 @@ def run_guarded(
         folder.path,
         global_rank=launch.global_rank,
         node=place.node,
-        guard_pid=os.getppid(),
+        supervisor_pid=os.getppid(),
         memory=place.memory,
         life=life,
     )
@@ -122,8 +122,8 @@ def run_guarded(
     log = _open_log(folder, launch)
     state, runner, session = _build(settings, layout, folder, log, elastic)
     log.events.append(ModelBuilt(seconds=time.monotonic() - started_s))
-    trainer = Trainer(runner, around_hooks(session))
-    training = Training(trainer, settings, folder, log, is_guarded=True)
+    loop = MegatronLoop(runner, around_hooks(session))
+    training = TrainingJob(loop, settings, folder, log, is_supervised=True)
     job = ElasticJob(membership, session, training, log.events)
 
     def start() -> int:
@@ -152,7 +152,7 @@ def _fit(settings: Settings, launch: Launch) -> ParallelLayout:
 
 
 def _build(
-    settings: Settings, layout: ParallelLayout, folder: RunFolder, log: Log, elastic: Elastic | None
+    settings: Settings, layout: ParallelLayout, folder: RunFolder, log: Log, elastic: ElasticContext | None
 ) -> tuple[TrainingState, StageRunner, Session]:
     source = _open_source_everywhere(settings, folder)
     vocab_size = _vocab_size(settings, source, layout)
@@ -291,7 +291,7 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _result(
-    training: Training, state: TrainingState, settings: Settings, folder: RunFolder, faults: int
+    training: TrainingJob, state: TrainingState, settings: Settings, folder: RunFolder, faults: int
 ) -> dict[str, Any]:
     """Return what result.json holds. Collective over all ranks."""
     digests: list[str] = [""] * dist.get_world_size()

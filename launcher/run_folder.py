@@ -75,7 +75,7 @@ class RunFolder:
 def require_lasting(run: RunConfig) -> None:
     """Raise ConfigError where a restart by torchrun could not find the folder again: nobody would remember a new one.
 
-    A store that the job hosts itself is gone with the guard of global rank 0.
+    A store that the job hosts itself is gone with the supervisor of global rank 0.
     """
     if run.dir is None and not has_agent_store():
         wanted = "a folder that all nodes see, where the job hosts its own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
@@ -120,9 +120,9 @@ def wait_for_run_folder(timeout_s: float = _FOLDER_TIMEOUT_S) -> Path:
 
 
 def _require_free(path: Path, memory_root: Path) -> None:
-    for trainer in read_live(path):
-        if Path(trainer.memory).parent != memory_root:
-            raise used_by(path, f"process {trainer.pid}")
+    for worker in read_live(path):
+        if Path(worker.memory).parent != memory_root:
+            raise used_by(path, f"process {worker.pid}")
 
 
 def _create_or_find(settings: Settings, remembered: str | None) -> RunFolder:

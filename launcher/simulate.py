@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from launcher.compared import compare
 from launcher.config import show_with_hydra
-from launcher.planning import Candidate, command_of, rank_policies
-from launcher.simulated import Result, Row, run_experiment, run_simulation
-from launcher.simulated_run import write_run
-from launcher.simulation import GROUPS, compose_machine, compose_request, compose_simulation
-from launcher.simulator_page import read_cells, write_page
+from launcher.simulator.comparison import compare
+from launcher.simulator.config import GROUPS, compose_machine, compose_request, compose_simulation
+from launcher.simulator.planning import Candidate, command_of, rank_policies
+from launcher.simulator.published_page import read_cells, write_page
+from launcher.simulator.run_folder import write_run
+from launcher.simulator.runner import Result, Row, run_experiment, run_simulation
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.sim.saving import Recovery
 

@@ -14,14 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launcher.live import LATEST, LiveTrainer, read_world_size, read_written
+from launcher.live import LATEST, LiveWorker, read_world_size, read_written
 
 _FAILED = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doing:
-    """What a trainer's page says."""
+    """What a worker's page says."""
 
     generation: int
     iteration: int
@@ -32,7 +32,7 @@ class Doing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """A rank of a run; `doing` is None where its trainer is dead or on another machine than this one."""
+    """A rank of a run; `doing` is None where its worker is dead or on another machine than this one."""
 
     rank: int
     node: int
@@ -45,7 +45,7 @@ class RankStatus:
 
 def read_status(run: Path) -> list[RankStatus]:
     """Return the ranks that have not finished, by rank."""
-    return [_status_of(trainer) for trainer in read_written(run)]
+    return [_status_of(worker) for worker in read_written(run)]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,30 +69,30 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _status_of(trainer: LiveTrainer) -> RankStatus:
-    doing = _doing(trainer)
+def _status_of(worker: LiveWorker) -> RankStatus:
+    doing = _doing(worker)
     if doing is not None:
         state = "waiting" if doing.waiting else "computing"
-    elif not trainer.is_here:
+    elif not worker.is_here:
         state = "elsewhere"
     else:
-        state = "being replaced" if trainer.is_guarded else "dead"
+        state = "being replaced" if worker.is_supervised else "dead"
     return RankStatus(
-        rank=trainer.global_rank,
-        node=trainer.node,
-        host=trainer.host,
-        pid=trainer.pid,
-        life=trainer.life,
+        rank=worker.global_rank,
+        node=worker.node,
+        host=worker.host,
+        pid=worker.pid,
+        life=worker.life,
         state=state,
         doing=doing,
     )
 
 
-def _doing(trainer: LiveTrainer) -> Doing | None:
-    if not trainer.is_alive:
+def _doing(worker: LiveWorker) -> Doing | None:
+    if not worker.is_alive:
         return None
     try:
-        page = trainer.open_page()
+        page = worker.open_page()
     except FileNotFoundError:  # it has ended since
         return None
     return Doing(

@@ -28,7 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     """Train, show help, or say in one message why not; return the exit status."""
     if any(argument.startswith("-") for argument in arguments):
         return show_with_hydra("config", arguments, GROUPS)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU is not to start CUDA: guards fork
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # looking for a GPU is not to start CUDA: supervisors fork
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script

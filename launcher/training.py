@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.config import Settings
-from launcher.loop import Trainer
+from launcher.loop import MegatronLoop
 from launcher.progress import Display, Scalars, open_display
 from launcher.run_folder import RunFolder
 from moe_ckpt.errors import RolledBackError
@@ -32,17 +32,17 @@ class Log:
     evaluated: Evaluated | None
 
 
-class Training:
+class TrainingJob:
     """One rank's way through the iterations. Collective over all ranks."""
 
     def __init__(
-        self, trainer: Trainer, settings: Settings, folder: RunFolder, log: Log, *, is_guarded: bool = False
+        self, loop: MegatronLoop, settings: Settings, folder: RunFolder, log: Log, *, is_supervised: bool = False
     ) -> None:
-        self._trainer = trainer
+        self._trainer = loop
         self._settings = settings
         self._folder = folder
         self._log = log
-        self._is_guarded = is_guarded
+        self._is_supervised = is_supervised
         self._display: Display | None = None
         self._scalars: Scalars | None = None
         self._evaluated = log.evaluated
@@ -101,7 +101,7 @@ class Training:
         run, train, rank = self._settings.run, self._settings.train, self._log.global_rank
         self._display = open_display(run, global_rank=rank, total=train.iterations, done=done)
         self._scalars = Scalars(self._folder.tensorboard, done + 1) if run.tensorboard and rank == 0 else None
-        if self._is_guarded and self._log.life:
+        if self._is_supervised and self._log.life:
             return  # others have said it
         self._note(f"run folder {self._folder.path}")
         policy, name = self._settings.ckpt.policy, self._settings.model.name

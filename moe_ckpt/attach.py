@@ -27,10 +27,10 @@ from moe_ckpt.config import (
 )
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.tier import DurableTier
-from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.process_groups import CPU_BACKEND
 from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
-from moe_ckpt.engine.interfaces import Place
+from moe_ckpt.engine.interfaces import StagePlace
 from moe_ckpt.engine.session import Parts, Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import EventLog
@@ -74,7 +74,7 @@ def attach(
     events: EventLog,
     last_iteration: int,
     losses: Sequence[StateLoss] = (),
-    elastic: Elastic | None = None,
+    elastic: ElasticContext | None = None,
     suspect_iters: int = 2,
 ) -> Session:
     """Return the session that checkpoints `state` as `ckpt` says, with checkpoints in `folder`. Call on every rank.
@@ -146,9 +146,9 @@ def _notes_of_servers(ckpt: InMemoryConfig) -> list[str]:
     return ["servers take the optimizer's steps on CPUs: after a fault all ranks have their states, not the GPUs' bits"]
 
 
-def _place(identity: RunIdentity, communicator: StageCommunicator) -> Place:
+def _place(identity: RunIdentity, communicator: StageCommunicator) -> StagePlace:
     shard, layout = shard_identity(), identity.layout
-    return Place(
+    return StagePlace(
         identity=identity,
         shard=shard,
         ranks=TorchRanks(),

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerStarted:
-    """A trainer process came up. `life` counts this rank's processes, from 0."""
+    """A worker process came up. `life` counts this rank's processes, from 0."""
 
     pid: int
     host: str
@@ -351,9 +351,9 @@ class Rejoined:
     """A generation goes on from the state after `iteration`. `deaths` tell why the one before ended.
 
     All ranks were together again, on this rank's clock, at `joined_unix_s`. Seconds on this rank: `detect_s` from the
-    last sign of life to the guard's finding (the longest of the deaths), `rebuild_s` from there until all ranks are
-    together again, `fetch_s` for windows out of other ranks' memories, `replay_s` for the rest. `executed_iters` were
-    run again on this rank.
+    last sign of life to the supervisor's finding (the longest of the deaths), `rebuild_s` from there until all ranks
+    are together again, `fetch_s` for windows out of other ranks' memories, `replay_s` for the rest. `executed_iters`
+    were run again on this rank.
     """
 
     generation: int
@@ -370,7 +370,7 @@ class Rejoined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelBuilt:
-    """A trainer has built its model, `seconds` after its process began."""
+    """A worker has built its model, `seconds` after its process began."""
 
     seconds: float
 

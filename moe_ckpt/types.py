@@ -318,7 +318,7 @@ class Measured:
 
 
 class Phase(IntEnum):
-    """What a trainer is doing. BUILD comes first; JOIN to RECOVERY come again with every generation."""
+    """What a worker is doing. BUILD comes first; JOIN to RECOVERY come again with every generation."""
 
     BUILD = 0
     JOIN = 1

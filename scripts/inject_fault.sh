@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Inject faults into a running job; without options, kill one random trainer of the newest run:
+# Inject faults into a running job; without options, kill one random worker of the newest run:
 #
 #     scripts/inject_fault.sh [--rank 2] [--at-iteration 17 --phase backward] [--mtbf 30s --count 5] ... (--help)
 set -euo pipefail

@@ -1,8 +1,9 @@
-"""A small torchrun for tests: starts the guards of a job, gives them a store, ends them all when one has failed.
+"""A small torchrun for tests: starts the supervisors of a job, gives them a store, ends them all when one has failed.
 
-It is forked, like its guards, from the process that has imported everything slow: torchrun's own start takes seconds.
-As torchrun's agent it is the guards' parent and the store's host, so killing it is killing torchrun. All processes of
-a job but the janitor of its shared memory are in the agent's session. SIGUSR2 lets any of them write its stacks.
+It is forked, like its supervisors, from the process that has imported everything slow: torchrun's own start takes
+seconds. As torchrun's agent it is the supervisors' parent and the store's host, so killing it is killing torchrun. All
+processes of a job but the janitor of its shared memory are in the agent's session. SIGUSR2 lets any of them write its
+stacks.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ _ENDING_S = 5.0
 
 
 def run_agent(settings: Settings, world_size: int, folder: Path, setup: Callable[[], None] | None) -> None:
-    """Be the agent of a job; the exit status is that of the first guard that fails. Guards write to `guard_log`."""
+    """Be the agent of a job
+
+    the exit status is that of the first supervisor that fails. Supervisors write to `supervisor_log`.
+    """
     os.setsid()
     if setup:
         setup()
     pipes = [os.pipe() for _ in range(world_size)]
-    pids = [_fork_guard(settings, rank, world_size, folder, pipes) for rank in range(world_size)]
+    pids = [_fork_supervisor(settings, rank, world_size, folder, pipes) for rank in range(world_size)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # after the forks: it has threads
     for reading, writing in pipes:
         os.write(writing, str(store.port).encode())
         os.close(writing)
         os.close(reading)
-    status = _wait_for_guards(set(pids))
+    status = _wait_for_supervisors(set(pids))
     sys.stdout.flush()
     os._exit(status)
 
 
-def guard_log(folder: Path, global_rank: int) -> Path:
-    """Return where a guard and its trainers write what they say."""
-    return folder / f"guard{global_rank}.log"
+def supervisor_log(folder: Path, global_rank: int) -> Path:
+    """Return where a supervisor and its workers write what they say."""
+    return folder / f"supervisor{global_rank}.log"
 
 
-def _fork_guard(settings: Settings, rank: int, world_size: int, folder: Path, pipes: list[tuple[int, int]]) -> int:
+def _fork_supervisor(settings: Settings, rank: int, world_size: int, folder: Path, pipes: list[tuple[int, int]]) -> int:
     agent_pid = os.getpid()
     pid = os.fork()
     if pid:
@@ -59,13 +63,13 @@ def _fork_guard(settings: Settings, rank: int, world_size: int, folder: Path, pi
     status = 1
     try:
         die_with_parent(signal.SIGKILL, parent=agent_pid)
-        _be_heard(guard_log(folder, rank))
+        _be_heard(supervisor_log(folder, rank))
         port = os.read(pipes[rank][0], 10).decode()
         for pipe in pipes:
             os.close(pipe[0])
             os.close(pipe[1])
         _set_environment(rank, world_size, port)
-        status = _guard(settings)
+        status = _supervisor(settings)
     except BaseException:  # the top of a process
         traceback.print_exc()
     finally:
@@ -74,7 +78,7 @@ def _fork_guard(settings: Settings, rank: int, world_size: int, folder: Path, pi
         os._exit(status)
 
 
-def _guard(settings: Settings) -> int:
+def _supervisor(settings: Settings) -> int:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -102,13 +106,13 @@ def _set_environment(rank: int, world_size: int, port: str) -> None:
 
 
 def _wedge(number: int, _: object) -> None:
-    """Hang for ever in the thread that trains: what an order of SIGUSR1 does to a trainer."""
+    """Hang for ever in the thread that trains: what an order of SIGUSR1 does to a worker."""
     while True:
         time.sleep(3600)
 
 
-def _wait_for_guards(pids: set[int]) -> int:
-    """Return 0 once all guards have, or the status of the first that has not, once the others are ended."""
+def _wait_for_supervisors(pids: set[int]) -> int:
+    """Return 0 once all supervisors have, or the status of the first that has not, once the others are ended."""
     while pids:
         pid, status = os.waitpid(-1, 0)
         pids.discard(pid)

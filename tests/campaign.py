@@ -28,9 +28,9 @@ from typing import Any
 
 from launcher import entry
 from launcher.proc import stands_still
-from moe_ckpt.elastic.status_page import ANY_ITERATION, Page
+from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.engine.session import Session
-from moe_ckpt.engine.survey import KeptCopies
+from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.events import (
     Event,
     GenerationEnded,
@@ -133,7 +133,7 @@ class Order:
     point: Point
     number: signal.Signals
 
-    def is_due(self, page: Page, phase: Phase | Moment) -> bool:
+    def is_due(self, page: StatusPage, phase: Phase | Moment) -> bool:
         """Return whether the calling process has come to the point, not counting `skip`."""
         here = (self.generation, self.point.rank, self.point.phase) == (page.generation, _own_rank(), phase)
         return here and self.point.iteration in (ANY_ITERATION, page.iteration)
@@ -205,10 +205,10 @@ def call_is_a_point(
     when: Callable[..., bool] = lambda *_: True,
 ) -> None:
     """Let a rank enter `phase` once more whenever it calls this method, before the call or after it; in a setup."""
-    pages: list[Page] = []
-    join, call = Page.join, getattr(owner, name)
+    pages: list[StatusPage] = []
+    join, call = StatusPage.join, getattr(owner, name)
 
-    def remember(self: Page, generation: int) -> None:
+    def remember(self: StatusPage, generation: int) -> None:
         pages[:] = [self]
         join(self, generation)
 
@@ -221,7 +221,7 @@ def call_is_a_point(
             pages[0].enter(phase)
         return returned
 
-    Page.join = remember  # type: ignore[method-assign]
+    StatusPage.join = remember  # type: ignore[method-assign]
     setattr(owner, name, enter_and_call)
 
 
@@ -293,7 +293,7 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
     if setup:
         setup()
     skips = {order: order.point.skip for order in orders}
-    enter, vote, resume, train = Page.enter, Session._vote, KeptCopies.resume_copying, entry.run_guarded
+    enter, vote, resume, train = StatusPage.enter, Session._vote, CopySurvey.resume_copying, entry.run_supervised
 
     def obey(due: Sequence[Order]) -> None:
         for order in due:
@@ -301,7 +301,7 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
             if skips[order] == -1:
                 os.kill(os.getpid(), order.number)
 
-    def enter_and_obey(page: Page, phase: Phase, iteration: int | None = None) -> None:
+    def enter_and_obey(page: StatusPage, phase: Phase, iteration: int | None = None) -> None:
         enter(page, phase, iteration)
         obey([order for order in orders if order.is_due(page, phase)])
 
@@ -310,11 +310,11 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
         obey([order for order in orders if order.is_due(session._elastic.page, Moment.VOTE)])
         vote(session, *arguments)
 
-    def resume_and_obey(copies: KeptCopies) -> None:
+    def resume_and_obey(copies: CopySurvey) -> None:
         resume(copies)
         due = [order for order in orders if order.is_due(copies._elastic.page, Moment.COPYING)]
-        if due and copies._elastic.keeper is not None:
-            copies._elastic.keeper.copy([]).result()  # peers have done what they were asked for
+        if due and copies._elastic.daemon is not None:
+            copies._elastic.daemon.copy([]).result()  # peers have done what they were asked for
         obey(due)
 
     def obey_and_train(settings: Any, place: Any, life: int) -> Any:
@@ -322,10 +322,10 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
         obey([order for order in building if (order.point.rank, order.life) == (_own_rank(), life)])
         return train(settings, place, life)
 
-    Page.enter = enter_and_obey  # type: ignore[method-assign]
+    StatusPage.enter = enter_and_obey  # type: ignore[method-assign]
     Session._vote = obey_and_vote  # type: ignore[method-assign]
-    KeptCopies.resume_copying = resume_and_obey  # type: ignore[method-assign]
-    entry.run_guarded = obey_and_train
+    CopySurvey.resume_copying = resume_and_obey  # type: ignore[method-assign]
+    entry.run_supervised = obey_and_train
 
 
 def _own_rank() -> int:
@@ -347,7 +347,7 @@ def _carry_out(job: ElasticJob, faults: Sequence[Fault]) -> None:
         points = [point.rank for point in fault.at]
         if fault.kills is not None:
             held = points.pop()
-            pid = job.trainer(held, life=[*dead, *points].count(held)).pid
+            pid = job.worker(held, life=[*dead, *points].count(held)).pid
             job.wait_for(lambda pid=pid: stands_still(pid) or None, f"rank {held} to stand still for '{fault.name}'")
             fault.then(job, fault.kills)
             with contextlib.suppress(ProcessLookupError):

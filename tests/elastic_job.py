@@ -1,6 +1,6 @@
-"""Guarded jobs for tests: real guards, trainers, keepers and a store, in a second, and a hand on each of them.
+"""Guarded jobs for tests: real supervisors, workers, daemons and a store, in a second, and a hand on each of them.
 
-A test strikes at exact points by orders in the trainers' pages, or from outside by signals. Whatever happens, a job
+A test strikes at exact points by orders in the workers' pages, or from outside by signals. Whatever happens, a job
 is over when its block is, and a job that ended by itself has left no process and no shared memory.
 """
 
@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 from launcher.config import compose_settings
 from launcher.faults.strike import nobody_replaced, strike_node
-from launcher.live import LiveTrainer, read_written
+from launcher.live import LiveWorker, read_written
 from launcher.proc import stands_still
-from moe_ckpt.elastic.status_page import ANY_ITERATION, Page
+from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.types import Phase
-from tests.agent import guard_log, run_agent
+from tests.agent import run_agent, supervisor_log
 from tests.ranks import _CONTEXT
 from tests.training import fast
 
@@ -88,7 +88,7 @@ class ElasticJob:
         settings = compose_settings(fast(f"ckpt={ckpt}", *where, *_PATIENT, *overrides))
         self._process = _CONTEXT.Process(target=run_agent, args=(settings, world_size, folder, setup))
         self._deadline_s = time.monotonic() + timeout_s
-        self._pages: dict[int, Page] = {}
+        self._pages: dict[int, StatusPage] = {}
 
     def __enter__(self) -> ElasticJob:
         self._process.start()
@@ -121,19 +121,19 @@ class ElasticJob:
             raise JobFailedError(f"the job ended well: {self.said()}")
         return self.said()
 
-    def trainer(self, rank: int, life: int = 0) -> LiveTrainer:
-        """Wait for a trainer of a rank that lives, in this life or a later one."""
+    def worker(self, rank: int, life: int = 0) -> LiveWorker:
+        """Wait for a worker of a rank that lives, in this life or a later one."""
 
-        def look() -> LiveTrainer | None:
-            trainers = (trainer for trainer in read_written(self.run) if trainer.global_rank == rank)
-            return next((trainer for trainer in trainers if trainer.life >= life and trainer.is_alive), None)
+        def look() -> LiveWorker | None:
+            workers = (worker for worker in read_written(self.run) if worker.global_rank == rank)
+            return next((worker for worker in workers if worker.life >= life and worker.is_alive), None)
 
         return self.wait_for(look, f"life {life} of rank {rank}")
 
-    def page(self, rank: int) -> Page:
-        """Return the page of a rank, which outlives its trainers."""
+    def page(self, rank: int) -> StatusPage:
+        """Return the page of a rank, which outlives its workers."""
         if rank not in self._pages:
-            self._pages[rank] = self.trainer(rank).open_page()
+            self._pages[rank] = self.worker(rank).open_page()
         return self._pages[rank]
 
     def order(
@@ -146,8 +146,8 @@ class ElasticJob:
         number: signal.Signals = signal.SIGKILL,
         life: int = 0,
     ) -> None:
-        """Let a rank's trainer, in this life, send itself a signal at this point."""
-        self.trainer(rank, life)
+        """Let a rank's worker, in this life, send itself a signal at this point."""
+        self.worker(rank, life)
         self.page(rank).order(number, phase, iteration=iteration, skip=skip)
 
     def wait_until(self, rank: int, iteration: int, phase: Phase | None = None) -> None:
@@ -158,7 +158,7 @@ class ElasticJob:
 
     def kill(self, *ranks: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the workers of these ranks, all at once: none acts on the death of another."""
-        pids = [self.trainer(rank).pid for rank in ranks]
+        pids = [self.worker(rank).pid for rank in ranks]
         if len(pids) > 1:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
@@ -168,27 +168,30 @@ class ElasticJob:
             os.kill(pid, number)
 
     def lose_nodes(self, *ranks: int) -> None:
-        """Kill these trainers; what their ranks had in memory, of their own and of others, is gone with them."""
+        """Kill these workers; what their ranks had in memory, of their own and of others, is gone with them."""
         for rank in ranks:
-            self.trainer(rank)
-        with nobody_replaced(self.run, ranks, wait_s=30.0) as trainers:
-            strike_node(self.run, trainers, wait_s=30.0)
+            self.worker(rank)
+        with nobody_replaced(self.run, ranks, wait_s=30.0) as workers:
+            strike_node(self.run, workers, wait_s=30.0)
 
     def hold(self, rank: int, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0, life: int = 0) -> int:
-        """Let a rank's trainer stand still at this point, and wait until it does; return its pid, for SIGCONT.
+        """Let a rank's worker stand still at this point, and wait until it does; return its pid, for SIGCONT.
 
-        Its guard takes it for dead after `runtime.heartbeat_s`.
+        Its supervisor takes it for dead after `runtime.heartbeat_s`.
         """
         self.order(rank, phase, iteration=iteration, skip=skip, number=signal.SIGSTOP, life=life)
-        pid = self.trainer(rank, life).pid
+        pid = self.worker(rank, life).pid
         self.wait_for(lambda: stands_still(pid) or None, f"rank {rank} to stand still in {phase.name}")
         return pid
 
-    def keeper_pid(self, rank: int) -> int:
-        """Return the pid of the process that keeps a rank's copies: what its guard has forked beside the trainer."""
-        trainer = self.trainer(rank)
-        children = Path(f"/proc/{trainer.guard_pid}/task/{trainer.guard_pid}/children").read_text().split()
-        (pid,) = {int(child) for child in children} - {trainer.pid}
+    def daemon_pid(self, rank: int) -> int:
+        """Return the pid of the process that keeps a rank's copies
+
+        what its supervisor has forked beside the worker.
+        """
+        worker = self.worker(rank)
+        children = Path(f"/proc/{worker.supervisor_pid}/task/{worker.supervisor_pid}/children").read_text().split()
+        (pid,) = {int(child) for child in children} - {worker.pid}
         return pid
 
     @property
@@ -197,7 +200,7 @@ class ElasticJob:
         return sum(page.orders_obeyed for page in self._pages.values())
 
     def processes(self) -> list[int]:
-        """Return the pids of the agent, guards, keepers and trainers that live."""
+        """Return the pids of the agent, supervisors, daemons and workers that live."""
         if self._process.pid is None:
             return []
         return [pid for pid, session in _sessions() if session == self._process.pid]
@@ -207,8 +210,8 @@ class ElasticJob:
         return [f"process {pid}" for pid in self.processes()] + [str(path) for path in self._shared.iterdir()]
 
     def said(self) -> str:
-        """Return what guards and trainers have written, a line that came again and again only once."""
-        logs = [guard_log(self._folder, rank) for rank in range(self.world_size)]
+        """Return what supervisors and workers have written, a line that came again and again only once."""
+        logs = [supervisor_log(self._folder, rank) for rank in range(self.world_size)]
         texts = [f"--- rank {rank}\n{_squeezed(log.read_text())}" for rank, log in enumerate(logs) if log.exists()]
         return "\n".join(["", *texts])
 
@@ -244,7 +247,7 @@ class ElasticJob:
         raise JobFailedError("\n".join([f"no time left to wait for {what}", *pages, self.said()]))
 
 
-def _describe(rank: int, page: Page) -> str:
+def _describe(rank: int, page: StatusPage) -> str:
     waiting = "waiting for others, " if page.waiting else ""
     return f"rank {rank}: {waiting}in generation {page.generation}, iteration {page.iteration}, {page.phase.name}"
 

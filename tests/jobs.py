@@ -1,7 +1,7 @@
-"""A job of small real processes, to inject faults into: a guard and a trainer per rank, forked, without training.
+"""A job of small real processes, to inject faults into: a supervisor and a worker per rank, forked, without training.
 
-A trainer walks through the phases of its iterations and keeps writing into its host memory. It parks where it is told
-to, until an order stands in its page. A guard notes how and where each trainer died, then replaces it.
+A worker walks through the phases of its iterations and keeps writing into its host memory. It parks where it is told
+to, until an order stands in its page. A supervisor notes how and where each worker died, then replaces it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.live import remove_live, write_live
-from moe_ckpt.elastic.status_page import Page, Phase
+from moe_ckpt.elastic.status_page import Phase, StatusPage
 from tests.ranks import _CONTEXT
 from tests.waits import START_S, WAIT_S
 
@@ -31,7 +31,7 @@ _STEP_S = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """What a rank of the job does. `hold`: its guard waits for a line before it replaces a trainer."""
+    """What a rank of the job does. `hold`: its supervisor waits for a line before it replaces a worker."""
 
     run: Path
     memory: Path
@@ -48,7 +48,7 @@ class Walk:
 
 @dataclass(frozen=True, kw_only=True)
 class Died:
-    """What a guard noted about a trainer."""
+    """What a supervisor noted about a worker."""
 
     pid: int
     signal: str
@@ -63,29 +63,29 @@ class Job:
     def __init__(self, run: Path, walks: list[Walk]) -> None:
         self.run = run
         self._walks = walks
-        self._guards = [_Guard(walk) for walk in walks]
-        for guard in self._guards:
-            assert guard.hear() == "ready"
+        self._supervisors = [_Guard(walk) for walk in walks]
+        for supervisor in self._supervisors:
+            assert supervisor.hear() == "ready"
 
     def memory(self, rank: int) -> Path:
         return self._walks[rank].memory
 
-    def page(self, rank: int) -> Page:
-        return Page(self.memory(rank) / "page")
+    def page(self, rank: int) -> StatusPage:
+        return StatusPage(self.memory(rank) / "page")
 
-    def guard_pid(self, rank: int) -> int:
-        return self._guards[rank].process.pid
+    def supervisor_pid(self, rank: int) -> int:
+        return self._supervisors[rank].process.pid
 
-    def kill_guard(self, rank: int) -> None:
-        """Kill a guard with its trainer; nothing of them is left to be replaced."""
-        self._guards[rank].kill()
+    def kill_supervisor(self, rank: int) -> None:
+        """Kill a supervisor with its worker; nothing of them is left to be replaced."""
+        self._supervisors[rank].kill()
 
     def next_word(self, rank: int) -> str:
         """Wait for what a rank says next: `parked PID`, `died PID`, or nothing once it has ended."""
-        return self._guards[rank].hear()
+        return self._supervisors[rank].hear()
 
     def wait_for_death(self, rank: int, *, times: int = 1) -> Died:
-        """Wait until a rank's trainer has died, or so many one after the other; return how the last one died."""
+        """Wait until a rank's worker has died, or so many one after the other; return how the last one died."""
         for _ in range(times):
             word = self.next_word(rank)
             if word.startswith("parked"):
@@ -94,47 +94,47 @@ class Job:
         return self.deaths(rank)[-1]
 
     def wait_to_park(self, rank: int) -> int:
-        """Return the pid of a rank's trainer, which parks before it says anything else."""
+        """Return the pid of a rank's worker, which parks before it says anything else."""
         word, pid = self.next_word(rank).split()
         assert word == "parked"
         return int(pid)
 
     def parked_pids(self) -> list[int]:
-        """Wait until each rank's trainer parks."""
-        return [self.wait_to_park(rank) for rank in range(len(self._guards))]
+        """Wait until each rank's worker parks."""
+        return [self.wait_to_park(rank) for rank in range(len(self._supervisors))]
 
     def let_go(self) -> None:
-        """Let all trainers go on from where they park, by an order that is far away."""
+        """Let all workers go on from where they park, by an order that is far away."""
         for rank in range(len(self._walks)):
             self.page(rank).order(signal.SIGKILL, Phase.STEP, iteration=10**8)
 
     def release(self, rank: int) -> None:
-        """Let a guard that holds replace its trainer."""
-        self._guards[rank].connection.send("go on")
+        """Let a supervisor that holds replace its worker."""
+        self._supervisors[rank].connection.send("go on")
 
     def deaths(self, rank: int) -> list[Died]:
         path = self._walks[rank].deaths
         return [Died(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for_end(self) -> None:
-        for guard in self._guards:
-            guard.process.join(WAIT_S)
-            assert guard.process.exitcode == 0
+        for supervisor in self._supervisors:
+            supervisor.process.join(WAIT_S)
+            assert supervisor.process.exitcode == 0
 
     def end(self) -> None:
-        for guard in self._guards:
-            guard.kill()
-            guard.process.join()
-            guard.process.close()
-            guard.connection.close()
+        for supervisor in self._supervisors:
+            supervisor.kill()
+            supervisor.process.join()
+            supervisor.process.close()
+            supervisor.connection.close()
 
 
 class _Guard:
-    """A guard's process, the leader of a process group with its trainer, and a connection to both."""
+    """A supervisor's process, the leader of a process group with its worker, and a connection to both."""
 
     def __init__(self, walk: Walk) -> None:
         self.connection, theirs = _CONTEXT.Pipe()
-        self.process: Any = _CONTEXT.Process(target=_guard, args=(walk, theirs))
+        self.process: Any = _CONTEXT.Process(target=_supervisor, args=(walk, theirs))
         self.process.start()
         theirs.close()
 
@@ -165,7 +165,7 @@ def running_job(folder: Path, world_size: int, **walk: Any) -> Iterator[Job]:
 
 @contextmanager
 def parked_job(folder: Path, world_size: int, **walk: Any) -> Iterator[tuple[Job, list[int]]]:
-    """Run a job and wait until its trainers park; yields their pids with it."""
+    """Run a job and wait until its workers park; yields their pids with it."""
     with running_job(folder, world_size, **walk) as job:
         yield job, job.parked_pids()
 
@@ -178,16 +178,16 @@ def make_run(run: Path, world_size: int) -> Path:
 
 
 def rewrite_live(run: Path, rank: int, **changes: Any) -> None:
-    """Change what a rank's trainer has written of itself."""
+    """Change what a rank's worker has written of itself."""
     path = run / "live" / f"rank{rank:04d}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def _guard(walk: Walk, connection: Connection) -> None:
+def _supervisor(walk: Walk, connection: Connection) -> None:
     os.setsid()
     connection.send("ready")
     walk.memory.mkdir()
-    page = Page(walk.memory / "page")
+    page = StatusPage(walk.memory / "page")
     life = 0
     while True:
         page.reset()
@@ -213,12 +213,12 @@ def _guard(walk: Walk, connection: Connection) -> None:
         life += 1
 
 
-def _train(walk: Walk, page: Page, life: int, connection: Connection) -> None:
+def _train(walk: Walk, page: StatusPage, life: int, connection: Connection) -> None:
     rank, memory = walk.global_rank, walk.memory
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     page.join(generation := life + 1)
     node = rank // walk.ranks_per_node
-    write_live(walk.run, global_rank=rank, node=node, guard_pid=os.getppid(), memory=memory, life=life)
+    write_live(walk.run, global_rank=rank, node=node, supervisor_pid=os.getppid(), memory=memory, life=life)
     for iteration in range(1, walk.last_iteration + 1):
         if iteration == RECOVERS_AT:
             page.join(generation := generation + 1)
@@ -233,7 +233,7 @@ def _train(walk: Walk, page: Page, life: int, connection: Connection) -> None:
     remove_live(walk.run, rank)
 
 
-def _work(memory: Path, page: Page, life: int) -> None:
+def _work(memory: Path, page: StatusPage, life: int) -> None:
     for part in ("own", "held"):
         (memory / part).mkdir(exist_ok=True)
         (memory / part / f"life{life}").write_text("state")

@@ -27,10 +27,10 @@ with (here / "commands").open("a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 prepared = here / run.name
 for lines in prepared.glob("struck/*"):
-    trainer = subprocess.Popen(["sleep", "100"])
+    worker = subprocess.Popen(["sleep", "100"])
     (run / "events").mkdir(parents=True)
-    (run / "events" / lines.name).write_text(lines.read_text().replace("{_PID}", str(trainer.pid)))
-    (here / "signals").write_text(str(-trainer.wait()))
+    (run / "events" / lines.name).write_text(lines.read_text().replace("{_PID}", str(worker.pid)))
+    (here / "signals").write_text(str(-worker.wait()))
 if (prepared / "run").is_dir():
     shutil.copytree(prepared / "run", run, dirs_exist_ok=True)
     described = json.loads((run / "run.json").read_text())
@@ -63,7 +63,7 @@ class StandIn:
         (self._folder / name / "status").touch()
 
     def wait_for_strike(self, name: str, rank: int, events: Sequence[Timed]) -> None:
-        """Let this rank's first trainer live until a signal ends it, and have these events until then."""
+        """Let this rank's first worker live until a signal ends it, and have these events until then."""
         started = (0.0, TrainerStarted(pid=_PID, host="here", life=0, device="cpu"))
         path = self._folder / name / "struck" / f"rank{rank:04d}.jsonl"
         path.parent.mkdir(parents=True)
@@ -76,5 +76,5 @@ class StandIn:
 
     @property
     def struck_by(self) -> int:
-        """The signal that ended the trainer that waited for one."""
+        """The signal that ended the worker that waited for one."""
         return int((self._folder / "signals").read_text())

@@ -12,7 +12,7 @@ LONGEST_NAME = 70
 SLEEPERS = {
     "tests/agent.py": "an agent that does nothing until it is killed, and looks for what other processes write",
     "tests/elastic_job.py": "the only signs that other processes give are their files and pages",
-    "tests/jobs.py": "a trainer leaves processors to others, as training does",
+    "tests/jobs.py": "a worker leaves processors to others, as training does",
     "tests/launcher/test_elastic_long.py": "faults come at moments that nothing marks",
     "tests/launcher/test_torchrun.py": "the only sign that another process gives is its file",
     "tests/elastic/workers.py": "waits for what no other thread or process announces",

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from launcher.loop import StageRunner, Trainer
-from moe_ckpt.elastic.status_page import Page
+from launcher.loop import MegatronLoop, StageRunner
+from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.megatron.operators import RankOperators
 
 Tokens = dict[int, dict[int, list[int]]]
@@ -60,18 +60,18 @@ def tokens_in(folder: Path, generation: int, iterations: range) -> Tokens:
 def note_states(folder: Path) -> None:
     """Let every worker write hashes of its operators wherever it logs a digest of its state."""
     generation, built = _note_generation(), list[RankOperators]()
-    build, digest = RankOperators.__init__, Trainer.digest
+    build, digest = RankOperators.__init__, MegatronLoop.digest
 
     def noted_build(self: RankOperators, *arguments: Any) -> None:
         build(self, *arguments)
         built[:] = [self]
 
-    def noted_digest(self: Trainer) -> str:
+    def noted_digest(self: MegatronLoop) -> str:
         _write(folder, "states", [generation[0], built[0].digests()])
         return digest(self)
 
     RankOperators.__init__ = noted_build  # type: ignore[method-assign]
-    Trainer.digest = noted_digest  # type: ignore[method-assign]
+    MegatronLoop.digest = noted_digest  # type: ignore[method-assign]
 
 
 def states_of(folder: Path, global_rank: int, generation: int, first: int) -> dict[int, dict[str, str]]:
@@ -95,13 +95,13 @@ def lost_by_hand(
 
 def _note_generation() -> list[int]:
     """Return a list with the generation that the calling process is in, from then on."""
-    generation, join = [0], Page.join
+    generation, join = [0], StatusPage.join
 
-    def noted_join(self: Page, number: int) -> None:
+    def noted_join(self: StatusPage, number: int) -> None:
         generation[0] = number
         join(self, number)
 
-    Page.join = noted_join  # type: ignore[method-assign]
+    StatusPage.join = noted_join  # type: ignore[method-assign]
     return generation
 
 

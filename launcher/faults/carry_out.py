@@ -1,8 +1,8 @@
-"""Carries a plan of kills out on the trainers of a running job, from another process beside it.
+"""Carries a plan of kills out on the workers of a running job, from another process beside it.
 
-At times: as soon as the time has come and the trainers live. A trainer that is being replaced is waited for; no life is
-struck twice. At a point: an order in the trainer's page, which the trainer carries out on itself at exactly that point.
-A lost node takes several processes and their memory, which no trainer can do to itself: the page of the kill's rank is
+At times: as soon as the time has come and the workers live. A worker that is being replaced is waited for; no life is
+struck twice. At a point: an order in the worker's page, which the worker carries out on itself at exactly that point.
+A lost node takes several processes and their memory, which no worker can do to itself: the page of the kill's rank is
 watched, every millisecond, and the node is struck as soon as the point is seen or has been passed.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.faults.job import LOOK_EVERY_S, Job
+from launcher.faults.job import LOOK_EVERY_S, TargetJob
 from launcher.faults.tasks import NodeAtPoint, Orders, StrikeAtTime, Task
 from launcher.live import read_world_size
 from moe_ckpt.faults.schedule import Kill, plan_strikes, victims
@@ -31,17 +31,18 @@ def carry_out(
     patience_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Inflict the kills, each with a rank, on a run's trainers on this machine; return whether all could be.
+    """Inflict the kills, each with a rank, on a run's workers on this machine; return whether all could be.
 
-    Times count by `clock` from when the first trainer is seen. Ends once all is done or the run has ended: all its live
-    files are gone, or no trainer and no guard lived for `patience_s`; as long are its start and a victim waited for.
+    Times count by `clock` from when the first worker is seen. Ends once all is done or the run has ended: all its live
+    files are gone, or no worker and no supervisor lived for `patience_s`; as long are its start and a victim waited
+    for.
     """
     assert all(kill.rank is not None for kill in kills), kills
-    job = Job(run, say, patience_s, clock)
+    job = TargetJob(run, say, patience_s, clock)
     while not job.has_begun and job.look():
         time.sleep(LOOK_EVERY_S)
     if not job.has_begun:
-        say(f"no trainer of {run} came to live within {patience_s:g} s")
+        say(f"no worker of {run} came to live within {patience_s:g} s")
         return False
     tasks = _tasks(kills, job, ranks_per_node)
     pending = tasks
@@ -56,7 +57,7 @@ def carry_out(
     return all(task.was_done for task in tasks)
 
 
-def _tasks(kills: Sequence[Kill], job: Job, ranks_per_node: int) -> list[Task]:
+def _tasks(kills: Sequence[Kill], job: TargetJob, ranks_per_node: int) -> list[Task]:
     world_size = read_world_size(job.run)
     nodes: list[Kill] = []
     orders: dict[int, list[Kill]] = {}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InjectedFault:
-    """A signal to one trainer, written just before it is sent, with what the trainer was doing.
+    """A signal to one worker, written just before it is sent, with what the worker was doing.
 
-    `ordered`: the trainer was told to send it to itself as it enters `phase` of `iteration` (None: the next one); then
-    `unix_s` is when it was told, and an order whose trainer dies of something else before is written again.
+    `ordered`: the worker was told to send it to itself as it enters `phase` of `iteration` (None: the next one); then
+    `unix_s` is when it was told, and an order whose worker dies of something else before is written again.
     """
 
     unix_s: float

@@ -1,6 +1,6 @@
-"""Carries a plan of kills out on a job without guards (ckpt=none, dense), by what its event files tell. Linux.
+"""Carries a plan of kills out on a job without supervisors (ckpt=none, dense), by what its event files tell. Linux.
 
-Such trainers have no page that shows what they do. A kill at a point comes as soon as its rank has committed the
+Such workers have no page that shows what they do. A kill at a point comes as soon as its rank has committed the
 iteration before, whatever the phase; one of them ends them all, and torchrun starts them again.
 """
 
@@ -33,7 +33,7 @@ def strike_from_outside(
 ) -> list[Strike]:
     """Inflict the kills, each with a rank, on children of `parent_pid`; return what could not be done when it ended.
 
-    Each rank is a node of its own. Times count by `clock` from when the first trainer is seen; `goes_on` says how long.
+    Each rank is a node of its own. Times count by `clock` from when the first worker is seen; `goes_on` says how long.
     """
     pending = [_at_point(kill, world_size) for kill in kills if kill.after_s is None]
     pending += [_Due(strike=strike, after_iteration=None) for strike in plan_strikes(kills, world_size, 1)]
@@ -70,7 +70,7 @@ def _at_point(kill: Kill, world_size: int) -> _Due:
 
 @dataclass(kw_only=True)
 class _Rank:
-    """The newest trainer of a rank, and the iteration that it has committed last; `struck`: the pids that are done."""
+    """The newest worker of a rank, and the iteration that it has committed last; `struck`: the pids that are done."""
 
     path: Path
     pid: int = 0

@@ -1,10 +1,10 @@
-"""The act itself: a signal to trainers, at once, and for a lost node the loss of its host memory. Linux.
+"""The act itself: a signal to workers, at once, and for a lost node the loss of its host memory. Linux.
 
 A node is lost in this order, so that nothing can be written between the loss and the deaths, and that nothing of a
 replacement is touched:
 
-    SIGSTOP to all its guards, then to its trainers -> every thread of them stands still -> `own` and `held` of all its
-    ranks are deleted -> SIGKILL to the trainers, which a stopped process obeys, too -> SIGCONT to the guards
+    SIGSTOP to all its supervisors, then to its workers -> every thread of them stands still -> `own` and `held` of all
+    its ranks are deleted -> SIGKILL to the workers, which a stopped process obeys, too -> SIGCONT to the supervisors
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from launcher.faults.log import InjectedFault, append_faults
-from launcher.live import LiveTrainer, read_written
+from launcher.live import LiveWorker, read_written
 from launcher.proc import stands_still
 
 _HOST_MEMORY = ("own", "held")
@@ -31,35 +31,35 @@ def signal_number(name: str) -> signal.Signals:
     return signal.Signals[f"SIG{name}"]
 
 
-def strike_processes(run: Path, trainers: Sequence[LiveTrainer], name: str) -> list[InjectedFault]:
-    """Send a signal to each of these trainers; return what was written about it."""
-    return _send(run, trainers, name, "process")
+def strike_processes(run: Path, workers: Sequence[LiveWorker], name: str) -> list[InjectedFault]:
+    """Send a signal to each of these workers; return what was written about it."""
+    return _send(run, workers, name, "process")
 
 
 @contextlib.contextmanager
-def nobody_replaced(run: Path, ranks: Collection[int], *, wait_s: float) -> Iterator[list[LiveTrainer]]:
-    """Within, these ranks get no new trainers; yield the last that they got on this machine, dead or alive.
+def nobody_replaced(run: Path, ranks: Collection[int], *, wait_s: float) -> Iterator[list[LiveWorker]]:
+    """Within, these ranks get no new workers; yield the last that they got on this machine, dead or alive.
 
-    A trainer that is being born has seen nothing of its rank's memory yet. Guards that do not stand still within
+    A worker that is being born has seen nothing of its rank's memory yet. Supervisors that do not stand still within
     `wait_s` are not waited for.
     """
-    guards = {trainer.guard_pid for trainer in _trainers_here(run, ranks) if trainer.is_guarded}
+    supervisors = {worker.supervisor_pid for worker in _workers_here(run, ranks) if worker.is_supervised}
     try:
-        _stop(guards, wait_s)
-        yield _trainers_here(run, ranks)
+        _stop(supervisors, wait_s)
+        yield _workers_here(run, ranks)
     finally:
-        _signal_all(guards, signal.SIGCONT)
+        _signal_all(supervisors, signal.SIGCONT)
 
 
-def strike_node(run: Path, trainers: Sequence[LiveTrainer], *, wait_s: float) -> list[InjectedFault]:
-    """Kill these trainers and delete their host memory, of those that are dead already as well.
+def strike_node(run: Path, workers: Sequence[LiveWorker], *, wait_s: float) -> list[InjectedFault]:
+    """Kill these workers and delete their host memory, of those that are dead already as well.
 
     Trainers that do not stand still within `wait_s` (a driver call, say) are killed all the same.
     """
-    alive = [trainer for trainer in trainers if trainer.is_alive]
-    _stop({trainer.pid for trainer in alive}, wait_s)
-    for trainer in trainers:
-        _lose_memory(Path(trainer.memory))
+    alive = [worker for worker in workers if worker.is_alive]
+    _stop({worker.pid for worker in alive}, wait_s)
+    for worker in workers:
+        _lose_memory(Path(worker.memory))
     return _send(run, alive, "KILL", "node")
 
 
@@ -69,20 +69,20 @@ def describe(fault: InjectedFault, run: Path) -> str:
     return f"{_VERBS[fault.signal]} rank {fault.rank} (pid {fault.pid}) of {run} {where}"
 
 
-def _send(run: Path, trainers: Sequence[LiveTrainer], name: str, scope: str) -> list[InjectedFault]:
+def _send(run: Path, workers: Sequence[LiveWorker], name: str, scope: str) -> list[InjectedFault]:
     now_s = time.time()
-    faults = [_fault(trainer, name, scope, now_s) for trainer in trainers]
+    faults = [_fault(worker, name, scope, now_s) for worker in workers]
     append_faults(run, faults)
-    _signal_all([trainer.pid for trainer in trainers], signal_number(name))
+    _signal_all([worker.pid for worker in workers], signal_number(name))
     return faults
 
 
-def _fault(trainer: LiveTrainer, name: str, scope: str, unix_s: float) -> InjectedFault:
-    page = trainer.open_page()
+def _fault(worker: LiveWorker, name: str, scope: str, unix_s: float) -> InjectedFault:
+    page = worker.open_page()
     return InjectedFault(
         unix_s=unix_s,
-        rank=trainer.global_rank,
-        pid=trainer.pid,
+        rank=worker.global_rank,
+        pid=worker.pid,
         signal=name,
         scope=scope,
         generation=page.generation,
@@ -93,7 +93,7 @@ def _fault(trainer: LiveTrainer, name: str, scope: str, unix_s: float) -> Inject
 
 
 def _lose_memory(memory: Path) -> None:
-    """Delete what is in a rank's memory; its keeper, which lives on, may be writing there."""
+    """Delete what is in a rank's memory; its daemon, which lives on, may be writing there."""
     lost = tempfile.mkdtemp(prefix="lost-", dir=memory)
     for part in _HOST_MEMORY:
         with contextlib.suppress(FileNotFoundError):
@@ -101,8 +101,8 @@ def _lose_memory(memory: Path) -> None:
     shutil.rmtree(lost)
 
 
-def _trainers_here(run: Path, ranks: Collection[int]) -> list[LiveTrainer]:
-    return [trainer for trainer in read_written(run) if trainer.global_rank in ranks and trainer.is_here]
+def _workers_here(run: Path, ranks: Collection[int]) -> list[LiveWorker]:
+    return [worker for worker in read_written(run) if worker.global_rank in ranks and worker.is_here]
 
 
 def _stop(pids: Collection[int], wait_s: float) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.faults.job import LOOK_EVERY_S, Job
+from launcher.faults.job import LOOK_EVERY_S, TargetJob
 from launcher.faults.log import InjectedFault, append_faults
 from launcher.faults.strike import signal_number
-from launcher.live import LiveTrainer
-from moe_ckpt.elastic.status_page import ANY_ITERATION, Page, Phase
+from launcher.live import LiveWorker
+from moe_ckpt.elastic.status_page import ANY_ITERATION, Phase, StatusPage
 from moe_ckpt.faults.schedule import Kill, Strike, has_come
 
 _WATCH_EVERY_S = 0.001
@@ -22,7 +22,7 @@ _SLEEP_AT_MOST_S = 0.2
 class Task(ABC):
     """One part. Once it `is_over`, `was_done` says whether all of it was carried out."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TargetJob) -> None:
         self.job = job
         self.is_over = False
         self.was_done = False
@@ -43,9 +43,9 @@ class Task(ABC):
 
 
 class StrikeAtTime(Task):
-    """A strike once its time has come, on all its trainers together; after a while without those that do not come."""
+    """A strike once its time has come, on all its workers together; after a while without those that do not come."""
 
-    def __init__(self, job: Job, strike: Strike) -> None:
+    def __init__(self, job: TargetJob, strike: Strike) -> None:
         super().__init__(job)
         self._strike = strike
 
@@ -55,16 +55,16 @@ class StrikeAtTime(Task):
             return
         ranks = self._strike.ranks
         elsewhere = self.job.elsewhere(ranks)
-        trainers = self.job.strikable(ranks)
-        missing = set(ranks) - {trainer.global_rank for trainer in (*trainers, *elsewhere)}
+        workers = self.job.strikable(ranks)
+        missing = set(ranks) - {worker.global_rank for worker in (*workers, *elsewhere)}
         if missing and late_s < self.job.patience_s:
             return
         self.job.leave(elsewhere)
         for rank in sorted(missing):
             self.job.say(f"rank {rank}: no new life within {self.job.patience_s:g} s, left alone")
-        if trainers:
-            self.job.strike(trainers, self._strike)
-        self.end(done=len(trainers) == len(ranks))
+        if workers:
+            self.job.strike(workers, self._strike)
+        self.end(done=len(workers) == len(ranks))
 
     def look_again_s(self) -> float:
         return min(max(LOOK_EVERY_S, self._strike.after_s - self.job.elapsed_s), _SLEEP_AT_MOST_S)
@@ -76,13 +76,13 @@ class StrikeAtTime(Task):
 class NodeAtPoint(Task):
     """The loss of a node when the page of one of its ranks shows the point."""
 
-    def __init__(self, job: Job, kill: Kill, ranks: Sequence[int]) -> None:
+    def __init__(self, job: TargetJob, kill: Kill, ranks: Sequence[int]) -> None:
         super().__init__(job)
         assert kill.rank is not None
         self._kill = kill
         self._rank = kill.rank
         self._strike = Strike(after_s=0, ranks=tuple(ranks), signal=kill.signal, scope=kill.scope)
-        self._page: Page | None = None
+        self._page: StatusPage | None = None
         self._memory = ""
 
     def advance(self) -> None:
@@ -101,33 +101,33 @@ class NodeAtPoint(Task):
         return str(self._kill)
 
     def _has_come(self) -> bool:
-        trainer = self.job.trainers.get(self._rank)
-        if trainer is None or not trainer.is_alive:
+        worker = self.job.workers.get(self._rank)
+        if worker is None or not worker.is_alive:
             return False
-        if self._page is None or self._memory != trainer.memory:
-            self._page, self._memory = trainer.open_page(), trainer.memory
-        phase = self._page.phase.name.lower()  # first: a trainer writes it last
+        if self._page is None or self._memory != worker.memory:
+            self._page, self._memory = worker.open_page(), worker.memory
+        phase = self._page.phase.name.lower()  # first: a worker writes it last
         return has_come(self._kill, self._page.iteration, phase)
 
 
 class Orders(Task):
     """Kills of one rank's process at points, one after the other, each an order to a life of its own."""
 
-    def __init__(self, job: Job, rank: int, kills: Sequence[Kill]) -> None:
+    def __init__(self, job: TargetJob, rank: int, kills: Sequence[Kill]) -> None:
         super().__init__(job)
         self._rank = rank
         self._kills = list(kills)
         self._order: _Order | None = None
 
     def advance(self) -> None:
-        trainers = self.job.strikable([self._rank])  # first: a trainer obeys before another takes its place
+        workers = self.job.strikable([self._rank])  # first: a worker obeys before another takes its place
         if self._order is None:
-            self._place(trainers)
+            self._place(workers)
         elif self._order.was_obeyed():
             self._finish(self._order)
-        elif trainers and trainers[0] != self._order.trainer:  # it died of something else
+        elif workers and workers[0] != self._order.worker:  # it died of something else
             is_for_the_next = self._order.page.has_order  # given when the dead one's page was its successor's already
-            self._order = replace(self._order, trainer=trainers[0]) if is_for_the_next else None
+            self._order = replace(self._order, worker=workers[0]) if is_for_the_next else None
 
     def look_again_s(self) -> float:
         return LOOK_EVERY_S
@@ -135,21 +135,21 @@ class Orders(Task):
     def __str__(self) -> str:
         return "; ".join(map(str, self._kills))
 
-    def _place(self, trainers: Sequence[LiveTrainer]) -> None:
+    def _place(self, workers: Sequence[LiveWorker]) -> None:
         elsewhere = self.job.elsewhere([self._rank])
         if elsewhere:
             self.job.leave(elsewhere)
             self.end(done=False)
-        for trainer in trainers:
-            page = trainer.open_page()
+        for worker in workers:
+            page = worker.open_page()
             if not page.has_order:
-                self._order = _Order(trainer=trainer, page=page, obeyed_before=page.orders_obeyed)
+                self._order = _Order(worker=worker, page=page, obeyed_before=page.orders_obeyed)
                 _give_order(self.job.run, self._kills[0], self._order)
-                self.job.say(f"ordered from pid {trainer.pid}: {self._kills[0]}")
+                self.job.say(f"ordered from pid {worker.pid}: {self._kills[0]}")
 
     def _finish(self, order: _Order) -> None:
-        self.job.say(f"carried out by pid {order.trainer.pid}: {self._kills.pop(0)}")
-        self.job.mark_struck([order.trainer])
+        self.job.say(f"carried out by pid {order.worker.pid}: {self._kills.pop(0)}")
+        self.job.mark_struck([order.worker])
         self._order = None
         if not self._kills:
             self.end(done=True)
@@ -157,10 +157,10 @@ class Orders(Task):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """An order that stands in a trainer's page, and how many had been carried out there before."""
+    """An order that stands in a worker's page, and how many had been carried out there before."""
 
-    trainer: LiveTrainer
-    page: Page
+    worker: LiveWorker
+    page: StatusPage
     obeyed_before: int
 
     def was_obeyed(self) -> bool:
@@ -170,8 +170,8 @@ class _Order:
 def _give_order(run: Path, kill: Kill, order: _Order) -> None:
     fault = InjectedFault(
         unix_s=time.time(),
-        rank=order.trainer.global_rank,
-        pid=order.trainer.pid,
+        rank=order.worker.global_rank,
+        pid=order.worker.pid,
         signal=kill.signal,
         scope=kill.scope,
         generation=order.page.generation,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher.report.columns import Microseconds
-from launcher.report.parts import Part
+from launcher.report.parts import PagePart
 from launcher.report.rank_log import Noted, RankLog
 from launcher.report.walk import TELLING, Walk, walk_gap, walk_iteration
 from moe_ckpt.events import Rejoined, StageRecovered, StateResumed
@@ -40,10 +40,10 @@ class Tiling:
     def lengths_us(self) -> Microseconds:
         return np.diff(self.ends_us, prepend=0)
 
-    def totals_us(self) -> dict[Part, int]:
+    def totals_us(self) -> dict[PagePart, int]:
         """Return the length of each part; they sum to the wall time."""
         lengths_us = self.lengths_us
-        return {part: int(lengths_us[self.parts == part].sum()) for part in Part}
+        return {part: int(lengths_us[self.parts == part].sum()) for part in PagePart}
 
 
 def account(log: RankLog, end_us: int) -> Tiling:
@@ -116,12 +116,12 @@ def _plain(commits: _Commits, without: Mapping[int, object]) -> NDArray[np.int64
     is_plain[list(without)] = False
     keep = np.flatnonzero(is_plain)
     at_us, given_up, iterations = commits.at_us[keep], commits.given_up[keep], commits.iterations[keep]
-    gap = np.where(keep == 0, Part.STARTUP, Part.OTHER)
+    gap = np.where(keep == 0, PagePart.STARTUP, PagePart.OTHER)
     bounds_us = (commits.previous_us[keep], commits.begin_us[keep], at_us - commits.stall_us[keep], at_us)
     stretches = (
         (*bounds_us[0:2], gap, np.full(len(keep), _NONE)),
-        (*bounds_us[1:3], np.where(given_up, Part.LOST, Part.COMPUTE), iterations),
-        (*bounds_us[2:4], np.where(given_up, Part.LOST, Part.STALL), iterations),
+        (*bounds_us[1:3], np.where(given_up, PagePart.LOST, PagePart.COMPUTE), iterations),
+        (*bounds_us[2:4], np.where(given_up, PagePart.LOST, PagePart.STALL), iterations),
     )
     rows = np.stack([np.concatenate(column) for column in zip(*stretches, strict=True)], axis=1)
     return rows[rows[:, 1] > rows[:, 0], 1:]
@@ -132,7 +132,7 @@ def _walk(log: RankLog, commits: _Commits, gap: int, end_us: int, found: Sequenc
     walk = Walk(int(commits.previous_us[gap]), next_iteration=int(commits.iterations[gap - 1]) + 1 if gap else 0)
     if gap == len(commits.at_us):
         walk_gap(walk, found, is_first=gap == 0)
-        walk.to(end_us, Part.OTHER if log.has_finished else Part.UNKNOWN)
+        walk.to(end_us, PagePart.OTHER if log.has_finished else PagePart.UNKNOWN)
         return walk
     settled_us = [noted.at_us for noted in found if not isinstance(noted.event, StageRecovered)]
     begin_us = max([int(commits.begin_us[gap]), *settled_us])

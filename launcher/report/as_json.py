@@ -10,7 +10,7 @@ import numpy as np
 
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
-from launcher.report.parts import Part
+from launcher.report.parts import PagePart
 from launcher.report.summary import headline, quantities
 
 _VERSION = 1
@@ -61,7 +61,7 @@ def _recovery(episode: Episode) -> dict[str, Any]:
 
 
 def _seconds(of: Any) -> dict[str, float]:
-    return {part.label: of[part] / 1e6 for part in Part}
+    return {part.label: of[part] / 1e6 for part in PagePart}
 
 
 def _known(value: Any) -> Any:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from launcher.report.account import Tiling, account
 from launcher.report.columns import Columns
-from launcher.report.parts import NOT_IN_ETTR, OF_FAULTS, Part
+from launcher.report.parts import NOT_IN_ETTR, OF_FAULTS, PagePart
 from launcher.report.rank_log import Noted, RankLog, read_rank
 from launcher.report.thin import MOST_POINTS, evenly, in_steps
 from moe_ckpt.events import ExpertPopularity, ExpertsOrdered
@@ -49,7 +49,7 @@ class RankDigest:
     num_events: int
     has_finished: bool
     end_us: int
-    totals_us: Mapping[Part, int]
+    totals_us: Mapping[PagePart, int]
     stretches: Stretches
     gained: Numbers
     iterations: PerIteration
@@ -116,7 +116,7 @@ def _of_faults(tiling: Tiling, rank: int) -> Stretches:
 
 def _gained(tiling: Tiling) -> Numbers:
     """Return, at some moments, how much of the time until then was computing, and how much counts at all."""
-    computing = tiling.parts == Part.COMPUTE
+    computing = tiling.parts == PagePart.COMPUTE
     counting = ~np.isin(tiling.parts, NOT_IN_ETTR)
     ends_us = np.append(0, tiling.ends_us)
     sums = [np.append(0, np.cumsum(np.where(which, tiling.lengths_us, 0))) for which in (computing, counting)]

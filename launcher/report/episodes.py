@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.report.digest import Stretches
-from launcher.report.parts import RECOVERY, Part
+from launcher.report.parts import RECOVERY, PagePart
 from launcher.report.rank_log import Noted
 from launcher.report.read import RunLog
 from moe_ckpt.events import (
@@ -35,7 +35,7 @@ class RankStretch:
     """What a rank did in an episode; `note` says which iterations it replayed."""
 
     rank: int
-    part: Part
+    part: PagePart
     start_us: int
     end_us: int
     note: str
@@ -54,7 +54,7 @@ class Episode:
     struck: int
     iteration: int | None
     causes: tuple[str, ...]
-    mean_us: Mapping[Part, float]
+    mean_us: Mapping[PagePart, float]
     fetched_bytes: int
     replayed_iters: int
     replaying_ranks: tuple[int, ...]
@@ -70,12 +70,12 @@ def find_episodes(run: RunLog) -> tuple[Episode, ...]:
     """Return the recoveries of a run, in order."""
     stretches = np.concatenate([np.empty((0, 5), np.int64), *(rank.stretches for rank in run.ranks)])
     stretches = stretches[np.argsort(stretches[:, _START], kind="stable")]
-    lost = stretches[stretches[:, _PART] == Part.LOST]
+    lost = stretches[stretches[:, _PART] == PagePart.LOST]
     unassigned = np.ones(len(lost), bool)
     telling = _telling(run)
     times_us = [noted.at_us for _, noted in telling]
     episodes: list[Episode] = []
-    for rows in _merged(stretches[stretches[:, _PART] != Part.LOST]):
+    for rows in _merged(stretches[stretches[:, _PART] != PagePart.LOST]):
         first, last = int(rows[:, _START].min()), int(rows[:, _END].max())
         noted = telling[bisect_left(times_us, first) : bisect_right(times_us, last)]
         iteration = _goes_on_after(noted)
@@ -112,10 +112,12 @@ def _episode(number: int, run: RunLog, rows: Stretches, lost: Stretches, noted: 
     num_ranks = max(len(run.ranks), 1)
     spent = np.concatenate([rows, lost])
     lengths_us = spent[:, _END] - spent[:, _START]
-    mean_us = {part: float(lengths_us[spent[:, _PART] == part].sum()) / num_ranks for part in (Part.LOST, *RECOVERY)}
+    mean_us = {
+        part: float(lengths_us[spent[:, _PART] == part].sum()) / num_ranks for part in (PagePart.LOST, *RECOVERY)
+    }
     rejoined = [n.event for _, n in noted if isinstance(n.event, Rejoined)]
     recovered = [n.event for _, n in noted if isinstance(n.event, StageRecovered)]
-    replaying = np.unique(rows[rows[:, _PART] == Part.REPLAY, _RANK]).tolist()
+    replaying = np.unique(rows[rows[:, _PART] == PagePart.REPLAY, _RANK]).tolist()
     replays = {(rank, n.at_us): n.event for rank, n in noted if isinstance(n.event, StageRecovered)}
     start_us, end_us = int(rows[:, _START].min()), int(rows[:, _END].max())
     return Episode(
@@ -134,8 +136,8 @@ def _episode(number: int, run: RunLog, rows: Stretches, lost: Stretches, noted: 
 
 
 def _rank_stretch(row: Sequence[int], replays: Mapping[tuple[int, int], StageRecovered]) -> RankStretch:
-    part = Part(row[_PART])
-    replay = replays.get((row[_RANK], row[_END])) if part is Part.REPLAY else None
+    part = PagePart(row[_PART])
+    replay = replays.get((row[_RANK], row[_END])) if part is PagePart.REPLAY else None
     return RankStretch(
         rank=row[_RANK],
         part=part,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from launcher.report.digest import Numbers, RankDigest
 from launcher.report.episodes import Episode, find_episodes
-from launcher.report.parts import NOT_IN_ETTR, Part
+from launcher.report.parts import NOT_IN_ETTR, PagePart
 from launcher.report.read import RunLog
 from moe_ckpt.events import (
     CapacityBoosted,
@@ -65,7 +65,7 @@ class Facts:
 
     run: RunLog
     end_us: int
-    totals_us: Mapping[int, Mapping[Part, int]]
+    totals_us: Mapping[int, Mapping[PagePart, int]]
     episodes: tuple[Episode, ...]
     series: Series
     over_time: OverTime
@@ -77,15 +77,15 @@ class Facts:
     saved: tuple[CheckpointSaved, ...]
     failed: tuple[CheckpointFailed, ...]
 
-    def mean_us(self, *parts: Part) -> float:
+    def mean_us(self, *parts: PagePart) -> float:
         """Return how long these parts took on average over ranks."""
         return sum(of[part] for of in self.totals_us.values() for part in parts) / max(len(self.totals_us), 1)
 
     @property
     def ettr(self) -> float | None:
         """The share of the time that made progress; None where there was no time that could have."""
-        counted_us = self.mean_us(*(part for part in Part if part not in NOT_IN_ETTR))
-        return self.mean_us(Part.COMPUTE) / counted_us if counted_us > 0 else None
+        counted_us = self.mean_us(*(part for part in PagePart if part not in NOT_IN_ETTR))
+        return self.mean_us(PagePart.COMPUTE) / counted_us if counted_us > 0 else None
 
 
 def gather(run: RunLog) -> Facts:
@@ -108,9 +108,9 @@ def gather(run: RunLog) -> Facts:
     )
 
 
-def _until(rank: RankDigest, end_us: int) -> dict[Part, int]:
+def _until(rank: RankDigest, end_us: int) -> dict[PagePart, int]:
     """Return a rank's parts until the end of the run, some of which may come after the rank's last event."""
-    after = Part.OTHER if rank.has_finished else Part.UNKNOWN
+    after = PagePart.OTHER if rank.has_finished else PagePart.UNKNOWN
     return {**rank.totals_us, after: rank.totals_us[after] + end_us - rank.end_us}
 
 

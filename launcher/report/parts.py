@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 
-class Part(IntEnum):
+class PagePart(IntEnum):
     """What a stretch of a rank's time was spent on."""
 
     COMPUTE = 0
@@ -27,21 +27,21 @@ class Part(IntEnum):
         return self.name.lower()
 
 
-EXPLAINED: Mapping[Part, str] = {
-    Part.COMPUTE: "iterations that count: forward, backward, gradients, step; each is counted once",
-    Part.STALL: "what checkpointing took from iterations, on the training thread",
-    Part.LOST: "iterations that a fault cut off, or whose outcome was given up and had to be computed again",
-    Part.DETECTION: "from the last sign of life of what failed to the finding that it is dead",
-    Part.REBUILD: "from that finding until all ranks are together again; where torchrun restarts all ranks, everything "
-    "from the last event before the fault until the model is built again, as nothing tells when the fault was",
-    Part.FETCH: "getting lost state back, out of other ranks' memory or from disk",
-    Part.WAITING: "in a recovery without replaying: for others who replay, and for all to agree",
-    Part.REPLAY: "running iterations again to rebuild lost state",
-    Part.EVALUATION: "held-out batches between iterations",
-    Part.STARTUP: "before the first iteration: processes, model, data, the first evaluation",
-    Part.OTHER: "between iterations: logging, scalars, and what no event explains",
-    Part.UNKNOWN: "after a rank's last event: an iteration that has not ended yet, or a rank that is gone",
+EXPLAINED: Mapping[PagePart, str] = {
+    PagePart.COMPUTE: "iterations that count: forward, backward, gradients, step; each is counted once",
+    PagePart.STALL: "what checkpointing took from iterations, on the training thread",
+    PagePart.LOST: "iterations that a fault cut off, or whose outcome was given up and had to be computed again",
+    PagePart.DETECTION: "from the last sign of life of what failed to the finding that it is dead",
+    PagePart.REBUILD: "from that finding until all ranks are together again; where torchrun restarts all ranks, all "
+    "time from the last event before the fault until the model is built again: no event has the time of the fault",
+    PagePart.FETCH: "getting lost state back, out of other ranks' memory or from disk",
+    PagePart.WAITING: "in a recovery without replaying: for others who replay, and for all to agree",
+    PagePart.REPLAY: "running iterations again to rebuild lost state",
+    PagePart.EVALUATION: "held-out batches between iterations",
+    PagePart.STARTUP: "before the first iteration: processes, model, data, the first evaluation",
+    PagePart.OTHER: "between iterations: logging, scalars, and what no event explains",
+    PagePart.UNKNOWN: "after a rank's last event: an iteration that has not ended yet, or a rank that is gone",
 }
-RECOVERY = (Part.DETECTION, Part.REBUILD, Part.FETCH, Part.WAITING, Part.REPLAY)
-OF_FAULTS = (Part.LOST, *RECOVERY)
-NOT_IN_ETTR = (Part.STARTUP, Part.EVALUATION, Part.UNKNOWN)
+RECOVERY = (PagePart.DETECTION, PagePart.REBUILD, PagePart.FETCH, PagePart.WAITING, PagePart.REPLAY)
+OF_FAULTS = (PagePart.LOST, *RECOVERY)
+NOT_IN_ETTR = (PagePart.STARTUP, PagePart.EVALUATION, PagePart.UNKNOWN)

@@ -10,7 +10,7 @@ from launcher.report.columns import Columns
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
 from launcher.report.figure import Plot, Trace, figure, left_out, numbers
-from launcher.report.parts import RECOVERY, Part
+from launcher.report.parts import RECOVERY, PagePart
 from launcher.report.plots_of_experts import plots_of_experts
 from launcher.report.summary import duration
 
@@ -34,7 +34,7 @@ def plots_of_run(facts: Facts) -> tuple[Plot, ...]:
 
 def by_rank(facts: Facts) -> Plot:
     """Return where each rank's time went."""
-    ranks = _few(sorted(facts.totals_us, key=lambda rank: facts.totals_us[rank][Part.COMPUTE]), _MOST_RANKS)
+    ranks = _few(sorted(facts.totals_us, key=lambda rank: facts.totals_us[rank][PagePart.COMPUTE]), _MOST_RANKS)
     traces = [
         {
             "type": "bar",
@@ -45,7 +45,7 @@ def by_rank(facts: Facts) -> Plot:
             "marker": {"color": f"--{part.label}"},
             "hovertemplate": f"%{{y}}<br>{part.label}: %{{x:.3f}} s<extra></extra>",
         }
-        for part in Part
+        for part in PagePart
         if any(facts.totals_us[rank][part] for rank in ranks)
     ]
     return Plot(

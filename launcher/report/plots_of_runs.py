@@ -9,7 +9,7 @@ import numpy as np
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
 from launcher.report.figure import Plot, Trace, figure, numbers, run_color
-from launcher.report.parts import EXPLAINED, Part
+from launcher.report.parts import EXPLAINED, PagePart
 from launcher.report.summary import duration
 from launcher.report.thin import MOST_POINTS, said, thin
 
@@ -34,12 +34,12 @@ def plots_of_runs(runs: Sequence[Facts]) -> tuple[Plot, ...]:
 def where_time_went(runs: Sequence[Facts]) -> Plot:
     """Return the parts of the wall time, a bar for each run."""
     there = [facts for facts in runs if facts.totals_us]
-    traces = [_part_bar(there, part) for part in Part if any(facts.mean_us(part) for facts in there)]
+    traces = [_part_bar(there, part) for part in PagePart if any(facts.mean_us(part) for facts in there)]
     return Plot(
         key="time",
         title="Where the time went",
         means="Wall time of each run by what it was spent on; mean over ranks. "
-        + " ".join(f"{part.label}: {EXPLAINED[part]}." for part in Part),
+        + " ".join(f"{part.label}: {EXPLAINED[part]}." for part in PagePart),
         choices=(("", _bars(traces, len(there))),) if there else (),
         missing="no run has events",
     )
@@ -50,7 +50,7 @@ def _bars(traces: Sequence[Trace], count: int) -> dict:
     return figure(traces, x="time, s", y="", height=150 + 44 * count, barmode="stack", yaxis=rows, hovermode="closest")
 
 
-def _part_bar(runs: Sequence[Facts], part: Part) -> Trace:
+def _part_bar(runs: Sequence[Facts], part: PagePart) -> Trace:
     shares = [100 * facts.mean_us(part) / facts.end_us if facts.end_us else 0.0 for facts in runs]
     return {
         "type": "bar",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.report.facts import Facts
-from launcher.report.parts import OF_FAULTS, RECOVERY, Part
+from launcher.report.parts import OF_FAULTS, RECOVERY, PagePart
 
 _MIB = 1 << 20
 _BECAME = {
@@ -49,7 +49,7 @@ def headline(facts: Facts) -> str:
         said.append(f"{faults} cost {duration(lost_s)}, with what had to be computed again.")
     else:
         said.append("No rank had to recover.")
-    said.append(f"Checkpointing took {duration(facts.mean_us(Part.STALL) / 1e6)} from iterations.")
+    said.append(f"Checkpointing took {duration(facts.mean_us(PagePart.STALL) / 1e6)} from iterations.")
     if facts.run.state != "finished":
         said.append(f"The run {_BECAME[facts.run.state]}.")
     return " ".join(said)
@@ -97,8 +97,8 @@ def _mib(value: float | None) -> float | None:
 
 
 def _stall_share(facts: Facts) -> float | None:
-    both = facts.mean_us(Part.STALL, Part.COMPUTE)
-    return 100 * facts.mean_us(Part.STALL) / both if both else None
+    both = facts.mean_us(PagePart.STALL, PagePart.COMPUTE)
+    return 100 * facts.mean_us(PagePart.STALL) / both if both else None
 
 
 def _peak_bytes(facts: Facts) -> float | None:
@@ -163,7 +163,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[[Facts], float | None]], ...] =
         "work lost",
         "s",
         "iterations cut off or given up; mean over ranks",
-        lambda facts: facts.mean_us(Part.LOST) / 1e6,
+        lambda facts: facts.mean_us(PagePart.LOST) / 1e6,
     ),
     ("stall_percent", "stall", "%", "stall / (stall + compute), mean over ranks", _stall_share),
     (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
-from launcher.report.parts import EXPLAINED, OF_FAULTS, Part
+from launcher.report.parts import EXPLAINED, OF_FAULTS, PagePart
 from launcher.report.summary import quantities, shown
 
 _MIB = 1 << 20
@@ -78,7 +78,7 @@ def numbers_of(facts: Facts) -> Table:
 
 def time_of_runs(runs: Sequence[Facts]) -> Table:
     """Return where the time of each run went, on average over its ranks."""
-    parts = [part for part in Part if any(facts.mean_us(part) for facts in runs)]
+    parts = [part for part in PagePart if any(facts.mean_us(part) for facts in runs)]
     return Table(
         key="parts",
         title="Where the time went, mean over ranks",
@@ -92,13 +92,13 @@ def time_of_runs(runs: Sequence[Facts]) -> Table:
 _WALL = Column(label="wall time", unit="s", means="the sum of all parts")
 
 
-def _seconds(parts: Sequence[Part]) -> list[Column]:
+def _seconds(parts: Sequence[PagePart]) -> list[Column]:
     return [Column(label=part.label, unit="s", means=EXPLAINED[part]) for part in parts]
 
 
 def time_of_ranks(facts: Facts) -> Table:
     """Return where each rank's time went."""
-    parts = [part for part in Part if facts.mean_us(part)]
+    parts = [part for part in PagePart if facts.mean_us(part)]
     totals = sorted(facts.totals_us.items())
     return Table(
         key="time-of-ranks",

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from launcher.report.account import Tiling, account
 from launcher.report.columns import Columns
 from launcher.report.facts import Facts
-from launcher.report.parts import RECOVERY, Part
+from launcher.report.parts import RECOVERY, PagePart
 from launcher.report.rank_log import RankLog, read_rank
 from launcher.report.read import map_ranks
 from launcher.report.thin import evenly
@@ -144,7 +144,7 @@ def _blocks(parts: NDArray[np.int64], mine: NDArray[np.int64], most: int) -> lis
     """Return the bounds of blocks: of one stretch near lost work, of equal length elsewhere; none holds a recovery."""
     if len(mine) <= most:
         return list(range(len(mine) + 1))
-    lost, recovered = np.flatnonzero(parts[mine] == Part.LOST), np.flatnonzero(np.diff(mine) > 1) + 1
+    lost, recovered = np.flatnonzero(parts[mine] == PagePart.LOST), np.flatnonzero(np.diff(mine) > 1) + 1
     reach = most // (4 * (len(lost) + len(recovered) + 1))
     near = np.concatenate([lost, recovered])[:, None] + np.arange(-reach, reach + 1)
     bounds = (evenly(len(mine) + 1, most // 2), recovered, np.clip(near, 0, len(mine)).ravel())
@@ -156,14 +156,14 @@ def _name(tiling: Tiling, stretches: NDArray[np.int64]) -> str:
     iterations = iterations[iterations >= 0]
     if len(stretches) > 1 and len(iterations):
         return f"iterations {iterations.min()} to {iterations.max()}"
-    label = Part(int(tiling.parts[stretches[0]])).label
+    label = PagePart(int(tiling.parts[stretches[0]])).label
     return f"{label}, iteration {iterations[0]}" if len(iterations) else label
 
 
 def _recoveries(tiling: Tiling) -> Iterator[Slice]:
     starts_us = tiling.starts_us
     for i in np.flatnonzero(np.isin(tiling.parts, RECOVERY)):
-        yield _slice(_RECOVERY, Part(int(tiling.parts[i])).label, int(starts_us[i]), int(tiling.ends_us[i]))
+        yield _slice(_RECOVERY, PagePart(int(tiling.parts[i])).label, int(starts_us[i]), int(tiling.ends_us[i]))
 
 
 def _copies(snapshots: Columns, most: int) -> Iterator[Slice]:

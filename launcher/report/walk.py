@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from launcher.report.parts import RECOVERY, Part
+from launcher.report.parts import RECOVERY, PagePart
 from launcher.report.rank_log import Noted
 from moe_ckpt.events import (
     Evaluated,
@@ -46,20 +46,20 @@ class Walk:
     def __init__(self, start_us: int, next_iteration: int) -> None:
         self.now_us = start_us
         self._next = next_iteration
-        self.stretches: list[tuple[int, Part, int]] = []
+        self.stretches: list[tuple[int, PagePart, int]] = []
 
-    def to(self, end_us: int, part: Part, iteration: int = _UNMEASURED) -> None:
+    def to(self, end_us: int, part: PagePart, iteration: int = _UNMEASURED) -> None:
         if end_us > self.now_us:
             self.now_us = end_us
             self.stretches.append((end_us, part, self._next if part in RECOVERY else iteration))
 
 
-def walk_gap(walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: int | None = None) -> Part:
+def walk_gap(walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: int | None = None) -> PagePart:
     """Cut the time between two iterations; return what the rest of it, after the last event, belongs to.
 
     `finished`: the iteration that was cut off and that the recovery then committed, so that it was not lost.
     """
-    rest = Part.STARTUP if is_first else None
+    rest = PagePart.STARTUP if is_first else None
     found = list(found)
     while found:
         rejoined = next((i for i, noted in enumerate(found) if isinstance(noted.event, Rejoined)), None)
@@ -67,8 +67,8 @@ def walk_gap(walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: in
             rest = _plain(walk, found, rest)
             break
         _recovery(walk, found[: rejoined + 1], rest, finished)
-        rest, found = Part.OTHER, found[rejoined + 1 :]
-    return rest or Part.OTHER
+        rest, found = PagePart.OTHER, found[rejoined + 1 :]
+    return rest or PagePart.OTHER
 
 
 def walk_iteration(
@@ -79,12 +79,14 @@ def walk_iteration(
         event = noted.event
         if isinstance(event, StageRecovered):
             again = event.iteration < iteration
-            walk.to(noted.at_us - us(event.seconds), Part.LOST if again or given_up else Part.COMPUTE, iteration)
+            walk.to(
+                noted.at_us - us(event.seconds), PagePart.LOST if again or given_up else PagePart.COMPUTE, iteration
+            )
             before_us = walk.now_us
-            walk.to(noted.at_us, Part.REPLAY)
+            walk.to(noted.at_us, PagePart.REPLAY)
             stall_us -= walk.now_us - before_us
-    walk.to(end_us - max(stall_us, 0), Part.LOST if given_up else Part.COMPUTE, iteration)
-    walk.to(end_us, Part.LOST if given_up else Part.STALL, iteration)
+    walk.to(end_us - max(stall_us, 0), PagePart.LOST if given_up else PagePart.COMPUTE, iteration)
+    walk.to(end_us, PagePart.LOST if given_up else PagePart.STALL, iteration)
 
 
 def us(seconds: float) -> int:
@@ -92,31 +94,31 @@ def us(seconds: float) -> int:
     return round(seconds * 1e6) if math.isfinite(seconds) and seconds > 0 else 0
 
 
-def _plain(walk: Walk, found: Sequence[Noted], rest: Part | None) -> Part | None:
-    """Cut what is no recovery of a guarded job: a start, a restart by torchrun, a load from disk, an evaluation."""
+def _plain(walk: Walk, found: Sequence[Noted], rest: PagePart | None) -> PagePart | None:
+    """Cut what is no recovery of a supervised job: a start, a restart by torchrun, a load from disk, an evaluation."""
     for noted in found:
         at_us, event = noted.at_us, noted.event
         if isinstance(event, TrainerStarted):
-            is_first = rest is Part.STARTUP and event.life == 0
-            walk.to(at_us, rest if rest is Part.STARTUP or rest is Part.LOST else Part.REBUILD)
-            rest = Part.STARTUP if is_first else Part.REBUILD
+            is_first = rest is PagePart.STARTUP and event.life == 0
+            walk.to(at_us, rest if rest is PagePart.STARTUP or rest is PagePart.LOST else PagePart.REBUILD)
+            rest = PagePart.STARTUP if is_first else PagePart.REBUILD
         elif isinstance(event, ModelBuilt):
-            walk.to(at_us, rest or Part.OTHER)
+            walk.to(at_us, rest or PagePart.OTHER)
         elif isinstance(event, GenerationEnded):
-            walk.to(at_us, rest or Part.LOST)
-            rest = Part.REBUILD
+            walk.to(at_us, rest or PagePart.LOST)
+            rest = PagePart.REBUILD
         elif isinstance(event, StateResumed | StageRecovered):
-            walk.to(at_us - us(event.seconds), rest or Part.LOST)
-            walk.to(at_us, Part.FETCH if isinstance(event, StateResumed) else Part.REPLAY)
-            rest = Part.STARTUP if rest is Part.STARTUP else Part.OTHER
+            walk.to(at_us - us(event.seconds), rest or PagePart.LOST)
+            walk.to(at_us, PagePart.FETCH if isinstance(event, StateResumed) else PagePart.REPLAY)
+            rest = PagePart.STARTUP if rest is PagePart.STARTUP else PagePart.OTHER
         elif isinstance(event, Evaluated):
-            walk.to(at_us, Part.STARTUP if rest is Part.STARTUP else Part.EVALUATION)
+            walk.to(at_us, PagePart.STARTUP if rest is PagePart.STARTUP else PagePart.EVALUATION)
         else:
-            walk.to(at_us, Part.OTHER)
+            walk.to(at_us, PagePart.OTHER)
     return rest
 
 
-def _recovery(walk: Walk, found: Sequence[Noted], rest: Part | None, finished: int | None) -> None:
+def _recovery(walk: Walk, found: Sequence[Noted], rest: PagePart | None, finished: int | None) -> None:
     """Cut what ends with `Rejoined`, the last of `found`, by its durations; the latest are the surest."""
     at_us, rejoined = found[-1].at_us, found[-1].event
     assert isinstance(rejoined, Rejoined)
@@ -125,16 +127,16 @@ def _recovery(walk: Walk, found: Sequence[Noted], rest: Part | None, finished: i
     rebuild_us = fetch_us - us(rejoined.rebuild_s)
     detect_us = rebuild_us - us(rejoined.detect_s)
     earlier = [noted for noted in found[:-1] if noted.at_us < detect_us]
-    rest = _plain(walk, earlier, rest or Part.LOST) if earlier else rest
+    rest = _plain(walk, earlier, rest or PagePart.LOST) if earlier else rest
     if rest is None and finished is not None and finished == rejoined.iteration:
-        walk.to(detect_us, Part.COMPUTE, finished)
-    walk.to(detect_us, rest or Part.LOST)
-    walk.to(rebuild_us, Part.DETECTION)
-    walk.to(fetch_us, Part.REBUILD)
-    walk.to(replay_us, Part.FETCH)
+        walk.to(detect_us, PagePart.COMPUTE, finished)
+    walk.to(detect_us, rest or PagePart.LOST)
+    walk.to(rebuild_us, PagePart.DETECTION)
+    walk.to(fetch_us, PagePart.REBUILD)
+    walk.to(replay_us, PagePart.FETCH)
     done = [noted for noted in found[:-1] if isinstance(noted.event, StateResumed | StageRecovered)]
     for noted in done:
         assert isinstance(noted.event, StateResumed | StageRecovered)
-        walk.to(noted.at_us - us(noted.event.seconds), Part.WAITING)
-        walk.to(noted.at_us, Part.FETCH if isinstance(noted.event, StateResumed) else Part.REPLAY)
-    walk.to(at_us, Part.REPLAY if rejoined.executed_iters and not done else Part.WAITING)
+        walk.to(noted.at_us - us(noted.event.seconds), PagePart.WAITING)
+        walk.to(noted.at_us, PagePart.FETCH if isinstance(noted.event, StateResumed) else PagePart.REPLAY)
+    walk.to(at_us, PagePart.REPLAY if rejoined.executed_iters and not done else PagePart.WAITING)

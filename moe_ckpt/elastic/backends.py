@@ -42,7 +42,7 @@ class Mark(Protocol):
         ...
 
 
-class Transport(Protocol):
+class Backend(Protocol):
     """Forms the inside of groups for one generation after another."""
 
     device: torch.device
@@ -83,7 +83,7 @@ class Transport(Protocol):
         ...
 
 
-class GlooTransport:
+class GlooBackend:
     """gloo over TCP. It has no abort; shutting its sockets down makes operations fail within milliseconds.
 
     The sockets are those that the process opened between `begin` and `formed`: open no others meanwhile.
@@ -124,7 +124,7 @@ class GlooTransport:
         return not any(inode in own and _unread_bytes(fd) for inode, fd in _open_sockets().items())
 
 
-class NcclTransport:
+class NcclBackend:
     """NCCL. Kernels of aborted communicators finish, with garbage: whoever synchronizes asks afterwards if all is well.
 
     All communicators are aborted at the same time: one after another they can wait for each other. What may block is
@@ -217,7 +217,7 @@ def keep_nccl_from_ending_the_process() -> None:
 
 def die(reason: str) -> NoReturn:
     """End this process as if it had been killed: that is repaired, while an error would end the job."""
-    _log.error("trainer ends: %s", reason)
+    _log.error("worker ends: %s", reason)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive")
 

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from moe_ckpt.errors import PeersLostError
 
 
-class Outcome:
+class WaitResult:
     """How something ended: set once, by whoever comes first."""
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class Helper:
     """A thread that does blocking calls, one after another, for one other thread."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], object], Outcome] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], object], WaitResult] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="comm-helper", daemon=True)
         self._thread.start()
 
-    def start(self, call: Callable[[], object], outcome: Outcome) -> None:
+    def start(self, call: Callable[[], object], outcome: WaitResult) -> None:
         """Call, and set the outcome."""
         self._jobs.put((call, outcome))
 

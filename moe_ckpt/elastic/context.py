@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.elastic.generations import Member
-from moe_ckpt.elastic.status_page import Page
-from moe_ckpt.replication.client import KeeperClient
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.types import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Elastic:
-    """One worker's means. `keeper` is None where peers keep no copies; `address_of` is the address of a rank's daemon.
+class ElasticContext:
+    """One worker's means. `daemon` is None where peers keep no copies; `address_of` is the address of a rank's daemon.
 
     `settle` returns once all that this rank has communicated has arrived; it raises PeersLostError if ranks were lost.
 
@@ -27,9 +27,9 @@ class Elastic:
 
     member: Member
     settle: Callable[[], None]
-    page: Page
+    page: StatusPage
     memory: Path
-    keeper: KeeperClient | None
+    daemon: DaemonClient | None
     address_of: Callable[[int], Address]
     ticket: Ticket
     replicas: int
@@ -44,10 +44,10 @@ class Elastic:
         self.page.enter(Phase.RECOVERY if self.page.phase is Phase.RECOVERY else phase)
 
     def use_peers(self) -> None:
-        """Let the keeper copy to the holders' keepers, wherever they are now. Raises CheckpointSaveError."""
-        if self.keeper:
+        """Let the daemon copy to the holders' daemons, wherever they are now. Raises CheckpointSaveError."""
+        if self.daemon:
             self.page.wait_for_copies(True)
-            self.keeper.use_peers([self.address_of(holder) for holder in self.holders])
+            self.daemon.use_peers([self.address_of(holder) for holder in self.holders])
             self.page.wait_for_copies(False)
 
     @property

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic.process_failure import Death, death_from_json
 from moe_ckpt.elastic.process_groups import ElasticGroups
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 
 _log = logging.getLogger(__name__)
@@ -35,15 +35,15 @@ _END_SEEN_S = 2.0
 _LATE_S = 0.5  # an error may come before the news of the death that caused it
 _MOST_FRUITLESS = 5
 
-GUARD = "guard"
-"""How the reason of an end begins that a guard gives where no trainer has died."""
+SUPERVISOR = "supervisor"
+"""How the reason of an end begins that a supervisor gives where no worker has died."""
 
 STORE_LOST, FENCED = 75, 76
-"""Exit statuses of a trainer that cannot go on: the store is gone, or another life has taken its place."""
+"""Exit statuses of a worker that cannot go on: the store is gone, or another life has taken its place."""
 
 
 class Generations:
-    """The keys of the protocol, for guards and trainers alike. Generations count from 1."""
+    """The keys of the protocol, for supervisors and workers alike. Generations count from 1."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -140,7 +140,7 @@ class Member:
 
 
 class Membership:
-    """One trainer's way through the generations. All methods belong to the thread that trains.
+    """One worker's way through the generations. All methods belong to the thread that trains.
 
     `store` serves that thread, `watched` another one that always waits in it: it needs a connection of its own.
     """
@@ -151,7 +151,7 @@ class Membership:
         store: dist.Store,
         watched: dist.Store,
         groups: ElasticGroups,
-        page: Page,
+        page: StatusPage,
         *,
         join_s: float,
         grace_s: float,
@@ -252,7 +252,7 @@ class Membership:
 
     def _require_progress(self) -> None:
         """Raise PeersLostError where generation after generation ends without a death or a new iteration."""
-        died = self._reason.startswith(GUARD) or self._generations.deaths(self.generation - 1)
+        died = self._reason.startswith(SUPERVISOR) or self._generations.deaths(self.generation - 1)
         fruitless = self._reason and not died and self.page.iteration <= self._furthest
         self._fruitless = self._fruitless + 1 if fruitless else 0
         self._furthest = self.page.iteration
@@ -310,5 +310,5 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _exit(status: int, reason: str) -> NoReturn:
-    _log.error("trainer ends: %s", reason)
+    _log.error("worker ends: %s", reason)
     os._exit(status)

@@ -1,19 +1,19 @@
-"""A trainer's heartbeat: a thread that says, in the shared page, that the process is alive. Touches nothing else."""
+"""A worker's heartbeat: a thread that says, in the shared page, that the process is alive. Touches nothing else."""
 
 from __future__ import annotations
 
 import threading
 
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 
 BEAT_EVERY_S = 0.05
 
 
-def start_heartbeat(page: Page) -> None:
+def start_heartbeat(page: StatusPage) -> None:
     """Beat for as long as the process lives."""
     threading.Thread(target=_beat, args=(page, threading.Event()), name="heartbeat", daemon=True).start()
 
 
-def _beat(page: Page, never: threading.Event) -> None:
+def _beat(page: StatusPage, never: threading.Event) -> None:
     while not never.wait(BEAT_EVERY_S):
         page.beat()

@@ -1,4 +1,4 @@
-"""The death of a trainer, as its guard found it."""
+"""The death of a worker, as its supervisor found it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Death:
 
     @property
     def detect_s(self) -> float:
-        """Seconds from the last sign of life until the guard had found it."""
+        """Seconds from the last sign of life until the supervisor had found it."""
         return self.found_unix_s - self.last_seen_unix_s
 
     def __str__(self) -> str:

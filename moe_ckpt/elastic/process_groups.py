@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.backends import GlooTransport, Transport, die
-from moe_ckpt.elastic.cancellable_wait import Helper, Outcome
+from moe_ckpt.elastic.backends import Backend, GlooBackend, die
+from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
 from moe_ckpt.elastic.device_waits import DeviceWaits
 from moe_ckpt.elastic.rendezvous_store import PollingStore
-from moe_ckpt.elastic.solo_group import Alone, Done
+from moe_ckpt.elastic.solo_group import FinishedWork, SoloGroup
 from moe_ckpt.errors import PeersLostError
 
 BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
@@ -73,10 +73,10 @@ class _Batch:
 class ElasticGroup(dist.ProcessGroup):
     """The handle of one group, in which this process has place `own` of `size`."""
 
-    def __init__(self, name: str, own: int, size: int, transport: Transport, groups: ElasticGroups) -> None:
+    def __init__(self, name: str, own: int, size: int, transport: Backend, groups: ElasticGroups) -> None:
         super().__init__(own, size)  # pyright: ignore[reportCallIssue] - the stubs know another constructor
         self.key = name
-        self.inside: Any = Alone(size)
+        self.inside: Any = SoloGroup(size)
         self.transport = transport
         self.batch: _Batch | None = None
         self._groups = groups
@@ -91,7 +91,7 @@ class ElasticGroup(dist.ProcessGroup):
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
 
     def _get_backend(self, device: torch.device) -> Any:
-        if self.inside is None or isinstance(self.inside, Alone):
+        if self.inside is None or isinstance(self.inside, SoloGroup):
             return BackendAbilities(supports_coalescing=False)
         return BackendAbilities(supports_coalescing=self.inside._get_backend(device).supports_coalescing)
 
@@ -121,21 +121,21 @@ class ElasticGroups:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Backend,
         timeouts: GroupTimeouts,
         on_wait: Callable[[bool], None],
         on_device_wait: Callable[[bool], None] | None = None,
     ) -> None:
         self._transports = {BACKEND: transport, CPU_BACKEND: transport}
         if transport.device.type != "cpu":
-            self._transports[CPU_BACKEND] = GlooTransport()
+            self._transports[CPU_BACKEND] = GlooBackend()
         self._timeouts = timeouts
         self._on_wait = on_wait
         self._device_waits = DeviceWaits(on_device_wait or _nobody, limit_s=timeouts.operation_s)
         self._handles: list[ElasticGroup] = []
         self._helpers = threading.local()
         self._lock = threading.Lock()
-        self._awaited: set[Outcome] = set()
+        self._awaited: set[WaitResult] = set()
         self._unfinished: dict[int, tuple[Any, ...]] = {}
         self._store_lock = threading.Lock()
         self._over = threading.Event()  # one per generation: a thread that is late must not see the next one's
@@ -177,7 +177,7 @@ class ElasticGroups:
         self._over.set()
         for transport in self._distinct:
             mine = (handle.inside for handle in self._handles if handle.transport is transport)
-            transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, Alone)])
+            transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, SoloGroup)])
 
     def settle(self) -> None:
         """Wait until all that this thread has waited for is done on its device, too.
@@ -218,7 +218,7 @@ class ElasticGroups:
     def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
         """Begin an operation of what is inside a handle. Raises PeersLostError where others are lost."""
         over, inside = self._over, handle.inside  # in this order: an inside is dropped after its generation is over
-        if isinstance(inside, Alone):
+        if isinstance(inside, SoloGroup):
             return getattr(inside, name)(*arguments, **options)
         if over.is_set() or inside is None:
             self._drop_batch(handle)
@@ -231,7 +231,7 @@ class ElasticGroups:
             raise PeersLostError(f"{name}: {error}") from error
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
             handle.batch.arguments.append(arguments)
-            return Done()
+            return FinishedWork()
         return self._begun(handle, name, work, arguments, over)
 
     def start_batch(self, handle: ElasticGroup, device: torch.device) -> None:
@@ -270,11 +270,11 @@ class ElasticGroups:
             if over.is_set():
                 raise PeersLostError(f"{name}: other ranks were lost")
             self._device_waits.add(handle.transport.mark())
-            return Done()
+            return FinishedWork()
         self._unfinished[id(work)] = (work, arguments)
         return _Operation(work, self, over, handle.transport)
 
-    def wait(self, work: Any, over: threading.Event, transport: Transport) -> None:
+    def wait(self, work: Any, over: threading.Event, transport: Backend) -> None:
         """Wait for an operation to end or to be abandoned; `over` is its generation's. Raises PeersLostError."""
         try:
             with self._telling():
@@ -287,7 +287,7 @@ class ElasticGroups:
             raise PeersLostError("other ranks were lost")
 
     @property
-    def _distinct(self) -> tuple[Transport, ...]:
+    def _distinct(self) -> tuple[Backend, ...]:
         """The device's transport first: its groups are aborted before sockets under running kernels are shut down."""
         return tuple(dict.fromkeys(self._transports.values()))
 
@@ -301,7 +301,7 @@ class ElasticGroups:
         finally:
             on_wait(False)
 
-    def _wait_for_quiet(self, transport: Transport, begun_s: float) -> None:
+    def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
         """Wait until nothing can arrive any more: the kernel tells nobody when gloo has read its last."""
         limit_s = self._timeouts.abort_s if transport.closing_s is None else transport.closing_s
         while not transport.is_quiet():
@@ -314,7 +314,7 @@ class ElasticGroups:
     def _wait_for_helper(self, work: Any) -> None:
         helper: Helper = getattr(self._helpers, "own", None) or Helper()
         self._helpers.own = helper
-        outcome = Outcome()
+        outcome = WaitResult()
         with self._lock:
             self._awaited.add(outcome)
         helper.start(work.wait, outcome)
@@ -326,15 +326,15 @@ class ElasticGroups:
                 self._unfinished[id(work)] = (helper, *self._unfinished.get(id(work), ()))
                 helper.close()
 
-    def _start(self, call: Callable[[], object]) -> Outcome:
-        outcome, helper = Outcome(), Helper()
+    def _start(self, call: Callable[[], object]) -> WaitResult:
+        outcome, helper = WaitResult(), Helper()
         with self._lock:
             self._awaited.add(outcome)
         helper.start(call, outcome)
         helper.close()
         return outcome
 
-    def _await(self, outcome: Outcome, timeout_s: float | None) -> None:
+    def _await(self, outcome: WaitResult, timeout_s: float | None) -> None:
         try:
             if not outcome.wait(timeout_s):
                 raise PeersLostError(f"forming process groups took more than {timeout_s} s")
@@ -343,7 +343,7 @@ class ElasticGroups:
                 self._awaited.discard(outcome)
 
     def _form_all(
-        self, transport: Transport, store: dist.Store, over: threading.Event, made: dict[ElasticGroup, Any]
+        self, transport: Backend, store: dist.Store, over: threading.Event, made: dict[ElasticGroup, Any]
     ) -> None:
         """Form what is inside the handles of one transport. Raises PeersLostError."""
         shared = [handle for handle in self._handles if handle.size() > 1 and handle.transport is transport]
@@ -377,7 +377,7 @@ class ElasticGroups:
                 operation_s=self._timeouts.operation_s,
             )
 
-    def _create(self, transport: Transport, options: Any, _: Any) -> ElasticGroup:
+    def _create(self, transport: Backend, options: Any, _: Any) -> ElasticGroup:
         handle = ElasticGroup(options.group_id, options.group_rank, options.group_size, transport, self)
         self._handles.append(handle)
         return handle
@@ -386,7 +386,7 @@ class ElasticGroups:
 class _Operation(dist.Work):
     """An operation of what is inside a handle, which can be abandoned."""
 
-    def __init__(self, work: Any, groups: ElasticGroups, over: threading.Event, transport: Transport) -> None:
+    def __init__(self, work: Any, groups: ElasticGroups, over: threading.Event, transport: Backend) -> None:
         super().__init__()
         self._work = work
         self._groups = groups

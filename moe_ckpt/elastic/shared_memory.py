@@ -1,6 +1,6 @@
-"""Where the ranks of one node keep what must outlive their trainers: a folder in shared memory, and its janitor.
+"""Where the ranks of one node keep what must outlive their workers: a folder in shared memory, and its janitor.
 
-Owns: the folder's name, which follows from the process that started the ranks (torchrun's agent), so that guards
+Owns: the folder's name, which follows from the process that started the ranks (torchrun's agent), so that supervisors
 which torchrun starts anew find it again; and its end: a process of its own removes it when the agent is gone, however
 it went. Where that process was killed, too, whoever opens a folder next removes it.
 
@@ -55,8 +55,8 @@ def take_over(root: Path, ranks: range) -> None:
     """Keep what ranks of an earlier attempt left on this node, where torchrun has numbered the nodes anew.
 
     `ranks` are this node's now. What is theirs, in whoever's memory, becomes their own; their first rank
-    holds the rest. Every guard of the node calls it before anything else uses its rank's folder: the first one moves
-    all, the others find that done.
+    holds the rest. Every supervisor of the node calls it before anything else uses its rank's folder: the first one
+    moves all, the others find that done.
     """
     with _locked(root / "numbers") as numbers:
         if numbers.read_text() != str(ranks):
@@ -146,7 +146,7 @@ def _wait_and_remove(root: Path, agent: int) -> None:
         poll.register(agent, select.POLLIN)
         poll.poll()
         shutil.rmtree(root, ignore_errors=True)
-        fcntl.flock(users, fcntl.LOCK_EX)  # keepers may outlive the agent for a while, and make their folders again
+        fcntl.flock(users, fcntl.LOCK_EX)  # daemons may outlive the agent for a while, and make their folders again
         shutil.rmtree(root, ignore_errors=True)
     finally:
         os._exit(0)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 
-class Done(dist.Work):
+class FinishedWork(dist.Work):
     """The work of an operation that was complete as it returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's signature
@@ -23,7 +23,7 @@ class Done(dist.Work):
         return True
 
 
-class Alone:
+class SoloGroup:
     """The operations of a group of `size` ranks as this one has them alone.
 
     Reductions and broadcasts leave what is there; gathers return this rank's own part in place of everybody's.
@@ -32,55 +32,55 @@ class Alone:
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def _leave_as_is(self, *_: Any, **__: Any) -> Done:
-        return Done()
+    def _leave_as_is(self, *_: Any, **__: Any) -> FinishedWork:
+        return FinishedWork()
 
     allreduce = allreduce_coalesced = reduce = broadcast = barrier = _leave_as_is
 
-    def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+    def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FinishedWork:
         for gathered, own in zip(outputs, inputs, strict=True):
             for output in gathered:
                 output.copy_(own)
-        return Done()
+        return FinishedWork()
 
-    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> Done:
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> FinishedWork:
         output.view(self._size, -1).copy_(own.reshape(1, -1).expand(self._size, -1))
-        return Done()
+        return FinishedWork()
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FinishedWork:
         for output, own in zip(outputs, inputs, strict=True):
             self._allgather_base(output, own)
-        return Done()
+        return FinishedWork()
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
-        return self.allgather(outputs, inputs) if outputs else Done()
+    def gather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FinishedWork:
+        return self.allgather(outputs, inputs) if outputs else FinishedWork()
 
-    def scatter(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+    def scatter(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FinishedWork:
         return self._exchange(outputs, [group[0] for group in inputs])
 
     reduce_scatter = scatter
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Done:
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FinishedWork:
         return self._exchange(outputs, inputs)
 
     alltoall = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def alltoall_base(self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> Done:
+    def alltoall_base(self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> FinishedWork:
         return self._exchange([output], [own])
 
     _reduce_scatter_base = reduce_scatter_single = all_to_all_single = alltoall_base
 
-    def send(self, *_: Any, **__: Any) -> Done:
+    def send(self, *_: Any, **__: Any) -> FinishedWork:
         raise RuntimeError(f"process groups are not formed yet: got a message among {self._size} ranks")
 
     recv = recv_anysource = send
 
-    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Done:
+    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> FinishedWork:
         if self._size != 1:
             raise RuntimeError(f"process groups are not formed yet: got an exchange among {self._size} ranks")
         for output, own in zip(outputs, inputs, strict=True):
             output.copy_(own)
-        return Done()
+        return FinishedWork()

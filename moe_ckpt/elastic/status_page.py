@@ -1,7 +1,7 @@
-"""The page that a trainer shares with its guard: a file of 4 KiB in shared memory, written without system calls.
+"""The page that a worker shares with its supervisor: a file of 4 KiB in shared memory, written without system calls.
 
-Owns: where each number lies. The trainer writes what it is doing; the guard reads that and knows a hang; whoever
-injects faults writes an order, which the trainer carries out on itself at the point named: a real signal, at an exact
+Owns: where each number lies. The worker writes what it is doing; the supervisor reads that and knows a hang; whoever
+injects faults writes an order, which the worker carries out on itself at the point named: a real signal, at an exact
 moment.
 
 Every number is eight aligned bytes, which are read and written whole.
@@ -49,7 +49,7 @@ def _kill_this_process(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-class Page:
+class StatusPage:
     """One worker's page. Times are `time.monotonic_ns()`, which all processes of a machine share.
 
     `strike` carries out an order, with the number of its signal.
@@ -68,7 +68,7 @@ class Page:
 
     @property
     def heartbeat_s(self) -> float:
-        """When the trainer was last seen alive."""
+        """When the worker was last seen alive."""
         return self._words[_Word.HEARTBEAT_NS] / 1e9
 
     @property
@@ -78,7 +78,7 @@ class Page:
 
     @property
     def waiting(self) -> bool:
-        """Whether the training thread or its device waits for ranks or keepers: then a hang is not this rank's."""
+        """Whether the training thread or its device waits for ranks or daemons: then a hang is not this rank's."""
         return self._words[_Word.WAITING] != _Waiting.NO or bool(self._words[_Word.DEVICE_WAITS])
 
     @property
@@ -120,11 +120,11 @@ class Page:
         self._words[_Word.DEVICE_WAITS] = waiting
 
     def wait_for_copies(self, waiting: bool) -> None:
-        """The training thread begins or ends to wait for keepers, its own or others'."""
+        """The training thread begins or ends to wait for daemons, its own or others'."""
         self._wait(_Waiting.FOR_COPIES if waiting else _Waiting.NO)
 
     def join(self, generation: int) -> None:
-        """The trainer is about to be part of a generation."""
+        """The worker is about to be part of a generation."""
         self._words[_Word.GENERATION] = generation
         self.enter(Phase.JOIN)
 
@@ -138,7 +138,7 @@ class Page:
             self._obey()
 
     def order(self, number: signal.Signals, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0) -> None:
-        """Let the trainer send itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time."""
+        """Let the worker send itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time."""
         self._words[_Word.ORDER_ITERATION] = iteration
         self._words[_Word.ORDER_PHASE] = phase
         self._words[_Word.ORDER_SKIP] = skip

@@ -1,8 +1,8 @@
-"""The guard of one rank: the process that torchrun starts, which forks the trainer and replaces it when it dies.
+"""The supervisor of one rank: the process that torchrun starts, which forks the worker and replaces it when it dies.
 
-Owns: the life of one trainer after another, and telling a death from a hang from an error. It imports what is slow and
+Owns: the life of one worker after another, and telling a death from a hang from an error. It imports what is slow and
 stays single-threaded and away from CUDA, so that a replacement is a fork of milliseconds. Must not: train, or touch a
-process group. A trainer that fails with an exit status ends the job, as torchrun's users expect; signals are repaired.
+process group. A worker that fails with an exit status ends the job, as torchrun's users expect; signals are repaired.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from moe_ckpt.agent import agent_pid, die_with_parent
-from moe_ckpt.elastic.generations import GUARD, Generations
+from moe_ckpt.elastic.generations import SUPERVISOR, Generations
 from moe_ckpt.elastic.process_failure import Death
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 _WATCH_EVERY_MS = 50
@@ -30,49 +30,49 @@ _FAILED = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GuardLimits:
-    """When a trainer counts as hung, in seconds, and how many deaths in a row, without progress, are one too many."""
+class SupervisorLimits:
+    """When a worker counts as hung, in seconds, and how many deaths in a row, without progress, are one too many."""
 
     heartbeat_s: float
     progress_s: float
     max_deaths: int
 
 
-class Guard:
-    """Watches one rank. `trainer(life)` is called in each forked process and returns its exit status.
+class Supervisor:
+    """Watches one rank. `worker(life)` is called in each forked process and returns its exit status.
 
-    `start_keeper` forks the process that keeps the rank's copies and returns its pid; again whenever that dies.
+    `start_daemon` forks the process that keeps the rank's copies and returns its pid; again whenever that dies.
     """
 
     def __init__(
         self,
         global_rank: int,
-        page: Page,
+        page: StatusPage,
         generations: Generations,
-        trainer: Callable[[int], int],
-        limits: GuardLimits,
-        start_keeper: Callable[[], int] | None = None,
+        worker: Callable[[int], int],
+        limits: SupervisorLimits,
+        start_daemon: Callable[[], int] | None = None,
     ) -> None:
         self._global_rank = global_rank
         self._page = page
         self._generations = generations
-        self._trainer = trainer
+        self._worker = worker
         self._limits = limits
-        self._start_keeper = start_keeper
+        self._start_daemon = start_daemon
         self._pid = 0
-        self._keeper_pid = 0
+        self._daemon_pid = 0
         self._life = 0
-        self._trainer_deaths = _Budget(limits.max_deaths)
-        self._keeper_deaths = _Budget(limits.max_deaths)
+        self._worker_deaths = _Budget(limits.max_deaths)
+        self._daemon_deaths = _Budget(limits.max_deaths)
 
     def run(self) -> int:
-        """Guard until the job is done or has failed; return this process's exit status."""
+        """Supervisor until the job is done or has failed; return this process's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         die_with_parent(signal.SIGTERM, parent=agent_pid())
         self._succeed()
-        if self._start_keeper:
-            self._keeper_pid = self._start_keeper()
+        if self._start_daemon:
+            self._daemon_pid = self._start_daemon()
         while True:
             self._spawn()
             hung = self._watch()
@@ -87,32 +87,34 @@ class Guard:
             self._life += 1
 
     def _succeed(self) -> None:
-        """Where torchrun has started this rank again, let trainers that wait for its earlier ones meet its next."""
+        """Where torchrun has started this rank again, let workers that wait for its earlier ones meet its next."""
         self._life = self._generations.life(self._global_rank) + 1
         if self._life > 0:
-            self._generations.end(self._generations.current(), f"{GUARD} of rank {self._global_rank} was started again")
+            self._generations.end(
+                self._generations.current(), f"{SUPERVISOR} of rank {self._global_rank} was started again"
+            )
 
     def _spawn(self) -> None:
         self._generations.set_life(self._global_rank, self._life)
         self._page.reset()
         sys.stdout.flush()
         sys.stderr.flush()
-        guard_pid = os.getpid()
+        supervisor_pid = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            die_with_parent(signal.SIGKILL, parent=guard_pid)
-            run_and_exit(lambda: self._trainer(self._life))
+            die_with_parent(signal.SIGKILL, parent=supervisor_pid)
+            run_and_exit(lambda: self._worker(self._life))
 
     def _watch(self) -> str | None:
-        """Return when the trainer is dead, or about to be: then why this guard has killed it."""
+        """Return when the worker is dead, or about to be: then why this supervisor has killed it."""
         pidfd = os.pidfd_open(self._pid)
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
             while not poll.poll(_WATCH_EVERY_MS):
-                self._replace_dead_keeper()
+                self._replace_dead_daemon()
                 hung = self._hang()
                 if hung:
                     os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
@@ -121,18 +123,18 @@ class Guard:
             os.close(pidfd)
         return None
 
-    def _replace_dead_keeper(self) -> None:
-        """Start another where the keeper is dead; all ranks meet anew, and learn its address."""
-        if not self._keeper_pid or os.waitpid(self._keeper_pid, os.WNOHANG) == (0, 0):
+    def _replace_dead_daemon(self) -> None:
+        """Start another where the daemon is dead; all ranks meet anew, and learn its address."""
+        if not self._daemon_pid or os.waitpid(self._daemon_pid, os.WNOHANG) == (0, 0):
             return
-        assert self._start_keeper is not None
-        self._keeper_pid = 0
-        if not self._keeper_deaths.allows_another(self._page.iteration):
-            _complain(f"error: the keeper of rank {self._global_rank} died {self._keeper_deaths}, giving up")
+        assert self._start_daemon is not None
+        self._daemon_pid = 0
+        if not self._daemon_deaths.allows_another(self._page.iteration):
+            _complain(f"error: the daemon of rank {self._global_rank} died {self._daemon_deaths}, giving up")
             self._exit(_FAILED)
-        self._keeper_pid = self._start_keeper()
+        self._daemon_pid = self._start_daemon()
         if self._page.generation:
-            self._generations.end(self._page.generation, f"{GUARD} of rank {self._global_rank}: its keeper died")
+            self._generations.end(self._page.generation, f"{SUPERVISOR} of rank {self._global_rank}: its daemon died")
 
     def _hang(self) -> str | None:
         now_s = time.monotonic()
@@ -143,16 +145,16 @@ class Guard:
         return None
 
     def _may_replace(self, death: Death) -> bool:
-        """End the generation of a dead trainer; return whether the budget of deaths allows another."""
+        """End the generation of a dead worker; return whether the budget of deaths allows another."""
         generation = self._page.generation
         self._generations.record_death(generation or self._generations.current(), death)
         if generation:
             self._generations.end(generation, str(death))
         else:
             _complain(f"{death}, before it had met the others")
-        if self._trainer_deaths.allows_another(death.iteration):
+        if self._worker_deaths.allows_another(death.iteration):
             return True
-        _complain(f"error: rank {self._global_rank} died {self._trainer_deaths}, giving up; the last time: {death}")
+        _complain(f"error: rank {self._global_rank} died {self._worker_deaths}, giving up; the last time: {death}")
         return False
 
     def _death(self, pid: int, number: int, hung: str | None) -> Death:
@@ -174,7 +176,7 @@ class Guard:
         self._exit(128 + number)
 
     def _exit(self, status: int) -> NoReturn:
-        """End once the trainer has: whoever comes next may need what it has."""
+        """End once the worker has: whoever comes next may need what it has."""
         if self._pid:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._pid, signal.SIGKILL)

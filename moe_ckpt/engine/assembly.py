@@ -23,21 +23,21 @@ from moe_ckpt.config import (
     MoevementConfig,
     require,
 )
-from moe_ckpt.elastic.context import Elastic
-from moe_ckpt.engine.in_memory_tier import SparseStores, SparseTier
-from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Operators, Place, Stage, Training
-from moe_ckpt.engine.job_recovery import Rejoining
-from moe_ckpt.engine.measurements import Meter
-from moe_ckpt.engine.partial_recovery import UnitRejoin
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.in_memory_tier import InMemoryTier, TierStores
+from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Operators, Stage, StagePlace, Training
+from moe_ckpt.engine.job_recovery import JobRecovery
+from moe_ckpt.engine.measurements import Measurements
+from moe_ckpt.engine.partial_recovery import PartialRecovery
 from moe_ckpt.engine.server_states import ServerStates
-from moe_ckpt.engine.session import Parts, SparseParts
-from moe_ckpt.engine.snapshot_contents import UnitShelf, WindowShelf
+from moe_ckpt.engine.session import InMemoryParts, Parts
+from moe_ckpt.engine.snapshot_stores import UnitStore, WindowStore
 from moe_ckpt.engine.stage_profiles import share_profiles
-from moe_ckpt.engine.stage_recovery import Recovery
+from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
-from moe_ckpt.engine.survey import KeptCopies
+from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.token_account import TokenAccount, TokenRate
-from moe_ckpt.engine.window_recovery import Rejoin, adopt_kept
+from moe_ckpt.engine.window_recovery import WindowRecovery, adopt_kept
 from moe_ckpt.events import EventLog
 from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 from moe_ckpt.policies.flowcheck import ServerSnapshots
@@ -49,7 +49,7 @@ from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.replication.gradient_stream import GradientStream
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.replication.placement import placement_lines
-from moe_ckpt.replication.publisher import Journal, NoCopies
+from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.boundary_log import BoundaryLog
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
@@ -77,7 +77,7 @@ class Attached:
     whole stage is known; `notes` are shown to people at the start.
     """
 
-    place: Place
+    place: StagePlace
     stage: Stage
     operators: Operators
     communicator: Communicator
@@ -99,7 +99,7 @@ class InMemoryAssembly:
         config: InMemoryConfig,
         attached: Attached,
         events: EventLog,
-        elastic: Elastic | None,
+        elastic: ElasticContext | None,
         folder: Path,
         losses: Sequence[StateLoss] = (),
     ) -> None:
@@ -114,9 +114,9 @@ class InMemoryAssembly:
         self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
         self._is_partial = isinstance(config, MocConfig | MoetionConfig)
         self._account: TokenAccount | None = None
-        self._stores: SparseStores | None = None
+        self._stores: TierStores | None = None
         self._counts: Counts | None = None
-        self._meter: Meter | None = None
+        self._meter: Measurements | None = None
 
     def build_parts(self) -> Parts:
         """Return the parts of a new generation; the content of host memory stays. Collective over all ranks."""
@@ -138,78 +138,78 @@ class InMemoryAssembly:
             counts=self._counts,
             boost=self._attached.boost,
         )
-        self._meter = self._meter or Meter(
+        self._meter = self._meter or Measurements(
             sum(op.kind is OperatorKind.EXPERT for op in self._attached.operators.table.operators)
         )
-        shelf = self._shelf(self._stores)
-        tier = SparseTier(
+        store = self._store(self._stores)
+        tier = InMemoryTier(
             self._config,
             self._place,
             training,
             self._stores,
-            shelf,
+            store,
             self._meter,
             self._events,
             self._account,
             self._server_states(self._stores),
         )
         recovery = (
-            None if self._is_partial else Recovery(self._place, training, self._stores, self._meter, self._events)
+            None if self._is_partial else StageRecovery(self._place, training, self._stores, self._meter, self._events)
         )
         injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
-        parts = SparseParts(
+        parts = InMemoryParts(
             tier=tier,
             stores=self._stores,
             recovery=recovery,
             losses=injected,
             notes=[*self._policy.notes(), *self._attached.notes, *self._placement()],
             recovers_locally=self._config.recovers_locally,
-            rejoin=self._rejoin(training, self._stores, shelf, recovery),
+            rejoin=self._rejoin(training, self._stores, store, recovery),
         )
         return Parts(policy=self._policy, sparse=parts)
 
-    def _server_states(self, stores: SparseStores) -> ServerStates | None:
+    def _server_states(self, stores: TierStores) -> ServerStates | None:
         config = self._config
         if not isinstance(config, FlowcheckConfig):
             return None
-        assert stores.journal is not None, "checkpoint servers live beside guarded ranks"
+        assert stores.publisher is not None, "checkpoint servers live beside supervised ranks"
         assert isinstance(stores.memory, SnapshotMemory)
-        stream = GradientStream(stores.journal, config.max_lag_iters)
+        stream = GradientStream(stores.publisher, config.max_lag_iters)
         return ServerStates(self._place, self._attached.operators, stream, stores.memory, stores.steps, self._events)
 
-    def _shelf(self, stores: SparseStores) -> WindowShelf | UnitShelf:
+    def _store(self, stores: TierStores) -> WindowStore | UnitStore:
         if isinstance(stores.memory, SnapshotMemory):
-            return WindowShelf(self._place, self._attached.operators, stores.memory, stores.journal, stores.disk)
+            return WindowStore(self._place, self._attached.operators, stores.memory, stores.publisher, stores.disk)
         assert self._account is not None
         mine = self._attached.operators.table.full_bytes[self._place.stage_ranks.rank]
         owned = [position for position, nbytes in enumerate(mine.tolist()) if nbytes]
-        return UnitShelf(
+        return UnitStore(
             self._place,
             self._attached.stage,
             self._attached.operators,
             self._account,
             stores.memory,
-            stores.journal,
+            stores.publisher,
             stores.disk,
             owned,
         )
 
     def _rejoin(
-        self, training: Training, stores: SparseStores, shelf: WindowShelf | UnitShelf, recovery: Recovery | None
-    ) -> Rejoining | None:
+        self, training: Training, stores: TierStores, store: WindowStore | UnitStore, recovery: StageRecovery | None
+    ) -> JobRecovery | None:
         if self._elastic is None:
             return None
-        copies = KeptCopies(self._place, stores, self._elastic)
+        copies = CopySurvey(self._place, stores, self._elastic)
         if recovery is None:
-            assert isinstance(shelf, UnitShelf)
+            assert isinstance(store, UnitStore)
             assert isinstance(self._policy, PartialExperts | PopularExperts)
             assert self._account
             assert self._meter
-            return UnitRejoin(
+            return PartialRecovery(
                 self._place,
                 training,
                 stores,
-                shelf,
+                store,
                 self._account,
                 self._meter,
                 self._policy,
@@ -218,7 +218,7 @@ class InMemoryAssembly:
                 self._events,
                 self._attached.tokens,
             )
-        return Rejoin(
+        return WindowRecovery(
             self._place,
             self._attached.stage,
             stores,
@@ -242,49 +242,49 @@ class InMemoryAssembly:
         )
         return ["where copies of host memory are:", *lines]
 
-    def _open_stores(self) -> SparseStores:
+    def _open_stores(self) -> TierStores:
         """Host memory: logs take what they need, snapshots what the budget leaves them."""
         pinned = torch.cuda.is_available()
         private = PrivateMemory(pinned=pinned)
-        journal = self._open_journal(pinned=pinned)
+        publisher = self._open_publisher(pinned=pinned)
         # two copiers: what is sent is not to wait behind a snapshot, and has no cap: it waits in memory of the device
         copier, log_copier = HostCopier(Throttle(self._config.max_bytes_per_s.host)), HostCopier()
         if self._elastic:
             self._elastic.at_end(copier.throttle.lift)  # or survivors would join late by what is left of a copy
         log_buffers = HostBuffers(private)
-        snapshot_buffers = HostBuffers(journal.folder if journal else private, limit_bytes=self._limit())
+        snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=self._limit())
         keeps_log = self._config.logs_boundaries and self._place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
         bubbles = PipelineBubbles() if isinstance(self._config, MoetionConfig) and self._config.bubble_copies else None
         self._attached.communicator.log, self._attached.communicator.bubbles = boundary, bubbles
-        stores = SparseStores(
+        stores = TierStores(
             copiers=(copier, log_copier),
-            engine=SnapshotEngine(copier, snapshot_buffers, journal, bubbles),
-            memory=UnitMemory(snapshot_buffers, journal)
+            engine=SnapshotEngine(copier, snapshot_buffers, publisher, bubbles),
+            memory=UnitMemory(snapshot_buffers, publisher)
             if self._is_partial
-            else SnapshotMemory(snapshot_buffers, self._config.keep_windows, journal),
-            steps=StepLog(journal),
+            else SnapshotMemory(snapshot_buffers, self._config.keep_windows, publisher),
+            steps=StepLog(publisher),
             boundary=boundary,
             buffers=(log_buffers, snapshot_buffers),
-            journal=journal,
+            publisher=publisher,
             disk=self._open_disk(),
             bubbles=bubbles,
         )
         adopt_kept(stores)
         return stores
 
-    def _open_journal(self, *, pinned: bool) -> Journal | None:
+    def _open_publisher(self, *, pinned: bool) -> Publisher | None:
         if self._elastic is None:
             return None
         elastic = self._elastic
         folder = BlobFolder(own_path(elastic.memory), pinned=pinned)
-        return Journal(folder, elastic.keeper or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
+        return Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
 
     def _open_disk(self) -> LocalDisk | None:
-        keeper = self._elastic.keeper if self._elastic else None
-        if keeper is None or not self._config.disk_every_iters:
+        daemon = self._elastic.daemon if self._elastic else None
+        if daemon is None or not self._config.disk_every_iters:
             return None
-        return LocalDisk(self._disk_folder, self._place.shard.global_rank, keeper, self._config.disk_budget_bytes)
+        return LocalDisk(self._disk_folder, self._place.shard.global_rank, daemon, self._config.disk_budget_bytes)
 
     def _limit(self) -> int | None:
         if self._config.memory_budget_bytes is None:
@@ -321,7 +321,7 @@ class InMemoryAssembly:
 
 
 def _make_policy(
-    config: InMemoryConfig, stages: Sequence[StageProfile], place: Place, num_copies: int
+    config: InMemoryConfig, stages: Sequence[StageProfile], place: StagePlace, num_copies: int
 ) -> SparseWindows | WholeSnapshots | PartialExperts | PopularExperts | ServerSnapshots:
     match config:
         case MoevementConfig():

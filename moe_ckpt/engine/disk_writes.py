@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
-from moe_ckpt.engine.snapshot_contents import NOTHING
+from moe_ckpt.engine.snapshot_stores import NOTHING
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, WindowPersisted
-from moe_ckpt.replication.publisher import Journal
+from moe_ckpt.replication.publisher import Publisher
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ class DiskWindows:
     Training goes on after a failure, unless `strict`.
     """
 
-    def __init__(self, newest: int, journal: Journal | None, events: EventLog, *, strict: bool) -> None:
+    def __init__(self, newest: int, publisher: Publisher | None, events: EventLog, *, strict: bool) -> None:
         self._starts = {} if newest == NOTHING else {Role.RECOVERY: newest}
         self._written: _Written | None = None
-        self._journal = journal
+        self._publisher = publisher
         self._events = events
         self._strict = strict
 
@@ -84,11 +84,11 @@ class DiskWindows:
         Raises CheckpointSaveError for one that is lost if `strict`.
         """
         written, self._written = self._written, None
-        if written is None or self._journal is None:
+        if written is None or self._publisher is None:
             return
         window_start = self._starts.pop(Role.PERSIST)
         try:
-            self._journal.wait_for(written.done)
+            self._publisher.wait_for(written.done)
         except CheckpointSaveError as error:
             self._events.append(CheckpointFailed(iteration=window_start, reason=str(error)))
             _log.warning("not on disk, training goes on (ckpt.strict=%s): %s", self._strict, error)

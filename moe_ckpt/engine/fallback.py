@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.durable.tier import DurableTier
-from moe_ckpt.engine.job_recovery import OnDisks, Rejoining
+from moe_ckpt.engine.job_recovery import JobRecovery, OnDisks
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, EventLog, StateResumed
 from moe_ckpt.types import CheckpointRef
@@ -38,7 +38,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class UsableState:
     """What is on disks, the best first, and why something better there cannot be used."""
 
     sources: Sequence[Source]
@@ -81,7 +81,7 @@ class Suspects:
         self._loaded = None
 
 
-class Ladder:
+class Fallback:
     """Looks for states on disks and loads the best one."""
 
     def __init__(self, durable: DurableTier, ranks: Ranks, events: EventLog) -> None:
@@ -94,7 +94,7 @@ class Ladder:
         """Do not use it again."""
         self._distrusted |= {source}
 
-    def look(self, rejoin: Rejoining | None, tainted: range = range(0)) -> Found:
+    def look(self, rejoin: JobRecovery | None, tainted: range = range(0)) -> UsableState:
         """Return what there is, but of no `tainted` iteration. Without `rejoin` there are no local disks."""
         distrusted = gather_results(self._ranks, lambda: self._distrusted, CheckpointLoadError)
         self._distrusted = frozenset().union(*distrusted)
@@ -108,12 +108,12 @@ class Ladder:
                 passed_over.append(_nothing_common(disks))
         best_first = sorted(sources, key=lambda source: (source.iteration, source.place == LOCAL_DISK), reverse=True)
         bad = self._distrusted | {source for source in best_first if source.iteration in tainted}
-        return Found(
+        return UsableState(
             sources=[source for source in best_first if source not in bad],
             passed_over=passed_over + [f"{source}: not trusted" for source in best_first if source in bad],
         )
 
-    def load(self, found: Found, rejoin: Rejoining | None, passed_over: Sequence[str] = ()) -> Source | None:
+    def load(self, found: UsableState, rejoin: JobRecovery | None, passed_over: Sequence[str] = ()) -> Source | None:
         """Load the best that can be loaded, and return it; None if there was nothing. `passed_over`: and why not those.
 
         Nothing is in memory then but what comes from local disks, of which peers do not hear. Raises
@@ -137,7 +137,7 @@ class Ladder:
             )
         return None
 
-    def _load(self, source: Source, rejoin: Rejoining | None) -> None:
+    def _load(self, source: Source, rejoin: JobRecovery | None) -> None:
         if source.place != LOCAL_DISK:
             self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
             if rejoin is not None:

@@ -28,10 +28,10 @@ import torch
 from moe_ckpt.config import InMemoryConfig, WholeSnapshotsConfig
 from moe_ckpt.engine.disk_writes import DiskWindows, Role
 from moe_ckpt.engine.expert_events import ExpertEvents
-from moe_ckpt.engine.interfaces import Place, Training
-from moe_ckpt.engine.measurements import Meter
+from moe_ckpt.engine.interfaces import StagePlace, Training
+from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.server_states import ServerStates
-from moe_ckpt.engine.snapshot_contents import NOTHING, Shelf
+from moe_ckpt.engine.snapshot_stores import NOTHING, SnapshotStore
 from moe_ckpt.engine.token_account import TokenAccount
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
@@ -44,7 +44,7 @@ from moe_ckpt.events import (
 from moe_ckpt.policies.expert_popularity import accumulate, carried_over
 from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.replication.local_disk import LocalDisk
-from moe_ckpt.replication.publisher import Journal
+from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.boundary_log import BoundaryLog
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
 from moe_ckpt.snapshot.capture import SnapshotEngine
@@ -59,10 +59,10 @@ _UNKNOWN = -1.0  # where seconds are meant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SparseStores:
+class TierStores:
     """What a rank keeps in host memory, and the engine that fills it.
 
-    `boundary` is None where stages keep no log, `journal` where nothing outlives the process, `disk` where no local
+    `boundary` is None where stages keep no log, `publisher` where nothing outlives the process, `disk` where no local
     disk is used, `bubbles` where copies do not wait for any.
     """
 
@@ -72,7 +72,7 @@ class SparseStores:
     steps: StepLog
     boundary: BoundaryLog | None
     buffers: Sequence[HostBuffers]
-    journal: Journal | None = None
+    publisher: Publisher | None = None
     disk: LocalDisk | None = None
     bubbles: PipelineBubbles | None = None
 
@@ -95,17 +95,17 @@ class _Found(IntEnum):
     ALL = 2
 
 
-class SparseTier:
+class InMemoryTier:
     """Carries out the policy's slot plans. All hooks are collective over all ranks."""
 
     def __init__(
         self,
         config: InMemoryConfig,
-        place: Place,
+        place: StagePlace,
         training: Training,
-        stores: SparseStores,
-        shelf: Shelf,
-        meter: Meter,
+        stores: TierStores,
+        store: SnapshotStore,
+        meter: Measurements,
         events: EventLog,
         account: TokenAccount | None = None,
         servers: ServerStates | None = None,
@@ -120,7 +120,7 @@ class SparseTier:
         self._boost = training.boost
         self._made_up: IntArray | None = None
         self._stores = stores
-        self._shelf = shelf
+        self._store = store
         self._account = account
         self._servers = servers
         self._events = events
@@ -131,7 +131,7 @@ class SparseTier:
         self._newest: SlotPlan | PartialPlan | None = None
         self._awaits_confirmation = False
         self._has_failed = False
-        self._disk = DiskWindows(shelf.newest_on_disk(), stores.journal, events, strict=config.strict)
+        self._disk = DiskWindows(store.newest_on_disk(), stores.publisher, events, strict=config.strict)
         self._on_all_disks = NOTHING
         self._noted: int | None = None
         self._pauses = False
@@ -222,7 +222,7 @@ class SparseTier:
         if plan.slot == 0:
             self._meter.snapshot_began()
             self._disk.begin(plan.window_start, to_disk=to_disk)
-            self._shelf.begin(plan)
+            self._store.begin(plan)
         self._newest = plan
         self._pauses = isinstance(plan, SlotPlan) and plan.pause_iters > 0
         self._longest_iters = max(self._longest_iters, plan.period_iters if isinstance(plan, SlotPlan) else 1)
@@ -254,7 +254,7 @@ class SparseTier:
         kept = [self._stores.memory.in_flight(), *self._stores.memory.windows()]
         whole = [snapshot for window in kept if window for snapshot in window.snapshots]
         with self._meter.stalling():
-            servers.hand_over(self._shelf.wanted(plan)[0], whole[0] if whole else None)
+            servers.hand_over(self._store.wanted(plan)[0], whole[0] if whole else None)
 
     def stop_observing(self) -> None:
         """The pass over the batch is over: what follows is neither logged nor counted."""
@@ -319,7 +319,7 @@ class SparseTier:
     def _capture(self, plan: SlotPlan | PartialPlan) -> None:
         self._has_failed = False
         bubble_bytes = self._meter.bubble_bytes() if self._stores.bubbles else 0.0
-        self._stores.engine.capture(self._shelf.wanted(plan), bubble_bytes=bubble_bytes)
+        self._stores.engine.capture(self._store.wanted(plan), bubble_bytes=bubble_bytes)
 
     def _collect(self, *, wait: bool) -> None:
         try:
@@ -380,18 +380,18 @@ class SparseTier:
         window = self._stores.memory.in_flight()
         if window:
             self._tell_copies(window)
-        self._shelf.confirm(self._on_all_disks)
+        self._store.confirm(self._on_all_disks)
         if window and window.start == self._disk.start_of(Role.SNAPSHOT):
-            done = self._shelf.persist(window, self._on_all_disks)
+            done = self._store.persist(window, self._on_all_disks)
             if done:
                 self._disk.set_out(done)
 
     def _tell_copies(self, window: Window) -> None:
-        journal = self._stores.journal
-        sent = journal.sent(window.snapshots) if journal else None
-        if journal and sent:
+        publisher = self._stores.publisher
+        sent = publisher.sent(window.snapshots) if publisher else None
+        if publisher and sent:
             self._events.append(
-                WindowReplicated(window_start=window.start, num_peers=journal.num_peers, **asdict(sent))
+                WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
             )
 
     def _agree(self, *, wait: bool) -> _Found:
@@ -429,7 +429,7 @@ class SparseTier:
         return _Found(int(-least))
 
     def _find(self, *, wait: bool) -> _Found:
-        memory, journal = self._stores.memory, self._stores.journal
+        memory, publisher = self._stores.memory, self._stores.publisher
         next_waits = self._disk.start_of(Role.SNAPSHOT) != NOTHING
         if self._disk.is_writing and next_waits and not wait:
             return _Found.NOT_YET
@@ -440,12 +440,12 @@ class SparseTier:
             return _Found.NOTHING
         if not window.complete:
             return _Found.NOTHING if wait else _Found.NOT_YET
-        if journal is None:
+        if publisher is None:
             return _Found.ALL
-        if not wait and journal.awaits_copies(window.snapshots):
+        if not wait and publisher.awaits_copies(window.snapshots):
             return _Found.NOT_YET
         with self._meter.waiting():
-            return _Found.ALL if journal.has_copies(window.snapshots) else _Found.NOTHING
+            return _Found.ALL if publisher.has_copies(window.snapshots) else _Found.NOTHING
 
     def _is_idle(self) -> bool:
         """Return whether nothing of this rank is being copied."""
@@ -494,10 +494,10 @@ class SparseTier:
 
     def _peer_bytes_per_s(self) -> float:
         """Return the rate to each peer: the cap is for all of them."""
-        journal = self._stores.journal
-        if journal is None or not journal.num_peers:
+        publisher = self._stores.publisher
+        if publisher is None or not publisher.num_peers:
             return math.inf
-        return min(journal.copy_bytes_per_s(), (self._cap.peers or math.inf) / journal.num_peers)
+        return min(publisher.copy_bytes_per_s(), (self._cap.peers or math.inf) / publisher.num_peers)
 
     def _disk_bytes_per_s(self) -> float:
         """Return the cap of the disk where every snapshot goes there, before the next one is taken."""

@@ -24,7 +24,7 @@ from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Place:
+class StagePlace:
     """Where this rank stands: its run and shard, all ranks, those of its stage, and its neighbours in the pipeline.
 
     `previous_rank` and `next_rank` are global ranks of the same replica, None at the ends of the pipeline.

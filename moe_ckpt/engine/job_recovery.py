@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moe_ckpt.engine.step_state import StepState
-from moe_ckpt.engine.survey import KeptCopies
+from moe_ckpt.engine.survey import CopySurvey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rejoined:
+class RecoveredState:
     """What it took to get to the state after `iteration`, on this rank; None: all start where the run has started.
 
     `went_back`: somebody's state was loaded; `lines` say for people what was done.
@@ -33,12 +33,12 @@ class OnDisks:
     of_each: tuple[int | None, ...]
 
 
-class Rejoining(Protocol):
+class JobRecovery(Protocol):
     """Brings all ranks to one state. Every method is collective over all ranks."""
 
-    copies: KeptCopies
+    copies: CopySurvey
 
-    def run(self, state: StepState) -> Rejoined:
+    def run(self, state: StepState) -> RecoveredState:
         """Bring all ranks to one state. Until copying is resumed no copy in anybody's memory changes.
 
         Raises NothingLeftError on all ranks if nothing that is left leads to one.

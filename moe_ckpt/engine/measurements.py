@@ -22,7 +22,7 @@ _WARM_UP_ITERS = 2
 _ENOUGH_SNAPSHOTS = 3
 
 
-class Meter:
+class Measurements:
     """What this rank has measured so far, which a recovery does not change.
 
     `popularity` is by expert of its stage; `copy_rates` are bytes a second, `bubbles_s` the seconds of an iteration in

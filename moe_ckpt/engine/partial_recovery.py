@@ -19,14 +19,14 @@ from typing import Protocol
 import torch
 
 from moe_ckpt.collectives import gather_results
-from moe_ckpt.elastic.context import Elastic
-from moe_ckpt.engine.in_memory_tier import SparseStores
-from moe_ckpt.engine.interfaces import Place, Training
-from moe_ckpt.engine.job_recovery import OnDisks, Rejoined
-from moe_ckpt.engine.measurements import Meter
-from moe_ckpt.engine.snapshot_contents import ACCOUNT, POLICY, START, UnitShelf
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.in_memory_tier import TierStores
+from moe_ckpt.engine.interfaces import StagePlace, Training
+from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
+from moe_ckpt.engine.measurements import Measurements
+from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, UnitStore
 from moe_ckpt.engine.step_state import StepState
-from moe_ckpt.engine.survey import KeptCopies
+from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.token_account import LostShares, TokenAccount, TokenRate, lost_shares
 from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, EventLog, TokensLost
@@ -37,7 +37,7 @@ from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.publisher import read_units
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, verify
-from moe_ckpt.snapshot.units import Kept, UnitMemory, name_of, without_torn
+from moe_ckpt.snapshot.units import StorageLevel, UnitMemory, name_of, without_torn
 from moe_ckpt.types import CORE, Version
 
 _log = logging.getLogger(__name__)
@@ -61,20 +61,20 @@ class _Stock:
     needed: Mapping[int, Mapping[Version, frozenset[str]]]
 
 
-class UnitRejoin:
-    """Implements `Rejoining` with units of partial checkpoints."""
+class PartialRecovery:
+    """Implements `JobRecovery` with units of partial checkpoints."""
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         training: Training,
-        stores: SparseStores,
-        shelf: UnitShelf,
+        stores: TierStores,
+        store: UnitStore,
         account: TokenAccount,
-        meter: Meter,
+        meter: Measurements,
         policy: PartialPolicy,
-        copies: KeptCopies,
-        elastic: Elastic,
+        copies: CopySurvey,
+        elastic: ElasticContext,
         events: EventLog,
         rate: TokenRate,
     ) -> None:
@@ -84,7 +84,7 @@ class UnitRejoin:
         self._training = training
         self._stores = stores
         self._memory = stores.memory
-        self._shelf = shelf
+        self._store = store
         self._account = account
         self._meter = meter
         self._policy = policy
@@ -92,13 +92,13 @@ class UnitRejoin:
         self._events = events
         self._rate = rate
 
-    def run(self, state: StepState) -> Rejoined:
+    def run(self, state: StepState) -> RecoveredState:
         reports = self.copies.stop_copying(state)
         target = plan_target([report.standing for report in reports])
         begins_anew = target.iteration == 0 if target else not any(report.has_progress for report in reports)
         if begins_anew:
             self._begin_anew(state)
-            return Rejoined(iteration=None)
+            return RecoveredState(iteration=None)
         state.lose()
         started_s = time.monotonic()
         stocks = self._take_stock(_MEMORY)
@@ -109,7 +109,7 @@ class UnitRejoin:
             shares = self._load(plan, units)
         self._begin_line(stocks)
         state.be_at(plan.version.iteration)
-        return Rejoined(
+        return RecoveredState(
             iteration=plan.version.iteration,
             went_back=True,
             lines=[*plan.lines(), f"lost tokens so far: PLT {shares.plt:.4%}, MLT {shares.mlt:.4%}"],
@@ -157,7 +157,7 @@ class UnitRejoin:
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
         mine = self._place.shard.global_rank
-        counted = {_MEMORY: Kept.IN_MEMORY, _DISK: Kept.ON_DISK}
+        counted = {_MEMORY: StorageLevel.IN_MEMORY, _DISK: StorageLevel.ON_DISK}
         whole = {place: without_torn(self._found_in(place), counted[place]) for place in places}
         found = {place: list(self._intact(units, mine)) for place, units in whole.items()}
         held = {owner: dict(self._held_for(owner)) for owner in owners}
@@ -186,7 +186,7 @@ class UnitRejoin:
 
     def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
         units = read_units(BlobFolder(held_path(self._elastic.memory, owner)))
-        whole = without_torn(list(units.values()), Kept.ON_PEERS)
+        whole = without_torn(list(units.values()), StorageLevel.ON_PEERS)
         intact = {id(unit) for unit in self._intact(whole, owner)}
         return ((key, unit) for key, unit in units.items() if id(unit) in intact)
 
@@ -280,7 +280,7 @@ class UnitRejoin:
 
     def _begin_line(self, stocks: Sequence[_Stock]) -> None:
         """What is taken from now on is of a new line, which nothing has been of before."""
-        self._shelf.lineage = newest_line(_with_held(stocks)) + 1
+        self._store.lineage = newest_line(_with_held(stocks)) + 1
 
     def _tell(self, iteration: int, lost: IntArray, shares: LostShares) -> None:
         self._events.append(

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import torch
 
-from moe_ckpt.engine.interfaces import Operators, Place
+from moe_ckpt.engine.interfaces import Operators, StagePlace
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import EventLog, GradientsLost, GradientsSent, HostMemoryUsed
 from moe_ckpt.replication.gradient_stream import NOTHING, GradientStream
-from moe_ckpt.snapshot.capture import Wanted
+from moe_ckpt.snapshot.capture import SnapshotRequest
 from moe_ckpt.snapshot.codec import Snapshot, layout_parts
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.windows import SnapshotMemory
@@ -32,7 +32,7 @@ class ServerStates:
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         operators: Operators,
         stream: GradientStream,
         memory: SnapshotMemory,
@@ -61,7 +61,7 @@ class ServerStates:
         if completed != NOTHING:
             self._drop_before(completed)
 
-    def hand_over(self, wanted: Wanted, base: Snapshot | None) -> None:
+    def hand_over(self, wanted: SnapshotRequest, base: Snapshot | None) -> None:
         """Let servers make the state that `wanted` describes; `base`: the whole snapshot that a stream begins with."""
         iteration = wanted.header.iteration
         if not self._stream.has_begun:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.durable.tier import DurableTier
-from moe_ckpt.elastic.context import Elastic
-from moe_ckpt.engine.fallback import HOST_MEMORY, Ladder, Source, Suspects
-from moe_ckpt.engine.in_memory_tier import SparseStores, SparseTier
-from moe_ckpt.engine.job_recovery import Rejoined, Rejoining
-from moe_ckpt.engine.stage_recovery import Loss, Recovery
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects
+from moe_ckpt.engine.in_memory_tier import InMemoryTier, TierStores
+from moe_ckpt.engine.job_recovery import JobRecovery, RecoveredState
+from moe_ckpt.engine.stage_recovery import Loss, StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointSaveError, NothingLeftError, RolledBackError
@@ -30,20 +30,20 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SparseParts:
+class InMemoryParts:
     """What a session with sparse snapshots consists of; `notes` say what it will cost, for people.
 
     `rejoin` is None where the loss of a process ends the job, `recovery` where no state can be lost but by that.
     `recovers_locally`: ranks that live keep their state.
     """
 
-    tier: SparseTier
-    stores: SparseStores
-    recovery: Recovery | None
+    tier: InMemoryTier
+    stores: TierStores
+    recovery: StageRecovery | None
     losses: StateLosses
     notes: Sequence[str]
     recovers_locally: bool
-    rejoin: Rejoining | None = None
+    rejoin: JobRecovery | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class Parts:
     """What is made anew, by all ranks together, whenever ranks have been replaced: all decide from the same start."""
 
     policy: Policy
-    sparse: SparseParts | None
+    sparse: InMemoryParts | None
 
 
 class Session:
@@ -69,12 +69,12 @@ class Session:
         *,
         strict: bool,
         suspect_iters: int,
-        elastic: Elastic | None = None,
+        elastic: ElasticContext | None = None,
     ) -> None:
         self._make_parts = make_parts
         self._durable = durable
         self._ranks = ranks
-        self._ladder = Ladder(durable, ranks, events)
+        self._fallback = Fallback(durable, ranks, events)
         self._suspects = Suspects(ranks, suspect_iters)
         self._events = events
         self._strict = strict
@@ -85,11 +85,11 @@ class Session:
         self._logged_window: tuple[int, int] | None = None
 
     @property
-    def sparse(self) -> SparseParts | None:
+    def sparse(self) -> InMemoryParts | None:
         return self._parts.sparse if self._parts else None
 
     @property
-    def _rejoin(self) -> Rejoining | None:
+    def _rejoin(self) -> JobRecovery | None:
         return self.sparse.rejoin if self.sparse else None
 
     @property
@@ -105,7 +105,7 @@ class Session:
         self._parts = self._make_parts()
         self._has_base = False
 
-    def rejoin(self) -> Rejoined:
+    def rejoin(self) -> RecoveredState:
         """Bring all ranks to one state out of what is left of it; its iteration is None where nothing ever was.
 
         Then the caller starts from the beginning or a checkpoint: `resume`. Where what is left in memory leads nowhere,
@@ -117,7 +117,7 @@ class Session:
         try:
             rejoined = self.sparse.rejoin.run(self._state)
         except NothingLeftError as error:
-            rejoined = Rejoined(iteration=self._go_back_to_disk(error))
+            rejoined = RecoveredState(iteration=self._go_back_to_disk(error))
         else:
             if rejoined.went_back and rejoined.iteration is not None:
                 self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
@@ -141,7 +141,7 @@ class Session:
             iteration = self._durable.resume_from(source)
             self._suspects.loaded(Source(place=str(source), iteration=iteration))
             return iteration
-        loaded = self._ladder.load(self._ladder.look(self._rejoin), self._rejoin)
+        loaded = self._fallback.load(self._fallback.look(self._rejoin), self._rejoin)
         if loaded:
             self._went_on_from(loaded)
         if self._rejoin:
@@ -226,9 +226,9 @@ class Session:
 
     def _go_back_to_disk(self, error: NothingLeftError) -> int:
         """Return the iteration that all ranks are at then; raises `error` on all ranks if there is none."""
-        found = self._ladder.look(self._rejoin)
+        found = self._fallback.look(self._rejoin)
         self._state.lose()
-        loaded = self._ladder.load(found, self._rejoin, [f"{HOST_MEMORY}: {error}"])
+        loaded = self._fallback.load(found, self._rejoin, [f"{HOST_MEMORY}: {error}"])
         if loaded is None:
             raise error
         self._went_on_from(loaded)
@@ -240,8 +240,8 @@ class Session:
         States of the iterations `since` it was loaded are no better: they were saved of what came from it.
         """
         self._attempt(lambda: self._durable.poll(wait=True))
-        self._ladder.distrust(bad)
-        found = self._ladder.look(self._rejoin, tainted=since)
+        self._fallback.distrust(bad)
+        found = self._fallback.look(self._rejoin, tainted=since)
         if not found.sources:
             return None
         self.enter()
@@ -250,7 +250,7 @@ class Session:
         elif self.sparse:
             self.sparse.stores.clear()
         self._state.lose()
-        loaded = self._ladder.load(found, self._rejoin, [f"{bad}: {reason}"])
+        loaded = self._fallback.load(found, self._rejoin, [f"{bad}: {reason}"])
         assert loaded is not None, found
         self._went_on_from(loaded)
         self._state.be_at(loaded.iteration)
@@ -263,13 +263,13 @@ class Session:
         if self.sparse:
             self.sparse.tier.note_start(loaded.iteration + 1)
 
-    def _vote(self, sparse: SparseParts, iteration: int, gradients: ReadyGradients) -> None:
+    def _vote(self, sparse: InMemoryParts, iteration: int, gradients: ReadyGradients) -> None:
         """Return once every rank has complete gradients: then no rank that lives can be left behind by the others.
 
         Peers know by then what each rank started the iteration from, or a rank whose memory is lost could not replay.
         """
-        if sparse.stores.journal:
-            sparse.stores.journal.has_copies_of_step(iteration)
+        if sparse.stores.publisher:
+            sparse.stores.publisher.has_copies_of_step(iteration)
         self._state.prepare(gradients)
         self._ranks.barrier()
 
@@ -277,7 +277,7 @@ class Session:
         if self._elastic:
             self._elastic.page.enter(phase, iteration)
 
-    def _take_base(self, sparse: SparseParts, iteration: int) -> None:
+    def _take_base(self, sparse: InMemoryParts, iteration: int) -> None:
         assert self._parts is not None
         plan = self._parts.policy.plan(iteration, self._measure)
         assert plan.sparse is not None, iteration
@@ -286,7 +286,7 @@ class Session:
         sparse.tier.take_base(plan.sparse, to_disk=plan.to_disk)
         self._has_base = True
 
-    def _take(self, sparse: SparseParts, iteration: int, plan: SnapshotPlan) -> None:
+    def _take(self, sparse: InMemoryParts, iteration: int, plan: SnapshotPlan) -> None:
         if plan.window:
             self._events.append(WindowChosen(iteration=iteration, **asdict(plan.window)))
             self._log_choice(iteration, plan.window)
@@ -303,7 +303,7 @@ class Session:
         if self._ranks.rank == 0 and chosen.snapshot_share is not None and before != self._logged_window:
             _log.info("iteration %d: ckpt.window=auto is %s", iteration, chosen.describe())
 
-    def _recover(self, sparse: SparseParts, target_iteration: int, *, undo: bool) -> bool:
+    def _recover(self, sparse: InMemoryParts, target_iteration: int, *, undo: bool) -> bool:
         """Return whether something was lost; then all ranks are at the state after the target iteration."""
         lost = sparse.losses.take()
         if lost is None:

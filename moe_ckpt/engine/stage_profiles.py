@@ -15,13 +15,13 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_ckpt.engine.interfaces import Place
+from moe_ckpt.engine.interfaces import StagePlace
 from moe_ckpt.packed import first_layer, pack_rows, shifted, unpack_rows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorTable
 
 
-def share_profiles(place: Place, mine: StageProfile) -> list[StageProfile]:
+def share_profiles(place: StagePlace, mine: StageProfile) -> list[StageProfile]:
     """Return the profile of every stage, with the logs of the rank of it that logs most. Collective over all ranks."""
     logs = torch.tensor([mine.boundary_log_bytes, mine.step_log_bytes], dtype=torch.int64, device=place.device)
     place.stage_ranks.reduce(logs, "max")
@@ -53,7 +53,7 @@ def _starts(heads: torch.Tensor, first_of: dict[int, int]) -> dict[int, int]:
     return {kind: int(end) - int(heads[stage, 1]) for (kind, stage), end in zip(first_of.items(), ends, strict=True)}
 
 
-def _summed(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+def _summed(place: StagePlace, tensor: torch.Tensor) -> torch.Tensor:
     there = tensor.to(place.device)
     place.ranks.reduce(there, "sum")
     return there.cpu()

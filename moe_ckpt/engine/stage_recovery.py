@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from moe_ckpt.collectives import gather_results
-from moe_ckpt.engine.in_memory_tier import SparseStores
-from moe_ckpt.engine.interfaces import Place, Training
-from moe_ckpt.engine.measurements import Meter
+from moe_ckpt.engine.in_memory_tier import TierStores
+from moe_ckpt.engine.interfaces import StagePlace, Training
+from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
@@ -48,10 +48,12 @@ class Loss:
     undo: bool
 
 
-class Recovery:
+class StageRecovery:
     """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
 
-    def __init__(self, place: Place, training: Training, stores: SparseStores, meter: Meter, events: EventLog) -> None:
+    def __init__(
+        self, place: StagePlace, training: Training, stores: TierStores, meter: Measurements, events: EventLog
+    ) -> None:
         self._place = place
         self._meter = meter
         self._stage = training.stage

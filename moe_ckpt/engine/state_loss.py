@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_ckpt.engine.interfaces import FaultInjector, Place
+from moe_ckpt.engine.interfaces import FaultInjector, StagePlace
 from moe_ckpt.events import EventLog, StateLost
 from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 
@@ -29,7 +29,7 @@ class StateLosses:
         self,
         schedule: FaultSchedule,
         injector: FaultInjector,
-        place: Place,
+        place: StagePlace,
         forget: Callable[[], None],
         events: EventLog,
     ) -> None:

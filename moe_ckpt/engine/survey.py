@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_ckpt.collectives import gather_results
-from moe_ckpt.elastic.context import Elastic
-from moe_ckpt.engine.in_memory_tier import SparseStores
-from moe_ckpt.engine.interfaces import Place
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.in_memory_tier import TierStores
+from moe_ckpt.engine.interfaces import StagePlace
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.target import Standing
@@ -50,10 +50,10 @@ class Report:
         return where, self.has_progress, dict(self.held), dict(self.gradients)
 
 
-class KeptCopies:
+class CopySurvey:
     """One rank's view of what all keep."""
 
-    def __init__(self, place: Place, stores: SparseStores, elastic: Elastic) -> None:
+    def __init__(self, place: StagePlace, stores: TierStores, elastic: ElasticContext) -> None:
         self._place = place
         self._stores = stores
         self._elastic = elastic
@@ -62,8 +62,8 @@ class KeptCopies:
 
     def stop_copying(self, state: StepState) -> Sequence[Report]:
         """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
-        if self._stores.journal:
-            self._stores.journal.stop_copying()
+        if self._stores.publisher:
+            self._stores.publisher.stop_copying()
         self._flush()
         told = gather_results(self._place.ranks, lambda: self._report(state).as_values(), CheckpointLoadError)
         self._reports = [report_of(values) for values in told]
@@ -74,18 +74,18 @@ class KeptCopies:
 
         Servers drop theirs after `drop_all`: a survey would take states that all ranks have left for the newest.
         """
-        journal, dropped = self._stores.journal, self._dropped_of_servers
+        publisher, dropped = self._stores.publisher, self._dropped_of_servers
         self._dropped_of_servers = False
-        if journal:
-            journal.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
+        if publisher:
+            publisher.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
 
     def drop_all(self) -> None:
         """Keep nothing in memory; until `resume_copying` peers do not hear of it."""
         self._dropped_of_servers = self._elastic.serves_itself
         self._stores.clear()
-        if self._stores.journal:
-            self._stores.journal.stop_copying()
-            self._stores.journal.replace(lambda _: 0)
+        if self._stores.publisher:
+            self._stores.publisher.stop_copying()
+            self._stores.publisher.replace(lambda _: 0)
 
     def held_for_me(self) -> list[frozenset[str]]:
         """Return the keys of this rank's blobs that each peer has told to hold."""
@@ -94,12 +94,12 @@ class KeptCopies:
 
     def _flush(self) -> None:
         """Wait until servers have made all states: one that came after the survey would never be dropped."""
-        keeper = self._elastic.keeper
-        if keeper is None or not self._elastic.serves_itself:
+        daemon = self._elastic.daemon
+        if daemon is None or not self._elastic.serves_itself:
             return
         self._elastic.page.wait_for_copies(True)
         try:
-            keeper.copy([]).result(self._elastic.copy_s)
+            daemon.copy([]).result(self._elastic.copy_s)
         except (CheckpointSaveError, TimeoutError) as error:
             _log.warning("servers may make further states during the survey: %s", error or "no answer in time")
         finally:

@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_ckpt.collectives import gather_results
-from moe_ckpt.elastic.context import Elastic
-from moe_ckpt.engine.in_memory_tier import SparseStores
-from moe_ckpt.engine.interfaces import Place, Stage
-from moe_ckpt.engine.job_recovery import OnDisks, Rejoined
-from moe_ckpt.engine.stage_recovery import Recovery, verified_window
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.in_memory_tier import TierStores
+from moe_ckpt.engine.interfaces import Stage, StagePlace
+from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
+from moe_ckpt.engine.stage_recovery import StageRecovery, verified_window
 from moe_ckpt.engine.step_state import StepState
-from moe_ckpt.engine.survey import KeptCopies, Report
+from moe_ckpt.engine.survey import CopySurvey, Report
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.target import Target, plan_target
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
-from moe_ckpt.replication.publisher import Journal, belongs_to, newest_snapshot, read_kept
+from moe_ckpt.replication.publisher import Publisher, belongs_to, newest_snapshot, read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.windows import SnapshotMemory, Window, group_windows
@@ -35,8 +35,8 @@ from moe_ckpt.snapshot.windows import SnapshotMemory, Window, group_windows
 _log = logging.getLogger(__name__)
 
 
-class Rejoin:
-    """Implements `Rejoining` with windows. `logs_tied`: this rank's records hold a gradient that no other rank has.
+class WindowRecovery:
+    """Implements `JobRecovery` with windows. `logs_tied`: this rank's records hold a gradient that no other rank has.
 
     Without `recovers_locally` nobody's state counts: all go back to the newest snapshots that everybody has. With
     `servers_lead` those are on checkpoint servers, that of this rank's own node among them, and not in its memory.
@@ -44,12 +44,12 @@ class Rejoin:
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         stage: Stage,
-        stores: SparseStores,
-        recovery: Recovery,
-        copies: KeptCopies,
-        elastic: Elastic,
+        stores: TierStores,
+        recovery: StageRecovery,
+        copies: CopySurvey,
+        elastic: ElasticContext,
         *,
         logs_tied: bool,
         recovers_locally: bool,
@@ -67,7 +67,7 @@ class Rejoin:
         self._recovers_locally = recovers_locally
         self._servers_lead = servers_lead
 
-    def run(self, state: StepState) -> Rejoined:
+    def run(self, state: StepState) -> RecoveredState:
         """Bring all ranks to one state. Until copying is resumed no copy in anybody's memory changes.
 
         Raises NothingLeftError on all ranks if nothing that is left leads to one.
@@ -82,7 +82,7 @@ class Rejoin:
         live = self._settle(state, target) if target else False
         if begins_anew or not (all_go_back or any(report.has_progress for report in reports)):
             self._begin_anew()
-            return Rejoined(iteration=None)
+            return RecoveredState(iteration=None)
         inventories = self._take_stock(target)
         started_s = time.monotonic()
         plan, fetched_bytes = self._plan_and_fetch(target, inventories)
@@ -94,7 +94,7 @@ class Rejoin:
         self._keep_safest()
         self._stores.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
-        return Rejoined(
+        return RecoveredState(
             iteration=plan.target_iteration,
             went_back=bool(plan.rollbacks),
             lines=plan.lines(),
@@ -120,11 +120,11 @@ class Rejoin:
 
         Until copying is resumed peers hear nothing. Raises CheckpointLoadError on all ranks if that cannot be.
         """
-        disk, journal = self._stores.disk, self._stores.journal
+        disk, publisher = self._stores.disk, self._stores.publisher
         assert disk is not None
-        assert journal is not None
+        assert publisher is not None
         self.copies.drop_all()
-        gather_results(self._place.ranks, lambda: self._restore(journal, disk), CheckpointLoadError)
+        gather_results(self._place.ranks, lambda: self._restore(publisher, disk), CheckpointLoadError)
         inventories = gather_results(self._place.ranks, lambda: self._recovery.inventory(None), CheckpointLoadError)
         plan = self._plan(None, inventories)
         self._recovery.carry_out(plan, live=False)
@@ -135,8 +135,8 @@ class Rejoin:
     def forget(self) -> None:
         self.copies.drop_all()
 
-    def _restore(self, journal: Journal, disk: LocalDisk) -> None:
-        journal.replace(disk.restore)
+    def _restore(self, publisher: Publisher, disk: LocalDisk) -> None:
+        publisher.replace(disk.restore)
         adopt_kept(self._stores)
 
     def _fill_records(self, reports: Sequence[Report]) -> None:
@@ -242,20 +242,20 @@ class Rejoin:
 
     def _fetch(self, plan: RecoveryPlan) -> int | None:
         """Get this rank's memory back, if the plan says so; return its bytes, or None if it cannot be had."""
-        mine, journal = self._place.shard.global_rank, self._stores.journal
+        mine, publisher = self._place.shard.global_rank, self._stores.publisher
         source = next((fetch.source_rank for fetch in plan.fetches if fetch.global_rank == mine), None)
         start = self._start_on_own_server(plan) if source is None else None
-        if journal is None or (source is None and start is None):
+        if publisher is None or (source is None and start is None):
             return 0
         facts = dict(self._stores.steps.gradients)
         self._memory.clear()
         self._stores.steps.clear()
         try:
             if source is None:
-                journal.replace(lambda folder: self._read_own_server(start, folder))
+                publisher.replace(lambda folder: self._read_own_server(start, folder))
                 size_bytes = 0
             else:
-                size_bytes = journal.replace(lambda folder: self._fetch_from(source, folder, plan))
+                size_bytes = publisher.replace(lambda folder: self._fetch_from(source, folder, plan))
             adopt_kept(self._stores)
             if not self._logs_tied:
                 self._stores.steps.fill(facts)
@@ -305,16 +305,16 @@ class Rejoin:
 
     def _copies_by_start(self) -> dict[int, int]:
         """Return how many peers hold a copy of each of this rank's windows."""
-        journal, held = self._stores.journal, self.copies.held_for_me()
+        publisher, held = self._stores.publisher, self.copies.held_for_me()
         return {
-            window.start: journal.num_copies(window.snapshots, held) if journal else 0
+            window.start: publisher.num_copies(window.snapshots, held) if publisher else 0
             for window in self._memory.windows()
         }
 
 
-def adopt_kept(stores: SparseStores) -> None:
-    """Take over what the journal's folder holds: an earlier process's, or what was fetched into it."""
-    if stores.journal:
-        kept = stores.journal.adopt()
+def adopt_kept(stores: TierStores) -> None:
+    """Take over what the publisher's folder holds: an earlier process's, or what was fetched into it."""
+    if stores.publisher:
+        kept = stores.publisher.adopt()
         stores.memory.adopt(kept.snapshots)
         stores.steps.adopt(kept.starts, kept.records)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from moe_ckpt.elastic.process_failure import Death
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.engine.session import Session
 from moe_ckpt.events import EventLog, GenerationEnded, Rejoined
 from moe_ckpt.types import Phase
@@ -20,7 +20,7 @@ from moe_ckpt.types import Phase
 class Rendezvous(Protocol):
     """How the ranks of a job meet, generation by generation. All methods belong to the thread that trains."""
 
-    page: Page
+    page: StatusPage
 
     def join(self) -> int:
         """Wait for all ranks, and return the generation that begins."""

@@ -64,9 +64,9 @@ class FaultSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """A signal to a rank's trainer, or the loss of its whole node with the host memory of all the node's ranks.
+    """A signal to a rank's worker, or the loss of its whole node with the host memory of all the node's ranks.
 
-    When: `after_s` seconds after the start, or at a point, as the trainer enters `phase` of `iteration`. Without a
+    When: `after_s` seconds after the start, or at a point, as the worker enters `phase` of `iteration`. Without a
     phase that is forward, where an iteration begins; without an iteration, the next time. `rank` None: to be chosen.
     Raises ConfigError.
     """
@@ -178,7 +178,7 @@ def victims(kill: Kill, world_size: int, ranks_per_node: int) -> tuple[int, ...]
 
 
 def has_come(kill: Kill, iteration: int, phase: str) -> bool:
-    """Return whether a trainer that was seen in a phase of an iteration is at a kill's point, or has just passed it.
+    """Return whether a worker that was seen in a phase of an iteration is at a kill's point, or has just passed it.
 
     A kill in backward of iteration 7 has come in backward or step of 7, and in iteration 8; one in recovery has come in
     a recovery from iteration 7 on; without an iteration only the phase itself counts.

@@ -24,7 +24,7 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class TcpSegment:
     """The part of a stream in one frame; `opens`: the first packet of the end that has opened the connection."""
 
     stream: Stream
@@ -35,7 +35,7 @@ class Segment:
     ends: bool = False
 
 
-def segment_of(frame: bytes) -> Segment | None:
+def segment_of(frame: bytes) -> TcpSegment | None:
     """Return the TCP segment of a frame; None for a frame of anything else, a fragment, or one that was cut off."""
     packet = _ipv4_packet(frame)
     if packet is None:
@@ -48,7 +48,7 @@ def segment_of(frame: bytes) -> Segment | None:
     offset_bytes, flags = 4 * (tcp[12] >> 4), tcp[13]
     if not _LEAST_HEADER_BYTES <= offset_bytes <= len(tcp):
         return None
-    return Segment(
+    return TcpSegment(
         stream=Stream(source=packet[12:16], source_port=source_port, target=packet[16:20], target_port=target_port),
         sequence=sequence,
         payload=tcp[offset_bytes:],

@@ -27,7 +27,7 @@ _OPCODE_OFFSET = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
+class FramedMessage:
     """A message with data. `pieces`: where in its `length` bytes those begin that are there, and the bytes.
 
     `skipped_bytes`: how much of the stream before it was lost together with the place in it; None where none was, -1
@@ -73,7 +73,7 @@ class Framing:
         self._open, self._skipped = None, None
         self._skip = OPENING_BYTES if opened else 0
 
-    def feed(self, chunk: Chunk) -> Iterator[Message]:
+    def feed(self, chunk: Chunk) -> Iterator[FramedMessage]:
         """Yield the messages with data that end with these bytes."""
         if isinstance(chunk, Begin):
             self._begin(opened=chunk.opened)
@@ -93,7 +93,7 @@ class Framing:
                 chunk = chunk[len(taken) :]
             yield from self._close()
 
-    def _pass_over(self, num_bytes: int) -> Iterator[Message]:
+    def _pass_over(self, num_bytes: int) -> Iterator[FramedMessage]:
         if num_bytes == 0:
             self._lose(UNKNOWN)
             return
@@ -147,11 +147,11 @@ class Framing:
         if self._skipped != UNKNOWN:
             self._skipped = num_bytes + (self._skipped or 0)
 
-    def _close(self) -> Iterator[Message]:
+    def _close(self) -> Iterator[FramedMessage]:
         each = self._open
         if each is not None and each.done == each.length:
             self._open = None
-            yield Message(
+            yield FramedMessage(
                 slot=each.slot, length=each.length, pieces=tuple(each.pieces), skipped_bytes=each.skipped_bytes
             )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from moe_ckpt.mirror.frames import Segment
+from moe_ckpt.mirror.frames import TcpSegment
 from moe_ckpt.mirror.framing import Framing
 from moe_ckpt.mirror.ring import RingTracker
 from moe_ckpt.mirror.tcp import Chunk, Reassembly
@@ -110,7 +110,7 @@ class Capture:
         self._reassembly = Reassembly(patience_bytes)
         self._framing = Framing()
 
-    def feed(self, segment: Segment) -> None:
+    def feed(self, segment: TcpSegment) -> None:
         """Take one segment of the stream, in whatever order they come."""
         for chunk in self._reassembly.feed(segment):
             self._put_all(chunk)

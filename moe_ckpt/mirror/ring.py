@@ -20,7 +20,7 @@ _MOST_UNDER_WAY = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
+class RingSend:
     """One message: `num_bytes` of the buffer from `start` on; final sums, or partial ones."""
 
     start: int
@@ -47,25 +47,25 @@ class Ring:
         num_bytes = -(-self.num_bytes // (self.segments_per_rank * self.size))
         return -(-num_bytes // self.element_bytes) * self.element_bytes
 
-    def sends(self, rank: int) -> list[Sent]:
+    def sends(self, rank: int) -> list[RingSend]:
         """Return the messages that a rank of the group sends, in order; empty segments are not sent."""
         num_segments = self.segments_per_rank * self.size
-        sent: list[Sent] = []
+        sent: list[RingSend] = []
         for first, is_final in (((rank + 1) * self.segments_per_rank, False), (rank * self.segments_per_rank, True)):
             for step in range(num_segments - self.segments_per_rank):
                 start = (first + step) % num_segments * self.segment_bytes
                 num_bytes = min(self.segment_bytes, self.num_bytes - start)
                 if num_bytes > 0:
-                    sent.append(Sent(start=start, num_bytes=num_bytes, is_final=is_final))
+                    sent.append(RingSend(start=start, num_bytes=num_bytes, is_final=is_final))
         return sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RingPlace:
     """The place of a message: the number of its all-reduce among the expected ones, and its bytes of the buffer."""
 
     operation: int
-    sent: Sent
+    sent: RingSend
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class _Run:
     """An operation that has begun: one of the expected ones, or None for another; so many messages of it have come."""
 
     operation: int | None
-    messages: Sequence[Sent]
+    messages: Sequence[RingSend]
     count: int = 0
 
     @property
@@ -104,7 +104,7 @@ class RingTracker:
         self._next, self._is_lost = iteration * len(self._expected), False
         self._runs.clear()
 
-    def place(self, slot: int, length: int, skipped_bytes: int | None = None) -> Place | None:
+    def place(self, slot: int, length: int, skipped_bytes: int | None = None) -> RingPlace | None:
         """Return where a message is; None for one of another operation, or one that nothing tells the place of.
 
         `skipped_bytes` of the stream before it are lost: how many messages these were follows from their lengths.
@@ -138,12 +138,12 @@ class RingTracker:
             run.give_up()
         self._is_lost = True
 
-    def _take(self, run: _Run, length: int) -> Place | None:
+    def _take(self, run: _Run, length: int) -> RingPlace | None:
         if run.is_over or run.operation is None or run.messages[run.count].num_bytes != length:
             run.give_up()
             return None
         run.count += 1
-        return Place(operation=run.operation, sent=run.messages[run.count - 1])
+        return RingPlace(operation=run.operation, sent=run.messages[run.count - 1])
 
 
 def _number_after(run: _Run, length: int, skipped_bytes: int) -> int | None:

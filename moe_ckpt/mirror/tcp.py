@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moe_ckpt.mirror.frames import Segment
+from moe_ckpt.mirror.frames import TcpSegment
 
 _MODULUS = 1 << 32
 _WINDOW = 1 << 30  # a sequence number further ahead is none of this stream's
@@ -43,7 +43,7 @@ class Reassembly:
         self._first: int | None = None
         self._held: dict[int, bytes] = {}  # by sequence number, all beyond `_next`
 
-    def feed(self, segment: Segment) -> Iterator[Chunk]:
+    def feed(self, segment: TcpSegment) -> Iterator[Chunk]:
         """Yield the bytes and gaps that follow in order now."""
         if segment.begins:
             if segment.sequence != self._first:  # else it was sent again

@@ -1,7 +1,7 @@
-"""The trainer's end of the socket to its own keeper.
+"""The worker's end of the socket to its own daemon.
 
-Owns: which copies have been asked for and not been answered. Must not: wait for the keeper on the training thread. A
-keeper that is gone fails what was asked of it; the next request connects to its successor.
+Owns: which copies have been asked for and not been answered. Must not: wait for the daemon on the training thread. A
+daemon that is gone fails what was asked of it; the next request connects to its successor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock, Thread
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.replication.connection import Link
+from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.messages import Address, Copied, Copy, Forget, Message, Persist, UsePeers
 
 _RETRY_S = 0.02
@@ -26,19 +26,19 @@ _RETRY_S = 0.02
 _log = logging.getLogger(__name__)
 
 
-def keeper_socket(rank_folder: Path) -> Path:
-    """Return where the keeper of a rank listens for its trainer."""
-    return rank_folder / "keeper.sock"
+def daemon_socket(rank_folder: Path) -> Path:
+    """Return where the daemon of a rank listens for its worker."""
+    return rank_folder / "daemon.sock"
 
 
-class KeeperClient:
-    """Asks the keeper of `rank_folder`, from any thread; `timeout_s` bounds what handing over a request may take.
+class DaemonClient:
+    """Asks the daemon of `rank_folder`, from any thread; `timeout_s` bounds what handing over a request may take.
 
     Requests are carried out in their order.
     """
 
     def __init__(self, rank_folder: Path, *, timeout_s: float) -> None:
-        self._path = keeper_socket(rank_folder)
+        self._path = daemon_socket(rank_folder)
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._connection: _Connection | None = None
@@ -46,7 +46,7 @@ class KeeperClient:
         self._is_closed = False
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
-        """Let the keeper, and its successors, copy to these from now on; waits for a keeper that is being replaced.
+        """Let the daemon, and its successors, copy to these from now on; waits for a daemon that is being replaced.
 
         Raises CheckpointSaveError if there is none in time.
         """
@@ -54,7 +54,7 @@ class KeeperClient:
             self._peers = UsePeers(addresses=tuple(map(str, addresses)))
             try:
                 self._connected(wait_s=self._timeout_s).send(self._peers)
-            except CheckpointSaveError:  # that of a keeper that had just died
+            except CheckpointSaveError:  # that of a daemon that had just died
                 self._connected(wait_s=self._timeout_s)
 
     def copy(self, keys: Sequence[str]) -> Future[None]:
@@ -105,7 +105,7 @@ class KeeperClient:
 
     def _connected(self, wait_s: float = 0.0) -> _Connection:
         if self._is_closed:
-            raise CheckpointSaveError("the connection to the keeper was closed")
+            raise CheckpointSaveError("the connection to the daemon was closed")
         if self._connection and self._connection.is_over:
             self._connection.close()
             self._connection = None
@@ -117,15 +117,15 @@ class KeeperClient:
 
 
 class _Connection:
-    """One connection to one keeper, and the thread that reads its answers."""
+    """One connection to one daemon, and the thread that reads its answers."""
 
-    def __init__(self, link: Link, timeout_s: float) -> None:
+    def __init__(self, link: Connection, timeout_s: float) -> None:
         self._link = link
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._numbers = count()
         self._unanswered: dict[int, Future[None]] | None = {}  # by number; None once the connection is over
-        self._thread = Thread(target=self._read_all, args=(link.twin(),), name="keeper-client", daemon=True)
+        self._thread = Thread(target=self._read_all, args=(link.twin(),), name="daemon-client", daemon=True)
         self._thread.start()
 
     @property
@@ -138,7 +138,7 @@ class _Connection:
         number = next(self._numbers)
         with self._lock:
             if self._unanswered is None:
-                raise CheckpointSaveError("the keeper is gone")
+                raise CheckpointSaveError("the daemon is gone")
             self._unanswered[number] = future
         with contextlib.suppress(CheckpointSaveError):  # then the reading thread ends, and fails the future
             self.send(request(number))
@@ -150,14 +150,14 @@ class _Connection:
             self._link.send(message)
         except OSError as error:
             self._link.shut_down()
-            raise CheckpointSaveError(f"the keeper does not take requests: {error}") from error
+            raise CheckpointSaveError(f"the daemon does not take requests: {error}") from error
 
     def close(self) -> None:
         self._link.shut_down()
         self._thread.join(self._timeout_s)
         self._link.close()
 
-    def _read_all(self, link: Link) -> None:
+    def _read_all(self, link: Connection) -> None:
         reason: Exception | None = None
         try:
             while link.is_readable(None):  # a process of this machine that ends, however it does, is noticed
@@ -183,20 +183,20 @@ class _Connection:
         with self._lock:
             futures, self._unanswered = list((self._unanswered or {}).values()), None
         for future in futures:
-            future.set_exception(CheckpointSaveError(f"the keeper is gone: {reason}"))
+            future.set_exception(CheckpointSaveError(f"the daemon is gone: {reason}"))
 
 
-def _dial(path: Path, wait_s: float, timeout_s: float) -> Link:
-    """Connect to the keeper; with `wait_s`, try again so long if there is none."""
+def _dial(path: Path, wait_s: float, timeout_s: float) -> Connection:
+    """Connect to the daemon; with `wait_s`, try again so long if there is none."""
     until_s = time.monotonic() + wait_s
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.settimeout(timeout_s)
             connection.connect(str(path))
-            return Link(connection)
+            return Connection(connection)
         except OSError as error:
             connection.close()
             if time.monotonic() >= until_s:
-                raise CheckpointSaveError(f"{path}: got no keeper: {error}") from error
+                raise CheckpointSaveError(f"{path}: got no daemon: {error}") from error
         time.sleep(_RETRY_S)

@@ -39,7 +39,7 @@ class RefusedError(Exception):
         self.garbled = garbled
 
 
-class Link:
+class Connection:
     """One end of a connection, for one thread; another thread may use a `twin` for the other direction.
 
     What fails raises OSError (TimeoutError when the time that `allow` gave is over) and leaves the link of no use.
@@ -51,9 +51,9 @@ class Link:
         self._socket = connection
         self._until_s = time.monotonic()
 
-    def twin(self) -> Link:
+    def twin(self) -> Connection:
         """Return another end of the same connection, with a time of its own."""
-        return Link(self._socket.dup())
+        return Connection(self._socket.dup())
 
     def allow(self, timeout_s: float) -> None:
         """Let what follows take so many seconds, counted from now."""
@@ -153,13 +153,13 @@ class Link:
         return left_s
 
 
-def open_link(address: Address, ticket: Ticket, timeout_s: float) -> Link:
+def open_connection(address: Address, ticket: Ticket, timeout_s: float) -> Connection:
     """Connect to a server and be admitted, within `timeout_s`, which is what remains of it for what follows.
 
     Raises OSError, or RefusedError if the ticket is not of the server's run.
     """
     until_s = time.monotonic() + timeout_s
-    link = Link(socket.create_connection((address.host, address.port), timeout_s))
+    link = Connection(socket.create_connection((address.host, address.port), timeout_s))
     try:
         link.allow(until_s - time.monotonic())
         link.ask(ticket, Done)

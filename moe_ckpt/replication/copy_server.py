@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 
 from moe_ckpt.errors import MoeCkptError
-from moe_ckpt.replication.connection import Link, RefusedError
+from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import (
     Address,
     Clear,
@@ -35,8 +35,8 @@ from moe_ckpt.replication.messages import (
     Refused,
     Ticket,
 )
-from moe_ckpt.replication.replica_folder import HeldFolder
-from moe_ckpt.replication.server import Listener
+from moe_ckpt.replication.replica_folder import ReplicaFolder
+from moe_ckpt.replication.server import ConnectionServer
 from moe_ckpt.replication.transfer import receive_blob, send_blob
 from moe_ckpt.snapshot.adam_update import apply_update, is_update
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
@@ -67,17 +67,17 @@ class CopyServer:
         self._serves_itself = serves_itself
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
-        self._held: dict[int, HeldFolder] = {}  # by the owner's rank
+        self._held: dict[int, ReplicaFolder] = {}  # by the owner's rank
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, 0), family=family)
         self.address = Address(host=host, port=listening.getsockname()[1])
-        self._listener = Listener(listening, self._serve)
+        self._listener = ConnectionServer(listening, self._serve)
 
     def close(self) -> None:
         """End all connections, however far they are."""
         self._listener.close(self._timeout_s)
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: Connection) -> None:
         link.allow(self._timeout_s)
         if not self._admits(link):
             return
@@ -85,7 +85,7 @@ class CopyServer:
             link.allow(self._timeout_s)
             self._answer(link, link.receive())
 
-    def _admits(self, link: Link) -> bool:
+    def _admits(self, link: Connection) -> bool:
         ticket, wanted = link.receive(), self._ticket
         if not isinstance(ticket, Ticket):
             reason = f"got {type(ticket).__name__} first, wanted a ticket"
@@ -96,11 +96,11 @@ class CopyServer:
         else:
             link.send(Done())
             return True
-        _log.warning("rank %d's keeper refused a connection: %s", self._global_rank, reason)
+        _log.warning("rank %d's daemon refused a connection: %s", self._global_rank, reason)
         link.send(Refused(reason=reason, garbled=False))
         return False
 
-    def _answer(self, link: Link, request: Message) -> None:
+    def _answer(self, link: Connection, request: Message) -> None:
         try:
             self._carry_out(link, request)
         except RefusedError as error:
@@ -108,7 +108,7 @@ class CopyServer:
         except MoeCkptError as error:
             link.send(Refused(reason=str(error), garbled=False))
 
-    def _carry_out(self, link: Link, request: Message) -> None:
+    def _carry_out(self, link: Connection, request: Message) -> None:
         match request:
             case Put(owner_rank=owner_rank, key=key):
                 self._put(link, owner_rank, key, link.expect(Found))
@@ -128,7 +128,7 @@ class CopyServer:
             case _:
                 raise ConnectionError(f"got {type(request).__name__}, wanted a request")
 
-    def _put(self, link: Link, owner_rank: int, key: str, found: Found) -> None:
+    def _put(self, link: Connection, owner_rank: int, key: str, found: Found) -> None:
         folder = self._held_folder(owner_rank, [key])
         keep = functools.partial(apply_update, folder) if is_update(key) else folder.deposit
         receive_blob(link, found, folder, key, keep, lambda _: link.allow(self._timeout_s))
@@ -141,14 +141,14 @@ class CopyServer:
         _require_keys(keys)
         return self._own
 
-    def _held_folder(self, owner_rank: int, keys: Sequence[str] = ()) -> HeldFolder:
-        """Return the folder of the copies for a rank; of a keeper's life, the first to ask adopts it."""
+    def _held_folder(self, owner_rank: int, keys: Sequence[str] = ()) -> ReplicaFolder:
+        """Return the folder of the copies for a rank; of a daemon's life, the first to ask adopts it."""
         _require_keys(keys)
         if owner_rank == self._global_rank and not self._serves_itself:
             raise RefusedError(f"rank {owner_rank} keeps no copies for itself", garbled=False)
         with self._lock:
             if owner_rank not in self._held:
-                self._held[owner_rank] = HeldFolder(held_path(self._rank_folder, owner_rank))
+                self._held[owner_rank] = ReplicaFolder(held_path(self._rank_folder, owner_rank))
             return self._held[owner_rank]
 
 

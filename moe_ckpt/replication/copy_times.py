@@ -16,7 +16,7 @@ _RECENT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
+class SentCopy:
     """What it took to send some snapshots: `seconds` out of `span_s`, which ended `ago_s` ago."""
 
     size_bytes: int
@@ -60,13 +60,13 @@ class CopyTimes:
         rates = [each.size_bytes / max(each.until_s - each.since_s, 1e-9) for each in self._busy]
         return statistics.median(rates) if rates else math.inf
 
-    def of(self, keys: Iterable[str]) -> Sent | None:
+    def of(self, keys: Iterable[str]) -> SentCopy | None:
         """Return what it took to send these, as far as they were; None for none of them."""
         copies = [copy for key in keys if (copy := self._copies.get(key))]
         if not copies:
             return None
         until_s = max(copy.until_s for copy in copies)
-        return Sent(
+        return SentCopy(
             size_bytes=sum(copy.size_bytes for copy in copies),
             seconds=_covered_s(copies),
             span_s=until_s - min(copy.since_s for copy in copies),

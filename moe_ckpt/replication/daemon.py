@@ -1,9 +1,10 @@
-"""The keeper of one rank: a process that lives as long as the guard, and so longer than trainers and their memory.
+"""The daemon of one rank: a process that lives as long as the supervisor, and so longer than workers and their memory.
 
-Owns: the rank's server of copies, the threads that send copies of its own blobs, and the socket for its trainer. Must
+Owns: the rank's server of copies, the threads that send copies of its own blobs, and the socket for its worker. Must
 not: train, touch a process group, or hold state of its own: that is in the rank's folder, which may be deleted.
 
-    guard --fork--> keeper <--Unix socket-- trainer 0, 1, ...     keeper <--TCP--> keepers and trainers of other ranks
+    supervisor --fork--> daemon <--Unix socket-- worker 0, 1, ...     daemon <--TCP--> daemons and workers of other
+    ranks
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import NoReturn
 
 from moe_ckpt.agent import die_with_parent
 from moe_ckpt.config import NO_CAPS, MaxBytesPerS
-from moe_ckpt.replication.client import keeper_socket
-from moe_ckpt.replication.connection import Link
+from moe_ckpt.replication.client import daemon_socket
+from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.copy_server import CopyServer
 from moe_ckpt.replication.local_disk import persist
 from moe_ckpt.replication.messages import (
@@ -37,7 +38,7 @@ from moe_ckpt.replication.messages import (
     parse_address,
 )
 from moe_ckpt.replication.sender import Replicator
-from moe_ckpt.replication.server import Listener
+from moe_ckpt.replication.server import ConnectionServer
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
 
@@ -47,8 +48,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeeperPlace:
-    """What a keeper is for, and how long it waits: for anything to move on a connection, and for a copy in all.
+class DaemonSettings:
+    """What a daemon is for, and how long it waits: for anything to move on a connection, and for a copy in all.
 
     `serves_itself`: it is a checkpoint server of its own rank as well.
     """
@@ -63,17 +64,17 @@ class KeeperPlace:
     serves_itself: bool = False
 
 
-def run_keeper(
-    place: KeeperPlace, *, guard_pid: int, may_send: Callable[[], bool], announce: Callable[[Address], None]
+def run_daemon(
+    place: DaemonSettings, *, supervisor_pid: int, may_send: Callable[[], bool], announce: Callable[[Address], None]
 ) -> NoReturn:
-    """Be the keeper, until the guard is gone: then the kernel ends this process, which the guard has forked.
+    """Be the daemon, until the supervisor is gone: then the kernel ends this process, which the supervisor has forked.
 
-    `announce` is called once, with the address of the server, when all that a trainer needs is there. Raises OSError
+    `announce` is called once, with the address of the server, when all that a worker needs is there. Raises OSError
     where nothing can be listened to.
     """
-    die_with_parent(signal.SIGKILL, parent=guard_pid)
+    die_with_parent(signal.SIGKILL, parent=supervisor_pid)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # the guard's handlers are not for this process
+        signal.signal(number, signal.SIG_DFL)  # the supervisor's handlers are not for this process
     deadline_s = place.copy_deadline_s
     server = CopyServer(
         place.rank_folder,
@@ -92,29 +93,29 @@ def run_keeper(
         deadline_s=deadline_s,
         throttle=Throttle(place.caps.peers),
     )
-    door = TrainerDoor(place.rank_folder, replicator, timeout_s=place.timeout_s, disk=Throttle(place.caps.disk))
+    door = WorkerServer(place.rank_folder, replicator, timeout_s=place.timeout_s, disk=Throttle(place.caps.disk))
     announce(server.address)
     while True:
         time.sleep(_LOOK_EVERY_S)
         try:
             door.keep_open()
         except OSError as error:  # the folder is being deleted right now, or there is no room
-            _log.warning("rank %d's keeper cannot listen to its trainer yet: %s", place.global_rank, error)
+            _log.warning("rank %d's daemon cannot listen to its worker yet: %s", place.global_rank, error)
 
 
-class TrainerDoor:
-    """Serves the trainers of one rank, one after another, at a socket in the rank's folder."""
+class WorkerServer:
+    """Serves the workers of one rank, one after another, at a socket in the rank's folder."""
 
     def __init__(
         self, rank_folder: Path, replicator: Replicator, *, timeout_s: float, disk: Throttle | None = None
     ) -> None:
         self._disk = disk or unlimited()
-        self._path = keeper_socket(rank_folder)
+        self._path = daemon_socket(rank_folder)
         self._own = BlobFolder(own_path(rank_folder))
         self._replicator = replicator
         self._disk_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="local-disk")
         self._timeout_s = timeout_s
-        self._listener: Listener | None = None
+        self._listener: ConnectionServer | None = None
         self._inode: int | None = None
         self.keep_open()
 
@@ -125,7 +126,7 @@ class TrainerDoor:
         self.close()
         listening = _listen(self._path)
         self._inode = _inode(self._path)
-        self._listener = Listener(listening, self._serve)
+        self._listener = ConnectionServer(listening, self._serve)
 
     def close(self) -> None:
         """End all connections; what was asked for goes on."""
@@ -133,38 +134,38 @@ class TrainerDoor:
             self._listener.close(self._timeout_s)
             self._listener, self._inode = None, None
 
-    def _serve(self, link: Link) -> None:
-        trainer = _Trainer(link.twin(), self._timeout_s)
+    def _serve(self, link: Connection) -> None:
+        worker = _Worker(link.twin(), self._timeout_s)
         try:
             while link.is_readable(None):  # a process of this machine that ends, however it does, is noticed
                 link.allow(self._timeout_s)
-                self._carry_out(trainer, link.receive())
+                self._carry_out(worker, link.receive())
         finally:
-            trainer.close()
+            worker.close()
 
-    def _carry_out(self, trainer: _Trainer, request: Message) -> None:
+    def _carry_out(self, worker: _Worker, request: Message) -> None:
         match request:
             case Copy(number=number, keys=keys):
-                self._replicator.copy(keys).add_done_callback(lambda copied: trainer.answer(number, copied))
+                self._replicator.copy(keys).add_done_callback(lambda copied: worker.answer(number, copied))
             case Persist(number=number, keys=keys, stale=stale, path=path, limit_bytes=limit_bytes):
                 # nothing to write: a recovery waits until all else is there, and nothing of training is in its way
                 (self._disk.apply if keys else self._disk.lift)()
                 persisted = self._disk_thread.submit(
                     persist, self._own, Path(path), keys, stale, limit_bytes, self._disk
                 )
-                persisted.add_done_callback(lambda persisted: trainer.answer(number, persisted))
+                persisted.add_done_callback(lambda persisted: worker.answer(number, persisted))
             case Forget(keys=keys):
                 self._replicator.forget(keys)
             case UsePeers(addresses=addresses):
                 self._replicator.use_peers([parse_address(address) for address in addresses])
             case _:
-                raise ConnectionError(f"got {type(request).__name__}, wanted a trainer's request")
+                raise ConnectionError(f"got {type(request).__name__}, wanted a worker's request")
 
 
-class _Trainer:
-    """The way back to one trainer, for the threads that send copies."""
+class _Worker:
+    """The way back to one worker, for the threads that send copies."""
 
-    def __init__(self, link: Link, timeout_s: float) -> None:
+    def __init__(self, link: Connection, timeout_s: float) -> None:
         self._link = link
         self._timeout_s = timeout_s
         self._lock = Lock()
@@ -177,7 +178,7 @@ class _Trainer:
             try:
                 self._link.send(message)
             except OSError as error:
-                _log.info("a trainer is gone that had asked for copies: %s", error)
+                _log.info("a worker is gone that had asked for copies: %s", error)
 
     def close(self) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
-"""Gets blobs back from a peer's keeper: what a trainer does that has replaced a dead one and found its memory gone.
+"""Gets blobs back from a peer's daemon: what a worker does that has replaced a dead one and found its memory gone.
 
-Owns: one conversation with one keeper, within a deadline. Must not: choose the peer or what to fetch.
+Owns: one conversation with one daemon, within a deadline. Must not: choose the peer or what to fetch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.replication.connection import Link, RefusedError
+from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Clear, Done, Found, Get, Keys, ListKeys, Ticket
-from moe_ckpt.replication.retrying_client import Caller
+from moe_ckpt.replication.retrying_client import RetryingClient
 from moe_ckpt.replication.transfer import receive_blob
 from moe_ckpt.snapshot.blobs import BlobFolder
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def list_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float) -> list[str]:
-    """Return the keys of all blobs of a rank that a keeper has, sorted.
+    """Return the keys of all blobs of a rank that a daemon has, sorted.
 
     Raises CheckpointLoadError if it does not say so in time.
     """
@@ -38,10 +38,10 @@ def fetch_blobs(
     *,
     timeout_s: float,
 ) -> int:
-    """Copy a rank's blobs from a keeper into `folder` and publish them there; return their bytes.
+    """Copy a rank's blobs from a daemon into `folder` and publish them there; return their bytes.
 
     Raises CheckpointLoadError for the first of `keys` that cannot be had; those before it are published then. Without
-    `keys` all come that the keeper can read: whether that is enough is for who asks to see.
+    `keys` all come that the daemon can read: whether that is enough is for who asks to see.
     """
     until_s = time.monotonic() + timeout_s
     with _calling(address, ticket) as caller:
@@ -52,7 +52,7 @@ def fetch_blobs(
 
 
 def clear_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float) -> None:
-    """Let a keeper drop all it holds of a rank.
+    """Let a daemon drop all it holds of a rank.
 
     Raises CheckpointLoadError if it does not confirm that in time.
     """
@@ -63,28 +63,28 @@ def clear_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: 
 
 
 @contextlib.contextmanager
-def _calling(address: Address, ticket: Ticket) -> Iterator[Caller]:
-    caller = Caller(address, ticket, CheckpointLoadError)
+def _calling(address: Address, ticket: Ticket) -> Iterator[RetryingClient]:
+    caller = RetryingClient(address, ticket, CheckpointLoadError)
     try:
         yield caller
     finally:
         caller.close()
 
 
-def _keys(caller: Caller, owner_rank: int, until_s: float) -> Sequence[str]:
+def _keys(caller: RetryingClient, owner_rank: int, until_s: float) -> Sequence[str]:
     request = ListKeys(owner_rank=owner_rank)
     return caller.call(f"listing rank {owner_rank}'s blobs", lambda link: link.ask(request, Keys), until_s).keys
 
 
-def _fetch(caller: Caller, request: Get, folder: BlobFolder, until_s: float) -> int:
-    def act(link: Link) -> int:
+def _fetch(caller: RetryingClient, request: Get, folder: BlobFolder, until_s: float) -> int:
+    def act(link: Connection) -> int:
         found = link.ask(request, Found)
         return receive_blob(link, found, folder, request.key, folder.deposit, _at_once)
 
     return caller.call(f"fetching {request.key} of rank {request.owner_rank}", act, until_s)
 
 
-def _fetch_if_given(caller: Caller, request: Get, folder: BlobFolder, until_s: float) -> int:
+def _fetch_if_given(caller: RetryingClient, request: Get, folder: BlobFolder, until_s: float) -> int:
     try:
         return _fetch(caller, request, folder, until_s)
     except CheckpointLoadError as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.replication.publisher import Journal
+from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.adam_update import AdamStep, buffer_parts, follows_from_gradients, steps_of
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader
 
@@ -58,8 +58,8 @@ class GradientStream:
     Servers that lag by more iterations are passed over: the stream is cut, and begins again with a whole snapshot.
     """
 
-    def __init__(self, journal: Journal, max_lag_iters: int) -> None:
-        self._journal = journal
+    def __init__(self, publisher: Publisher, max_lag_iters: int) -> None:
+        self._publisher = publisher
         self._max_lag_iters = max_lag_iters
         self._keys: dict[int, str] = {}  # of states that servers may have, by iteration
         self._tapped: _Tapped | None = None
@@ -85,12 +85,12 @@ class GradientStream:
     @property
     def packed_bytes(self) -> int:
         """Bytes of gradients on their way to servers, with memory to use again."""
-        return self._journal.update_bytes
+        return self._publisher.update_bytes
 
     def begin(self, base: Snapshot) -> None:
         """Servers have this snapshot, or are being sent it: gradients of the next iteration follow."""
         self._base = base.header.iteration
-        self._keys[self._base] = self._journal.begin_states(base)
+        self._keys[self._base] = self._publisher.begin_states(base)
 
     def cut(self, reason: str) -> None:
         """The stream lacks an iteration: nothing follows until it begins again."""
@@ -119,7 +119,7 @@ class GradientStream:
         began_s = time.monotonic()
         gradient_bytes = 4 * sum(gradient.numel() for gradient in gradients.values())
         try:
-            packed = self._journal.acquire_update(gradient_bytes + buffer_bytes)
+            packed = self._publisher.acquire_update(gradient_bytes + buffer_bytes)
         except CheckpointSaveError as error:
             self.cut(str(error))
             return
@@ -159,7 +159,7 @@ class GradientStream:
     def drop_before(self, iteration: int) -> None:
         """Let servers drop older states: the servers of all ranks have the one of `iteration`."""
         old = [each for each in self._keys if each < iteration]
-        self._journal.drop_states([self._keys.pop(each) for each in old])
+        self._publisher.drop_states([self._keys.pop(each) for each in old])
 
     def _keep_up(self) -> None:
         """Wait for servers that lag too far, or cut the stream."""
@@ -178,7 +178,7 @@ class GradientStream:
         """Count the states that all servers have, in order. Raises CheckpointSaveError for one that cannot be had."""
         assert self._base is not None
         while (following := max(self._completed + 1, self._base)) in self._keys:
-            if not self._journal.has_state(self._keys[following], following, wait=wait):
+            if not self._publisher.has_state(self._keys[following], following, wait=wait):
                 return
             self._completed = following
 
@@ -198,14 +198,14 @@ class GradientStream:
                 tapped.packed[offset : offset + part.nbytes].copy_(flat)
                 offset += part.nbytes
         except BaseException:
-            self._journal.release_update(tapped.packed)
+            self._publisher.release_update(tapped.packed)
             raise
-        return self._journal.hand_over(header, steps_of(header, steps), tapped.packed, offset)
+        return self._publisher.hand_over(header, steps_of(header, steps), tapped.packed, offset)
 
     def _release(self) -> None:
         tapped, self._tapped = self._tapped, None
         if tapped:
-            self._journal.release_update(tapped.packed)
+            self._publisher.release_update(tapped.packed)
 
 
 def _copy_all(gradients: Sequence[torch.Tensor], packed: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """A rank's newest windows on a local disk: what is left when all processes and all memory are gone.
 
 Owns: the blobs of one rank in one folder, synced, and how many bytes they may take. Must not: decide what goes there.
-It is the keeper that writes, so that the death of a trainer tears nothing.
+It is the daemon that writes, so that the death of a worker tears nothing.
 
     persist    drop what all ranks have newer of ---> copy blob after blob, each synced before its entry appears
     restore    copy all blobs back into shared memory
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.replication.client import KeeperClient
+from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
 
@@ -23,20 +23,20 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LocalDisk:
-    """A trainer's way there: writing through its keeper, reading by itself."""
+    """A worker's way there: writing through its daemon, reading by itself."""
 
-    def __init__(self, folder: Path, global_rank: int, keeper: KeeperClient, limit_bytes: int | None) -> None:
+    def __init__(self, folder: Path, global_rank: int, daemon: DaemonClient, limit_bytes: int | None) -> None:
         self.path = folder / f"rank{global_rank:04d}"
-        self._keeper = keeper
+        self._daemon = daemon
         self._limit_bytes = limit_bytes
 
     def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
         """Start `persist`; the future is done when it is, or failed with a CheckpointSaveError."""
-        return self._keeper.persist(keys, stale, self.path, self._limit_bytes)
+        return self._daemon.persist(keys, stale, self.path, self._limit_bytes)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until nothing is on its way there, whoever has asked for it; without a cap: a recovery waits for it."""
-        with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the keeper is gone: so is what it was doing
+        with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the daemon is gone: so is what it was doing
             self.persist([], []).result(timeout_s)
 
     def restore(self, own: BlobFolder) -> int:

@@ -1,10 +1,10 @@
-"""What keepers and trainers say to each other: values, and their form as JSON.
+"""What daemons and workers say to each other: values, and their form as JSON.
 
 Owns: which messages there are, and reading them strictly. Must not: send, or carry out what they ask for.
 
-    trainer -> its keeper   Copy, Forget, UsePeers, Persist        answers: Copied
-    keeper -> a keeper      Ticket; Put, Drop, Clear               answers: Done, Refused
-    trainer -> a keeper     Ticket; ListKeys, Get                  answers: Keys, a blob, Refused
+    worker -> its daemon   Copy, Forget, UsePeers, Persist        answers: Copied
+    daemon -> a daemon      Ticket; Put, Drop, Clear               answers: Done, Refused
+    worker -> a daemon     Ticket; ListKeys, Get                  answers: Keys, a blob, Refused
     a blob                  Found ->   <- Done   header, payload, Sent ->
 """
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where a keeper's server listens."""
+    """Where a daemon's server listens."""
 
     host: str
     port: int
@@ -125,7 +125,7 @@ class Refused(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy(Message):
-    """Copy these blobs of the trainer's rank to all peers; the answer bears the same number."""
+    """Copy these blobs of the worker's rank to all peers; the answer bears the same number."""
 
     number: int
     keys: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What of a rank's host memory outlives its trainer: finished snapshots and the step log, in shared memory and copied.
+"""What of a rank's host memory outlives its worker: finished snapshots and the step log, in shared memory and copied.
 
 Owns: which blob is what, and which copies have been confirmed. Must not: keep snapshots or steps itself
 (`snapshot.windows` and `snapshot.step_log` do), or decide how long. The boundary log is not here: a rank that was lost
@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.replication.copy_times import CopyTimes, Sent
+from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.snapshot.adam_update import (
     AdamStep,
@@ -73,7 +73,7 @@ class NoCopies:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Kept:
+class FolderContents:
     """What a folder holds: snapshots in any order, and by iteration what each started from and its record."""
 
     snapshots: tuple[Snapshot, ...]
@@ -81,7 +81,7 @@ class Kept:
     records: Mapping[int, StepRecord]
 
 
-class Journal:
+class Publisher:
     """Keeps one rank's snapshots and steps in `folder`; snapshots for any thread, all else for one.
 
     A copy may take `copy_s` seconds.
@@ -297,7 +297,7 @@ class Journal:
         """Return how fast snapshots have reached all peers lately, what they waited included; inf for no peers."""
         return self._times.bytes_per_s()
 
-    def sent(self, snapshots: Iterable[Snapshot]) -> Sent | None:
+    def sent(self, snapshots: Iterable[Snapshot]) -> SentCopy | None:
         """Return what it took until all peers had these; None where there are none, or an earlier life sent them."""
         return self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
 
@@ -344,7 +344,7 @@ class Journal:
         for copy in copies or [_done()]:
             copy.add_done_callback(forget)
 
-    def adopt(self) -> Kept:
+    def adopt(self) -> FolderContents:
         """Return what is in the folder, left there by an earlier process or fetched from a peer.
 
         What an earlier process had not fetched completely is dropped.
@@ -485,7 +485,7 @@ def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
     return units
 
 
-def read_kept(folder: BlobFolder) -> Kept:
+def read_kept(folder: BlobFolder) -> FolderContents:
     """Return what somebody else's folder holds, undamaged; it may change meanwhile."""
     blobs: dict[str, Blob] = {}
     for key in folder.keys():  # noqa: SIM118 - not a mapping
@@ -494,7 +494,7 @@ def read_kept(folder: BlobFolder) -> Kept:
     return _kept(blobs)
 
 
-def _kept(blobs: Mapping[str, Blob]) -> Kept:
+def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
     snapshots: list[Snapshot] = []
     starts: dict[int, Mapping[str, torch.Tensor]] = {}
     records: dict[int, StepRecord] = {}
@@ -508,7 +508,7 @@ def _kept(blobs: Mapping[str, Blob]) -> Kept:
                 records[int(key.removeprefix(_RECORD))] = _record(key, blob)
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)
-    return Kept(snapshots=tuple(snapshots), starts=starts, records=records)
+    return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)
 
 
 def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -13,7 +13,7 @@ import torch
 from moe_ckpt.snapshot.blobs import BlobFolder
 
 
-class HeldFolder(BlobFolder):
+class ReplicaFolder(BlobFolder):
     """A folder of deposited blobs that keeps their memory, for what comes next. It adopts what is there."""
 
     def __init__(self, path: Path) -> None:

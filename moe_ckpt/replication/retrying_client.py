@@ -12,25 +12,25 @@ from threading import Event
 from typing import TypeVar
 
 from moe_ckpt.errors import MoeCkptError
-from moe_ckpt.replication.connection import Link, RefusedError, open_link
+from moe_ckpt.replication.connection import Connection, RefusedError, open_connection
 from moe_ckpt.replication.messages import Address, Ticket
 
-_DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)  # before each attempt; a keeper that is being replaced is there after a fork
+_DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)  # before each attempt; a daemon that is being replaced is there after a fork
 
 T = TypeVar("T")
 
 
-class Caller:
+class RetryingClient:
     """Calls one server, from one thread. What finally fails raises `failure`, naming the server and the last reason."""
 
     def __init__(self, address: Address, ticket: Ticket, failure: type[MoeCkptError]) -> None:
         self.address = address
         self._ticket = ticket
         self._failure = failure
-        self._link: Link | None = None
+        self._link: Connection | None = None
         self._closing = Event()
 
-    def call(self, what: str, act: Callable[[Link], T], until_s: float) -> T:
+    def call(self, what: str, act: Callable[[Connection], T], until_s: float) -> T:
         """Return what `act` does over a connection; it is done again where that breaks or garbles what passes.
 
         There are at most 5 attempts, and none after `until_s` (of `time.monotonic`). Raises `failure`.
@@ -74,7 +74,7 @@ class Caller:
         """Wait before another attempt; return whether there is to be none."""
         return self._closing.wait(delay_s) or time.monotonic() >= until_s
 
-    def _attempt(self, act: Callable[[Link], T], until_s: float) -> T:
+    def _attempt(self, act: Callable[[Connection], T], until_s: float) -> T:
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)  # whatever is under way on it, the other end gives it up
             link = self._connected(until_s)
@@ -83,12 +83,12 @@ class Caller:
             on_failure.pop_all()
             return done
 
-    def _connected(self, until_s: float) -> Link:
+    def _connected(self, until_s: float) -> Connection:
         self.pause(0)
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no time is left")
         if self._link is None:
-            self._link = open_link(self.address, self._ticket, left_s)
+            self._link = open_connection(self.address, self._ticket, left_s)
         self.pause(0)  # who shut down while there was no link has not ended this one
         return self._link

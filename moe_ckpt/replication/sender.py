@@ -16,9 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.replication.connection import Link, RefusedError
+from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Done, Drop, Put, Ticket
-from moe_ckpt.replication.retrying_client import Caller
+from moe_ckpt.replication.retrying_client import RetryingClient
 from moe_ckpt.replication.transfer import send_blob
 from moe_ckpt.snapshot.adam_update import is_update, update_from_bytes
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
@@ -89,7 +89,7 @@ class Replicator:
             self._peers = None
 
     def _peer(self, address: Address) -> _Peer:
-        caller = Caller(address, self._ticket, CheckpointSaveError)
+        caller = RetryingClient(address, self._ticket, CheckpointSaveError)
         return _Peer(self._own, self._owner_rank, caller, self._may_send, self._throttle)
 
 
@@ -97,7 +97,7 @@ class _Peer:
     """The sending thread to one peer."""
 
     def __init__(
-        self, own: BlobFolder, owner_rank: int, caller: Caller, may_send: Callable[[], bool], throttle: Throttle
+        self, own: BlobFolder, owner_rank: int, caller: RetryingClient, may_send: Callable[[], bool], throttle: Throttle
     ) -> None:
         self._throttle = throttle
         self._own = own
@@ -126,7 +126,7 @@ class _Peer:
         request = Drop(owner_rank=self._owner_rank, keys=tuple(keys))
         self._caller.call(f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s)
 
-    def _put(self, link: Link, key: str) -> None:
+    def _put(self, link: Connection, key: str) -> None:
         if not is_update(key):
             self._send(link, key)
             return
@@ -136,7 +136,7 @@ class _Peer:
         elif not self._has_updated(link, key, update.unit):
             self._send(link, update.target)
 
-    def _has_updated(self, link: Link, key: str, unit: str) -> bool:
+    def _has_updated(self, link: Connection, key: str, unit: str) -> bool:
         if self._refused[unit] == _MOST_REFUSED:
             return False
         try:
@@ -150,7 +150,7 @@ class _Peer:
         self._refused[unit] = 0
         return True
 
-    def _send(self, link: Link, key: str) -> None:
+    def _send(self, link: Connection, key: str) -> None:
         blob = self._own.get(key)
         link.send(Put(owner_rank=self._owner_rank, key=key))
 

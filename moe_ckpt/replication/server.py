@@ -10,22 +10,22 @@ import socket
 from collections.abc import Callable
 from threading import Event, Lock, Thread
 
-from moe_ckpt.replication.connection import Link
+from moe_ckpt.replication.connection import Connection
 
 _RETRY_S = 0.1
 
 _log = logging.getLogger(__name__)
 
 
-class Listener:
+class ConnectionServer:
     """Serves connections to `listening`, which it owns, until `close`. `serve(link)` returns or raises to end one."""
 
-    def __init__(self, listening: socket.socket, serve: Callable[[Link], None]) -> None:
+    def __init__(self, listening: socket.socket, serve: Callable[[Connection], None]) -> None:
         self._listening = listening
         self._serve = serve
         self._lock = Lock()
         self._closed = Event()
-        self._links: dict[Link, Thread] = {}
+        self._links: dict[Connection, Thread] = {}
         self._thread = Thread(target=self._accept_all, name="listener", daemon=True)
         self._thread.start()
 
@@ -47,18 +47,18 @@ class Listener:
         while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-                self._start(Link(connection))
+                self._start(Connection(connection))
             except (OSError, RuntimeError) as error:  # out of descriptors or threads, or gone before it came
                 if not self._closed.wait(_RETRY_S):
                     _log.warning("a connection was not accepted: %s", error)
 
-    def _start(self, link: Link) -> None:
+    def _start(self, link: Connection) -> None:
         thread = Thread(target=self._run, args=(link,), name="served-link", daemon=True)
         with self._lock:
             thread.start()
             self._links[link] = thread
 
-    def _run(self, link: Link) -> None:
+    def _run(self, link: Connection) -> None:
         try:
             self._serve(link)
         except OSError as error:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import torch
 
-from moe_ckpt.replication.connection import Link, Pace, RefusedError
+from moe_ckpt.replication.connection import Connection, Pace, RefusedError
 from moe_ckpt.replication.messages import Done, Found, Refused, Sent
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 
@@ -24,7 +24,7 @@ Keep = Callable[[str, bytes, torch.Tensor | None, int], None]
 """`BlobFolder.publish` or `BlobFolder.deposit`."""
 
 
-def send_blob(link: Link, folder: BlobFolder, key: str, blob: Blob, pace: Pace) -> None:
+def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: Pace) -> None:
     """Send a blob that `folder.get(key)` returned."""
     payload_bytes = None if blob.payload is None else blob.payload_bytes
     link.send(Found(header_bytes=len(blob.header), payload_bytes=payload_bytes))
@@ -37,7 +37,7 @@ def send_blob(link: Link, folder: BlobFolder, key: str, blob: Blob, pace: Pace) 
         link.send(Refused(reason=f"blob {key} was withdrawn while it was sent", garbled=False))
 
 
-def receive_blob(link: Link, found: Found, folder: BlobFolder, key: str, keep: Keep, pace: Pace) -> int:
+def receive_blob(link: Connection, found: Found, folder: BlobFolder, key: str, keep: Keep, pace: Pace) -> int:
     """Receive a blob into memory of `folder` and keep it under a key; return its bytes.
 
     Raises RefusedError if it arrived garbled, was withdrawn meanwhile or has too large a header, and

@@ -11,7 +11,7 @@ from moe_ckpt.sim.costs import Costs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What is lost at one moment: trainers of `ranks`, with `lost_memory` all that their nodes had in host memory."""
+    """What is lost at one moment: workers of `ranks`, with `lost_memory` all that their nodes had in host memory."""
 
     at_s: float
     ranks: tuple[int, ...]

@@ -20,7 +20,7 @@ from moe_ckpt.sim.saving import Recovery, Saving, Setup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """What is gone: `dead` trainers, of which the `bare` ones have no host memory left, either.
+    """What is gone: `dead` workers, of which the `bare` ones have no host memory left, either.
 
     The memories of `unreplicated` ranks hold no copies for others; `rolling` stages were on their way back already.
     """

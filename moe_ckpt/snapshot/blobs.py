@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.snapshot.index_entry import Entry, entry_from_bytes, entry_to_bytes
+from moe_ckpt.snapshot.index_entry import IndexEntry, entry_from_bytes, entry_to_bytes
 
 _KEY = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _BUFFER = re.compile(r"[0-9]{6,}")
@@ -101,7 +101,7 @@ class BlobFolder:
         with self._lock:
             name = None if payload is None else self._names[id(payload)]
             serial = secrets.token_hex(8)
-            self._write(Entry(key=key, buffer=name, payload_bytes=payload_bytes, serial=serial, header=header))
+            self._write(IndexEntry(key=key, buffer=name, payload_bytes=payload_bytes, serial=serial, header=header))
 
     def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
         """Publish a blob and leave `payload` to it: this process lets go of it, and `discard` or another blob frees it.
@@ -202,7 +202,7 @@ class BlobFolder:
             _unpin(tensor)
         return name
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: IndexEntry) -> None:
         path = self._entry_path(entry.key)
         unfinished = path.with_suffix(_UNFINISHED)
         try:
@@ -219,7 +219,7 @@ class BlobFolder:
         except OSError as error:
             raise CheckpointSaveError(f"blob {entry.key} in {self.path}: got {error}, wanted to write it") from error
 
-    def _read(self, key: str) -> Entry:
+    def _read(self, key: str) -> IndexEntry:
         path = self._entry_path(key)
         try:
             data = path.read_bytes()
@@ -227,7 +227,7 @@ class BlobFolder:
             raise CheckpointLoadError(f"{path}: {error.strerror}") from error
         return entry_from_bytes(key, data)
 
-    def _blob(self, entry: Entry, *, hold: bool) -> Blob:
+    def _blob(self, entry: IndexEntry, *, hold: bool) -> Blob:
         payload = None if entry.buffer is None else self._payload(entry.buffer, hold=hold)
         num_mapped = 0 if payload is None else payload.numel()
         if num_mapped < entry.payload_bytes:

@@ -3,7 +3,7 @@ r"""Takes one rank's snapshots into host memory while training goes on (MoEvemen
 Owns: one capture from start to where it is kept. Must not: decide what is taken, or how long it is kept.
 
     training   capture: copy buffers ---- forward, backward ---- release ---- optimizer step ---- collect
-    copier        \--- lay out, take a host buffer, copy --- checksum, hand to the keeper -------/
+    copier        \--- lay out, take a host buffer, copy --- checksum, hand to the daemon -------/
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
 from moe_ckpt.snapshot.copier import Copy, HostCopier
-from moe_ckpt.snapshot.windows import HostBuffers, SnapshotKeeper
+from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 
 _COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
 
@@ -31,7 +31,7 @@ Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
 """Something to take: what it is, the tensor, and its range in the flattened whole."""
 
 
-class Wanted(NamedTuple):
+class SnapshotRequest(NamedTuple):
     """A snapshot to take: its header without parts, size and checksum, its pieces, and those that change at once.
 
     `gradients` are those of the step to it from the iteration before, where peers are to take that step themselves.
@@ -52,7 +52,7 @@ class _Unsealed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
+class CopiedBytes:
     """Seconds that copying took, and the bytes of it that were copied while training waited for other stages."""
 
     seconds: float
@@ -60,21 +60,21 @@ class Copied:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Taken:
+class Captured:
     """Snapshots of one state, complete."""
 
     snapshots: Sequence[Snapshot]
-    copied: Copied
+    copied: CopiedBytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Capture:
-    copied: Future[tuple[list[_Unsealed], Copied]]
-    finished: Future[Taken]
+    copied: Future[tuple[list[_Unsealed], CopiedBytes]]
+    finished: Future[Captured]
 
 
 class SnapshotEngine:
-    """At most one capture at a time. The keeper, if there is one, hears of each as soon as it is finished.
+    """At most one capture at a time. The daemon, if there is one, hears of each as soon as it is finished.
 
     With `bubbles`, what fits into them waits for them.
     """
@@ -83,16 +83,16 @@ class SnapshotEngine:
         self,
         copier: HostCopier,
         buffers: HostBuffers,
-        keeper: SnapshotKeeper | None = None,
+        daemon: SnapshotPublisher | None = None,
         bubbles: PipelineBubbles | None = None,
     ) -> None:
         self._copier = copier
         self._buffers = buffers
-        self._keeper = keeper
+        self._daemon = daemon
         self._bubbles = bubbles
         self._capture: _Capture | None = None
 
-    def capture(self, wanted: Sequence[Wanted], *, bubble_bytes: float = 0.0) -> None:
+    def capture(self, wanted: Sequence[SnapshotRequest], *, bubble_bytes: float = 0.0) -> None:
         """Start taking snapshots of one state, all or none of them. What was taken before is collected.
 
         Their pieces are asked for from another thread, and must not change until `release` returns; those that change
@@ -120,7 +120,7 @@ class SnapshotEngine:
             self._capture = None
             raise CheckpointSaveError(f"the snapshot could not be copied: {error}") from error
 
-    def collect(self, *, wait: bool) -> Taken | None:
+    def collect(self, *, wait: bool) -> Captured | None:
         """Return what has been taken, once; None while there is nothing, or, without `wait`, while it is unfinished.
 
         Raises CheckpointSaveError if it could not be taken or kept; then there is nothing to collect any more.
@@ -161,11 +161,11 @@ class SnapshotEngine:
 
     def _drop(self, finished: Sequence[Snapshot]) -> None:
         for snapshot in finished:
-            if self._keeper:
-                self._keeper.drop_snapshot(snapshot)
+            if self._daemon:
+                self._daemon.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
 
-    def _take_all(self, wanted: Sequence[Wanted], bubble_bytes: float) -> tuple[list[_Unsealed], Copied]:
+    def _take_all(self, wanted: Sequence[SnapshotRequest], bubble_bytes: float) -> tuple[list[_Unsealed], CopiedBytes]:
         unsealed: list[_Unsealed] = []
         copies: list[Copy] = []
         try:
@@ -188,11 +188,11 @@ class SnapshotEngine:
         copies = [(snapshot.part(part).view(-1), tensors[part.key].detach().reshape(-1)) for part in parts]
         return snapshot, copies
 
-    def _copy(self, copies: Sequence[Copy], bubble_bytes: float) -> Copied:
+    def _copy(self, copies: Sequence[Copy], bubble_bytes: float) -> CopiedBytes:
         """Copy what has room in bubbles in these, as far as they come, and the others at once (Algorithm 4)."""
         bubbles = self._bubbles
         if bubbles is None:
-            return Copied(seconds=self._copier.copy_now(copies), bubble_bytes=0)
+            return CopiedBytes(seconds=self._copier.copy_now(copies), bubble_bytes=0)
         first_beside = parts_in_bubbles([target.nbytes for target, _ in copies], bubble_bytes)
         waiting, beside = deque(copies[:first_beside]), deque(copies[first_beside:])
         seconds, bubble_bytes_used = 0.0, 0
@@ -201,9 +201,9 @@ class SnapshotEngine:
             copy = (waiting if in_bubble else beside).popleft()
             seconds += self._copier.copy_now([copy])
             bubble_bytes_used += copy[0].nbytes if in_bubble else 0
-        return Copied(seconds=seconds + self._copier.copy_now(waiting), bubble_bytes=bubble_bytes_used)
+        return CopiedBytes(seconds=seconds + self._copier.copy_now(waiting), bubble_bytes=bubble_bytes_used)
 
-    def _finish_all(self, unsealed: Sequence[_Unsealed], copied: Copied) -> Taken:
+    def _finish_all(self, unsealed: Sequence[_Unsealed], copied: CopiedBytes) -> Captured:
         finished: list[Snapshot] = []
         try:
             for each in unsealed:
@@ -213,15 +213,15 @@ class SnapshotEngine:
             for each in unsealed[len(finished) + 1 :]:
                 self._buffers.release(each.snapshot.payload)
             raise
-        return Taken(snapshots=finished, copied=copied)
+        return Captured(snapshots=finished, copied=copied)
 
     def _finish(self, unsealed: _Unsealed) -> Snapshot:
         header, payload = unsealed.snapshot.header, unsealed.snapshot.payload
         found = checksum(payload, header.payload_bytes)
         snapshot = Snapshot(header=replace(header, checksum=found), payload=payload)
         try:
-            if self._keeper:
-                self._keeper.add_snapshot(snapshot, unsealed.gradients)
+            if self._daemon:
+                self._daemon.add_snapshot(snapshot, unsealed.gradients)
         except CheckpointSaveError:
             self._buffers.release(snapshot.payload)
             raise

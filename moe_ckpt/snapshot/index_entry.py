@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class IndexEntry:
     """What is published under a key: `buffer` names the file of the payload, `serial` is new with every publication."""
 
     key: str
@@ -32,14 +32,14 @@ class Entry:
     header: bytes
 
 
-def entry_to_bytes(entry: Entry) -> bytes:
+def entry_to_bytes(entry: IndexEntry) -> bytes:
     """Return an entry's bytes, with their checksum."""
     fields = {"buffer": entry.buffer, "payload_bytes": entry.payload_bytes, "serial": entry.serial}
     content = json.dumps({"key": entry.key, **fields}).encode() + b"\n" + entry.header
     return _HASH.pack(xxhash.xxh3_64_intdigest(content)) + content
 
 
-def entry_from_bytes(key: str, data: bytes) -> Entry:
+def entry_from_bytes(key: str, data: bytes) -> IndexEntry:
     """Return the entry that `entry_to_bytes` wrote for this key.
 
     Raises CheckpointLoadError if the bytes are anything else.
@@ -50,7 +50,7 @@ def entry_from_bytes(key: str, data: bytes) -> Entry:
         raise CheckpointLoadError(f"blob {key}: an index entry of {len(data)} bytes: {error}") from error
 
 
-def _read(key: str, data: bytes) -> Entry:
+def _read(key: str, data: bytes) -> IndexEntry:
     wanted, content = data[: _HASH.size], data[_HASH.size :]
     found = _HASH.pack(xxhash.xxh3_64_intdigest(content))
     if found != wanted:
@@ -59,7 +59,7 @@ def _read(key: str, data: bytes) -> Entry:
     fields = json.loads(line)
     if fields["key"] != key:
         raise ValueError(f"got the entry of {fields['key']!r}")
-    return Entry(
+    return IndexEntry(
         key=key,
         buffer=None if fields["buffer"] is None else _typed(str, fields["buffer"]),
         payload_bytes=_typed(int, fields["payload_bytes"]),

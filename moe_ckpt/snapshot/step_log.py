@@ -30,7 +30,7 @@ class StepRecord:
     tied_gradient: torch.Tensor | None
 
 
-class StepKeeper(Protocol):
+class StepPublisher(Protocol):
     """Told of all that is logged and dropped, to keep it elsewhere as well."""
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None: ...
@@ -43,8 +43,8 @@ class StepKeeper(Protocol):
 class StepLog:
     """One rank's log, by iteration: what each started from (generators, scalers, schedule), and its record."""
 
-    def __init__(self, keeper: StepKeeper | None = None) -> None:
-        self._keeper = keeper
+    def __init__(self, daemon: StepPublisher | None = None) -> None:
+        self._daemon = daemon
         self._starts: dict[int, Mapping[str, torch.Tensor]] = {}
         self._records: dict[int, StepRecord] = {}
 
@@ -61,7 +61,7 @@ class StepLog:
         return {iteration: record.gradients for iteration, record in self._records.items()}
 
     def adopt(self, starts: Mapping[int, Mapping[str, torch.Tensor]], records: Mapping[int, StepRecord]) -> None:
-        """Take over what an earlier process had logged, and its keeper has."""
+        """Take over what an earlier process had logged, and its daemon has."""
         self._starts |= starts
         self._records |= records
 
@@ -78,14 +78,14 @@ class StepLog:
     def note_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
         """Log what `iteration` starts from, in place of what was noted before."""
         self._starts[iteration] = small_state
-        if self._keeper:
-            self._keeper.add_start(iteration, small_state)
+        if self._daemon:
+            self._daemon.add_start(iteration, small_state)
 
     def add(self, record: StepRecord) -> None:
         """Log a record, in place of an older one of the same iteration."""
         self._records[record.iteration] = record
-        if self._keeper:
-            self._keeper.add_record(record)
+        if self._daemon:
+            self._daemon.add_record(record)
 
     def has_start(self, iteration: int) -> bool:
         """Return whether it is logged what an iteration starts from."""
@@ -125,8 +125,8 @@ class StepLog:
             del self._starts[old]
         for old in records:
             del self._records[old]
-        if self._keeper and (starts or records):
-            self._keeper.drop_steps(starts, records)
+        if self._daemon and (starts or records):
+            self._daemon.drop_steps(starts, records)
 
 
 def _found(logged: Mapping[int, T], iteration: int) -> T:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from moe_ckpt.snapshot.codec import Snapshot
-from moe_ckpt.snapshot.windows import BYTES_OF_ROLE, HostBuffers, SnapshotKeeper, Window, WindowState
+from moe_ckpt.snapshot.windows import BYTES_OF_ROLE, HostBuffers, SnapshotPublisher, Window, WindowState
 from moe_ckpt.types import CORE, Version
 
 
-class Kept(IntEnum):
+class StorageLevel(IntEnum):
     """Where units are kept, in the order in which `UnitTag.taken_with` counts them."""
 
     IN_MEMORY = 0
@@ -40,13 +40,13 @@ class _Flight:
 class UnitMemory:
     """Implements `snapshot.windows.Memory` for snapshots that are tagged as units; for one thread.
 
-    A snapshot that is added belongs to the memory, which lets `keeper` drop it and releases its buffer once no
+    A snapshot that is added belongs to the memory, which lets `daemon` drop it and releases its buffer once no
     checkpoint needs it.
     """
 
-    def __init__(self, buffers: HostBuffers, keeper: SnapshotKeeper | None = None) -> None:
+    def __init__(self, buffers: HostBuffers, daemon: SnapshotPublisher | None = None) -> None:
         self._buffers = buffers
-        self._keeper = keeper
+        self._daemon = daemon
         self._flight: _Flight | None = None
         self._kept: list[Snapshot] = []
         self._needed: set[Version] = set()
@@ -109,7 +109,7 @@ class UnitMemory:
         for snapshot in snapshots:
             self._buffers.adopt(snapshot.payload)
         self._kept = list(snapshots)
-        whole = without_torn(snapshots, Kept.IN_MEMORY)
+        whole = without_torn(snapshots, StorageLevel.IN_MEMORY)
         self._needed = {snapshot.header.version for snapshot in whole if name_of(snapshot) == CORE}
 
     def clear(self) -> None:
@@ -142,8 +142,8 @@ class UnitMemory:
 
     def _release(self, gone: Iterable[Snapshot]) -> None:
         for snapshot in gone:
-            if self._keeper:
-                self._keeper.drop_snapshot(snapshot)
+            if self._daemon:
+                self._daemon.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
 
 
@@ -153,7 +153,7 @@ def name_of(snapshot: Snapshot) -> str:
     return snapshot.header.unit.name
 
 
-def without_torn(snapshots: Sequence[Snapshot], place: Kept) -> list[Snapshot]:
+def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Snapshot]:
     """Return what there is in a place without cores of which the snapshot has never come there as a whole.
 
     Who dies while it publishes a snapshot leaves some of its units: with the core of these the others would be older.
@@ -177,7 +177,7 @@ def compose(snapshots: Iterable[Snapshot], version: Version) -> tuple[Snapshot, 
     return tuple(newest[name] for name in names) if newest.keys() >= set(names) else ()
 
 
-def _told(core: Snapshot, place: Kept) -> int:
+def _told(core: Snapshot, place: StorageLevel) -> int:
     """Return how many units of the core's snapshot belong into a place."""
     assert core.header.unit is not None, core.header
     return core.header.unit.taken_with[place]

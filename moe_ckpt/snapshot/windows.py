@@ -166,7 +166,7 @@ class Window:
         return f"the window from {self.start} ({len(self.snapshots)} of {self.num_slots} slots, {self.state.value})"
 
 
-class SnapshotKeeper(Protocol):
+class SnapshotPublisher(Protocol):
     """Keeps snapshots elsewhere as well, for as long as this process has them; for any thread."""
 
     def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
@@ -184,14 +184,14 @@ class SnapshotKeeper(Protocol):
 class SnapshotMemory:
     """Which snapshots of this rank are held, for one thread; payloads are buffers acquired from `buffers`.
 
-    A snapshot that is added belongs to the memory, which lets `keeper` drop it and releases its buffer with its window.
+    A snapshot that is added belongs to the memory, which lets `daemon` drop it and releases its buffer with its window.
     Windows that were handed out may be read only until the next call that changes anything.
     """
 
-    def __init__(self, buffers: HostBuffers, keep_windows: int, keeper: SnapshotKeeper | None = None) -> None:
+    def __init__(self, buffers: HostBuffers, keep_windows: int, daemon: SnapshotPublisher | None = None) -> None:
         assert keep_windows >= 1, keep_windows
         self._buffers = buffers
-        self._keeper = keeper
+        self._daemon = daemon
         self._keep_windows = keep_windows
         self._windows: list[Window] = []  # newest first; only the first may be in flight
 
@@ -298,8 +298,8 @@ class SnapshotMemory:
         gone = [snapshot for snapshot in _snapshots(self._windows) if id(snapshot.payload) not in kept]
         self._windows = windows
         for snapshot in gone:
-            if self._keeper:
-                self._keeper.drop_snapshot(snapshot)
+            if self._daemon:
+                self._daemon.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.backends import GlooTransport, NcclTransport
+from moe_ckpt.elastic.backends import GlooBackend, NcclBackend
 from moe_ckpt.errors import PeersLostError
 from tests.elastic.workers import WAIT_S, wait_until
 from tests.ranks import RankFailedError, run_ranks
@@ -53,7 +53,7 @@ def passes(ends: tuple[socket.socket, socket.socket]) -> bool:
     ],
 )
 def test_only_sockets_of_the_generation_are_cut(pair, begins: bool, is_formed: bool, left: list[bool]) -> None:
-    transport = GlooTransport()
+    transport = GlooBackend()
     before = pair()
     if begins:
         transport.begin()
@@ -67,7 +67,7 @@ def test_only_sockets_of_the_generation_are_cut(pair, begins: bool, is_formed: b
 
 def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets are closed and opened by other threads while a cut goes on."""
-    transport = GlooTransport()
+    transport = GlooBackend()
     transport.begin()
     during = pair()
     transport.formed()
@@ -89,7 +89,7 @@ def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: 
 
 
 def test_a_listening_socket_is_not_cut() -> None:
-    transport = GlooTransport()
+    transport = GlooBackend()
     transport.begin()
     with socket.create_server(("127.0.0.1", 0)) as server:
         transport.cut([])
@@ -98,7 +98,7 @@ def test_a_listening_socket_is_not_cut() -> None:
 
 
 def test_a_transport_is_quiet_once_all_bytes_are_read(pair) -> None:
-    transport = GlooTransport()
+    transport = GlooBackend()
     transport.begin()
     left, right = pair()
     transport.formed()
@@ -133,24 +133,24 @@ class FakeEvent:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
+def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclBackend:
     for name in NCCL_SWITCHES:
         monkeypatch.setenv(name, "1")  # as torchrun does; undone when the test ends
     return nccl_without_cuda(monkeypatch)
 
 
-def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
+def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclBackend:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    return NcclTransport()
+    return NcclBackend()
 
 
-def test_nccl_is_kept_from_ending_survivors(nccl: NcclTransport) -> None:
+def test_nccl_is_kept_from_ending_survivors(nccl: NcclBackend) -> None:
     assert {name: os.environ[name] for name in NCCL_SWITCHES} == dict.fromkeys(NCCL_SWITCHES, "0")
 
 
-def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclTransport) -> None:
+def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclBackend) -> None:
     FakeEvent.looks = 5
     nccl.settle(lambda: False, WAIT_S)
     assert FakeEvent.looks == 0
@@ -173,7 +173,7 @@ class StuckGroup:
 
 
 def test_a_device_is_quiet_once_all_aborts_and_all_streams_are_done(
-    nccl: NcclTransport, monkeypatch: pytest.MonkeyPatch
+    nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drained, synchronized = threading.Event(), []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda at: synchronized.append(at) or drained.wait(WAIT_S))
@@ -239,7 +239,7 @@ class BootstrappingBackend:
 made: list[BootstrappingBackend] = []
 
 
-def test_a_cut_aborts_groups_that_are_being_formed(nccl: NcclTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_aborts_groups_that_are_being_formed(nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     made.clear()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", BootstrappingBackend, raising=False)
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800")

@@ -9,27 +9,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moe_ckpt.elastic.cancellable_wait import Helper, Outcome
+from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
 from moe_ckpt.errors import PeersLostError
 
 WAIT_S = 30.0
 
 
-Settle = Callable[[Outcome], None]
+Settle = Callable[[WaitResult], None]
 
 
-def succeed(outcome: Outcome) -> None:
+def succeed(outcome: WaitResult) -> None:
     outcome.set(None)
 
 
-def fail(outcome: Outcome) -> None:
+def fail(outcome: WaitResult) -> None:
     outcome.set(ValueError("its own error"))
 
 
-abandon: Settle = Outcome.abandon
+abandon: Settle = WaitResult.abandon
 
 
-def ending(outcome: Outcome) -> str:
+def ending(outcome: WaitResult) -> str:
     try:
         return "in time" if outcome.wait(WAIT_S) else "late"
     except (ValueError, PeersLostError) as error:
@@ -43,7 +43,7 @@ ENDINGS: dict[Settle, str] = {
 }
 
 
-def settle_at(start: threading.Barrier, settle: Settle, outcome: Outcome) -> None:
+def settle_at(start: threading.Barrier, settle: Settle, outcome: WaitResult) -> None:
     start.wait(WAIT_S)
     settle(outcome)
 
@@ -51,7 +51,7 @@ def settle_at(start: threading.Barrier, settle: Settle, outcome: Outcome) -> Non
 @pytest.mark.parametrize("first", ENDINGS)
 @pytest.mark.parametrize("second", ENDINGS)
 def test_the_first_to_settle_an_outcome_counts(first: Settle, second: Settle) -> None:
-    outcome = Outcome()
+    outcome = WaitResult()
     assert not outcome.wait(0.01)
     first(outcome)
     second(outcome)
@@ -61,7 +61,7 @@ def test_the_first_to_settle_an_outcome_counts(first: Settle, second: Settle) ->
 
 @pytest.mark.parametrize("settle", ENDINGS)
 def test_all_waiting_threads_are_woken(settle: Settle) -> None:
-    outcome, started = Outcome(), threading.Barrier(4)
+    outcome, started = WaitResult(), threading.Barrier(4)
 
     def wait() -> str:
         started.wait(WAIT_S)
@@ -77,7 +77,7 @@ def test_of_threads_at_once_exactly_one_settles_an_outcome() -> None:
     """However the race goes, `abandoned` and what is raised belong together."""
     with ThreadPoolExecutor(2) as threads:
         for _ in range(300):
-            outcome, start = Outcome(), threading.Barrier(2)
+            outcome, start = WaitResult(), threading.Barrier(2)
             racers = [threads.submit(settle_at, start, settle, outcome) for settle in (succeed, abandon)]
             for racer in racers:
                 racer.result(WAIT_S)
@@ -101,7 +101,7 @@ def test_a_helper_does_one_call_after_another_and_outlives_their_errors(helper: 
         if number == 1:
             raise ValueError("its own error")
 
-    outcomes = [Outcome() for _ in range(3)]
+    outcomes = [WaitResult() for _ in range(3)]
     for number, outcome in enumerate(outcomes):
         helper.start(lambda number=number: call(number), outcome)
     assert [ending(outcome) for outcome in outcomes] == ["in time", "its own error", "in time"]
@@ -109,7 +109,7 @@ def test_a_helper_does_one_call_after_another_and_outlives_their_errors(helper: 
 
 
 def test_an_abandoned_call_goes_on_alone_and_its_helper_ends_with_it() -> None:
-    helper, outcome, begun, go_on = Helper(), Outcome(), threading.Event(), threading.Event()
+    helper, outcome, begun, go_on = Helper(), WaitResult(), threading.Event(), threading.Event()
     ended = threading.Event()
 
     def call() -> None:
@@ -133,7 +133,7 @@ class Tensors:
 
 
 def test_a_helper_at_rest_holds_no_tensors(helper: Helper) -> None:
-    tensors, done, freed = Tensors(), Outcome(), threading.Event()
+    tensors, done, freed = Tensors(), WaitResult(), threading.Event()
     weakref.finalize(tensors, freed.set)
     helper.start(lambda tensors=tensors: None, done)
     del tensors

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.generations import FENCED, GUARD, STORE_LOST, Generations, Member, Membership
+from moe_ckpt.elastic.generations import FENCED, STORE_LOST, SUPERVISOR, Generations, Member, Membership
 from moe_ckpt.elastic.process_failure import Death
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.types import Phase
 from tests.elastic.workers import GRACE_S, WAIT_S, meet, open_membership, open_store, own_rank
@@ -148,7 +148,7 @@ def test_the_life_that_may_join_is_the_last_one_set(both: Both) -> None:
         assert other.life(3) == life
 
 
-# Members. Those below are what ranks do; rank 2 is no member and stands for a guard.
+# Members. Those below are what ranks do; rank 2 is no member and stands for a supervisor.
 
 
 def open_first_life(folder: str, world_size: int, *, grace_s: float = GRACE_S) -> tuple[Generations, Membership]:
@@ -171,11 +171,11 @@ def wait_for_the_end(membership: Membership) -> str:
     return membership.leave()
 
 
-REASONS = ["rank 0 said so", "rank 1 said so", "a guard said so"]
+REASONS = ["rank 0 said so", "rank 1 said so", "a supervisor said so"]
 
 
 def go_through_generations(folder: str) -> list[Any]:
-    """Be in a generation after the other; the first three are ended by rank 0, rank 1 and a guard."""
+    """Be in a generation after the other; the first three are ended by rank 0, rank 1 and a supervisor."""
     keys = open_store(folder)
     if own_rank() == 2:
         generations = Generations(open_store(folder))
@@ -203,7 +203,7 @@ def test_all_leave_a_generation_that_any_process_ends_and_join_the_next(tmp_path
     wanted = [(generation, 3.0, reason) for generation, reason in enumerate(REASONS, start=1)]
     assert members == [[*wanted, 4, 3.0, [death_of(1), death_of(1)], False]] * 2
     for rank in range(2):
-        page = Page(tmp_path / f"page{rank}")
+        page = StatusPage(tmp_path / f"page{rank}")
         assert (page.generation, page.phase) == (4, Phase.JOIN)
 
 
@@ -306,7 +306,7 @@ def lose_again_and_again(folder: str) -> dict[str, str]:
             generations.record_death(generation, death_of(0))
         if what == "an iteration":
             membership.page.enter(Phase.STEP, number)
-        generations.end(generation, f"{GUARD}: its keeper" if what == "a guard" else f"loss {number}")
+        generations.end(generation, f"{SUPERVISOR}: its daemon" if what == "a supervisor" else f"loss {number}")
         membership.leave()
 
     def lose_often(what: str) -> str:
@@ -317,7 +317,7 @@ def lose_again_and_again(folder: str) -> dict[str, str]:
                 return f"{number - 1} losses: {error}"
         return "goes on"
 
-    return {what: lose_often(what) for what in ("a death", "an iteration", "a guard", "nothing")}
+    return {what: lose_often(what) for what in ("a death", "an iteration", "a supervisor", "nothing")}
 
 
 def test_losses_without_a_death_or_progress_are_an_error_in_the_end(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ class _NoGroups:
 
 
 def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
-    store, page = dist.HashStore(), Page(tmp_path / "page")
+    store, page = dist.HashStore(), StatusPage(tmp_path / "page")
     generations = Generations(store)
     generations.set_life(0, 0)
     member = Member(global_rank=0, world_size=1, life=0)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from launcher.proc import stands_still
-from moe_ckpt.elastic.backends import GlooTransport, Mark
+from moe_ckpt.elastic.backends import GlooBackend, Mark
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTimeouts
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.errors import PeersLostError
 from tests.elastic.collectives import (
@@ -210,15 +210,15 @@ class Forgotten:
 
 
 def test_an_abandoned_operation_keeps_no_later_one_waiting() -> None:
-    groups = ElasticGroups(GlooTransport(), PATIENT, lambda waiting: None)
+    groups = ElasticGroups(GlooBackend(), PATIENT, lambda waiting: None)
     over, first, second = threading.Event(), Forgotten(), Forgotten()
     second.end.set()
     with ThreadPoolExecutor(1) as training_thread:
-        abandoned = training_thread.submit(groups.wait, first, over, GlooTransport())
+        abandoned = training_thread.submit(groups.wait, first, over, GlooBackend())
         assert wait_until(lambda: groups.abandon() or abandoned.done())
         with pytest.raises(PeersLostError, match="abandoned"):
             abandoned.result()
-        training_thread.submit(groups.wait, second, over, GlooTransport()).result(WAIT_S / 3)
+        training_thread.submit(groups.wait, second, over, GlooBackend()).result(WAIT_S / 3)
         first.end.set()
 
 
@@ -430,7 +430,7 @@ class LikeNccl:
         return operation
 
 
-class LikeNcclTransport(GlooTransport):
+class LikeNcclTransport(GlooBackend):
     """gloo whose groups answer as NCCL's."""
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
@@ -507,7 +507,7 @@ class Queued:
         self._future.result()
 
 
-class SerialTransport(GlooTransport):
+class SerialTransport(GlooBackend):
     """gloo whose groups transfer as NCCL's do."""
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
@@ -597,7 +597,7 @@ def block_in_an_event(folder: str) -> tuple[bool, bool, bool, bool, float]:
 
     And the age of its last progress in seconds as the wait has ended.
     """
-    page, transport = Page(Path(folder) / "page"), LaunchingTransport()
+    page, transport = StatusPage(Path(folder) / "page"), LaunchingTransport()
     page.reset()
     groups = ElasticGroups(transport, PATIENT, page.wait, page.wait_on_device)
     groups.register()
@@ -622,7 +622,7 @@ def block_in_an_event(folder: str) -> tuple[bool, bool, bool, bool, float]:
 def test_a_host_that_blocks_for_its_device_waits_for_others(tmp_path: Path) -> None:
     ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path))
     assert waits == [False, True, False, False]
-    assert age_s < 1.0, "the guard would kill a rank as soon as a long wait has ended"
+    assert age_s < 1.0, "the supervisor would kill a rank as soon as a long wait has ended"
 
 
 class DeviceTransport(HeldTransport):

@@ -31,16 +31,16 @@ def start_agent(start: Callable[..., Child]) -> Callable[[], Child]:
     return lambda: start(live_on)
 
 
-def open_as_guards(base: str, agent_pid: int) -> str:
-    """Be two guards of a node, one after the other."""
+def open_as_supervisors(base: str, agent_pid: int) -> str:
+    """Be two supervisors of a node, one after the other."""
     first, second = (str(open_memory_root(Path(base), agent_pid)) for _ in range(2))
     assert first == second
     return first
 
 
-def guards_of(base: Path, agent: Child) -> Path:
-    """Return the folder that guards of an agent have opened; they are gone, only its janitor is there."""
-    [root] = run_ranks(1, open_as_guards, str(base), agent.pid)
+def memory_root_of(base: Path, agent: Child) -> Path:
+    """Return the folder that supervisors of an agent have opened; they are gone, only its janitor is there."""
+    [root] = run_ranks(1, open_as_supervisors, str(base), agent.pid)
     return Path(root)
 
 
@@ -50,19 +50,19 @@ def wait_until_gone(path: Path) -> None:
 
 def test_a_folder_goes_with_its_agent_and_not_before(tmp_path: Path, start_agent) -> None:
     staying, leaving = start_agent(), start_agent()
-    stays, goes = guards_of(tmp_path, staying), guards_of(tmp_path, leaving)
+    stays, goes = memory_root_of(tmp_path, staying), memory_root_of(tmp_path, leaving)
     for root in (stays, goes):
         (rank_memory(root, 3) / "page").touch()
     leaving.kill()
     wait_until_gone(goes)
     assert (stays / "rank0003" / "page").exists(), "its janitor did not wait"
-    assert guards_of(tmp_path, staying) == stays, "guards that are started anew find their agent's folder"
+    assert memory_root_of(tmp_path, staying) == stays, "supervisors that are started anew find their agent's folder"
     assert sorted(tmp_path.iterdir()) == [stays]
     assert stays.stat().st_mode & 0o777 == rank_memory(stays, 3).stat().st_mode & 0o777 == 0o700
 
 
 def open_and_die(output: Connection, base: str, agent_pid: int) -> None:
-    """Be a guard whose output somebody reads, killed with all its process group as torchrun does."""
+    """Be a supervisor whose output somebody reads, killed with all its process group as torchrun does."""
     os.setpgid(0, 0)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
@@ -71,12 +71,12 @@ def open_and_die(output: Connection, base: str, agent_pid: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def test_a_janitor_outlives_its_guards_group_and_keeps_no_output_open(tmp_path: Path, start, start_agent) -> None:
+def test_a_janitor_outlives_its_supervisors_group_and_keeps_no_output_open(tmp_path: Path, start, start_agent) -> None:
     agent = start_agent()
-    guard = start(open_and_die, str(tmp_path), agent.pid)
-    assert guard.exit_status() == -signal.SIGKILL
+    supervisor = start(open_and_die, str(tmp_path), agent.pid)
+    assert supervisor.exit_status() == -signal.SIGKILL
     poll = select.poll()
-    poll.register(guard.connection.fileno(), select.POLLHUP)
+    poll.register(supervisor.connection.fileno(), select.POLLHUP)
     assert poll.poll(1000 * WAIT_S), "whoever reads a job's output waits for a janitor"
     [root] = tmp_path.iterdir()
     agent.kill()
@@ -84,7 +84,7 @@ def test_a_janitor_outlives_its_guards_group_and_keeps_no_output_open(tmp_path: 
 
 
 def keep_on(connection: Connection, base: str, agent_pid: int) -> None:
-    """Be a guard whose keeper outlives the agent and makes its folder again."""
+    """Be a supervisor whose daemon outlives the agent and makes its folder again."""
     root = open_memory_root(Path(base), agent_pid)
     connection.send(root)
     wait_until_gone(root)
@@ -93,22 +93,22 @@ def keep_on(connection: Connection, base: str, agent_pid: int) -> None:
     connection.recv()
 
 
-def test_a_folder_that_a_keeper_makes_after_its_agents_end_goes_with_it(tmp_path: Path, start, start_agent) -> None:
+def test_a_folder_that_a_daemon_makes_after_its_agents_end_goes_with_it(tmp_path: Path, start, start_agent) -> None:
     agent = start_agent()
-    keeper = start(keep_on, str(tmp_path), agent.pid)
-    root = keeper.hear()
+    daemon = start(keep_on, str(tmp_path), agent.pid)
+    root = daemon.hear()
     agent.kill()
-    assert keeper.hear() == "made again"
+    assert daemon.hear() == "made again"
     assert root.exists()
-    keeper.kill()
+    daemon.kill()
     wait_until_gone(root)
 
 
-def test_a_folder_whose_guard_was_killed_before_it_had_a_janitor_gets_one(tmp_path: Path, start_agent) -> None:
+def test_a_folder_whose_supervisor_was_killed_before_it_had_a_janitor_gets_one(tmp_path: Path, start_agent) -> None:
     agent = start_agent()
-    name = guards_of(tmp_path, agent).name
+    name = memory_root_of(tmp_path, agent).name
     (tmp_path / "again" / name).mkdir(parents=True)
-    root = guards_of(tmp_path / "again", agent)
+    root = memory_root_of(tmp_path / "again", agent)
     assert root.name == name
     agent.kill()
     wait_until_gone(root)
@@ -116,14 +116,14 @@ def test_a_folder_whose_guard_was_killed_before_it_had_a_janitor_gets_one(tmp_pa
 
 def test_folders_of_agents_that_are_gone_are_removed_and_no_others(tmp_path: Path, start_agent) -> None:
     gone, lives, opens = start_agent(), start_agent(), start_agent()
-    counted_by = int(guards_of(tmp_path, lives).name.rpartition("-")[2])
+    counted_by = int(memory_root_of(tmp_path, lives).name.rpartition("-")[2])
     started, gone_started = start_ticks(lives.pid), start_ticks(gone.pid)
     left = [f"{gone.pid}-{gone_started}-{counted_by}", f"{lives.pid}-{started - 1}-{counted_by}"]
     kept = [f"{lives.pid}-{started}-{counted_by}", f"{gone.pid}-{gone_started}-{counted_by + 1}", "mine", "test-1"]
     for name in left + kept:
         (tmp_path / f"moe_ckpt-{name}" / "rank0000").mkdir(parents=True)
     gone.kill()
-    root = guards_of(tmp_path, opens)
+    root = memory_root_of(tmp_path, opens)
     assert {path.name for path in tmp_path.iterdir()} == {root.name, *(f"moe_ckpt-{name}" for name in kept)}
 
 
@@ -194,7 +194,7 @@ def test_what_earlier_ranks_left_is_found_under_todays_numbers(
     tmp_path: Path, before: Memory, ranks: range, after: Memory
 ) -> None:
     fill(tmp_path, before)
-    for _ in range(2):  # guards that are started anew do it again
+    for _ in range(2):  # supervisors that are started anew do it again
         take_over(tmp_path, ranks)
         assert content_of(tmp_path) == after
 
@@ -217,8 +217,8 @@ def test_memory_is_taken_over_once_even_if_a_rank_drops_its_own(tmp_path: Path) 
     assert content_of(tmp_path) == {"rank0002/held/rank0000": "older"}
 
 
-def start_as_guard(root: str) -> None:
-    """Be one of the guards of a node: take over, then let a trainer publish."""
+def start_as_supervisor(root: str) -> None:
+    """Be one of the supervisors of a node: take over, then let a worker publish."""
     rank, store = int(os.environ["RANK"]), rank_store()
     store.add("ready", 1)
     while store.add("ready", 0) < 4:
@@ -229,10 +229,10 @@ def start_as_guard(root: str) -> None:
     (own / "new").touch()
 
 
-def test_guards_of_a_node_take_over_at_once_before_a_quick_trainer(tmp_path: Path) -> None:
+def test_supervisors_of_a_node_take_over_at_once_before_a_quick_worker(tmp_path: Path) -> None:
     others = range(100, 300)
     before = {f"rank{4 + rank:04d}/held/rank{rank:04d}": f"{rank}" for rank in range(4)}
     fill(tmp_path, before | {f"rank0007/held/rank{rank:04d}": f"{rank}" for rank in others})
-    run_ranks(4, start_as_guard, str(tmp_path))
+    run_ranks(4, start_as_supervisor, str(tmp_path))
     after = {f"rank{rank:04d}/own": f"{rank}" for rank in range(4)}
     assert content_of(tmp_path) == after | {f"rank0000/held/rank{rank:04d}": f"{rank}" for rank in others}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.elastic.process_groups import CPU_BACKEND
-from moe_ckpt.elastic.solo_group import Alone
+from moe_ckpt.elastic.solo_group import SoloGroup
 from tests.elastic.collectives import COLLECTIVES, plain
 from tests.elastic.workers import open_groups, open_store
 from tests.ranks import rank_store, run_ranks
@@ -85,7 +85,7 @@ def test_a_group_of_one_needs_no_generation_and_is_as_with_gloo(tmp_path: Path) 
 def test_a_gather_repeats_a_tensor_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     own = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) + 1
     gathered = torch.zeros((SIZE * own.numel(),), dtype=dtype)
-    assert Alone(SIZE)._allgather_base(gathered, own).wait()
+    assert SoloGroup(SIZE)._allgather_base(gathered, own).wait()
     assert torch.equal(gathered, own.reshape(-1).repeat(SIZE))
 
 
@@ -94,4 +94,4 @@ def test_a_gather_repeats_a_tensor_of_any_shape(shape: tuple[int, ...], dtype: t
 )
 def test_an_exchange_says_why_it_cannot_be(name: str) -> None:
     with pytest.raises(RuntimeError, match="not formed yet: got an exchange among 3 ranks"):
-        getattr(Alone(SIZE), name)([], [])
+        getattr(SoloGroup(SIZE), name)([], [])

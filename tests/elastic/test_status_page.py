@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.elastic.status_page import ANY_ITERATION, Page
+from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import Phase
 from tests.ranks import RankFailedError, run_ranks
@@ -33,13 +33,13 @@ def caught() -> list[int]:
 
 
 @pytest.fixture
-def page(tmp_path: Path, caught: list[int]) -> Page:
-    page = Page(tmp_path / "page", strike=caught.append)
+def page(tmp_path: Path, caught: list[int]) -> StatusPage:
+    page = StatusPage(tmp_path / "page", strike=caught.append)
     page.reset()
     return page
 
 
-def strikes(page: Page, caught: list[int], steps: list[Step]) -> list[int]:
+def strikes(page: StatusPage, caught: list[int], steps: list[Step]) -> list[int]:
     """Go through these steps; return those, by position, at which a signal came."""
     found: list[int] = []
     for position, (phase, iteration) in enumerate(steps):
@@ -59,7 +59,7 @@ def test_any_order_strikes_where_counting_says(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Step], phase: Phase, iteration: int, skip: int
 ) -> None:
     caught: list[int] = []
-    page = Page(tmp_path_factory.getbasetemp() / "page", strike=caught.append)
+    page = StatusPage(tmp_path_factory.getbasetemp() / "page", strike=caught.append)
     page.reset()
     obeyed_before = page.orders_obeyed
     page.order(signal.SIGUSR1, phase, iteration=iteration, skip=skip)
@@ -69,7 +69,7 @@ def test_any_order_strikes_where_counting_says(
     assert (page.orders_obeyed - obeyed_before, page.has_order) == (len(wanted), not wanted)
 
 
-def test_a_later_order_counts_alone(page: Page, caught: list[int]) -> None:
+def test_a_later_order_counts_alone(page: StatusPage, caught: list[int]) -> None:
     page.order(signal.SIGUSR1, Phase.FORWARD)
     page.enter(Phase.FORWARD)
     assert caught.pop() == signal.SIGUSR1
@@ -79,13 +79,13 @@ def test_a_later_order_counts_alone(page: Page, caught: list[int]) -> None:
     assert (caught, page.orders_obeyed) == ([signal.SIGUSR2], 2)
 
 
-def test_joining_is_a_phase_that_can_be_struck_too(page: Page, caught: list[int]) -> None:
+def test_joining_is_a_phase_that_can_be_struck_too(page: StatusPage, caught: list[int]) -> None:
     page.order(signal.SIGUSR1, Phase.JOIN)
     page.join(4)
     assert (caught, page.generation, page.phase) == ([signal.SIGUSR1], 4, Phase.JOIN)
 
 
-def test_an_order_for_the_dead_is_void_for_the_successor(page: Page, caught: list[int]) -> None:
+def test_an_order_for_the_dead_is_void_for_the_successor(page: StatusPage, caught: list[int]) -> None:
     page.order(signal.SIGUSR1, Phase.FORWARD)
     page.enter(Phase.FORWARD)
     page.order(signal.SIGUSR1, Phase.FORWARD, skip=3)
@@ -95,7 +95,7 @@ def test_an_order_for_the_dead_is_void_for_the_successor(page: Page, caught: lis
     assert page.orders_obeyed == 1, "what was obeyed is counted over all lives"
 
 
-def test_a_page_that_is_reset_is_a_newborns(page: Page) -> None:
+def test_a_page_that_is_reset_is_a_newborns(page: StatusPage) -> None:
     page.join(3)
     page.wait(True)
     page.enter(Phase.STEP, 7)
@@ -105,7 +105,7 @@ def test_a_page_that_is_reset_is_a_newborns(page: Page) -> None:
     assert min(page.heartbeat_s, page.progress_s) >= before_s, "a newborn looked as if it had hung"
 
 
-def test_copies_yield_to_training_unless_it_waits_for_copies(page: Page) -> None:
+def test_copies_yield_to_training_unless_it_waits_for_copies(page: StatusPage) -> None:
     seen = [(page.waiting, page.communicates)]
     for act in (page.wait, page.wait_for_copies):
         act(True)
@@ -118,7 +118,7 @@ def test_copies_yield_to_training_unless_it_waits_for_copies(page: Page) -> None
 @pytest.mark.parametrize(
     ("act", "beats", "progresses"),
     [
-        (Page.beat, True, False),
+        (StatusPage.beat, True, False),
         (lambda page: page.wait(True), False, True),
         (lambda page: page.wait(False), False, True),
         (lambda page: page.wait_for_copies(True), False, True),
@@ -127,14 +127,14 @@ def test_copies_yield_to_training_unless_it_waits_for_copies(page: Page) -> None
     ],
     ids=["beat", "wait", "go on", "wait for copies", "enter", "join"],
 )
-def test_beating_is_no_progress_and_progress_no_beat(page: Page, act, beats: bool, progresses: bool) -> None:
+def test_beating_is_no_progress_and_progress_no_beat(page: StatusPage, act, beats: bool, progresses: bool) -> None:
     before = (page.heartbeat_s, page.progress_s)
     act(page)
     assert (page.heartbeat_s > before[0], page.progress_s > before[1]) == (beats, progresses)
 
 
-def test_all_processes_with_a_page_see_the_same(page: Page, tmp_path: Path) -> None:
-    other = Page(tmp_path / "page")
+def test_all_processes_with_a_page_see_the_same(page: StatusPage, tmp_path: Path) -> None:
+    other = StatusPage(tmp_path / "page")
     page.enter(Phase.FORWARD, 7)
     page.enter(Phase.STEP)
     other.wait(True)
@@ -143,25 +143,25 @@ def test_all_processes_with_a_page_see_the_same(page: Page, tmp_path: Path) -> N
 
 
 def train_until_killed(path: str) -> None:
-    page = Page(Path(path))
+    page = StatusPage(Path(path))
     page.join(2)
     for phase, iteration in TWO_MICRO_BATCHES:
         page.enter(phase, iteration)
 
 
-def test_a_page_tells_where_its_process_died(page: Page, tmp_path: Path) -> None:
+def test_a_page_tells_where_its_process_died(page: StatusPage, tmp_path: Path) -> None:
     page.order(signal.SIGKILL, Phase.BACKWARD, iteration=2, skip=1)
     with pytest.raises(RankFailedError, match="rank 0 died"):
         run_ranks(1, train_until_killed, str(tmp_path / "page"))
-    for seen in (page, Page(tmp_path / "page")):
+    for seen in (page, StatusPage(tmp_path / "page")):
         assert (seen.generation, seen.iteration, seen.phase) == (2, 2, Phase.BACKWARD)
         assert (seen.has_order, seen.orders_obeyed) == (False, 1)
 
 
-def test_a_page_is_its_owners_alone_and_has_its_memory_from_the_first(page: Page, tmp_path: Path) -> None:
+def test_a_page_is_its_owners_alone_and_has_its_memory_from_the_first(page: StatusPage, tmp_path: Path) -> None:
     found = os.stat(tmp_path / "page")
     assert (found.st_mode & 0o777, found.st_size) == (0o600, 4096)
-    Page(tmp_path / "unwritten")
+    StatusPage(tmp_path / "unwritten")
     assert 512 * os.stat(tmp_path / "unwritten").st_blocks >= 4096
 
 
@@ -172,4 +172,4 @@ def test_a_lack_of_room_for_a_page_is_an_error(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "posix_fallocate", fail)
     wanted = rf"runtime.shared_memory: got '{tmp_path}', wanted room for 4096 more bytes \(.*No space left"
     with pytest.raises(ConfigError, match=wanted):
-        Page(tmp_path / "page")
+        StatusPage(tmp_path / "page")

@@ -1,4 +1,7 @@
-"""Guards as real processes: who is replaced, who is given up, who is killed for hanging, and what goes with a guard."""
+"""Supervisors as real processes
+
+who is replaced, who is given up, who is killed for hanging, and what goes with a supervisor.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,29 @@ import pytest
 
 from moe_ckpt.elastic.generations import Generations
 from moe_ckpt.elastic.heartbeat import start_heartbeat
-from moe_ckpt.elastic.status_page import Page
-from moe_ckpt.elastic.supervisor import Guard, GuardLimits, die_with_parent
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.supervisor import Supervisor, SupervisorLimits, die_with_parent
 from moe_ckpt.types import Phase
 from tests.elastic.processes import Child, Watch
 from tests.elastic.workers import WAIT_S, open_store
 
 HANG_S = 1.0
-PATIENT = GuardLimits(heartbeat_s=WAIT_S, progress_s=WAIT_S, max_deaths=3)
-Act = Callable[[Page], int | None]
+PATIENT = SupervisorLimits(heartbeat_s=WAIT_S, progress_s=WAIT_S, max_deaths=3)
+Act = Callable[[StatusPage], int | None]
 
 
-def guard_main(
-    connection: Connection, folder: str, limits: GuardLimits, start_keeper: Callable[[], int] | None = None
+def supervisor_main(
+    connection: Connection, folder: str, limits: SupervisorLimits, start_daemon: Callable[[], int] | None = None
 ) -> None:
-    """Guard the only rank of a job; what guard and trainers say goes to a file."""
+    """Supervisor the only rank of a job; what supervisor and workers say goes to a file."""
     fd = os.open(Path(folder) / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, sys.stderr.fileno())
-    page = Page(Path(folder) / "page")
+    page = StatusPage(Path(folder) / "page")
     generations = Generations(open_store(folder))
-    sys.exit(Guard(0, page, generations, lambda life: train(life, page, connection), limits, start_keeper).run())
+    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits, start_daemon).run())
 
 
-def train(life: int, page: Page, connection: Connection) -> int:
+def train(life: int, page: StatusPage, connection: Connection) -> int:
     """Do with the page what the test tells, and nothing else; end with the status that one of these acts returns."""
     start_heartbeat(page)
     connection.send((life, os.getpid(), os.getppid()))
@@ -53,48 +56,48 @@ def train(life: int, page: Page, connection: Connection) -> int:
 join_first_generation = methodcaller("join", 1)
 
 
-def return_three(page: Page) -> int:
+def return_three(page: StatusPage) -> int:
     return 3
 
 
-def return_zero(page: Page) -> int:
+def return_zero(page: StatusPage) -> int:
     return 0
 
 
-def fail(page: Page) -> None:
+def fail(page: StatusPage) -> None:
     raise ValueError("the user's own error")
 
 
 class Guarded(Child):
-    """A guard, and the hand on its trainers, which talk on its connection."""
+    """A supervisor, and the hand on its workers, which talk on its connection."""
 
-    def __init__(self, stack: ExitStack, folder: Path, limits: GuardLimits, main: Callable[..., None]) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, limits: SupervisorLimits, main: Callable[..., None]) -> None:
         folder.mkdir(exist_ok=True)
         super().__init__(stack, main, str(folder), limits)
         self.folder = folder
         self.generations = Generations(open_store(str(folder)))
-        self.page = Page(folder / "page")
-        self.meet_trainer()
+        self.page = StatusPage(folder / "page")
+        self.meet_worker()
 
-    def meet_trainer(self) -> None:
-        """Wait for the next trainer."""
-        self.life, self.trainer_pid, self.guard_pid = self.hear()
-        self.trainer = Watch(self.stack, self.trainer_pid)
+    def meet_worker(self) -> None:
+        """Wait for the next worker."""
+        self.life, self.worker_pid, self.supervisor_pid = self.hear()
+        self.worker = Watch(self.stack, self.worker_pid)
 
     def do(self, act: Act) -> None:
-        """Let the trainer do something; wait until it has."""
+        """Let the worker do something; wait until it has."""
         self.tell(act)
         assert self.hear() == "done"
 
-    def kill_trainer(self, number: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.trainer_pid, number)
+    def kill_worker(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.worker_pid, number)
 
     def said(self) -> str:
         return (self.folder / "said").read_text()
 
     @property
     def has_no_successor(self) -> bool:
-        """Whether, now that the guard has ended, no other trainer had begun."""
+        """Whether, now that the supervisor has ended, no other worker had begun."""
         try:
             return not self.connection.recv()
         except EOFError:
@@ -102,26 +105,26 @@ class Guarded(Child):
 
 
 @pytest.fixture
-def guarded(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
-    """Start a guard with these limits, else those that no test reaches."""
+def supervised(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
+    """Start a supervisor with these limits, else those that no test reaches."""
 
-    def start(main: Callable[..., None] = guard_main, folder: Path | None = None, **limits: float) -> Guarded:
-        folder = folder or tmp_path / f"guard{len(list(tmp_path.iterdir()))}"
+    def start(main: Callable[..., None] = supervisor_main, folder: Path | None = None, **limits: float) -> Guarded:
+        folder = folder or tmp_path / f"supervisor{len(list(tmp_path.iterdir()))}"
         return Guarded(stack, folder, replace(PATIENT, **limits), main)
 
     return start
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_trainer_killed_by_a_signal_is_replaced_by_its_next_life(guarded, number: signal.Signals) -> None:
-    rank = guarded()
+def test_a_worker_killed_by_a_signal_is_replaced_by_its_next_life(supervised, number: signal.Signals) -> None:
+    rank = supervised()
     assert (rank.life, rank.generations.life(0), rank.generations.current()) == (0, 0, 1)
     rank.do(join_first_generation)
     rank.do(methodcaller("enter", Phase.BACKWARD, 7))
-    dead = rank.trainer_pid
-    rank.kill_trainer(number)
-    rank.meet_trainer()
-    assert (rank.life, rank.generations.life(0), rank.trainer_pid != dead) == (1, 1, True)
+    dead = rank.worker_pid
+    rank.kill_worker(number)
+    rank.meet_worker()
+    assert (rank.life, rank.generations.life(0), rank.worker_pid != dead) == (1, 1, True)
     assert (rank.page.generation, rank.page.iteration, rank.page.phase) == (0, 0, Phase.BUILD)
     [death] = rank.generations.deaths(1)
     assert (death.global_rank, death.pid, death.signal, death.why) == (0, dead, number.name, f"died of {number.name}")
@@ -131,18 +134,18 @@ def test_a_trainer_killed_by_a_signal_is_replaced_by_its_next_life(guarded, numb
     assert rank.generations.wait_for_end(1) == str(death)
 
 
-def test_a_death_before_joining_ends_no_generation(guarded) -> None:
-    rank = guarded()
+def test_a_death_before_joining_ends_no_generation(supervised) -> None:
+    rank = supervised()
     rank.generations.current()
-    rank.kill_trainer()
-    rank.meet_trainer()
+    rank.kill_worker()
+    rank.meet_worker()
     assert (rank.life, rank.generations.current(), rank.generations.has_ended(1)) == (1, 1, False)
     assert "died of SIGKILL in build" in rank.said()
 
 
 @pytest.mark.parametrize(("act", "status"), [(return_zero, 0), (return_three, 3), (fail, 1)])
-def test_an_exit_status_is_passed_on_and_not_repaired(guarded, act: Act, status: int) -> None:
-    rank = guarded()
+def test_an_exit_status_is_passed_on_and_not_repaired(supervised, act: Act, status: int) -> None:
+    rank = supervised()
     rank.do(join_first_generation)
     rank.tell(act)
     assert rank.exit_status() == status
@@ -151,144 +154,144 @@ def test_an_exit_status_is_passed_on_and_not_repaired(guarded, act: Act, status:
     assert ("ValueError: the user's own error" in rank.said()) == (act is fail)
 
 
-def test_too_many_deaths_without_progress_are_given_up(guarded) -> None:
-    rank = guarded(max_deaths=3)
+def test_too_many_deaths_without_progress_are_given_up(supervised) -> None:
+    rank = supervised(max_deaths=3)
     for life in range(3):
         assert rank.life == life
         rank.do(methodcaller("enter", Phase.STEP, 4))
-        rank.kill_trainer()
+        rank.kill_worker()
         if life < 2:
-            rank.meet_trainer()
+            rank.meet_worker()
     assert rank.exit_status() == 1
     assert rank.has_no_successor
     wanted = "error: rank 0 died 3 times in a row without progress (runtime.max_deaths=3), giving up; the last time: "
-    assert f"{wanted}rank 0 (pid {rank.trainer_pid}) died of SIGKILL in step of iteration 4" in rank.said()
+    assert f"{wanted}rank 0 (pid {rank.worker_pid}) died of SIGKILL in step of iteration 4" in rank.said()
 
 
-def test_progress_lets_the_count_of_deaths_begin_anew(guarded) -> None:
-    rank = guarded(max_deaths=3)
+def test_progress_lets_the_count_of_deaths_begin_anew(supervised) -> None:
+    rank = supervised(max_deaths=3)
     for iteration in (1, 2, 5, 6, 3):
         rank.do(methodcaller("enter", Phase.STEP, iteration))
-        rank.kill_trainer()
-        rank.meet_trainer()
+        rank.kill_worker()
+        rank.meet_worker()
     rank.do(methodcaller("enter", Phase.STEP, 4))  # what was done before is no progress
-    rank.kill_trainer()
+    rank.kill_worker()
     assert rank.exit_status() == 1
     assert "died 3 times in a row" in rank.said()
 
 
-def test_a_stopped_trainer_is_killed_and_replaced(guarded) -> None:
-    rank = guarded(heartbeat_s=HANG_S)
+def test_a_stopped_worker_is_killed_and_replaced(supervised) -> None:
+    rank = supervised(heartbeat_s=HANG_S)
     rank.do(join_first_generation)
-    rank.kill_trainer(signal.SIGSTOP)
-    rank.meet_trainer()
+    rank.kill_worker(signal.SIGSTOP)
+    rank.meet_worker()
     [death] = rank.generations.deaths(1)
     wanted = "SIGKILL", f"hung: no heartbeat for runtime.heartbeat_s={HANG_S:g} seconds, killed"
     assert (death.signal, death.why) == wanted
     assert death.detect_s >= HANG_S
 
 
-def test_a_wedged_trainer_is_killed_but_not_one_that_waits_for_others(guarded) -> None:
-    waiting = guarded(progress_s=HANG_S)
+def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(supervised) -> None:
+    waiting = supervised(progress_s=HANG_S)
     waiting.do(join_first_generation)
     waiting.do(methodcaller("wait", True))
-    wedged = guarded(progress_s=HANG_S)  # later: when it is found, the other has waited for longer
+    wedged = supervised(progress_s=HANG_S)  # later: when it is found, the other has waited for longer
     wedged.do(join_first_generation)
-    wedged.meet_trainer()
+    wedged.meet_worker()
     [death] = wedged.generations.deaths(1)
     assert death.why == f"hung: no progress for runtime.progress_s={HANG_S:g} seconds, killed"
     assert death.detect_s < HANG_S, "its heart was beating"
     waiting.do(methodcaller("enter", Phase.STEP, 9))
     assert waiting.life == 0
     waiting.do(methodcaller("wait", False))
-    waiting.meet_trainer()
+    waiting.meet_worker()
     [death] = waiting.generations.deaths(1)
     assert (death.iteration, death.why[:17]) == (9, "hung: no progress")
 
 
-def test_a_death_after_the_jobs_end_is_none(guarded) -> None:
-    rank = guarded()
+def test_a_death_after_the_jobs_end_is_none(supervised) -> None:
+    rank = supervised()
     rank.do(join_first_generation)
     rank.generations.done(1, 1)
-    rank.kill_trainer()
+    rank.kill_worker()
     assert rank.exit_status() == 0
     assert rank.has_no_successor
     assert not rank.generations.has_ended(1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_guard_that_is_told_to_stop_stops_its_trainer(guarded, number: signal.Signals) -> None:
-    rank = guarded()
-    os.kill(rank.guard_pid, number)
+def test_a_supervisor_that_is_told_to_stop_stops_its_worker(supervised, number: signal.Signals) -> None:
+    rank = supervised()
+    os.kill(rank.supervisor_pid, number)
     assert rank.exit_status() == 128 + number
-    rank.trainer.wait_for_end(0.0)
+    rank.worker.wait_for_end(0.0)
     assert rank.has_no_successor
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_trainer_does_not_outlive_a_killed_guard(guarded, stopped: bool) -> None:
-    rank = guarded()
+def test_a_worker_does_not_outlive_a_killed_supervisor(supervised, stopped: bool) -> None:
+    rank = supervised()
     if stopped:
-        rank.kill_trainer(signal.SIGSTOP)
-    os.kill(rank.guard_pid, signal.SIGKILL)
-    rank.trainer.wait_for_end()
+        rank.kill_worker(signal.SIGSTOP)
+    os.kill(rank.supervisor_pid, signal.SIGKILL)
+    rank.worker.wait_for_end()
 
 
-def agent_main(connection: Connection, folder: str, limits: GuardLimits) -> None:
-    """Start a guard as torchrun's agent does."""
+def agent_main(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+    """Start a supervisor as torchrun's agent does."""
     pid = os.fork()
     if pid == 0:
-        guard_main(connection, folder, limits)
+        supervisor_main(connection, folder, limits)
     os.waitpid(pid, 0)
 
 
-def test_nothing_outlives_a_killed_agent(guarded, stack: ExitStack) -> None:
-    rank = guarded(agent_main)
-    assert rank.guard_pid != rank.pid
-    guard = Watch(stack, rank.guard_pid)
+def test_nothing_outlives_a_killed_agent(supervised, stack: ExitStack) -> None:
+    rank = supervised(agent_main)
+    assert rank.supervisor_pid != rank.pid
+    supervisor = Watch(stack, rank.supervisor_pid)
     rank.kill()
-    rank.trainer.wait_for_end()
-    guard.wait_for_end()
+    rank.worker.wait_for_end()
+    supervisor.wait_for_end()
 
 
-def test_a_guard_that_is_started_again_goes_on_with_the_next_life(guarded) -> None:
-    earlier = guarded()
+def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(supervised) -> None:
+    earlier = supervised()
     earlier.generations.current()
-    os.kill(earlier.guard_pid, signal.SIGTERM)
+    os.kill(earlier.supervisor_pid, signal.SIGTERM)
     assert earlier.exit_status() == 128 + signal.SIGTERM
-    later = guarded(folder=earlier.folder)
+    later = supervised(folder=earlier.folder)
     assert (later.life, later.generations.life(0), later.generations.current()) == (1, 1, 2)
-    assert later.generations.wait_for_end(1) == "guard of rank 0 was started again"
+    assert later.generations.wait_for_end(1) == "supervisor of rank 0 was started again"
 
 
-def guard_with_keepers(connection: Connection, folder: str, limits: GuardLimits) -> None:
-    """Guard with keepers that do nothing but say their pid."""
-    guard_pid = os.getpid()
+def supervisor_with_daemons(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+    """Supervisor with daemons that do nothing but say their pid."""
+    supervisor_pid = os.getpid()
 
-    def start_keeper() -> int:
+    def start_daemon() -> int:
         pid = os.fork()
         if pid == 0:
-            die_with_parent(signal.SIGKILL, parent=guard_pid)
+            die_with_parent(signal.SIGKILL, parent=supervisor_pid)
             while True:
                 signal.pause()
         store = open_store(folder)
-        store.set(f"keeper/{store.add('keepers', 1)}", str(pid))
+        store.set(f"daemon/{store.add('daemons', 1)}", str(pid))
         return pid
 
-    guard_main(connection, folder, limits, start_keeper)
+    supervisor_main(connection, folder, limits, start_daemon)
 
 
-def test_a_dead_keeper_is_replaced_but_not_for_ever(guarded) -> None:
-    rank = guarded(guard_with_keepers, max_deaths=3)
+def test_a_dead_daemon_is_replaced_but_not_for_ever(supervised) -> None:
+    rank = supervised(supervisor_with_daemons, max_deaths=3)
     rank.generations.current()
     rank.do(join_first_generation)
     store = open_store(str(rank.folder))
     for number in (1, 2, 3):
-        os.kill(int(store.get(f"keeper/{number}")), signal.SIGKILL)
+        os.kill(int(store.get(f"daemon/{number}")), signal.SIGKILL)
         if number == 1:
-            assert rank.generations.wait_for_end(1) == "guard of rank 0: its keeper died"
-    rank.trainer.wait_for_end()
+            assert rank.generations.wait_for_end(1) == "supervisor of rank 0: its daemon died"
+    rank.worker.wait_for_end()
     assert rank.exit_status() == 1
     assert rank.life == rank.generations.life(0) == 0
-    assert "error: the keeper of rank 0 died 3 times in a row without progress (runtime.max_deaths=3)" in rank.said()
-    assert store.get("keepers") == b"3"
+    assert "error: the daemon of rank 0 died 3 times in a row without progress (runtime.max_deaths=3)" in rank.said()
+    assert store.get("daemons") == b"3"

@@ -1,4 +1,4 @@
-"""What a trainer opens to live through generations, for tests: elastic groups and a membership, without a model."""
+"""What a worker opens to live through generations, for tests: elastic groups and a membership, without a model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_ckpt.elastic.backends import GlooTransport
+from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.generations import Member, Membership
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 
 WAIT_S = 30.0
 GRACE_S = 0.05
@@ -48,7 +48,7 @@ def open_groups(
 ) -> ElasticGroups:
     """Make the world a group that outlives generations; nobody else is in it yet."""
     timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, abort_s=WAIT_S)
-    groups = ElasticGroups(GlooTransport(), timeouts, on_wait)
+    groups = ElasticGroups(GlooBackend(), timeouts, on_wait)
     groups.register()
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=global_rank, world_size=world_size)
     return groups
@@ -65,7 +65,7 @@ def open_membership(
     connect: Callable[[str], dist.Store] = open_store,
 ) -> Membership:
     """Make this process a life of a rank."""
-    page = Page(Path(folder) / f"page{global_rank}")
+    page = StatusPage(Path(folder) / f"page{global_rank}")
     groups = open_groups(global_rank, world_size, on_wait=page.wait)
     member = Member(global_rank=global_rank, world_size=world_size, life=life)
     return Membership(member, connect(folder), connect(folder), groups, page, join_s=join_s, grace_s=grace_s)

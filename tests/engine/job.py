@@ -25,20 +25,20 @@ import torch
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.tier import DurableTier
-from moe_ckpt.elastic.context import Elastic
+from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.generations import Member
 from moe_ckpt.elastic.process_failure import Death
-from moe_ckpt.elastic.status_page import ANY_ITERATION, Page
+from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
-from moe_ckpt.engine.interfaces import Boost, Place
+from moe_ckpt.engine.interfaces import Boost, StagePlace
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.engine.worker_loop import ElasticJob
 from moe_ckpt.errors import PeersLostError, RolledBackError
 from moe_ckpt.events import EventLog, IterationCommitted, read_events
-from moe_ckpt.replication.client import KeeperClient
+from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.copy_server import CopyServer
-from moe_ckpt.replication.daemon import TrainerDoor
+from moe_ckpt.replication.daemon import WorkerServer
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
@@ -98,7 +98,7 @@ class _Daemon:
         self.server = CopyServer(folder, rank, TICKET, host="127.0.0.1", timeout_s=_WAIT_S, serves_itself=serves_itself)
         own = BlobFolder(own_path(folder))
         self._replicator = Replicator(own, rank, TICKET, may_send=may_send, deadline_s=_WAIT_S)
-        self._door = TrainerDoor(folder, self._replicator, timeout_s=_WAIT_S)
+        self._door = WorkerServer(folder, self._replicator, timeout_s=_WAIT_S)
 
     def close(self) -> None:
         self._door.close()
@@ -175,7 +175,7 @@ class _Rendezvous:
     """Implements `job.Rendezvous` for one worker that is a thread."""
 
     def __init__(
-        self, rank: int, generations: _Generations, page: Page, ranks: ThreadRanks, stage: ThreadRanks
+        self, rank: int, generations: _Generations, page: StatusPage, ranks: ThreadRanks, stage: ThreadRanks
     ) -> None:
         self.page = page
         self._rank = rank
@@ -362,7 +362,8 @@ class ThreadJob:
         self._workers: list[threading.Thread] = []
         self._outcomes: dict[int, str] = {}
         self.pages = {
-            rank: Page(self._made(folder / "pages") / str(rank), strike=self._striker(rank)) for rank in self.ranks
+            rank: StatusPage(self._made(folder / "pages") / str(rank), strike=self._striker(rank))
+            for rank in self.ranks
         }
         self.suspect_iters, self.saves_slowly, self.sends_slowly = 2, False, False
         self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
@@ -474,8 +475,8 @@ class ThreadJob:
             _Training(self, rank, model, None, lambda _: None, events, ranks).run(0, [])
             return model.digest()
         elastic = self._elastic(rank, page)
-        if elastic.keeper:
-            closing.callback(elastic.keeper.close)
+        if elastic.daemon:
+            closing.callback(elastic.daemon.close)
         session = self._session(rank, model, ranks, stage_ranks, elastic, events)
         self.sessions[rank] = session
         closing.callback(_close_copiers, session)
@@ -487,14 +488,14 @@ class ThreadJob:
         session.finish()
         return model.digest()
 
-    def _elastic(self, rank: int, page: Page) -> Elastic:
+    def _elastic(self, rank: int, page: StatusPage) -> ElasticContext:
         has_daemon = self._replicas > 0 or self._has_servers or bool(self.config and self.config.disk_every_iters)
-        return Elastic(
+        return ElasticContext(
             member=Member(global_rank=rank, world_size=self.shape.world_size, life=self._incarnations[rank]),
             settle=lambda: None,
             page=page,
             memory=self.memory(rank),
-            keeper=KeeperClient(self.memory(rank), timeout_s=_WAIT_S) if has_daemon else None,
+            daemon=DaemonClient(self.memory(rank), timeout_s=_WAIT_S) if has_daemon else None,
             address_of=lambda peer: self._address_of(rank, peer),
             ticket=TICKET,
             replicas=self._replicas,
@@ -509,7 +510,7 @@ class ThreadJob:
         return self._daemons[peer].server.address
 
     def _session(
-        self, rank: int, model: Model, ranks: ThreadRanks, stage: ThreadRanks, elastic: Elastic, events: EventLog
+        self, rank: int, model: Model, ranks: ThreadRanks, stage: ThreadRanks, elastic: ElasticContext, events: EventLog
     ) -> Session:
         assert self.config is not None
         shape = self.shape
@@ -521,7 +522,7 @@ class ThreadJob:
             etp_rank=0,
             dp_rank=model.dp_rank,
         )
-        place = Place(
+        place = StagePlace(
             identity=self.identity,
             shard=shard,
             ranks=ranks,
@@ -639,9 +640,9 @@ def uninterrupted(shape: Shape, iterations: int) -> Result:
 def _settle(session: Session) -> None:
     assert session.sparse is not None
     session.sparse.tier.settle()
-    window, journal = session.sparse.stores.memory.in_flight(), session.sparse.stores.journal
-    if window and journal:
-        journal.has_copies(window.snapshots)
+    window, publisher = session.sparse.stores.memory.in_flight(), session.sparse.stores.publisher
+    if window and publisher:
+        publisher.has_copies(window.snapshots)
     session.sparse.tier.finish_persisting()
 
 

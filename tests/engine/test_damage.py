@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.engine.in_memory_tier import SparseStores
+from moe_ckpt.engine.in_memory_tier import TierStores
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, StageRecovered
 from moe_ckpt.faults.schedule import StateLoss
@@ -34,7 +34,7 @@ def job_of(folder: Path, iteration: int = 11, phase: str = "forward", stage: int
     return ThreadJob(folder, config("moevement", **{"window": 3} | settings), PAIR, iterations=12, losses=losses)
 
 
-def stores_of(job: ThreadJob, rank: int) -> SparseStores:
+def stores_of(job: ThreadJob, rank: int) -> TierStores:
     sparse = job.sessions[rank].sparse
     assert sparse is not None
     return sparse.stores
@@ -44,22 +44,22 @@ def recovered_from(job: ThreadJob, rank: int = 1) -> list[int]:
     return [event.window_start for event in job.events(StageRecovered, rank)]
 
 
-def _newest(stores: SparseStores) -> Window:
+def _newest(stores: TierStores) -> Window:
     return stores.memory.windows()[0]
 
 
-def flip_a_byte(stores: SparseStores) -> None:
+def flip_a_byte(stores: TierStores) -> None:
     snapshot = _newest(stores).snapshots[1]
     snapshot.payload[snapshot.header.payload_bytes // 2] ^= 1
 
 
-def lose_a_slot(stores: SparseStores) -> None:
+def lose_a_slot(stores: TierStores) -> None:
     window = _newest(stores)
     object.__setattr__(window, "snapshots", window.snapshots[:1] + window.snapshots[2:])
 
 
-def with_header(change: Callable[[SnapshotHeader], SnapshotHeader]) -> Callable[[SparseStores], None]:
-    def inflict(stores: SparseStores) -> None:
+def with_header(change: Callable[[SnapshotHeader], SnapshotHeader]) -> Callable[[TierStores], None]:
+    def inflict(stores: TierStores) -> None:
         snapshot = _newest(stores).snapshots[2]
         object.__setattr__(snapshot, "header", change(snapshot.header))
 
@@ -82,7 +82,7 @@ def _of_another_layout(header: SnapshotHeader) -> SnapshotHeader:
     ids=["a byte", "another run", "another layout", "another shard", "a slot"],
 )
 def test_a_damaged_window_is_refused_and_an_older_one_used(
-    inflict: Callable[[SparseStores], None], reason: str, tmp_path: Path
+    inflict: Callable[[TierStores], None], reason: str, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path, keep_windows=2)
     job.upsets[1, 11] = lambda _: inflict(stores_of(job, 1))
@@ -102,12 +102,12 @@ def test_with_nothing_left_the_error_says_what_was_looked_for(tmp_path: Path) ->
         job.run()
 
 
-def _flip_a_byte_of_the_boundary_log(stores: SparseStores) -> None:
+def _flip_a_byte_of_the_boundary_log(stores: TierStores) -> None:
     assert stores.boundary is not None
     stores.boundary.sent(9, Direction.ACTIVATION)[0][5] ^= 1
 
 
-def _have_no_memory_for_the_boundary_log(stores: SparseStores) -> None:
+def _have_no_memory_for_the_boundary_log(stores: TierStores) -> None:
     """Refuse the memory of one tensor of the boundary log, that of the iteration under way."""
     buffers = stores.buffers[0]
     acquire = buffers.acquire
@@ -123,7 +123,7 @@ def _have_no_memory_for_the_boundary_log(stores: SparseStores) -> None:
     ("at", "inflict"), [(11, _flip_a_byte_of_the_boundary_log), (9, _have_no_memory_for_the_boundary_log)]
 )
 def test_a_gap_in_the_boundary_log_makes_all_stages_roll_back(
-    at: int, inflict: Callable[[SparseStores], None], tmp_path: Path
+    at: int, inflict: Callable[[TierStores], None], tmp_path: Path
 ) -> None:
     job = job_of(tmp_path, window=4)  # windows 1 to 4 and 5 to 8
     job.upsets[0, at] = lambda _: inflict(stores_of(job, 0))

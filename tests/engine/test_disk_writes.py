@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.engine.disk_writes import DiskWindows, Role
-from moe_ckpt.engine.snapshot_contents import NOTHING
+from moe_ckpt.engine.snapshot_stores import NOTHING
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, WindowPersisted, read_events
-from moe_ckpt.replication.publisher import Journal, NoCopies
+from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.snapshot.blobs import BlobFolder
 
 WAIT_S = 10.0
@@ -24,8 +24,8 @@ class Disk:
     def __init__(self, folder: Path, newest: int = NOTHING, *, strict: bool = False, copy_s: float = WAIT_S) -> None:
         self.path = folder / "events.jsonl"
         self.events = EventLog(self.path, global_rank=0, clock_origin_unix_s=0.0)
-        journal = Journal(BlobFolder(folder / "own", pinned=False), NoCopies(), copy_s, lambda _: None)
-        self.windows = DiskWindows(newest, journal, self.events, strict=strict)
+        publisher = Publisher(BlobFolder(folder / "own", pinned=False), NoCopies(), copy_s, lambda _: None)
+        self.windows = DiskWindows(newest, publisher, self.events, strict=strict)
 
     @property
     def roles(self) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
-from moe_ckpt.engine.fallback import HOST_MEMORY, Found, Ladder, Source, Suspects
+from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
 from moe_ckpt.events import EventLog, LossNotFinite
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
@@ -21,13 +21,13 @@ from tests.engine.tiers import OneFileEach, open_tier
 SIX, FOUR = (Source(place=HOST_MEMORY, iteration=iteration) for iteration in (6, 4))
 
 
-def _ladder(folder: Path, ranks: Ranks) -> Ladder:
-    """Return a ladder over checkpoints of iterations 1, 2 and 3."""
+def _fallback(folder: Path, ranks: Ranks) -> Fallback:
+    """Return a fallback over checkpoints of iterations 1, 2 and 3."""
     tier, _ = open_tier(folder, OneFileEach(ranks), keep=3)
     for iteration in (1, 2, 3):
         tier.save(iteration)
-    events = EventLog(folder / "events" / f"ladder{ranks.rank}.jsonl", global_rank=0, clock_origin_unix_s=0.0)
-    return Ladder(tier, ranks, events)
+    events = EventLog(folder / "events" / f"fallback{ranks.rank}.jsonl", global_rank=0, clock_origin_unix_s=0.0)
+    return Fallback(tier, ranks, events)
 
 
 def _source(folder: Path, iteration: int) -> Source:
@@ -35,21 +35,21 @@ def _source(folder: Path, iteration: int) -> Source:
 
 
 def test_a_source_that_one_rank_distrusts_is_used_by_none(tmp_path: Path) -> None:
-    def look_twice(ranks: Ranks) -> list[Found]:
-        ladder = _ladder(tmp_path, ranks)
+    def look_twice(ranks: Ranks) -> list[UsableState]:
+        fallback = _fallback(tmp_path, ranks)
         if ranks.rank == 1:
-            ladder.distrust(_source(tmp_path, 3))
-        return [ladder.look(None), ladder.look(None)]
+            fallback.distrust(_source(tmp_path, 3))
+        return [fallback.look(None), fallback.look(None)]
 
     sources = [_source(tmp_path, iteration) for iteration in (3, 2, 1)]
-    expected = Found(sources=sources[1:], passed_over=[f"{sources[0]}: not trusted"])
+    expected = UsableState(sources=sources[1:], passed_over=[f"{sources[0]}: not trusted"])
     assert run_threads(2, look_twice) == [[expected, expected]] * 2
 
 
 def test_states_saved_since_a_bad_load_are_passed_over_and_named(tmp_path: Path) -> None:
     sources = [_source(tmp_path, iteration) for iteration in (3, 2, 1)]
-    expected = Found(sources=sources[2:], passed_over=[f"{source}: not trusted" for source in sources[:2]])
-    assert run_threads(1, lambda ranks: _ladder(tmp_path, ranks).look(None, tainted=range(2, 4))) == [expected]
+    expected = UsableState(sources=sources[2:], passed_over=[f"{source}: not trusted" for source in sources[:2]])
+    assert run_threads(1, lambda ranks: _fallback(tmp_path, ranks).look(None, tainted=range(2, 4))) == [expected]
 
 
 def test_ranks_agree_on_the_source_of_an_earlier_loss() -> None:

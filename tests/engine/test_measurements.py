@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_ckpt.engine.measurements import Meter
+from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.snapshot_cost import ENOUGH_BLOCKS
 
 
@@ -15,7 +15,7 @@ class Loop:
 
     def __init__(self, warm_up_s: float = 9.0) -> None:
         self.now_s = 0.0
-        self.meter = Meter(0, lambda: self.now_s)
+        self.meter = Measurements(0, lambda: self.now_s)
         for _ in range(2):
             self.iterate(warm_up_s, quiet=True)
 
@@ -120,7 +120,7 @@ def test_waits_for_copies_are_no_part_of_what_snapshots_add() -> None:
 
 
 def test_replays_are_measured_by_the_iteration() -> None:
-    meter = Meter(0)
+    meter = Measurements(0)
     assert meter.replayed_iteration_s() is None
     for num_iters, seconds in ((0, 9.0), (4, 2.0), (2, 3.0), (1, 0.75)):
         meter.replayed(num_iters, seconds)

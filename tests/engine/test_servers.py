@@ -196,8 +196,8 @@ def test_gradients_that_do_not_arrive_cost_a_snapshot_of_every_rank(tmp_path: Pa
 def _lose_update_of(iteration: int, session: Session) -> None:
     """Let the copy of this iteration's update fail, once."""
     assert session._elastic is not None
-    assert session._elastic.keeper is not None
-    keeper, copy = session._elastic.keeper, session._elastic.keeper.copy
+    assert session._elastic.daemon is not None
+    daemon, copy = session._elastic.daemon, session._elastic.daemon.copy
 
     def copy_others(keys: Sequence[str]) -> Future[None]:
         if not any(key.startswith(f"update-snapshot-{iteration}-") for key in keys):
@@ -206,7 +206,7 @@ def _lose_update_of(iteration: int, session: Session) -> None:
         failed.set_exception(CheckpointSaveError("a test lets this copy fail"))
         return failed
 
-    keeper.copy = copy_others  # type: ignore[method-assign]
+    daemon.copy = copy_others  # type: ignore[method-assign]
 
 
 def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
 
     def hold(session: Session) -> None:
         assert session._elastic is not None
-        assert session._elastic.keeper is not None
-        keeper, copy = session._elastic.keeper, session._elastic.keeper.copy
+        assert session._elastic.daemon is not None
+        daemon, copy = session._elastic.daemon, session._elastic.daemon.copy
 
         def copy_or_hold(keys: Sequence[str]) -> Future[None]:
             if any(key.startswith("update-snapshot-3-") for key in keys):
@@ -224,7 +224,7 @@ def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
                 return held[0]
             return copy(keys)
 
-        keeper.copy = copy_or_hold  # type: ignore[method-assign]
+        daemon.copy = copy_or_hold  # type: ignore[method-assign]
 
     job.on_worker.append(lambda rank, session: hold(session) if rank == 1 else None)
     assert job.run() == uninterrupted(PAIR, 9)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ckpt.collectives import Ranks, Reduction
-from moe_ckpt.engine.interfaces import Place
+from moe_ckpt.engine.interfaces import StagePlace
 from moe_ckpt.engine.stage_profiles import share_profiles
 from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.policies.stage_profile import StageProfile
@@ -54,12 +54,12 @@ class Counting:
         self._ranks.reduce(tensor, operation)
 
 
-def place(ranks: Counting, stage_group: ThreadGroup, num_stages: int) -> Place:
+def place(ranks: Counting, stage_group: ThreadGroup, num_stages: int) -> StagePlace:
     stage, in_stage = divmod(ranks.rank, RANKS_A_STAGE)
     of_stage = ThreadRanks(in_stage)
     of_stage.use(stage_group)
     layout = ParallelLayout(pp=num_stages, dp=RANKS_A_STAGE, ep=1, tp=1)
-    return Place(
+    return StagePlace(
         identity=RunIdentity(run_id="run", layout=layout, model="m"),
         shard=ShardIdentity(global_rank=ranks.rank, pp_rank=stage, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=in_stage),
         ranks=cast("Ranks", ranks),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ckpt.engine.in_memory_tier import SparseStores
+from moe_ckpt.engine.in_memory_tier import TierStores
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.types import Phase
@@ -48,11 +48,11 @@ class Keeping:
             assert not any(stores.steps.has_start(earlier) for earlier in range(oldest + 1)), oldest
             assert min(stores.steps.gradients, default=iteration) > oldest
 
-    def _check(self, stores: SparseStores, iteration: int) -> None:
+    def _check(self, stores: TierStores, iteration: int) -> None:
         assert not any(stores.steps.has_start(later) for later in range(iteration + 2, self._job.iterations + 2))
         assert max(stores.steps.gradients, default=0) <= iteration
 
-    def _stores(self, rank: int) -> SparseStores:
+    def _stores(self, rank: int) -> TierStores:
         sparse = self._job.sessions[rank].sparse
         assert sparse is not None
         return sparse.stores

@@ -16,7 +16,7 @@ from tests.training import fast
 AT = ("fault=at", "fault.at=[{iteration: 3, rank: 1, phase: backward}]")
 
 
-def test_policies_without_guards_are_struck_from_outside() -> None:
+def test_policies_without_supervisors_are_struck_from_outside() -> None:
     dense, moevement = plan_variants(["dense", "moevement", *AT, "model.num_layers=2"], 4)
     assert moevement.overrides == ("ckpt=moevement", *AT, "model.num_layers=2")
     assert moevement.kills == ()

@@ -22,8 +22,8 @@ from launcher.config import (
     to_settings,
 )
 from launcher.faults.config import FAULT_CONFIGS
-from launcher.simulation import GROUPS as SIMULATION_GROUPS
-from launcher.simulation import ExperimentConfig
+from launcher.simulator.config import GROUPS as SIMULATION_GROUPS
+from launcher.simulator.config import ExperimentConfig
 from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.faults.schedule import Kill, StateLoss, poisson_kills, trace_kills
 from moe_ckpt.sim.hardware import ClusterConfig

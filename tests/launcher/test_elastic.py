@@ -32,7 +32,7 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.replication import sender
-from moe_ckpt.replication.connection import Link
+from moe_ckpt.replication.connection import Connection
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Moment, Point, lose_nodes, survive
 from tests.elastic_job import ElasticJob
@@ -208,7 +208,7 @@ def test_host_memory_is_lost_or_damaged(tmp_path: Path) -> None:
 
 
 def _damage_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
-    for buffer in (Path(job.trainer(2).memory) / "own" / "buffers").iterdir():
+    for buffer in (Path(job.worker(2).memory) / "own" / "buffers").iterdir():
         _flip_a_bit(buffer)
     job.kill(*ranks)
 
@@ -216,12 +216,12 @@ def _damage_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
 def _kill_daemon_of_rank_3(job: ElasticJob, _: Sequence[int]) -> None:
     """Also wait until other ranks have left the generation: until then the rank that stands still must not go on."""
     generation = job.page(1).generation
-    os.kill(job.keeper_pid(3), SIGKILL)
+    os.kill(job.daemon_pid(3), SIGKILL)
     job.wait_for(lambda: job.page(1).generation > generation or None, "the end of the generation")
 
 
 def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
-    index = Path(job.trainer(0).memory) / "held" / "rank0001" / "index"
+    index = Path(job.worker(0).memory) / "held" / "rank0001" / "index"
     oldest = min(index.glob("record-*.blob"), key=lambda path: int(path.stem.removeprefix("record-")))
     oldest.write_bytes(b"garbage")
     job.lose_nodes(*ranks)
@@ -230,7 +230,7 @@ def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
 def _copy_no_window_at_21_and_22() -> None:
     put = sender._Peer._put
 
-    def put_others(self: sender._Peer, link: Link, key: str) -> None:
+    def put_others(self: sender._Peer, link: Connection, key: str) -> None:
         if key.startswith(("snapshot-21-", "snapshot-22-")):
             raise CheckpointSaveError("a test lets this copy fail")
         put(self, link, key)

@@ -1,4 +1,4 @@
-"""Whole checkpoints under guards: written while training goes on, through deaths, the end of all, and bad disks.
+"""Whole checkpoints under supervisors: written while training goes on, through deaths, the end of all, and bad disks.
 
 Writers wait at gates, named pipes that they open before they write: the test decides when they go on.
 """

@@ -1,4 +1,4 @@
-"""However a guarded job ends, it leaves no process and no shared memory, and says once why it failed."""
+"""However a supervised job ends, it leaves no process and no shared memory, and says once why it failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.loop import Trainer
+from launcher.loop import MegatronLoop
 from moe_ckpt.events import TrainerStarted
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
@@ -36,11 +36,11 @@ def _end_the_agent(job: ElasticJob) -> None:
     os.kill(job.agent_pid, signal.SIGTERM)
 
 
-def _kill_a_guard(job: ElasticJob) -> None:
-    os.kill(job.trainer(1).guard_pid, signal.SIGKILL)
+def _kill_a_supervisor(job: ElasticJob) -> None:
+    os.kill(job.worker(1).supervisor_pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("end", [_kill_the_agent, _interrupt_all, _end_the_agent, _kill_a_guard])
+@pytest.mark.parametrize("end", [_kill_the_agent, _interrupt_all, _end_the_agent, _kill_a_supervisor])
 def test_nothing_is_left_of_a_job_that_was_ended(end: Callable[[ElasticJob], None], tmp_path: Path) -> None:
     with ElasticJob(2, tmp_path, *LONG) as job:
         job.wait_until(1, 3)
@@ -99,14 +99,14 @@ def test_a_setting_that_cannot_be_is_one_error(tmp_path: Path) -> None:
 
 
 def _let_rank_one_fail() -> None:
-    run_iteration = Trainer.run_iteration
+    run_iteration = MegatronLoop.run_iteration
 
-    def failing(trainer: Trainer, iteration: int) -> object:
+    def failing(loop: MegatronLoop, iteration: int) -> object:
         if (iteration, os.environ["RANK"]) == (4, "1"):
             raise ZeroDivisionError("of the user")
-        return run_iteration(trainer, iteration)
+        return run_iteration(loop, iteration)
 
-    Trainer.run_iteration = failing  # type: ignore[method-assign]
+    MegatronLoop.run_iteration = failing  # type: ignore[method-assign]
 
 
 def _let_rank_one_die() -> None:
@@ -114,7 +114,7 @@ def _let_rank_one_die() -> None:
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGSEGV)
 
-    Trainer.__init__ = die  # type: ignore[method-assign]
+    MegatronLoop.__init__ = die  # type: ignore[method-assign]
 
 
 def _let_rank_one_not_start() -> None:
@@ -122,4 +122,4 @@ def _let_rank_one_not_start() -> None:
         if os.environ["RANK"] == "1":
             raise ZeroDivisionError("at start")
 
-    Trainer.__init__ = fail  # type: ignore[method-assign]
+    MegatronLoop.__init__ = fail  # type: ignore[method-assign]

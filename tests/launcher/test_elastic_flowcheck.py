@@ -87,9 +87,9 @@ def test_a_server_is_killed_beside_a_rank(tmp_path: Path) -> None:
     training = ("train.iterations=14", *FP16_SKIPPING)
     with ElasticJob(4, tmp_path, *training, ckpt="flowcheck", timeout_s=150) as job:
         held = job.hold(1, Phase.BACKWARD, iteration=6)
-        keeper = job.keeper_pid(3)
-        os.kill(keeper, SIGSTOP)
-        os.kill(keeper, SIGKILL)
+        daemon = job.daemon_pid(3)
+        os.kill(daemon, SIGSTOP)
+        os.kill(daemon, SIGKILL)
         os.kill(held, SIGKILL)
         result = job.wait()
     assert result["digest_per_rank"] == uninterrupted(4, *training).digest_per_rank
@@ -102,7 +102,7 @@ def test_only_a_server_is_killed(tmp_path: Path) -> None:
     training = ("train.iterations=14",)
     with ElasticJob(4, tmp_path, *training, ckpt="flowcheck", timeout_s=150) as job:
         held = job.hold(1, Phase.BACKWARD, iteration=6)
-        os.kill(job.keeper_pid(2), SIGKILL)
+        os.kill(job.daemon_pid(2), SIGKILL)
         os.kill(held, SIGCONT)
         result = job.wait()
     assert result["digest_per_rank"] == uninterrupted(4, *training).digest_per_rank
@@ -121,8 +121,8 @@ _POINTS = {
 }
 
 
-def _can_be_guarded(row: Row) -> bool:
-    """Leave out jobs that differ or hang before a fault under every policy with guards.
+def _can_be_supervised(row: Row) -> bool:
+    """Leave out jobs that differ or hang before a fault under every policy with supervisors.
 
     A job of one rank computes with other thread counts than its reference. Where one stage has no experts and the
     optimizer is whole, a rank that builds its model alone makes no optimizer for experts, and norms do not meet.
@@ -136,7 +136,7 @@ def _can_be_guarded(row: Row) -> bool:
     ("row", "phase"),
     [
         pytest.param(row, phase, id=f"{phase}: {name_of(row)}")
-        for row, phase in zip(filter(_can_be_guarded, rows()), cycle(_POINTS), strict=False)
+        for row, phase in zip(filter(_can_be_supervised, rows()), cycle(_POINTS), strict=False)
     ],
 )
 def test_a_killed_rank_goes_back_exactly_in_every_kind_of_training(row: Row, phase: str, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_deaths_of_one_rank_cost_the_others_nothing_that_stays(deaths: int, tmp_
     chosen, used = random.Random(4), []
 
     def measure_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
-        watched = [job.trainer(1).pid, *(job.trainer(rank).guard_pid for rank in range(2))]
+        watched = [job.worker(1).pid, *(job.worker(rank).supervisor_pid for rank in range(2))]
         used.append([Used.by(pid) for pid in watched])
         job.kill(*ranks)
 

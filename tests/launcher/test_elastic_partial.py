@@ -21,7 +21,7 @@ from launcher.config import compose_settings
 from launcher.parameters import count_parameters
 from moe_ckpt.events import CapacityBoosted, ExpertsChosen, SnapshotTaken, StateResumed, TokensLost
 from moe_ckpt.replication import copy_server
-from moe_ckpt.replication.publisher import Journal, read_units
+from moe_ckpt.replication.publisher import Publisher, read_units
 from moe_ckpt.snapshot.adam_update import update_from_bytes
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.codec import Snapshot
@@ -47,10 +47,10 @@ LIMITED = ("model.moe_capacity_factor=1.0", "train.sequence_length=64")
 def publishing_is_a_point() -> None:
     """Let a rank enter DONE in the copier's thread when the core of iteration 18 is published, and no expert of it."""
 
-    def is_torn(journal: Journal, snapshot: Snapshot, *_: Any) -> bool:
+    def is_torn(publisher: Publisher, snapshot: Snapshot, *_: Any) -> bool:
         return snapshot.header.iteration == 18 and name_of(snapshot) == CORE
 
-    call_is_a_point(Journal, "add_snapshot", Phase.DONE, is_after=True, when=is_torn)
+    call_is_a_point(Publisher, "add_snapshot", Phase.DONE, is_after=True, when=is_torn)
 
 
 def lossless(*, copies: bool) -> list[Fault]:

@@ -13,7 +13,7 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import IntervalChosen, SnapshotTaken, WindowPersisted
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.replication import sender
-from moe_ckpt.replication.connection import Link
+from moe_ckpt.replication.connection import Connection
 from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, all_go_back, call_is_a_point, lose_nodes, stretches_of, survive
@@ -31,7 +31,7 @@ def loading_is_a_point_and_copies_fail() -> None:
     call_is_a_point(RankOperators, "load", Phase.RECOVERY)
     put = sender._Peer._put
 
-    def put_others(self: sender._Peer, link: Link, key: str) -> None:
+    def put_others(self: sender._Peer, link: Connection, key: str) -> None:
         if key.startswith("snapshot-18-"):
             raise CheckpointSaveError("a test lets this copy fail")
         put(self, link, key)

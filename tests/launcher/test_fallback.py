@@ -212,7 +212,7 @@ def test_a_rank_dies_while_all_step_down(
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", [BIAS, ()])
-def test_a_corrupt_checkpoint_is_used_once_without_guards(model: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_used_once_without_supervisors(model: tuple[str, ...], tmp_path: Path) -> None:
     dense = (*model, "ckpt=dense", "ckpt.every_iters=2")
     settings = compose_settings((*fast(*dense, "train.iterations=8"), f"run.dir={tmp_path}"))
     with pytest.raises(RankFailedError):
@@ -244,7 +244,7 @@ def _save_a_bad_one_and_die(settings: Settings, folder: Path, by: float) -> None
 
 
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.full)])
-def test_states_saved_since_a_bad_load_are_not_used_without_guards(asynchronous: str, tmp_path: Path) -> None:
+def test_states_saved_since_a_bad_load_are_not_used_without_supervisors(asynchronous: str, tmp_path: Path) -> None:
     training = ("train.iterations=8", *BIAS)
     dense = ("ckpt=dense", "ckpt.every_iters=2", "ckpt.keep=3", *training, f"run.dir={tmp_path}")
     with pytest.raises(RankFailedError):

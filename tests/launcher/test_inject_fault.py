@@ -35,13 +35,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def parked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two ranks on two nodes, parked, which each test leaves as it found them, though with other trainers."""
+    """Two ranks on two nodes, parked, which each test leaves as it found them, though with other workers."""
     with parked_job(tmp_path_factory.mktemp("parked"), 2) as (job, _):
         yield job
 
 
 def pids_of(job: Job) -> list[int]:
-    return [trainer.pid for trainer in read_live(job.run)]
+    return [worker.pid for worker in read_live(job.run)]
 
 
 def inject(job: Job, *arguments: str) -> int:
@@ -55,7 +55,7 @@ def kill_at_once(job: Job, rank: int) -> None:
 
 
 def wait_for_successor(job: Job, rank: int) -> Died:
-    """Wait until a trainer has died and the next one is parked; return how it died."""
+    """Wait until a worker has died and the next one is parked; return how it died."""
     died = job.wait_for_death(rank)
     job.wait_to_park(rank)
     return died
@@ -65,7 +65,7 @@ def points_of_death(job: Job, rank: int) -> list[tuple[int, str]]:
     return [(death.iteration, death.phase) for death in job.deaths(rank)]
 
 
-def test_without_arguments_a_random_trainer_of_the_newest_run_is_killed(
+def test_without_arguments_a_random_worker_of_the_newest_run_is_killed(
     tmp_path: Path, parked: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pids, before, other = pids_of(parked), read_faults(parked.run), [len(parked.deaths(rank)) for rank in (0, 1)]
@@ -166,7 +166,7 @@ def test_an_order_that_the_run_does_not_live_to_see_is_said(tmp_path: Path, caps
         assert job.deaths(0) == []
 
 
-def test_an_order_is_given_again_when_its_trainer_dies_of_something_else(tmp_path: Path) -> None:
+def test_an_order_is_given_again_when_its_worker_dies_of_something_else(tmp_path: Path) -> None:
     said: SimpleQueue[str] = SimpleQueue()
     with parked_job(tmp_path, 1) as (job, [pid]), ThreadPoolExecutor(1) as beside:
         kills = [Kill(rank=0, iteration=1_000_000)]
@@ -177,12 +177,12 @@ def test_an_order_is_given_again_when_its_trainer_dies_of_something_else(tmp_pat
         job.wait_for_death(0)
         successor = job.wait_to_park(0)
         assert said.get(timeout=WAIT_S).startswith(f"ordered from pid {successor}: ")
-        job.kill_guard(0)
+        job.kill_supervisor(0)
         assert not over.result(WAIT_S)
         assert [(fault.pid, fault.ordered) for fault in read_faults(job.run)] == [(pid, True), (successor, True)]
 
 
-def test_an_order_is_given_again_when_the_plan_has_killed_its_trainer(tmp_path: Path) -> None:
+def test_an_order_is_given_again_when_the_plan_has_killed_its_worker(tmp_path: Path) -> None:
     with running_job(tmp_path, 1, park=(1, "forward")) as job:
         assert carry_out([Kill(rank=0, iteration=30), Kill(rank=0, after_s=0.0)], job.run, ranks_per_node=1)
         job.wait_for_death(0, times=2)
@@ -232,7 +232,7 @@ def test_a_node_at_a_point_is_lost_as_soon_as_the_point_has_come(tmp_path: Path,
 
 
 @pytest.mark.parametrize("arguments", [[], ["--rank", "0"]])
-def test_a_trainer_that_is_being_replaced_is_waited_for(
+def test_a_worker_that_is_being_replaced_is_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with parked_job(tmp_path, 1, hold=True) as (job, [pid]):
@@ -248,7 +248,7 @@ def test_a_trainer_that_is_being_replaced_is_waited_for(
         assert [death.signal for death in job.deaths(0)] == ["SIGKILL", "SIGKILL"]
 
 
-def test_a_strike_waits_for_all_its_trainers(tmp_path: Path) -> None:
+def test_a_strike_waits_for_all_its_workers(tmp_path: Path) -> None:
     with parked_job(tmp_path, 2, hold=True) as (job, _):
         kill_at_once(job, 0)
         calls = count()
@@ -265,7 +265,7 @@ def test_a_strike_waits_for_all_its_trainers(tmp_path: Path) -> None:
         assert burst[0].unix_s == burst[1].unix_s
 
 
-def test_a_trainer_without_a_successor_is_left_alone_in_time(tmp_path: Path) -> None:
+def test_a_worker_without_a_successor_is_left_alone_in_time(tmp_path: Path) -> None:
     said: list[str] = []
     with parked_job(tmp_path, 2, hold=True) as (job, _):
         kill_at_once(job, 0)
@@ -359,7 +359,7 @@ def test_a_run_that_does_not_begin_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     run = make_run(tmp_path / "run", 1)
     assert not carry_out([Kill(rank=0, after_s=0.0)], run, ranks_per_node=1, say=said.append, patience_s=0.05)
-    assert said == [f"no trainer of {run} came to live within 0.05 s"]
+    assert said == [f"no worker of {run} came to live within 0.05 s"]
 
 
 def test_a_run_whose_processes_have_died_counts_as_ended_after_a_while(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_a_run_whose_processes_have_died_counts_as_ended_after_a_while(tmp_path:
         def hear(message: str) -> None:
             said.append(message)
             if message.startswith("killed"):
-                job.kill_guard(0)
+                job.kill_supervisor(0)
 
         kills = [Kill(rank=0, after_s=0.0), Kill(rank=0, after_s=1000.0)]
         assert not carry_out(kills, job.run, ranks_per_node=1, say=hear, patience_s=0.2)
@@ -434,7 +434,7 @@ def test_a_dry_run_prints_the_plan_of_its_seed_and_touches_nothing(
 
 
 @pytest.mark.parametrize("change", [{}, {"host": "far-away"}])
-def test_a_run_without_live_trainers_is_an_error(
+def test_a_run_without_live_workers_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
 ) -> None:
     with parked_job(tmp_path, 2) as (job, _):
@@ -444,7 +444,7 @@ def test_a_run_without_live_trainers_is_an_error(
         rewrite_live(job.run, rank, pid=os.getpid(), **change)
     assert inject(job) == 1
     said = capsys.readouterr().err
-    assert said == f"error: no live trainer in {job.run}: the run has ended, or is on other machines\n"
+    assert said == f"error: no live worker in {job.run}: the run has ended, or is on other machines\n"
     assert read_faults(job.run) == []
 
 

@@ -1,4 +1,4 @@
-"""Who lives: files of trainers against the processes that there are."""
+"""Who lives: files of workers against the processes that there are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from launcher.live import is_running, read_live, read_written, remove_live, write_live
 from launcher.proc import stands_still
-from moe_ckpt.elastic.status_page import Page
+from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.linux import is_alive, start_ticks
 from tests.jobs import rewrite_live
 
@@ -32,8 +32,8 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run whose rank 3 is this process."""
-    Page(tmp_path / "page")
-    write_live(tmp_path, global_rank=3, node=1, guard_pid=os.getppid(), memory=tmp_path, life=2)
+    StatusPage(tmp_path / "page")
+    write_live(tmp_path, global_rank=3, node=1, supervisor_pid=os.getppid(), memory=tmp_path, life=2)
     return tmp_path
 
 
@@ -44,74 +44,76 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_the_calling_process_is_written(run: Path) -> None:
-    (trainer,) = read_live(run)
-    assert asdict(trainer) == {
+    (worker,) = read_live(run)
+    assert asdict(worker) == {
         "global_rank": 3,
         "node": 1,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "start_ticks": start_ticks(os.getpid()),
-        "guard_pid": os.getppid(),
-        "guard_start_ticks": start_ticks(os.getppid()),
+        "supervisor_pid": os.getppid(),
+        "supervisor_start_ticks": start_ticks(os.getppid()),
         "memory": str(run),
         "life": 2,
     }
     assert [path.name for path in (run / "live").iterdir()] == ["rank0003.json"]
 
 
-def test_trainers_come_by_rank_in_their_newest_life_and_go(run: Path) -> None:
+def test_workers_come_by_rank_in_their_newest_life_and_go(run: Path) -> None:
     for rank in (11, 0, 3):
-        write_live(run, global_rank=rank, node=0, guard_pid=1, memory=run, life=5)
-    assert [(trainer.global_rank, trainer.life) for trainer in read_live(run)] == [(0, 5), (3, 5), (11, 5)]
+        write_live(run, global_rank=rank, node=0, supervisor_pid=1, memory=run, life=5)
+    assert [(worker.global_rank, worker.life) for worker in read_live(run)] == [(0, 5), (3, 5), (11, 5)]
     for rank in (0, 11, 11):
         remove_live(run, rank)
-    assert [trainer.global_rank for trainer in read_written(run)] == [3]
+    assert [worker.global_rank for worker in read_written(run)] == [3]
 
 
 @pytest.mark.parametrize(
     ("changes", "running"),
     [
-        ({"start_ticks": 1}, True),  # the pid is another process's now; the guard lives
-        ({"start_ticks": 1, "guard_start_ticks": 1}, False),  # the guard's, too
+        ({"start_ticks": 1}, True),  # the pid is another process's now; the supervisor lives
+        ({"start_ticks": 1, "supervisor_start_ticks": 1}, False),  # the supervisor's, too
         ({"host": "elsewhere"}, False),
         ({"memory": "/nonexistent"}, True),
     ],
 )
-def test_a_stale_file_is_no_live_trainer(run: Path, changes: dict[str, Any], running: bool) -> None:
+def test_a_stale_file_is_no_live_worker(run: Path, changes: dict[str, Any], running: bool) -> None:
     rewrite_live(run, 3, **changes)
     assert read_live(run) == []
     assert len(read_written(run)) == 1
     assert is_running(read_written(run)) is running
 
 
-def test_a_zombie_is_dead_and_only_its_guard_keeps_the_run_going(run: Path, other: subprocess.Popen[bytes]) -> None:
+def test_a_zombie_is_dead_and_only_its_supervisor_keeps_the_run_going(
+    run: Path, other: subprocess.Popen[bytes]
+) -> None:
     started = start_ticks(other.pid)
     rewrite_live(run, 3, pid=other.pid, start_ticks=started)
     assert len(read_live(run)) == 1
     end(other)
     assert read_live(run) == []
     assert is_running(read_written(run))
-    rewrite_live(run, 3, guard_pid=other.pid, guard_start_ticks=started)
+    rewrite_live(run, 3, supervisor_pid=other.pid, supervisor_start_ticks=started)
     assert not is_running(read_written(run))
 
 
-def test_a_dead_trainers_file_without_its_guards_start_is_no_job(run: Path) -> None:
+def test_a_dead_workers_file_without_its_supervisors_start_is_no_job(run: Path) -> None:
     path = run / "live" / "rank0003.json"
     record = json.loads(path.read_text()) | {"start_ticks": 1}
-    del record["guard_start_ticks"]
+    del record["supervisor_start_ticks"]
     path.write_text(json.dumps(record))
     assert not is_running(read_written(run))
 
 
 def test_to_look_for_a_page_makes_none(run: Path) -> None:
-    (trainer,) = read_live(run)
+    (worker,) = read_live(run)
     (run / "page").unlink()
     with pytest.raises(FileNotFoundError):
-        trainer.open_page()
+        worker.open_page()
     assert not (run / "page").exists()
 
 
-def test_without_a_folder_no_trainer_lives(tmp_path: Path) -> None:
+def test_without_a_folder_no_worker_lives(tmp_path: Path) -> None:
     assert read_written(tmp_path) == []
     assert not is_running([])
 

@@ -97,7 +97,7 @@ def test_no_life_is_struck_twice(children: Children) -> None:
     assert (left, children.ended()) == ([], {(0, 0): -signal.SIGKILL, (0, 1): -signal.SIGTERM})
 
 
-def test_times_count_from_the_first_trainer(children: Children) -> None:
+def test_times_count_from_the_first_worker(children: Children) -> None:
     times_s = [100.0, 100.0, 104.0, 106.0]
     clock = iter(times_s)
     done = (nothing, lambda: children.start(0), nothing, nothing)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
 from launcher.launch import Launch, read_launch
-from launcher.layout import check_fit, check_guarded, fit_layout
+from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.parallel import _make_deterministic, require_forkable
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
@@ -147,15 +147,15 @@ def test_settings_that_a_layout_does_not_divide_are_refused(
     ("pp", "num_dense_layers", "is_sharded", "is_refused"),
     [(2, 2, False, True), (2, 3, False, True), (2, 1, False, False), (1, 2, False, False), (2, 2, True, False)],
 )
-def test_a_guarded_stage_without_experts_needs_a_sharded_optimizer(
+def test_a_supervised_stage_without_experts_needs_a_sharded_optimizer(
     defaults: Settings, pp: int, num_dense_layers: int, is_sharded: bool, is_refused: bool
 ) -> None:
     model = replace(defaults.model, num_dense_layers=num_dense_layers)
     train = replace(defaults.train, distributed_optimizer=is_sharded)
     if not is_refused:
-        check_guarded(layout(pp, 2, 2, 1), model, train)
+        check_supervised(layout(pp, 2, 2, 1), model, train)
         return
-    said = error_of(check_guarded, layout(pp, 2, 2, 1), model, train)
+    said = error_of(check_supervised, layout(pp, 2, 2, 1), model, train)
     assert said.startswith("train.distributed_optimizer: got False, wanted true where a stage has no experts (model.")
 
 
@@ -191,7 +191,7 @@ def test_without_torchrun_the_error_says_how_to_start(torchrun: pytest.MonkeyPat
     assert "torchrun --nproc-per-node=4 launcher/train.py" in message
 
 
-def test_a_guard_does_not_fork_where_an_import_has_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_does_not_fork_where_an_import_has_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine starts CUDA as it is imported where flash-attn is installed."""
     require_forkable()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

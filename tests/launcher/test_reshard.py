@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from launcher.config import Settings, compose_settings
-from launcher.loop import Trainer
+from launcher.loop import MegatronLoop
 from launcher.run import run
 from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateResharded, StateResumed, read_events
 from moe_ckpt.megatron.durable import MegatronDurableState
@@ -130,7 +130,7 @@ def _parts_by_key(state: TrainingState) -> Iterator[tuple[str, Part]]:
             yield entry.key, Part(shape=entry.global_shape, offset=entry.global_offset, bits=bits)
 
 
-def _stand(state: TrainingState, trainer: Trainer, iteration: int) -> Stand:
+def _stand(state: TrainingState, loop: MegatronLoop, iteration: int) -> Stand:
     splits_tensors = parallel_state.get_tensor_model_parallel_world_size() > 1
     scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in state.inner_optimizers]
     return Stand(
@@ -139,22 +139,22 @@ def _stand(state: TrainingState, trainer: Trainer, iteration: int) -> Stand:
         adam_steps=set(RankOperators(state).adam_steps()) - {0.0},  # where there is no parameter
         loss_scales=tuple(float(scaler.scale) for scaler in scalers if scaler),
         schedule=state.scheduler.num_steps,
-        eval_loss=trainer.evaluate(1),
-        next_loss=trainer.run_iteration(iteration + 1).loss,
+        eval_loss=loop.evaluate(1),
+        next_loss=loop.run_iteration(iteration + 1).loss,
     )
 
 
 def _save(folder: Path, overrides: tuple[str, ...], mark: Callable[[int, int], int] | None = None) -> Stand:
-    state, trainer = build_stage(*overrides)
+    state, loop = build_stage(*overrides)
     for iteration in (1, 2, 3):
-        trainer.run_iteration(iteration)
+        loop.run_iteration(iteration)
     if mark:
         _mark_counters(state, mark)
     folder.mkdir(exist_ok=True)
     durable = MegatronDurableState(state, asynchronous=False)
     durable.start_save(folder, 3)
     assert durable.finish_save(wait=False) is not None
-    return _stand(state, trainer, 3)
+    return _stand(state, loop, 3)
 
 
 def _mark_counters(state: TrainingState, mark: Callable[[int, int], int]) -> None:
@@ -175,9 +175,9 @@ def _by_rank(layer_number: int, dp_rank: int) -> int:
 
 
 def _load(folder: Path, saved_at: ParallelLayout, overrides: tuple[str, ...]) -> Stand:
-    state, trainer = build_stage(*overrides)
+    state, loop = build_stage(*overrides)
     assert MegatronDurableState(state, asynchronous=False).load(folder, saved_at) == 3
-    return _stand(state, trainer, 3)
+    return _stand(state, loop, 3)
 
 
 def _whole(ranks: Iterable[Parts]) -> dict[str, Raw]:

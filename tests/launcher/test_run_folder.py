@@ -43,7 +43,7 @@ def test_the_folder_is_waited_for_as_long_as_told() -> None:
 
 
 def open_folder(path: str) -> str:
-    """Open a folder as the ranks of a run without guards do; return how that went."""
+    """Open a folder as the ranks of a run without supervisors do; return how that went."""
     launch = read_launch()
     dist.init_process_group("gloo", store=rank_store(), rank=launch.global_rank, world_size=launch.world_size)
     try:
@@ -52,7 +52,7 @@ def open_folder(path: str) -> str:
         return str(error)
 
 
-def test_a_run_without_guards_has_its_folder_for_itself(tmp_path: Path) -> None:
+def test_a_run_without_supervisors_has_its_folder_for_itself(tmp_path: Path) -> None:
     mine = run_ranks(2, open_folder, str(tmp_path))
     assert len(set(mine)) == 1
     assert run_ranks(2, open_folder, str(tmp_path)) == mine, "the same agent's"

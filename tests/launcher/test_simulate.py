@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster_profile import main as profile
-from launcher.compared import compare
 from launcher.config import compose_settings
-from launcher.planning import command_of, rank_policies
-from launcher.real_run import facts_of, read_run
 from launcher.simulate import main
-from launcher.simulated import latest, run_experiment, run_simulation
-from launcher.simulated_run import write_run
-from launcher.simulation import ExperimentConfig, compose_machine, compose_request, compose_simulation
-from launcher.simulator_page import METRICS, NEAR, OWN_RUNS, compare_cells, read_cells, write_page
+from launcher.simulator.comparison import compare
+from launcher.simulator.config import ExperimentConfig, compose_machine, compose_request, compose_simulation
+from launcher.simulator.planning import command_of, rank_policies
+from launcher.simulator.published_page import METRICS, NEAR, OWN_RUNS, compare_cells, read_cells, write_page
+from launcher.simulator.real_run import facts_of, read_run
+from launcher.simulator.run_folder import write_run
+from launcher.simulator.runner import latest, run_experiment, run_simulation
 from moe_ckpt.events import IterationCommitted, read_events
 
 SMALL = ("model=tiny", "cluster=local", "parallel.pp=2", "batch.global_batch_size=16", "duration_s=2000")

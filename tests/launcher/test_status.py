@@ -11,7 +11,7 @@ import pytest
 
 from launcher.live import read_live, write_live
 from launcher.status import main
-from moe_ckpt.elastic.status_page import Page, Phase
+from moe_ckpt.elastic.status_page import Phase, StatusPage
 from tests.jobs import make_run, parked_job, rewrite_live
 
 
@@ -19,11 +19,11 @@ from tests.jobs import make_run, parked_job, rewrite_live
 def run(tmp_path: Path) -> Path:
     """A run of two ranks, of which one is there: this process."""
     run = make_run(tmp_path / "run", 2)
-    page = Page(tmp_path / "page")
+    page = StatusPage(tmp_path / "page")
     page.join(3)
     page.enter(Phase.STEP, 17)
     page.beat()
-    write_live(run, global_rank=1, node=0, guard_pid=os.getppid(), memory=tmp_path, life=2)
+    write_live(run, global_rank=1, node=0, supervisor_pid=os.getppid(), memory=tmp_path, life=2)
     return run
 
 
@@ -58,8 +58,8 @@ def test_the_table_has_a_row_for_each_rank(
     monkeypatch.setenv("COLUMNS", "200")
     (row,) = [line for line in text_of(capsys, run).splitlines() if str(os.getpid()) in line]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    (trainer,) = read_live(run)
-    assert cells[:9] == ["1", "0", trainer.host, str(os.getpid()), "2", "3", "17", "step", "computing"]
+    (worker,) = read_live(run)
+    assert cells[:9] == ["1", "0", worker.host, str(os.getpid()), "2", "3", "17", "step", "computing"]
     assert cells[9].endswith(" ms ago")
 
 
@@ -73,7 +73,7 @@ def test_the_newest_run_is_shown(
 
 
 def test_a_rank_that_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Page(tmp_path / "page").wait(True)
+    StatusPage(tmp_path / "page").wait(True)
     (rank,) = shown(capsys, run)["ranks"]
     assert (rank["state"], rank["doing"]["waiting"]) == ("waiting", True)
 
@@ -82,11 +82,11 @@ def test_a_rank_that_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys
     ("changes", "state", "ended"),
     [
         ({"start_ticks": 1}, "being replaced", False),
-        ({"start_ticks": 1, "guard_pid": 2**22 + 1}, "dead", True),
+        ({"start_ticks": 1, "supervisor_pid": 2**22 + 1}, "dead", True),
         ({"host": "far-away"}, "elsewhere", False),
     ],
 )
-def test_a_trainer_that_cannot_be_asked_is_shown(
+def test_a_worker_that_cannot_be_asked_is_shown(
     run: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], state: str, ended: bool
 ) -> None:
     rewrite_live(run, 1, **changes)

@@ -1,4 +1,4 @@
-"""A node's loss against what does not hold still for it: a guard that replaces trainers, a keeper that writes."""
+"""A node's loss against what does not hold still for it: a supervisor that replaces workers, a daemon that writes."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ def await_true(look: Callable[[], object]) -> None:
 
 
 def bear(run: Path, memory: Path) -> None:
-    """Be the guard of trainers that live long, so that to look takes a while, and of new ones at every moment."""
+    """Be the supervisor of workers that live long, so that to look takes a while, and of new ones at every moment."""
     for rank in range(1, NUM_RANKS):
-        write_live(run, global_rank=rank, node=0, guard_pid=os.getpid(), memory=memory, life=0)
+        write_live(run, global_rank=rank, node=0, supervisor_pid=os.getpid(), memory=memory, life=0)
     for life in count(1):
-        write_live(run, global_rank=0, node=0, guard_pid=os.getpid(), memory=memory, life=life)
+        write_live(run, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=memory, life=life)
 
 
 def newest_life(run: Path) -> int:
-    return max((trainer.life for trainer in read_written(run)), default=-1)
+    return max((worker.life for worker in read_written(run)), default=-1)
 
 
-def test_no_trainer_is_born_between_the_look_and_the_strike(tmp_path: Path) -> None:
-    with busy(bear, tmp_path, tmp_path / "memory") as guard:
+def test_no_worker_is_born_between_the_look_and_the_strike(tmp_path: Path) -> None:
+    with busy(bear, tmp_path, tmp_path / "memory") as supervisor:
         await_true(lambda: newest_life(tmp_path) > 0)
         for _ in range(ROUNDS // 3):
-            with nobody_replaced(tmp_path, range(NUM_RANKS), wait_s=WAIT_S) as (trainer, *_):
-                assert stands_still(guard)
-                assert trainer.life == newest_life(tmp_path), "the last that there was"
-            await_true(lambda last=trainer.life: newest_life(tmp_path) > last)
+            with nobody_replaced(tmp_path, range(NUM_RANKS), wait_s=WAIT_S) as (worker, *_):
+                assert stands_still(supervisor)
+                assert worker.life == newest_life(tmp_path), "the last that there was"
+            await_true(lambda last=worker.life: newest_life(tmp_path) > last)
 
 
-def test_guards_go_on_where_the_strike_fails(tmp_path: Path) -> None:
+def test_supervisors_go_on_where_the_strike_fails(tmp_path: Path) -> None:
     with busy(bear, tmp_path, tmp_path / "memory"):
         await_true(lambda: newest_life(tmp_path) > 0)
         with pytest.raises(OSError, match="no room"), nobody_replaced(tmp_path, [0], wait_s=WAIT_S):
@@ -76,18 +76,18 @@ def test_guards_go_on_where_the_strike_fails(tmp_path: Path) -> None:
         await_true(lambda: newest_life(tmp_path) > last)
 
 
-def test_guards_of_other_ranks_are_left_alone(tmp_path: Path) -> None:
-    with parked_job(tmp_path, 2) as (job, _), nobody_replaced(job.run, [1], wait_s=WAIT_S) as trainers:
-        assert [trainer.global_rank for trainer in trainers] == [1]
-        assert [stands_still(job.guard_pid(rank)) for rank in (0, 1)] == [False, True]
+def test_supervisors_of_other_ranks_are_left_alone(tmp_path: Path) -> None:
+    with parked_job(tmp_path, 2) as (job, _), nobody_replaced(job.run, [1], wait_s=WAIT_S) as workers:
+        assert [worker.global_rank for worker in workers] == [1]
+        assert [stands_still(job.supervisor_pid(rank)) for rank in (0, 1)] == [False, True]
 
 
-def test_a_dead_trainers_memory_is_lost_before_its_successor_starts(tmp_path: Path) -> None:
+def test_a_dead_workers_memory_is_lost_before_its_successor_starts(tmp_path: Path) -> None:
     with parked_job(tmp_path, 1) as (job, [pid]):
-        with nobody_replaced(job.run, [0], wait_s=WAIT_S) as trainers:
+        with nobody_replaced(job.run, [0], wait_s=WAIT_S) as workers:
             os.kill(pid, signal.SIGKILL)
             await_true(lambda: not is_alive(pid))
-            assert strike_node(job.run, trainers, wait_s=WAIT_S) == [], "it was dead already"
+            assert strike_node(job.run, workers, wait_s=WAIT_S) == [], "it was dead already"
             assert not (job.memory(0) / "own").exists()
             assert job.deaths(0) == []
         job.wait_for_death(0)
@@ -96,7 +96,7 @@ def test_a_dead_trainers_memory_is_lost_before_its_successor_starts(tmp_path: Pa
 
 
 def keep_writing(memory: Path) -> None:
-    """Be a keeper: new files in its folders, which it makes again where they are gone."""
+    """Be a daemon: new files in its folders, which it makes again where they are gone."""
     for number in count():
         for part in ("own", "held/rank0001"):
             folder = memory / part
@@ -107,17 +107,17 @@ def keep_writing(memory: Path) -> None:
                 continue
 
 
-def test_memory_is_lost_whatever_its_keeper_writes_meanwhile(tmp_path: Path) -> None:
+def test_memory_is_lost_whatever_its_daemon_writes_meanwhile(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    write_live(tmp_path, global_rank=0, node=0, guard_pid=os.getppid(), memory=memory, life=0)
-    (trainer,) = read_written(tmp_path)
+    write_live(tmp_path, global_rank=0, node=0, supervisor_pid=os.getppid(), memory=memory, life=0)
+    (worker,) = read_written(tmp_path)
     with busy(keep_writing, memory):
         for _ in range(ROUNDS):
             await_true(lambda: all((memory / part).is_dir() for part in ("own", "held/rank0001")))
             marked = [memory / part / "marked" for part in ("own", "held/rank0001")]
             for mark in marked:
                 mark.touch()
-            assert strike_node(tmp_path, [trainer], wait_s=WAIT_S) == []
+            assert strike_node(tmp_path, [worker], wait_s=WAIT_S) == []
             assert [mark for mark in marked if mark.exists()] == []
     assert {path.name for path in memory.iterdir()} <= {"own", "held"}, "nothing is left of it elsewhere"

@@ -14,7 +14,7 @@ from launcher.config import Settings
 from launcher.data import Batches, open_source
 from launcher.launch import read_launch
 from launcher.layout import fit_layout
-from launcher.loop import StageRunner, Trainer
+from launcher.loop import MegatronLoop, StageRunner
 from launcher.model import build_training
 from launcher.parallel import choose_device, form_groups, join_job
 from launcher.parameters import padded_vocab_size
@@ -59,23 +59,23 @@ def join(*overrides: str) -> tuple[Settings, ParallelLayout]:
     return settings, layout
 
 
-def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple[TrainingState, Trainer]:
-    """Return this rank's state and a trainer for it. Call inside `run_ranks`."""
+def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple[TrainingState, MegatronLoop]:
+    """Return this rank's state and a loop for it. Call inside `run_ranks`."""
     settings, layout = join(*overrides)
     source = open_source(settings.data, settings.train, None, Path("unused"))
     state = build_training(settings, layout, padded_vocab_size(source.vocab_size, layout), router)
     allocate_optimizer_state(state)
     dp_rank = parallel_state.get_data_parallel_rank()
     batches = Batches(source=source, train=settings.train, dp=layout.dp, dp_rank=dp_rank)
-    return state, Trainer(StageRunner(state, batches), NoHooks())
+    return state, MegatronLoop(StageRunner(state, batches), NoHooks())
 
 
-def trained_stage(*overrides: str, iterations: int) -> tuple[TrainingState, Trainer]:
+def trained_stage(*overrides: str, iterations: int) -> tuple[TrainingState, MegatronLoop]:
     """Return a stage after its first iterations."""
-    state, trainer = build_stage(*overrides)
+    state, loop = build_stage(*overrides)
     for iteration in range(1, iterations + 1):
-        trainer.run_iteration(iteration)
-    return state, trainer
+        loop.run_iteration(iteration)
+    return state, loop
 
 
 def stage_number() -> int:
@@ -83,9 +83,9 @@ def stage_number() -> int:
     return parallel_state.get_pipeline_model_parallel_rank()
 
 
-def runner_of(trainer: Trainer) -> Any:
-    """Return what runs the trainer's passes."""
-    return cast("Any", trainer)._runner
+def runner_of(loop: MegatronLoop) -> Any:
+    """Return what runs the loop's passes."""
+    return cast("Any", loop)._runner
 
 
 def first_parameter(state: TrainingState) -> torch.nn.Parameter:

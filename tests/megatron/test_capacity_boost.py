@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-from launcher.loop import Trainer
+from launcher.loop import MegatronLoop
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import CapacityBoosted
 from moe_ckpt.megatron.capacity_boost import BoostedRouter, CapacityBoost
@@ -30,9 +30,9 @@ NUM_EXPERTS = 4
 LIMITED = "model.moe_capacity_factor=1.0"
 
 
-def _boosted_stage(*overrides: str) -> tuple[TrainingState, Trainer, CapacityBoost]:
-    state, trainer = build_stage(*overrides, router=BoostedRouter)
-    return state, trainer, CapacityBoost.find(state, num_micro_batches=runner_of(trainer).batches.num_micro_batches)
+def _boosted_stage(*overrides: str) -> tuple[TrainingState, MegatronLoop, CapacityBoost]:
+    state, loop = build_stage(*overrides, router=BoostedRouter)
+    return state, loop, CapacityBoost.find(state, num_micro_batches=runner_of(loop).batches.num_micro_batches)
 
 
 def _routers(state: TrainingState) -> list[BoostedRouter]:
@@ -44,18 +44,18 @@ def _routers(state: TrainingState) -> list[BoostedRouter]:
 
 def _train(overrides: tuple[str, ...]) -> tuple[str, list[str], list[float]]:
     """Return digest, names in the model's state and losses of two iterations, with an evaluation in between."""
-    state, trainer = build_stage(*overrides)
-    losses = [loss for iteration in (1, 2) for loss in (trainer.run_iteration(iteration).loss, trainer.evaluate(1))]
+    state, loop = build_stage(*overrides)
+    losses = [loss for iteration in (1, 2) for loss in (loop.run_iteration(iteration).loss, loop.evaluate(1))]
     return digest_of(state), list(state.model[0].state_dict()), losses
 
 
 def _train_boosted(overrides: tuple[str, ...]) -> tuple[str, list[str], list[float]]:
     losses: list[float] = []
-    state, trainer, boost = _boosted_stage(*overrides)
+    state, loop, boost = _boosted_stage(*overrides)
     for iteration in (1, 2):
         boost.recover(np.zeros_like(boost.deficit))
         boost.begin_iteration()
-        losses += [trainer.run_iteration(iteration).loss, trainer.evaluate(1)]
+        losses += [loop.run_iteration(iteration).loss, loop.evaluate(1)]
         boost.make_up(boost.end_iteration())
         assert boost.boosted(iteration) is None
     return digest_of(state), list(state.model[0].state_dict()), losses
@@ -217,7 +217,7 @@ class _Iteration:
 
 def _recover_by_training(iterations: int) -> tuple[int, list[_Iteration]]:
     """Train after every layer but the stage's last has lost these tokens."""
-    state, trainer, boost = _boosted_stage(*LONG)
+    state, loop, boost = _boosted_stage(*LONG)
     by_hand = _ByHand(state)
     deficit = np.zeros_like(boost.deficit)
     deficit[:-1] = LOST
@@ -225,7 +225,7 @@ def _recover_by_training(iterations: int) -> tuple[int, list[_Iteration]]:
     seen = []
     for iteration in range(1, iterations + 1):
         boost.begin_iteration()
-        trainer.run_iteration(iteration)
+        loop.run_iteration(iteration)
         extra = boost.end_iteration()
         assert extra.tolist() == by_hand.take().tolist()
         in_stage = torch.from_numpy(extra.copy())
@@ -259,14 +259,14 @@ def test_exactly_the_lost_tokens_are_made_up() -> None:
 
 def _digest_after_recovery(*overrides: str) -> tuple[str, int, int]:
     """Return digest, tokens made up and calls of the first router of three iterations with uneven shares."""
-    state, trainer, boost = _boosted_stage("parallel.pp=2", *LONG, *overrides)
+    state, loop, boost = _boosted_stage("parallel.pp=2", *LONG, *overrides)
     calls: list[None] = []
     total = 0
     _routers(state)[0].register_forward_hook(lambda *_: calls.append(None))
     for iteration in (1, 2, 3):
         boost.recover(np.full_like(boost.deficit, 6))  # shares of 2, 2, 1, 1
         boost.begin_iteration()
-        trainer.run_iteration(iteration)
+        loop.run_iteration(iteration)
         total += int(boost.end_iteration().sum())
     return digest_of(state), total, len(calls)
 
@@ -281,8 +281,8 @@ def test_recomputed_routing_is_the_same_and_counts_once() -> None:
 
 def _abandon_an_attempt() -> None:
     """Stop an iteration after its backward and begin it again, then recover from something else in the middle."""
-    state, trainer, boost = _boosted_stage(*LONG)
-    by_hand, runner = _ByHand(state), runner_of(trainer)
+    state, loop, boost = _boosted_stage(*LONG)
+    by_hand, runner = _ByHand(state), runner_of(loop)
     boost.recover(np.full_like(boost.deficit, 1000))
     boost.begin_iteration()
     runner.train_on(1)
@@ -309,10 +309,10 @@ def test_an_abandoned_attempt_is_not_counted() -> None:
 
 def _say_and_ignore(overrides: tuple[str, ...]) -> tuple[str, bool, list[str]]:
     """Return the note, and train after a loss that cannot be made up."""
-    _, trainer, boost = _boosted_stage(*overrides)
+    _, loop, boost = _boosted_stage(*overrides)
     boost.recover(np.full((len(boost.layers), NUM_EXPERTS), 50))
     boost.begin_iteration()
-    trainer.run_iteration(1)
+    loop.run_iteration(1)
     boost.make_up(boost.end_iteration())
     assert (boost.boosted(1) is None) == (not boost.is_capacity_limited)
     assert boost.deficit.any() == boost.is_capacity_limited

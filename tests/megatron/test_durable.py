@@ -46,11 +46,11 @@ def _save_spoil_and_load(state: TrainingState, durable: MegatronDurableState, fo
 
 
 def _save_in_both_ways(folder: Path) -> None:
-    state, trainer = trained_stage(*FP16, *BIAS, iterations=2)
+    state, worker = trained_stage(*FP16, *BIAS, iterations=2)
     for iteration, asynchronous in ((3, False), (4, True)):
         durable = MegatronDurableState(state, asynchronous=asynchronous)
         _save_spoil_and_load(state, durable, folder / str(asynchronous))
-        trainer.run_iteration(iteration)
+        worker.run_iteration(iteration)
 
 
 def test_the_state_at_the_call_is_saved_and_comes_back_whole(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_full_disk_for_the_common_file_fails_the_save_on_every_rank(tmp_path: 
 
 
 def _save_after_an_abandoned_save(folder: Path) -> None:
-    """Abandon a save whose writers have begun, and let the next one wait until they have ended."""
+    """Cancel a save whose writers have begun, and let the next one wait until they have ended."""
     state, _ = build_stage()
     durable = MegatronDurableState(state, asynchronous=True)
     gate = _hold_writers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.loop import Trainer
+from launcher.loop import MegatronLoop
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import MOMENTS, PartKey
@@ -46,12 +46,12 @@ def _take_again(before: Parts, gradients: Gradients) -> Parts:
 
 
 def _step_as_a_peer(overrides: tuple[str, ...]) -> None:
-    state, trainer = build_stage(*overrides)
+    state, loop = build_stage(*overrides)
     operators = RankOperators(state)
     hooks = _Noting(operators)
-    trainer = Trainer(runner_of(trainer), hooks)
+    loop = MegatronLoop(runner_of(loop), hooks)
     for iteration in range(1, LAST + 1):
-        trainer.run_iteration(iteration)
+        loop.run_iteration(iteration)
     gradients = operators.gradients(everything(operators), LAST)
     assert gradients, "the step is not known"
     again = _take_again(hooks.before, gradients)

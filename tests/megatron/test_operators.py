@@ -262,12 +262,12 @@ def test_full_pieces_bring_everything_back_on_every_rank(overrides: tuple[str, .
 
 def _step_counts_after_a_load_that_was_cut_off() -> set[float]:
     """Return those of all parameters two iterations and one more after a checkpoint's load came as far as its files."""
-    state, trainer = trained_stage("parallel.ep=2", "parallel.dp=2", iterations=2)
+    state, worker = trained_stage("parallel.ep=2", "parallel.dp=2", iterations=2)
     operators = RankOperators(state)
     kept, adam_steps = full_parts(operators), operators.adam_steps()
     sharded_state(state, is_loading=True)
     operators.load(kept, names_of(operators), (), adam_steps)
-    trainer.run_iteration(3)
+    worker.run_iteration(3)
     return {float(tensor) for name, tensor in named_state(state) if name.endswith(".step")}
 
 
@@ -325,13 +325,13 @@ def test_a_missing_or_unfitting_part_is_refused_by_name() -> None:
 
 def _freeze() -> None:
     """Freeze some operators, all, none, and some again; only embeddings gather gradients though they are frozen."""
-    state, trainer = build_stage("train.global_batch_size=4")
+    state, worker = build_stage("train.global_batch_size=4")
     operators = RankOperators(state)
     all_names, some = names_of(operators), {"embedding", "layer 0", "layer 0 expert 1", "layer 1 gate", "output"}
     for frozen in (some, all_names, set[str](), some, set[str]()):
         operators.freeze(frozen)
         clear_gradients(state)
-        runner_of(trainer).train_on(1)
+        runner_of(worker).train_on(1)
         for owned in operators.parameters:
             has_gradient = bool(cast("Any", owned.parameter).main_grad.any())
             assert has_gradient == (str(owned.operator) not in frozen - {"embedding"}), (owned.name, frozen)

@@ -25,10 +25,10 @@ def _run_an_iteration() -> tuple[int, IterationCommitted, list[tuple[bool, bool]
         seen.append((transfer["recv_prev"] or transfer["recv_next"], bubbles.is_open))
         return communicate(self, **transfer)
 
-    _, trainer = build_stage()
-    runner_of(trainer).communicator.bubbles = bubbles
+    _, worker = build_stage()
+    runner_of(worker).communicator.bubbles = bubbles
     P2PCommunicator._communicate = noting  # type: ignore[method-assign]
-    return stage_number(), trainer.run_iteration(1), seen, bubbles.take_seconds()
+    return stage_number(), worker.run_iteration(1), seen, bubbles.take_seconds()
 
 
 def test_an_iteration_of_two_stages_of_two_ranks() -> None:

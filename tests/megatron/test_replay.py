@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from launcher.loop import StageRunner, Trainer
+from launcher.loop import MegatronLoop, StageRunner
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.replay import StageReplay, require_replayable
@@ -52,15 +52,15 @@ class _Job(NoHooks):
     """Hooks that note what a replay of the last iteration needs, and the state before it."""
 
     def __init__(self, *overrides: str) -> None:
-        self.state, trainer = build_stage(*overrides)
-        self.runner = cast("StageRunner", runner_of(trainer))
+        self.state, loop = build_stage(*overrides)
+        self.runner = cast("StageRunner", runner_of(loop))
         self.operators = RankOperators(self.state)
         self.replay = StageReplay(self.state, self.operators, self.runner.communicator, self.runner.train_on)
         self.boundary = BoundaryLog(HostCopier(), HostBuffers(PrivateMemory(pinned=False)))
         self.runner.communicator.log = self.boundary
         self.starts: dict[int, Mapping[str, torch.Tensor]] = {}
         self.records: dict[int, StepRecord] = {}
-        self.trainer = Trainer(self.runner, self)
+        self.loop = MegatronLoop(self.runner, self)
         self.stage = stage_number()
         self._before: Parts = {}
         self._adam_steps: tuple[float, ...] = ()
@@ -82,7 +82,7 @@ class _Job(NoHooks):
     def train(self, first: int, last: int) -> tuple[str, LoggedEnds]:
         """Run all iterations; return the digest of what they lead to, and what this segment of stages replays from."""
         for iteration in range(1, LAST + 1):
-            self.trainer.run_iteration(iteration)
+            self.loop.run_iteration(iteration)
         sent_by_rank: list[Sent] = [{}] * dist.get_world_size()
         dist.all_gather_object(sent_by_rank, self.sent())
         communicator: Any = self.runner.communicator
@@ -229,7 +229,7 @@ def _train_after_failed_replays() -> None:
     transfers = _watch_transfers()
     job.go_back()
     job.replay.restore_start(job.starts[LAST])
-    job.trainer.run_iteration(LAST)
+    job.loop.run_iteration(LAST)
     assert digest_of(job.state) == live
     assert transfers == _expected_transfers(job.stage, 0, 1), "the communicator is live again"
 

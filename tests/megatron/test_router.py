@@ -58,7 +58,7 @@ class _Counting:
     """A stage whose tokens are counted, by the subject and by hand."""
 
     def __init__(self, *overrides: str) -> None:
-        state, self.trainer = build_stage(*SIZE, *overrides)
+        state, self.worker = build_stage(*SIZE, *overrides)
         table = RankOperators(state).table
         self._experts = [str(operator) for operator in table.operators if operator.kind is OperatorKind.EXPERT]
         self._counts = RouterCounts(state, table, soft=True)
@@ -84,8 +84,8 @@ def _count_an_iteration(overrides: tuple[str, ...]) -> tuple[int, int, Counted, 
     """Return stage, number of micro-batches, what was counted, what by hand, and how often routers were called."""
     stage = _Counting(*overrides)
     stage.begin()
-    stage.trainer.run_iteration(1)
-    num_micro_batches, num_calls = runner_of(stage.trainer).batches.num_micro_batches, len(stage.by_hand.routed)
+    stage.worker.run_iteration(1)
+    num_micro_batches, num_calls = runner_of(stage.worker).batches.num_micro_batches, len(stage.by_hand.routed)
     return stage_number(), num_micro_batches, stage.end(), stage.by_hand.take(), num_calls
 
 
@@ -117,21 +117,21 @@ def test_recomputed_forwards_are_not_counted_again() -> None:
 
 def _count_now_and_then() -> None:
     stage = _Counting()
-    stage.trainer.evaluate(1)
-    stage.trainer.run_iteration(1)
+    stage.worker.evaluate(1)
+    stage.worker.run_iteration(1)
     nothing = dict.fromkeys(stage.by_hand.take(), (0.0, 0.0))
     assert stage.end() == nothing, "before the first beginning"
     stage.begin()
-    stage.trainer.run_iteration(2)
-    stage.trainer.run_iteration(3)
+    stage.worker.run_iteration(2)
+    stage.worker.run_iteration(3)
     two = stage.end()
     assert alike(two, stage.by_hand.take())
-    stage.trainer.evaluate(1)
-    stage.trainer.run_iteration(4)
+    stage.worker.evaluate(1)
+    stage.worker.run_iteration(4)
     assert stage.end() == two, "an end that follows an end returns the same: nothing was added"
     stage.by_hand.take()
     stage.begin()
-    stage.trainer.run_iteration(5)
+    stage.worker.run_iteration(5)
     assert alike(stage.end(), stage.by_hand.take())
     stage.begin()
     assert stage.end() == nothing

@@ -85,7 +85,7 @@ def _calls(recompute: str) -> list[list[str]]:
 
     First for the forward, then for the backward; the last list is that of an evaluation.
     """
-    state, trainer = build_stage("parallel.pp=2", f"train.recompute={recompute}")
+    state, worker = build_stage("parallel.pp=2", f"train.recompute={recompute}")
     layer = bare_model(state.model[0]).get_submodule("decoder.layers.0")
     found: list[list[str]] = [[]]
 
@@ -97,9 +97,9 @@ def _calls(recompute: str) -> list[list[str]]:
     for iteration, phase in enumerate((None, PHASES[0], None, PHASES[1], None), start=1):
         if phase:
             StateWiper(state).arm(phase, lambda: note("called"))
-        trainer.run_iteration(iteration)
+        worker.run_iteration(iteration)
         found.append([])
-    trainer.evaluate(1)
+    worker.evaluate(1)
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_ckpt.mirror.frames import Segment, segment_of
+from moe_ckpt.mirror.frames import TcpSegment, segment_of
 from moe_ckpt.mirror.gradients import Capture, Collected
 from moe_ckpt.mirror.ring import RingTracker
 
@@ -44,7 +44,7 @@ def reduced(iteration: int) -> list[bytes]:
     return [np.asarray(total, np.float32).tobytes() for total in totals]
 
 
-def is_of_store(segment: Segment) -> bool:
+def is_of_store(segment: TcpSegment) -> bool:
     """Return whether a segment is of the store where ranks meet."""
     return _STORE_PORT in (segment.stream.source_port, segment.stream.target_port)
 
@@ -61,7 +61,7 @@ class Mirror:
             for rank in ranks
         }
 
-    def see(self, segments: Iterable[Segment | None]) -> Mirror:
+    def see(self, segments: Iterable[TcpSegment | None]) -> Mirror:
         for segment in segments:
             if segment is None or is_of_store(segment):
                 continue

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.mirror.frames import Segment, Stream, segment_of
+from moe_ckpt.mirror.frames import Stream, TcpSegment, segment_of
 from moe_ckpt.mirror.framing import PREAMBLE_BYTES, Framing
 from moe_ckpt.mirror.gradients import Gradient, Spans
 from moe_ckpt.mirror.ring import Ring, RingTracker
@@ -70,7 +70,7 @@ def test_segments_may_be_cut_anywhere(seed: int, cuts: int) -> None:
     assert Mirror(0, 1).see(pieces).whole_iterations() == EVERYTHING
 
 
-def _cut(segment: Segment, cuts: int, generator: random.Random) -> Iterable[Segment]:
+def _cut(segment: TcpSegment, cuts: int, generator: random.Random) -> Iterable[TcpSegment]:
     if len(segment.payload) < cuts + 1:
         yield segment
         return
@@ -91,7 +91,7 @@ def test_what_is_lost_is_missing_and_nothing_else_is_taken_for_it(
 def _data_frames(captured: Sequence[bytes], rank: int) -> list[int]:
     """Return which frames carry sums from a rank to the one before it."""
 
-    def has_sums(segment: Segment | None) -> bool:
+    def has_sums(segment: TcpSegment | None) -> bool:
         if segment is None or len(segment.payload) <= 400:
             return False
         ends = (segment.stream.source[3] - 1, segment.stream.target[3] - 1)
@@ -173,8 +173,8 @@ def test_a_damaged_frame_raises_nothing(data: st.DataObject) -> None:
 # --- streams
 
 
-def _segment(sequence: int, payload: bytes, **flags: bool) -> Segment:
-    return Segment(stream=STREAM, sequence=sequence % 2**32, payload=payload, **flags)
+def _segment(sequence: int, payload: bytes, **flags: bool) -> TcpSegment:
+    return TcpSegment(stream=STREAM, sequence=sequence % 2**32, payload=payload, **flags)
 
 
 @given(start=st.sampled_from([0, 2**31 - 3, 2**32 - 4]), seed=st.integers(0, 2**32), num_bytes=st.integers(1, 60))
@@ -254,7 +254,7 @@ def test_garbage_is_no_message(chunks: list[bytes | Gap]) -> None:
 
 @given(noise=st.binary(max_size=300), at=st.integers(0, 543))
 def test_garbage_within_a_stream_is_never_accepted(noise: bytes, at: int) -> None:
-    segments: list[Segment | None] = [segment_of(frame) for frame in frames()]
+    segments: list[TcpSegment | None] = [segment_of(frame) for frame in frames()]
     segment = segments[at]
     if segment and segment.payload and not segment.begins:
         segments[at] = replace(segment, payload=(noise + segment.payload)[: len(segment.payload)])

@@ -32,7 +32,7 @@ def begun(*stages: StageProfile, own_stage: int = 0, **changes: Any) -> SparseWi
     return policy
 
 
-class Meter:
+class Measurements:
     """Answers one measurement after another (the last for ever) and counts how often it was asked.
 
     `costs_s`: seconds that an empty and a dense snapshot add; `facts` are other measurements.
@@ -70,7 +70,7 @@ def slots_of(plans: Sequence[SnapshotPlan]) -> list[SlotPlan]:
     return slots
 
 
-def next_window(policy: SparseWindows, iteration: int, measure: Meter) -> tuple[WindowChoice, list[SlotPlan]]:
+def next_window(policy: SparseWindows, iteration: int, measure: Measurements) -> tuple[WindowChoice, list[SlotPlan]]:
     """Return the window that begins at an iteration; nothing is measured once it has begun, or taken in its pause."""
     first = policy.plan(iteration, measure)
     assert first.window is not None
@@ -137,14 +137,14 @@ def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) ->
     policy.plan(40, nothing_yet)
     profiled = [policy.plan(41 + i, unasked) for i in range(profile_iters)]
     assert profiled == [NOTHING] * profile_iters
-    choice, slots = next_window(policy, 41 + profile_iters, Meter(41))
+    choice, slots = next_window(policy, 41 + profile_iters, Measurements(41))
     assert choice == TRIAL
     assert_is_window(slots, 41 + profile_iters, 3, 6)
 
 
 def test_auto_does_not_profile_again_after_a_fault() -> None:
     policy = SparseWindows(moevement(), [equal(6)], 0)
-    meter = Meter(41)
+    meter = Measurements(41)
     assert policy.plan(40, meter).sparse is not None
     first = policy.plan(41, unasked)
     assert first.window == TRIAL
@@ -164,10 +164,10 @@ def test_a_fixed_window_takes_every_operator_once_a_window_on_every_stage(
     assert policy.plan(start, nothing_yet) == twin.plan(start, nothing_yet)
     for number in range(3):
         begin = start + 1 + number * num_slots
-        choice, slots = next_window(policy, begin, Meter(1.0, popularity=[popularity_for(own, number)]))
+        choice, slots = next_window(policy, begin, Measurements(1.0, popularity=[popularity_for(own, number)]))
         assert (choice.num_slots, choice.fitting) == (num_slots, num_slots)
         assert_is_window(slots, begin, num_slots, len(own.table.operators))
-        assert next_window(twin, begin, Meter(1.0, popularity=[popularity_for(own, number)])) == (choice, slots)
+        assert next_window(twin, begin, Measurements(1.0, popularity=[popularity_for(own, number)])) == (choice, slots)
 
 
 @given(
@@ -184,7 +184,7 @@ def test_auto_windows_line_up_over_stages(
     for number, budget_bytes in enumerate(budgets_bytes):
         fitting, found = max(alone(stage, budget_bytes) for stage in stages), set()
         for policy, stage in zip(policies, stages, strict=True):
-            measure = Meter(budget_bytes, popularity=[popularity_for(stage, number)], costs_s=costs_s)
+            measure = Measurements(budget_bytes, popularity=[popularity_for(stage, number)], costs_s=costs_s)
             choice, slots = next_window(policy, begin, measure)
             assert (choice.fitting, measure.asked) == (fitting, 1)
             assert_is_window(slots, begin, choice.num_slots, len(stage.table.operators))
@@ -202,14 +202,14 @@ def alone(stage: StageProfile, budget_bytes: float) -> int:
 
 def test_a_stage_of_few_operators_has_empty_slots() -> None:
     policy = begun(equal(2), equal(12), window=12)
-    _, slots = next_window(policy, 1, Meter(1.0))
+    _, slots = next_window(policy, 1, Measurements(1.0))
     assert_is_window(slots, 1, 12, 2)
     assert [slot.slot for slot in slots if slot.full] == [3, 9]
 
 
 def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
     policy = begun(equal(6), window=3)
-    measure = Meter(1.0)
+    measure = Measurements(1.0)
     slots = slots_of([policy.plan(iteration, measure) for iteration in (1, 3, 4, 5, 6, 20)])
     places = [(slot.window_start, slot.slot) for slot in slots]
     assert places == [(1, 0), (3, 0), (3, 1), (3, 2), (6, 0), (20, 0)]
@@ -220,7 +220,7 @@ def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
 def test_an_iteration_that_was_planned_already_changes_nothing() -> None:
     policy = SparseWindows(moevement(window=3), [equal(6)], 0)
     policy.plan(10, nothing_yet)
-    measure = Meter(1.0)
+    measure = Measurements(1.0)
     first = slots_of([policy.plan(iteration, measure) for iteration in (11, 12)])
     assert [policy.plan(iteration, unasked) for iteration in (12, 11, 10, 3)] == [NOTHING] * 4
     assert_is_window([*first, *slots_of([policy.plan(13, unasked)])], 11, 3, 6)
@@ -233,14 +233,14 @@ def test_windows_are_tried_until_it_is_known_what_they_cost() -> None:
     """The fewest slots that fit, then four times as many: bytes and the number of snapshots cost each its own."""
     policy, begin, found = begun(equal(6)), 6, []
     for _ in range(3):
-        choice, _ = next_window(policy, begin, Meter(80))
+        choice, _ = next_window(policy, begin, Measurements(80))
         begin += period_iters(choice)
         found.append((choice.num_slots, choice.pause_iters, choice.snapshot_share))
     assert found == [(1, 2, None), (4, 2, None), (1, 2, None)]
 
 
 def cheapest(policy: SparseWindows, begin: int, *, costs_s: tuple[float, float], **facts: Any) -> WindowChoice:
-    choice, _ = next_window(policy, begin, Meter(1e9, costs_s=costs_s, **facts))
+    choice, _ = next_window(policy, begin, Measurements(1e9, costs_s=costs_s, **facts))
     return choice
 
 
@@ -264,7 +264,7 @@ def test_a_stage_that_replays_fast_has_longer_pauses() -> None:
 
 def test_copies_that_take_longer_than_an_iteration_make_slots() -> None:
     """The whole state of 72 bytes takes 2 s to copy twice: only three slots of 32, 28 and 24 bytes fit."""
-    measure = Meter(33.0, costs_s=(0.0, 0.0), host_bytes_per_s=16.5, peer_bytes_per_s=1e9)
+    measure = Measurements(33.0, costs_s=(0.0, 0.0), host_bytes_per_s=16.5, peer_bytes_per_s=1e9)
     choice, _ = next_window(begun(equal(6), mtbf_s=20.0), 6, measure)
     assert (choice.num_slots, choice.pause_iters, choice.snapshot_share) == (3, 0, 0.0)
 
@@ -298,7 +298,7 @@ def test_a_pause_is_no_longer_than_memory_for_logs() -> None:
 
 def test_a_pause_that_is_given_is_kept() -> None:
     fixed = begun(equal(6), window=2, pause_iters=3)
-    assert [next_window(fixed, begin, Meter(1.0))[0].pause_iters for begin in (1, 6)] == [3, 3]
+    assert [next_window(fixed, begin, Measurements(1.0))[0].pause_iters for begin in (1, 6)] == [3, 3]
     assert cheapest(begun(equal(6), pause_iters=7), 6, costs_s=(0.9, 0.9)).pause_iters == 7
 
 
@@ -312,8 +312,8 @@ def test_iterations_without_copies_are_measured_again_now_and_then() -> None:
 @pytest.mark.parametrize(("drift", "num_slots"), [(0.3, 2), (0.4, 3)])
 def test_the_papers_window_changes_by_more_than_the_drift(drift: float, num_slots: int) -> None:
     policy = begun(equal(6), window_drift=drift, paper_exact=True)
-    first, _ = next_window(policy, 6, Meter(33))
-    second, _ = next_window(policy, 9, Meter(43))
+    first, _ = next_window(policy, 6, Measurements(33))
+    second, _ = next_window(policy, 9, Measurements(43))
     assert (first.num_slots, second.num_slots, second.fitting, second.pause_iters) == (3, num_slots, 2, 0)
 
 
@@ -325,7 +325,7 @@ def test_the_papers_window_changes_by_more_than_the_drift(drift: float, num_slot
 )
 def test_popular_experts_are_deferred_and_blocks_come_last(popularity: list[float], experts: list[int]) -> None:
     policy = begun(profile([[1] * 5], num_experts=3), window=5)
-    _, slots = next_window(policy, 1, Meter(1.0, popularity=[popularity]))
+    _, slots = next_window(policy, 1, Measurements(1.0, popularity=[popularity]))
     assert [slot.full for slot in slots] == [(operator,) for operator in [*experts, 1, 0]]
 
 
@@ -337,7 +337,7 @@ def test_the_more_popular_expert_of_a_rank_comes_in_no_earlier_slot(
     parameters = [[int(rank == 0), *(int(home == rank) for home in homes)] for rank in range(ranks)]
     num_slots = data.draw(st.integers(1, len(counts) + 1))
     policy = begun(profile(parameters, num_experts=len(counts)), window=num_slots)
-    _, slots = next_window(policy, 1, Meter(1.0, popularity=[counts]))
+    _, slots = next_window(policy, 1, Measurements(1.0, popularity=[counts]))
     place = slot_of_each(slots)
     for rank in range(ranks):
         mine = [expert for expert in range(len(counts)) if homes[expert] == rank]
@@ -359,7 +359,7 @@ def test_experts_are_reordered_when_enough_of_them_changed(
     change: float, share: float, now: list[int], reordered: bool
 ) -> None:
     policy = begun(profile([[1] * 8], num_experts=8), window=8, reorder_change=change, reorder_share=share)
-    measure = Meter(1.0, popularity=[[100] * 8, now])
+    measure = Measurements(1.0, popularity=[[100] * 8, now])
     first, slots = next_window(policy, 1, measure)
     second, later = next_window(policy, 9, measure)
     assert (first.reordered, second.reordered) == (True, reordered)
@@ -371,14 +371,14 @@ def test_experts_are_reordered_when_enough_of_them_changed(
 def test_changes_count_from_the_last_order_not_from_the_last_window() -> None:
     policy = begun(profile([[1] * 8], num_experts=8), window=8)
     creeping = [[100 + by, 100 - by] + [100] * 6 for by in (0, 8, 16, 16, 24)]
-    measure = Meter(1.0, popularity=creeping)
+    measure = Measurements(1.0, popularity=creeping)
     reordered = [next_window(policy, begin, measure)[0].reordered for begin in (1, 9, 17, 25, 33)]
     assert reordered == [True, False, True, False, False]
 
 
 def test_an_order_is_kept_over_a_change_of_the_window() -> None:
     policy = begun(profile([[1] * 6], num_experts=6))
-    measure = Meter(42, 83, popularity=[[6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]])
+    measure = Measurements(42, 83, popularity=[[6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]])
     first, slots = next_window(policy, 6, measure)
     second, later = next_window(policy, 6 + period_iters(first), measure)
     assert [(choice.num_slots, choice.reordered) for choice in (first, second)] == [(2, True), (4, False)]
@@ -409,7 +409,7 @@ def test_the_budget_bounds_the_window(num_slots: int) -> None:
     budget = unlimited.forecast(num_slots).total_bytes
     if num_slots > 1:
         assert SparseWindows(moevement(memory_budget_bytes=budget - 1), [equal(6)], 0).max_slots == num_slots - 1
-    choice, slots = next_window(begun(equal(6), memory_budget_bytes=budget), 6, Meter(1.0))
+    choice, slots = next_window(begun(equal(6), memory_budget_bytes=budget), 6, Measurements(1.0))
     assert (choice.num_slots, choice.fitting) == (num_slots, num_slots)
     assert_is_window(slots, 6, num_slots, 6)
 
@@ -430,7 +430,7 @@ def test_auto_stays_in_the_budget_and_uses_it(
     policy.plan(0, nothing_yet)
     begin = 3
     for speed in speeds:
-        measure = Meter(speed, popularity=[popularity_for(stages[0], 0)], costs_s=(0.9, 0.9))
+        measure = Measurements(speed, popularity=[popularity_for(stages[0], 0)], costs_s=(0.9, 0.9))
         choice, slots = next_window(policy, begin, measure)
         assert policy.forecast(choice.num_slots, choice.pause_iters).total_bytes <= budget_bytes
         assert_is_window(slots, begin, choice.num_slots, len(stages[0].table.operators))
@@ -443,7 +443,7 @@ def test_an_order_that_exceeds_the_forecast_is_not_taken(has_budget: bool, in_sl
     stages = [profile([[3, 1, 1]], num_experts=3)]
     budget = SparseWindows(moevement(window=2), stages, 0).forecast(2).total_bytes
     policy = begun(*stages, window=2, memory_budget_bytes=budget if has_budget else None)
-    choice, slots = next_window(policy, 1, Meter(1.0, popularity=[(9.0, 1.0, 1.0)]))
+    choice, slots = next_window(policy, 1, Measurements(1.0, popularity=[(9.0, 1.0, 1.0)]))
     assert choice.reordered is not has_budget
     assert slot_of_each(slots) == in_slots
 
@@ -481,5 +481,5 @@ def test_a_window_of_more_slots_than_any_stage_has_operators_is_refused() -> Non
 
 def test_paper_exact_cuts_by_count_and_takes_all_operators_for_equal() -> None:
     stage = profile([[1, 1, 1, 1, 1, 7]])  # 144 bytes whole, 24 of weights: 24 and 4 an operator on the average
-    _, slots = next_window(begun(stage, paper_exact=True), 6, Meter(64))  # 2 * 24 + 4 * 4
+    _, slots = next_window(begun(stage, paper_exact=True), 6, Measurements(64))  # 2 * 24 + 4 * 4
     assert [(len(slot.full), slot.num_slots) for slot in slots] == [(2, 3)] * 3

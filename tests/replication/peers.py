@@ -1,4 +1,4 @@
-"""Ranks that copy blobs to each other over real sockets: their folders, servers and replicators, without trainers."""
+"""Ranks that copy blobs to each other over real sockets: their folders, servers and replicators, without workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.replication import retrying_client
-from moe_ckpt.replication.connection import Link, open_link
+from moe_ckpt.replication.connection import Connection, open_connection
 from moe_ckpt.replication.copy_server import CopyServer
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.messages import Address, Ticket
@@ -95,8 +95,8 @@ class Ranks:
         self._stack.callback(proxy.close)
         return proxy
 
-    def link(self, address: Address) -> Link:
-        link = open_link(address, TICKET, WAIT_S)
+    def link(self, address: Address) -> Connection:
+        link = open_connection(address, TICKET, WAIT_S)
         self._stack.callback(link.close)
         link.allow(WAIT_S)
         return link

@@ -113,7 +113,7 @@ def persist_and_die(own: str, disk: str, keys: Sequence[str], sync: int) -> None
     persist(BlobFolder(Path(own)), Path(disk), keys, (), None)
 
 
-def test_a_keeper_that_dies_at_any_moment_leaves_old_blobs_whole(own: BlobFolder, disk: BlobFolder) -> None:
+def test_a_daemon_that_dies_at_any_moment_leaves_old_blobs_whole(own: BlobFolder, disk: BlobFolder) -> None:
     wanted = contents(own)
     num_deaths, finished = 0, False
     while not finished:

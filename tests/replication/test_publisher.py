@@ -1,4 +1,4 @@
-"""What outlives a trainer: its snapshots and steps in a folder, and what peers are told of them, and when."""
+"""What outlives a worker: its snapshots and steps in a folder, and what peers are told of them, and when."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.replication.copy_times import Sent
-from moe_ckpt.replication.publisher import Journal, NoCopies, holds_records, read_kept
+from moe_ckpt.replication.copy_times import SentCopy
+from moe_ckpt.replication.publisher import NoCopies, Publisher, holds_records, read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.step_log import StepLog, StepRecord
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
@@ -53,34 +53,34 @@ class Peers:
 
 
 class Life:
-    """One trainer's means, with what an earlier one left in the folder."""
+    """One worker's means, with what an earlier one left in the folder."""
 
     def __init__(self, path: Path, peers: Peers | NoCopies) -> None:
         self.waits: list[bool] = []
-        self.journal = Journal(BlobFolder(path), peers, 5.0, self.waits.append)
-        self.buffers = HostBuffers(self.journal.folder)
-        self.memory = SnapshotMemory(self.buffers, 1, self.journal)
-        self.steps = StepLog(self.journal)
+        self.publisher = Publisher(BlobFolder(path), peers, 5.0, self.waits.append)
+        self.buffers = HostBuffers(self.publisher.folder)
+        self.memory = SnapshotMemory(self.buffers, 1, self.publisher)
+        self.steps = StepLog(self.publisher)
         self.adopt()
 
     def adopt(self) -> None:
-        kept = self.journal.adopt()
+        kept = self.publisher.adopt()
         self.memory.adopt(kept.snapshots)
         self.steps.adopt(kept.starts, kept.records)
 
     def begin(self, *held: set[str], forget: bool = True) -> None:
         """Begin copying to peers that hold these."""
-        self.journal.begin_copying(held, forget=forget)
+        self.publisher.begin_copying(held, forget=forget)
 
     def persist(self, start: int) -> None:
-        persist_window(self.memory, self.buffers, start, keeper=self.journal)
+        persist_window(self.memory, self.buffers, start, daemon=self.publisher)
 
     def log(self, iteration: int) -> None:
         self.steps.note_start(iteration, {"rng": torch.full((4,), iteration)})
         self.steps.add(StepRecord(iteration=iteration, gradients=GRADIENTS, tied_gradient=torch.ones(2)))
 
     def keys(self) -> set[str]:
-        return set(self.journal.folder.keys())
+        return set(self.publisher.folder.keys())
 
 
 @pytest.fixture
@@ -100,16 +100,16 @@ def life(live: Callable[[], Life]) -> Life:
 
 @pytest.fixture
 def capturing(life: Life) -> Iterator[Engine]:
-    """What takes snapshots that a life's journal keeps."""
-    capturing = Engine(keeper=life.journal, buffers=life.buffers)
+    """What takes snapshots that a life's publisher keeps."""
+    capturing = Engine(daemon=life.publisher, buffers=life.buffers)
     yield capturing
     capturing.copier.close()
 
 
-def test_a_successor_finds_all_that_a_trainer_kept(life: Life, live: Callable[[], Life]) -> None:
+def test_a_successor_finds_all_that_a_worker_kept(life: Life, live: Callable[[], Life]) -> None:
     life.persist(4)
     life.log(5)
-    take_window(life.memory, life.buffers, 6, 1, keeper=life.journal)
+    take_window(life.memory, life.buffers, 6, 1, daemon=life.publisher)
     found = live()
     assert starts_of(found.memory) == [6, 4], "a complete window that was not confirmed may be others' newest"
     record = found.steps.record(5)
@@ -145,13 +145,13 @@ def test_a_snapshot_is_sent_before_training_asks_for_it(life: Life, capturing: E
         assert peers.held == life.keys()
         assert len(peers.held) == number
         capturing.engine.collect(wait=False)
-    assert life.journal.copy_bytes_per_s() < math.inf
+    assert life.publisher.copy_bytes_per_s() < math.inf
 
 
 def test_the_time_to_reach_peers_is_known_of_snapshots_sent_to_some(life: Life) -> None:
-    def sent_of(start: int) -> Sent | None:
+    def sent_of(start: int) -> SentCopy | None:
         life.persist(start)
-        return life.journal.sent(life.memory.windows()[0].snapshots)
+        return life.publisher.sent(life.memory.windows()[0].snapshots)
 
     life.begin()
     assert sent_of(2) is None, "there is no peer to send it to"
@@ -159,7 +159,7 @@ def test_the_time_to_reach_peers_is_known_of_snapshots_sent_to_some(life: Life) 
     sent = sent_of(4)
     assert sent is not None
     assert sent.size_bytes == sum(each.header.payload_bytes for each in life.memory.windows()[0].snapshots)
-    life.journal.stop_copying()
+    life.publisher.stop_copying()
     assert sent_of(6) is None
 
 
@@ -174,8 +174,8 @@ def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(life: Life, capturing: En
 
 
 def test_a_snapshot_that_cannot_be_kept_says_so_and_leaves_nothing(life: Life, capturing: Engine) -> None:
-    life.journal.folder.path.mkdir(parents=True, exist_ok=True)
-    (life.journal.folder.path / "index").write_text("in the way")
+    life.publisher.folder.path.mkdir(parents=True, exist_ok=True)
+    (life.publisher.folder.path / "index").write_text("in the way")
     capturing.capture(NUMBERS)
     with pytest.raises(CheckpointSaveError, match="index"):
         capturing.engine.collect(wait=True)
@@ -194,7 +194,7 @@ def test_peers_keep_old_blobs_while_copies_of_new_ones_fail(life: Life, peers: P
     peers.held, peers.fails = {"snapshot-4-0-aa"}, True
     life.begin(set(peers.held))
     assert peers.held == {"snapshot-4-0-aa"}, "it may be the last of its kind"
-    life.journal.stop_copying()
+    life.publisher.stop_copying()
     peers.fails = False
     life.begin(set(peers.held))
     assert peers.held == life.keys()
@@ -232,7 +232,7 @@ def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path)
     life.begin(set(peers.held))
     peers.held = {"snapshot-4-0-aa"}
     for held in ({"snapshot-4-0-aa"}, set()):
-        peers.answer(len(life.journal.folder.keys()) - 1)
+        peers.answer(len(life.publisher.folder.keys()) - 1)
         assert peers.held == held
 
 
@@ -253,20 +253,20 @@ def test_peers_are_not_told_to_forget_new_copies(tmp_path: Path, while_peers: st
         def go_on_as_far_as_may_be() -> None:
             peers.meanwhile = lambda: None
             training.start()
-            while training.is_alive() and not waits_in_journal(training):
+            while training.is_alive() and not waits_in_publisher(training):
                 pass
 
         peers.meanwhile = go_on_as_far_as_may_be
         peers.answer()
         training.join()
     peers.answer()
-    assert life.journal.has_copies_of_step(5)
+    assert life.publisher.has_copies_of_step(5)
     assert peers.held == {"start-4", "record-4", *STEP_5}
 
 
-def waits_in_journal(thread: threading.Thread) -> bool:
+def waits_in_publisher(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code is Journal._copy.__code__
+    return frame is not None and frame.f_code is Publisher._copy.__code__
 
 
 def test_a_blob_that_one_of_two_peers_lacks_is_copied(life: Life, live: Callable[[], Life], peers: Peers) -> None:
@@ -274,7 +274,7 @@ def test_a_blob_that_one_of_two_peers_lacks_is_copied(life: Life, live: Callable
     life = live()
     life.begin(STEP_5, {"start-5"})
     assert peers.held == {"record-5"}
-    assert life.journal.has_copies_of_step(5)
+    assert life.publisher.has_copies_of_step(5)
 
 
 def test_a_start_noted_again_before_copying_is_copied_again(life: Life, live: Callable[[], Life], peers: Peers) -> None:
@@ -284,7 +284,7 @@ def test_a_start_noted_again_before_copying_is_copied_again(life: Life, live: Ca
     life.steps.note_start(5, {"rng": torch.zeros(4)})
     life.begin(STEP_5)
     assert peers.held == {"start-5"}
-    life.journal.stop_copying()
+    life.publisher.stop_copying()
     peers.held = set()
     life.begin(STEP_5)
     assert peers.held == set(), "once is enough"
@@ -295,12 +295,12 @@ def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
     peers.fails = True
     for iteration in (5, 6):
         life.log(iteration)
-        assert not life.journal.has_copies_of_step(iteration)
+        assert not life.publisher.has_copies_of_step(iteration)
         assert life.waits == [True, False], "an iteration is not to wait for what has failed already"
     peers.fails = False
-    life.journal.stop_copying()
+    life.publisher.stop_copying()
     life.begin(set())
-    assert life.journal.has_copies_of_step(6)
+    assert life.publisher.has_copies_of_step(6)
 
 
 def fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[BlobFolder], int]:
@@ -328,8 +328,8 @@ def copy(tmp_path: Path) -> BlobFolder:
 
 def test_fetched_blobs_take_the_place_of_all_others(life: Life, live: Callable[[], Life], copy: BlobFolder) -> None:
     life.log(1)
-    assert life.journal.replace(fetch_of(copy)) == len(copy.keys())
-    life.steps = StepLog(life.journal)
+    assert life.publisher.replace(fetch_of(copy)) == len(copy.keys())
+    life.steps = StepLog(life.publisher)
     life.adopt()
     assert starts_of(life.memory) == starts_of(live().memory) == [4]
     assert not life.steps.has_start(1)
@@ -347,7 +347,7 @@ def test_nothing_is_made_of_a_fetch_that_failed(life: Life, copy: BlobFolder, ar
             shutil.copytree(into.path, half)
 
     with pytest.raises(CheckpointLoadError, match="the peer is gone"):
-        life.journal.replace(die)
+        life.publisher.replace(die)
     assert life.keys() == set()
     successor = Life(half, NoCopies())
     assert (successor.keys(), starts_of(successor.memory), successor.steps.size_bytes) == (set(), [], 0)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.replication.replica_folder import HeldFolder
+from moe_ckpt.replication.replica_folder import ReplicaFolder
 from moe_ckpt.snapshot.blobs import BlobFolder
 from tests.replication.blobs import buffers_of, content_of, deposit
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> HeldFolder:
-    return HeldFolder(tmp_path / "held")
+def folder(tmp_path: Path) -> ReplicaFolder:
+    return ReplicaFolder(tmp_path / "held")
 
 
 def sizes_of(folder: BlobFolder) -> list[int]:
@@ -29,7 +29,7 @@ def contents_of(folder: BlobFolder, *keys: str) -> list[bytes | None]:
     return [content_of(BlobFolder(folder.path), key)[1] for key in keys]
 
 
-def test_memory_discarded_or_replaced_or_given_back_is_used_again(folder: HeldFolder) -> None:
+def test_memory_discarded_or_replaced_or_given_back_is_used_again(folder: ReplicaFolder) -> None:
     first = deposit(folder, "a", b"one")
     second = deposit(folder, "a", b"two")
     assert second is not first
@@ -43,7 +43,7 @@ def test_memory_discarded_or_replaced_or_given_back_is_used_again(folder: HeldFo
     assert len(buffers_of(folder)) == 2
 
 
-def test_clearing_gives_back_all_memory_but_that_being_filled(folder: HeldFolder) -> None:
+def test_clearing_gives_back_all_memory_but_that_being_filled(folder: ReplicaFolder) -> None:
     for content in (b"one", b"two"):
         deposit(folder, "a", content)
     filling = folder.allocate(3)
@@ -53,10 +53,10 @@ def test_clearing_gives_back_all_memory_but_that_being_filled(folder: HeldFolder
     assert folder.keys() == ["a"]
 
 
-def test_blobs_are_adopted_and_free_memory_is_not(folder: HeldFolder) -> None:
+def test_blobs_are_adopted_and_free_memory_is_not(folder: ReplicaFolder) -> None:
     for content in (b"one", b"two"):
         deposit(folder, "a", content)
-    successor = HeldFolder(folder.path)
+    successor = ReplicaFolder(folder.path)
     assert content_of(successor, "a") == (b"header", b"two")
     assert len(buffers_of(successor)) == 1
     adopted = successor.get("a").payload
@@ -64,7 +64,7 @@ def test_blobs_are_adopted_and_free_memory_is_not(folder: HeldFolder) -> None:
     assert successor.allocate(3) is adopted
 
 
-def test_free_memory_that_was_deleted_is_not_used(folder: HeldFolder) -> None:
+def test_free_memory_that_was_deleted_is_not_used(folder: ReplicaFolder) -> None:
     deposit(folder, "a", b"one")
     deposit(folder, "b", b"two")
     folder.discard("a")
@@ -74,7 +74,7 @@ def test_free_memory_that_was_deleted_is_not_used(folder: HeldFolder) -> None:
     assert contents_of(folder, "c", "b") == [b"six", b"ten"]
 
 
-def test_memory_that_could_not_be_deposited_stays_the_callers(folder: HeldFolder, tmp_path: Path) -> None:
+def test_memory_that_could_not_be_deposited_stays_the_callers(folder: ReplicaFolder, tmp_path: Path) -> None:
     before = deposit(folder, "a", b"one")
     payload = folder.allocate(3)
     (folder.path / "buffers" / buffers_of(folder)[1]).unlink()
@@ -84,7 +84,7 @@ def test_memory_that_could_not_be_deposited_stays_the_callers(folder: HeldFolder
     folder.free(payload)
     assert folder.allocate(3) is not payload
     with pytest.raises(AssertionError, match="not allocated in this folder"):
-        folder.free(HeldFolder(tmp_path / "other").allocate(1))
+        folder.free(ReplicaFolder(tmp_path / "other").allocate(1))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), max_size=40))
@@ -92,7 +92,7 @@ def test_no_more_memory_is_kept_than_was_in_use_at_once(steps: list[tuple[str, i
     contents: dict[str, bytes | None] = {}
     most = 1
     with tempfile.TemporaryDirectory() as root:
-        folder = HeldFolder(Path(root))
+        folder = ReplicaFolder(Path(root))
         (folder.path / "buffers").mkdir()
         for key, size in steps:
             if size == 0:

@@ -466,7 +466,7 @@ def test_a_peer_without_room_refuses_and_stays_usable(ranks: Ranks) -> None:
     assert ranks.held(1, 0).keys() == ["large", "small"]
 
 
-def test_a_trainer_without_room_fails_its_fetch(ranks: Ranks) -> None:
+def test_a_worker_without_room_fails_its_fetch(ranks: Ranks) -> None:
     server, folder = ranks.serve(1), ranks.again()
     publish(ranks.own(1), "a", FIVE_CHUNKS)
     reason = r"fetching a of rank 1, .*wanted room for \d+ bytes"

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
-from moe_ckpt.snapshot.capture import SnapshotEngine, Wanted
+from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
 from moe_ckpt.snapshot.codec import Snapshot, verify
 from moe_ckpt.snapshot.copier import HostCopier
-from moe_ckpt.snapshot.windows import HostBuffers, SnapshotKeeper
+from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 from tests.snapshot.samples import HEADER, IDENTITY, SHARD, Piece
 from tests.snapshot.window_samples import pool
 from tests.waits import WAIT_S
@@ -71,16 +71,16 @@ class Engine:
     def __init__(
         self,
         limit_bytes: int | None = None,
-        keeper: SnapshotKeeper | None = None,
+        daemon: SnapshotPublisher | None = None,
         bubbles: PipelineBubbles | None = None,
         buffers: HostBuffers | None = None,
     ) -> None:
         self.copier = HostCopier()
         self.buffers = buffers or pool(limit_bytes)
-        self.engine = SnapshotEngine(self.copier, self.buffers, keeper, bubbles=bubbles)
+        self.engine = SnapshotEngine(self.copier, self.buffers, daemon, bubbles=bubbles)
 
     def capture(self, *pieces: Piece, changing: Sequence[Piece] = ()) -> None:
-        self.engine.capture([Wanted(HEADER, lambda: pieces, changing)])
+        self.engine.capture([SnapshotRequest(HEADER, lambda: pieces, changing)])
 
     def collected(self) -> Snapshot:
         taken = self.engine.collect(wait=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.replication.local_disk import copy_blobs
-from moe_ckpt.replication.publisher import Journal, NoCopies
+from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.snapshot.adam_update import (
     AdamStep,
@@ -28,7 +28,7 @@ from moe_ckpt.snapshot.adam_update import (
     update_to_bytes,
 )
 from moe_ckpt.snapshot.blobs import BlobFolder
-from moe_ckpt.snapshot.capture import SnapshotEngine, Wanted
+from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
 from moe_ckpt.snapshot.codec import EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, UnitTag, checksum, header_from_json
 from moe_ckpt.snapshot.copier import HostCopier
 from moe_ckpt.snapshot.windows import HostBuffers
@@ -67,10 +67,10 @@ class Owner:
         self.peer = ranks.held(1, SHARD.global_rank)
         self.asked = Asked(ranks.replicate(SHARD.global_rank, server.address))
         self.own = ranks.own(SHARD.global_rank)
-        self.journal = Journal(self.own, self.asked, WAIT_S, lambda _: None)
-        self.journal.begin_copying([set()], forget=True)
+        self.publisher = Publisher(self.own, self.asked, WAIT_S, lambda _: None)
+        self.publisher.begin_copying([set()], forget=True)
         self.copier = HostCopier()
-        self.engine = SnapshotEngine(self.copier, HostBuffers(self.own), self.journal)
+        self.engine = SnapshotEngine(self.copier, HostBuffers(self.own), self.publisher)
         self._random = torch.Generator().manual_seed(7)
         self.weights = {name: torch.nn.Parameter(self._draw(size)) for name, size in SIZES.items()}
         self.optimizer = adam(self.weights.values(), **{"lr": 1e-2, **options})
@@ -93,11 +93,11 @@ class Owner:
         self._step()
         iteration = self.header.iteration + 1
         self.header = replace(HEADER, iteration=iteration, window_start=iteration, unit=replace(TAG, lineage=lineage))
-        self.engine.capture([Wanted(self.header, self._pieces, (), self._gradients(told))])
+        self.engine.capture([SnapshotRequest(self.header, self._pieces, (), self._gradients(told))])
         taken = self.engine.collect(wait=True)
         assert taken
         (snapshot,) = taken.snapshots
-        assert self.journal.has_copies([snapshot])
+        assert self.publisher.has_copies([snapshot])
         (key,) = (key for key in self.peer.keys() if key.startswith(f"snapshot-{iteration}-"))  # noqa: SIM118
         own = snapshot.payload[: snapshot.header.payload_bytes].numpy().tobytes()
         assert content_of(self.peer, key)[1] == own, "the peer's copy is not the owner's state"
@@ -234,7 +234,7 @@ def test_another_line_is_no_base(owner: Owner, caplog: pytest.LogCaptureFixture)
 def test_updates_that_a_process_could_not_send_end_with_it(tmp_path: Path) -> None:
     folder = BlobFolder(tmp_path)
     folder.deposit("update-snapshot-3-0-12", b"", folder.allocate(100), 100)
-    Journal(folder, NoCopies(), 1.0, lambda _: None).adopt()
+    Publisher(folder, NoCopies(), 1.0, lambda _: None).adopt()
     assert (folder.keys(), buffers_of(folder)) == ([], [])
 
 

@@ -261,7 +261,7 @@ def test_a_pool_over_a_folder_outlives_its_process(folder: BlobFolder) -> None:
 
 
 def die_while_publishing(path: str, step: str) -> None:
-    """Publish "a" twice over; at a step of the second time, die as a trainer does."""
+    """Publish "a" twice over; at a step of the second time, die as a worker does."""
     folder = BlobFolder(Path(path))
     publish(folder, "a", b"old", b"1")
     write_bytes = Path.write_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
-from moe_ckpt.snapshot.capture import Copied, Wanted
+from moe_ckpt.snapshot.capture import CopiedBytes, SnapshotRequest
 from tests.snapshot.copiers import Engine, finish
 from tests.snapshot.samples import HEADER, only_part, piece
 from tests.waits import WAIT_S
@@ -84,7 +84,7 @@ class Bubbling(Engine):
         self.tensors = [torch.full((20,), float(number)) for number in range(3)]
 
     def take(self, bubble_bytes: float) -> None:
-        wanted = [Wanted(HEADER, lambda tensor=tensor: [piece(tensor)]) for tensor in self.tensors]
+        wanted = [SnapshotRequest(HEADER, lambda tensor=tensor: [piece(tensor)]) for tensor in self.tensors]
         self.engine.capture(wanted, bubble_bytes=bubble_bytes)
 
     def change_in_a_bubble(self) -> None:
@@ -95,7 +95,7 @@ class Bubbling(Engine):
         with self.bubbles.open():
             finish(self.copier)
 
-    def taken(self) -> tuple[list[list[float]], Copied]:
+    def taken(self) -> tuple[list[list[float]], CopiedBytes]:
         taken = self.engine.collect(wait=True)
         assert taken
         return [only_part(snapshot).unique().tolist() for snapshot in taken.snapshots], taken.copied

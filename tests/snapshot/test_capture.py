@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.snapshot.adam_update import Gradients
-from moe_ckpt.snapshot.capture import SnapshotEngine, Wanted
+from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
 from moe_ckpt.snapshot.codec import DTYPES, ROLES, PartKey, Snapshot, checksum
 from tests.replication.blobs import KIB
 from tests.snapshot.copiers import Engine, held, held_until_waited_for
@@ -122,7 +122,7 @@ def test_a_capture_goes_on_after_it_was_started(parts: Engine) -> None:
         return [piece(torch.ones(4))]
 
     with held(parts.copier):
-        parts.engine.capture([Wanted(HEADER, pieces, [])])
+        parts.engine.capture([SnapshotRequest(HEADER, pieces, [])])
         assert asked_in == []
         assert parts.engine.collect(wait=False) is None
         assert parts.buffers.in_use_bytes == 0
@@ -170,7 +170,7 @@ def test_a_snapshot_is_not_there_before_its_checksum(parts: Engine, monkeypatch:
     assert torch.equal(only_part(parts.collected()), torch.ones(100))
 
 
-class FullKeeper:
+class FullDaemon:
     """Keeps all snapshots but the `refused`-th."""
 
     def __init__(self, refused: int) -> None:
@@ -189,19 +189,19 @@ class FullKeeper:
 
 @pytest.mark.parametrize("refused", range(4))
 def test_of_several_snapshots_all_are_kept_or_none(refused: int) -> None:
-    keeper = FullKeeper(refused)
-    parts = Engine(keeper=keeper)
+    daemon = FullDaemon(refused)
+    parts = Engine(daemon=daemon)
     tensors = [torch.full((5,), float(number)) for number in range(3)]
-    parts.engine.capture([Wanted(HEADER, lambda tensor=tensor: [piece(tensor)]) for tensor in tensors])
+    parts.engine.capture([SnapshotRequest(HEADER, lambda tensor=tensor: [piece(tensor)]) for tensor in tensors])
     if refused == 3:
         taken = parts.engine.collect(wait=True)
         assert taken
         assert [only_part(each).tolist() for each in taken.snapshots] == [tensor.tolist() for tensor in tensors]
-        assert [id(each) for each in taken.snapshots] == [id(snapshot) for snapshot in keeper.kept]
+        assert [id(each) for each in taken.snapshots] == [id(snapshot) for snapshot in daemon.kept]
     else:
         with pytest.raises(CheckpointSaveError, match="no room"):
             parts.engine.collect(wait=True)
-        assert keeper.dropped == keeper.kept
+        assert daemon.dropped == daemon.kept
         assert parts.buffers.in_use_bytes == 0
     parts.copier.close()
 
@@ -271,8 +271,8 @@ ENDS: dict[str, Callable[[SnapshotEngine], object]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_capture_that_fails_says_so_and_leaves_nothing(name: str, end: str) -> None:
     parts = Engine(limit_bytes=KIB)
-    before = Wanted(HEADER, lambda: [piece(torch.ones(3))])
-    parts.engine.capture([before, Wanted(HEADER, FAILURES[name], [count(1, 2)])])
+    before = SnapshotRequest(HEADER, lambda: [piece(torch.ones(3))])
+    parts.engine.capture([before, SnapshotRequest(HEADER, FAILURES[name], [count(1, 2)])])
     assert parts.copier.run(lambda: 5).result(WAIT_S) == 5, "the work of others goes on"
     with pytest.raises(CheckpointSaveError, match=r"^the snapshot could not be copied: .+") as caught:
         ENDS[end](parts.engine)

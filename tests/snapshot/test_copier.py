@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from moe_ckpt.replication.copy_times import CopyTimes, Sent
+from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
 from moe_ckpt.snapshot.copier import HostCopier
 from tests.snapshot.copiers import finish, held
 from tests.waits import WAIT_S
@@ -100,7 +100,7 @@ def times_of(copies: Copies) -> CopyTimes:
 )
 def test_the_time_of_sending_some_blobs(copies: Copies, seconds: float, span_s: float) -> None:
     keys = [str(number) for number in range(len(copies))]
-    sent = Sent(size_bytes=8 * len(copies), seconds=seconds, span_s=span_s, ago_s=0.5)
+    sent = SentCopy(size_bytes=8 * len(copies), seconds=seconds, span_s=span_s, ago_s=0.5)
     assert times_of(copies).of([*keys, "not sent"]) == sent
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import Snapshot, UnitTag
-from moe_ckpt.snapshot.units import Kept, UnitMemory, compose, name_of, without_torn
+from moe_ckpt.snapshot.units import StorageLevel, UnitMemory, compose, name_of, without_torn
 from moe_ckpt.snapshot.windows import HostBuffers
 from moe_ckpt.types import CORE, Version
 from tests.snapshot.samples import HEADER
@@ -46,7 +46,7 @@ def unit(
 
 @dataclass(kw_only=True)
 class Rank:
-    """A rank's memory, with its buffers, and a keeper that notes what is dropped."""
+    """A rank's memory, with its buffers, and a daemon that notes what is dropped."""
 
     buffers: HostBuffers = field(default_factory=pool)
     dropped: list[str] = field(default_factory=list)
@@ -164,8 +164,8 @@ FIRST = [unit(name, 0) for name in NAMES]
 TAKEN_WITH = (3, 2, 1)
 
 
-@pytest.mark.parametrize("place", Kept)
-def test_a_core_of_which_the_snapshot_is_torn_does_not_count(place: Kept) -> None:
+@pytest.mark.parametrize("place", StorageLevel)
+def test_a_core_of_which_the_snapshot_is_torn_does_not_count(place: StorageLevel) -> None:
     torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("b", 1)]
     for number in range(1, 4):
         counts = number >= TAKEN_WITH[place]
@@ -175,7 +175,7 @@ def test_a_core_of_which_the_snapshot_is_torn_does_not_count(place: Kept) -> Non
 
 def test_a_unit_that_is_there_twice_does_not_stand_for_another() -> None:
     torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("a", 1)]
-    assert [said(each) for each in without_torn(torn, Kept.IN_MEMORY)] == ["a@1", "a@1"]
+    assert [said(each) for each in without_torn(torn, StorageLevel.IN_MEMORY)] == ["a@1", "a@1"]
 
 
 def test_a_snapshot_that_an_earlier_process_tore_is_given_up() -> None:

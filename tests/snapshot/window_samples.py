@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from moe_ckpt.snapshot.codec import Snapshot, layout_parts
-from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotKeeper, SnapshotMemory
+from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory, SnapshotPublisher
 from tests.snapshot.samples import HEADER, Piece, piece
 
 
@@ -31,21 +31,21 @@ def take_window(
     start: int,
     num_slots: int = 2,
     *,
-    keeper: SnapshotKeeper | None = None,
+    daemon: SnapshotPublisher | None = None,
 ) -> None:
     """Take a whole window without confirming it."""
     memory.begin(start, num_slots)
     for slot in range(num_slots):
         snapshot = snapshot_of(buffers, (start, slot, num_slots))
-        if keeper:
-            keeper.add_snapshot(snapshot)
+        if daemon:
+            daemon.add_snapshot(snapshot)
         memory.add(snapshot)
 
 
 def persist_window(
-    memory: SnapshotMemory, buffers: HostBuffers, start: int, *, keeper: SnapshotKeeper | None = None
+    memory: SnapshotMemory, buffers: HostBuffers, start: int, *, daemon: SnapshotPublisher | None = None
 ) -> None:
-    take_window(memory, buffers, start, keeper=keeper)
+    take_window(memory, buffers, start, daemon=daemon)
     memory.confirm()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.report.account import account
-from launcher.report.parts import Part
+from launcher.report.parts import PagePart
 from moe_ckpt.events import (
     Evaluated,
     GenerationEnded,
@@ -210,10 +210,10 @@ def test_stretches_of_an_iteration_name_it(tmp_path: Path) -> None:
     tiling = account(log_of(tmp_path, [(1.0, committed(7))]), 1_500_000)
     told = zip(tiling.ends_us.tolist(), tiling.parts.tolist(), tiling.iterations.tolist(), strict=True)
     assert list(told) == [
-        (500_000, Part.STARTUP, -1),
-        (950_000, Part.COMPUTE, 7),
-        (1_000_000, Part.STALL, 7),
-        (1_500_000, Part.UNKNOWN, -1),
+        (500_000, PagePart.STARTUP, -1),
+        (950_000, PagePart.COMPUTE, 7),
+        (1_000_000, PagePart.STALL, 7),
+        (1_500_000, PagePart.UNKNOWN, -1),
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launcher.report.facts import Facts, gather
-from launcher.report.parts import Part
+from launcher.report.parts import PagePart
 from launcher.report.read import read_run
 from launcher.report.summary import duration, headline, quantities, shown
 from launcher.report.thin import evenly, in_steps, said, thin
@@ -31,14 +31,14 @@ def test_a_recovery_is_found_with_its_cause_and_cost(tmp_path: Path) -> None:
     assert (episode.causes, episode.struck, episode.iteration) == ((DEATH,), 6, 5)
     assert (episode.replaying_ranks, episode.replayed_iters, episode.fetched_bytes) == ((0, 1), 2, 1 << 20)
     assert {part: us for part, us in episode.mean_us.items() if us} == {
-        Part.LOST: 350_000,
-        Part.DETECTION: 100_000,
-        Part.REBUILD: 200_000,
-        Part.FETCH: 50_000,
-        Part.WAITING: 200_000,
-        Part.REPLAY: 100_000,
+        PagePart.LOST: 350_000,
+        PagePart.DETECTION: 100_000,
+        PagePart.REBUILD: 200_000,
+        PagePart.FETCH: 50_000,
+        PagePart.WAITING: 200_000,
+        PagePart.REPLAY: 100_000,
     }
-    notes = {(each.rank, each.note) for each in episode.stretches if each.part is Part.REPLAY}
+    notes = {(each.rank, each.note) for each in episode.stretches if each.part is PagePart.REPLAY}
     assert notes == {(0, "iterations 4 to 5"), (1, "iterations 4 to 5")}
 
 
@@ -47,14 +47,14 @@ def test_totals_of_ranks_that_end_at_different_times_sum_to_the_same(tmp_path: P
     write_events(tmp_path, 1, [(1.0, committed(1)), (1.5, committed(2))])
     facts = facts_of(tmp_path)
     assert [sum(of.values()) for of in facts.totals_us.values()] == [1_500_000, 1_500_000]
-    assert facts.totals_us[0][Part.UNKNOWN] == 500_000
+    assert facts.totals_us[0][PagePart.UNKNOWN] == 500_000
 
 
 def test_work_that_is_given_up_is_charged_to_the_recovery_that_gave_it_up(tmp_path: Path) -> None:
     events = [(0.5, committed(1)), (1.0, committed(2)), (1.65, rejoined(2)), (2.15, committed(3)), (2.8, rejoined(1))]
     write_events(tmp_path, 0, [*events, (3.3, committed(2))])
     first, second = facts_of(tmp_path).episodes
-    assert (first.mean_us[Part.LOST], second.mean_us[Part.LOST]) == (0, 1_000_000)
+    assert (first.mean_us[PagePart.LOST], second.mean_us[PagePart.LOST]) == (0, 1_000_000)
 
 
 def test_recoveries_of_ranks_that_overlap_are_one(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_restart_by_torchrun_is_a_recovery(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"world_size": 2, "clock_origin_unix_s": 100.0}))
     (episode,) = facts_of(tmp_path).episodes
     assert episode.causes == ("all processes were started again",)
-    assert (episode.start_us, episode.end_us, episode.mean_us[Part.LOST]) == (500_000, 4_000_000, 500_000)
+    assert (episode.start_us, episode.end_us, episode.mean_us[PagePart.LOST]) == (500_000, 4_000_000, 500_000)
 
     fault = {"rank": 1, "pid": 2, "signal": "KILL", "scope": "process", "generation": 1, "iteration": 1, "phase": "x"}
     (tmp_path / "faults.jsonl").write_text(json.dumps({**fault, "unix_s": 101.0, "ordered": False}))

@@ -1,7 +1,7 @@
 """What snapshots of each kind consist of, and where they are put: windows of operators, or units one by one.
 
 Owns: headers and pieces of the snapshots that a plan asks for, and what is on disk. Must not: decide what is taken, or
-when anything is kept. A `Shelf` serves one rank; calls are local.
+when anything is kept. A `SnapshotStore` serves one rank; calls are local.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Protocol
 
 import torch
 
-from moe_ckpt.engine.interfaces import Operators, Place, Stage
+from moe_ckpt.engine.interfaces import Operators, Stage, StagePlace
 from moe_ckpt.engine.token_account import TokenAccount
 from moe_ckpt.replication.local_disk import LocalDisk
-from moe_ckpt.replication.publisher import Journal, read_kept
+from moe_ckpt.replication.publisher import Publisher, read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder
-from moe_ckpt.snapshot.capture import Piece, Wanted
+from moe_ckpt.snapshot.capture import Piece, SnapshotRequest
 from moe_ckpt.snapshot.codec import (
     BUFFER,
     COMPUTE,
@@ -40,14 +40,14 @@ START, ACCOUNT, POLICY = "start", "account", "policy"
 """What a core holds beside operators: what the next iteration starts from, the tokens, and what the policy knows."""
 
 
-class Shelf(Protocol):
+class SnapshotStore(Protocol):
     """Where the snapshots of one kind of plan are put."""
 
     def begin(self, plan: SlotPlan | PartialPlan) -> None:
         """A window begins; one that is still in flight is dropped."""
         ...
 
-    def wanted(self, plan: SlotPlan | PartialPlan) -> list[Wanted]:
+    def wanted(self, plan: SlotPlan | PartialPlan) -> list[SnapshotRequest]:
         """Return what is to be taken of the state as it is."""
         ...
 
@@ -64,61 +64,61 @@ class Shelf(Protocol):
         ...
 
 
-class WindowShelf:
-    """Implements `Shelf` for windows of operators, one slot an iteration."""
+class WindowStore:
+    """Implements `SnapshotStore` for windows of operators, one slot an iteration."""
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         operators: Operators,
         memory: SnapshotMemory,
-        journal: Journal | None,
+        publisher: Publisher | None,
         disk: LocalDisk | None,
     ) -> None:
         self._place = place
         self._operators = operators
         self._memory = memory
-        self._journal = journal
+        self._publisher = publisher
         self._disk = disk
 
     def begin(self, plan: SlotPlan | PartialPlan) -> None:
         self._memory.begin(plan.window_start, plan.num_slots)
 
-    def wanted(self, plan: SlotPlan | PartialPlan) -> list[Wanted]:
+    def wanted(self, plan: SlotPlan | PartialPlan) -> list[SnapshotRequest]:
         assert isinstance(plan, SlotPlan), plan
         full, compute = frozenset(plan.full), frozenset(plan.compute)
         header = _header(self._place, self._operators, plan, full=plan.full, compute=plan.compute)
         changing = self._operators.buffer_pieces(full | compute)
-        return [Wanted(header, lambda: self._operators.pieces(full, compute), changing)]
+        return [SnapshotRequest(header, lambda: self._operators.pieces(full, compute), changing)]
 
     def confirm(self, on_all_disks: int) -> None:  # noqa: ARG002 - a window is whole by itself
         self._memory.confirm()
 
     def persist(self, window: Window, on_all_disks: int) -> Future[None] | None:
-        if self._journal is None or self._disk is None:
+        if self._publisher is None or self._disk is None:
             return None
         keep = None if on_all_disks == NOTHING else on_all_disks
-        return self._journal.persist(self._disk, window.snapshots, keep=keep)
+        return self._publisher.persist(self._disk, window.snapshots, keep=keep)
 
     def newest_on_disk(self) -> int:
         windows = group_windows(read_kept(BlobFolder(self._disk.path)).snapshots) if self._disk else []
         return max((window.start for window in windows if window.complete), default=NOTHING)
 
 
-class UnitShelf:
-    """Implements `Shelf` for partial checkpoints, unit by unit. `lineage` is the line that the run is on.
+class UnitStore:
+    """Implements `SnapshotStore` for partial checkpoints, unit by unit. `lineage` is the line that the run is on.
 
     `owned`: the positions in the table of the operators that this rank has pieces of.
     """
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         stage: Stage,
         operators: Operators,
         account: TokenAccount,
         memory: UnitMemory,
-        journal: Journal | None,
+        publisher: Publisher | None,
         disk: LocalDisk | None,
         owned: Collection[int],
     ) -> None:
@@ -127,7 +127,7 @@ class UnitShelf:
         self._operators = operators
         self._account = account
         self._memory = memory
-        self._journal = journal
+        self._publisher = publisher
         self._disk = disk
         self._owned = frozenset(owned)
         self._last_for_disk = NOTHING
@@ -137,7 +137,7 @@ class UnitShelf:
         assert isinstance(plan, PartialPlan), plan
         self._memory.begin(self._version(plan.iteration), len(self._mine(plan.units)))
 
-    def wanted(self, plan: SlotPlan | PartialPlan) -> list[Wanted]:
+    def wanted(self, plan: SlotPlan | PartialPlan) -> list[SnapshotRequest]:
         assert isinstance(plan, PartialPlan), plan
         seen = self._account.seen()
         return [self._wanted(plan, unit, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
@@ -147,12 +147,12 @@ class UnitShelf:
         self._memory.confirm([self._version(iteration) for iteration in iterations])
 
     def persist(self, window: Window, on_all_disks: int) -> Future[None] | None:
-        if self._journal is None or self._disk is None:
+        if self._publisher is None or self._disk is None:
             return None
         version, self._last_for_disk = self._version(window.start), window.start
         units = [unit for unit in window.snapshots if unit.header.version == version and _is_for_disk(unit.header)]
         there = None if on_all_disks == NOTHING else self._on_disk_at(on_all_disks)
-        return self._journal.persist_units(self._disk, units, also=there)
+        return self._publisher.persist_units(self._disk, units, also=there)
 
     def newest_on_disk(self) -> int:
         return NOTHING  # what is there is of the line before
@@ -164,7 +164,7 @@ class UnitShelf:
         newer = [unit for unit in for_disk if version < unit.header.version]
         return [*compose(for_disk, version), *newer]
 
-    def _wanted(self, plan: PartialPlan, unit: UnitPlan, seen_tokens: int) -> Wanted:
+    def _wanted(self, plan: PartialPlan, unit: UnitPlan, seen_tokens: int) -> SnapshotRequest:
         is_core = unit.name == CORE
         tag = UnitTag(
             name=unit.name,
@@ -181,7 +181,7 @@ class UnitShelf:
         if is_core:
             changing = [*changing, *self._facts(plan)]
         gradients = self._operators.gradients(unit.full, plan.iteration) if unit.by_gradient else None
-        return Wanted(header, lambda: self._pieces(unit), changing, gradients)
+        return SnapshotRequest(header, lambda: self._pieces(unit), changing, gradients)
 
     def _pieces(self, unit: UnitPlan) -> list[Piece]:
         weights = (MASTER, COMPUTE)
@@ -225,7 +225,7 @@ def _is_for_disk(header: SnapshotHeader) -> bool:
 
 
 def _header(
-    place: Place,
+    place: StagePlace,
     operators: Operators,
     plan: SlotPlan | PartialPlan,
     *,

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from launcher.config import CONF_DIR
-from launcher.simulation import Simulation, compose_machine, compose_request, compose_simulation
+from launcher.simulator.config import Simulation, compose_machine, compose_request, compose_simulation
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of

@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 
 from launcher.cluster_profile import constants_of, measure
-from launcher.compared import predict_run
 from launcher.config import compose_settings
-from launcher.real_run import RealRun, facts_of, recoveries_of, setup_of
-from launcher.simulation import compose_machine
+from launcher.simulator.comparison import predict_run
+from launcher.simulator.config import compose_machine
+from launcher.simulator.real_run import RealRun, facts_of, recoveries_of, setup_of
 from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, TrainerStarted
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate

@@ -14,7 +14,7 @@ from typing import TypeVar
 from launcher.config import AUTO, Settings, read_settings
 from launcher.faults.log import read_faults
 from launcher.layout import fit_layout
-from launcher.simulation import popularity_of, shape_of
+from launcher.simulator.config import popularity_of, shape_of
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import (
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class RunFacts:
     """What a run took, real or simulated. `iteration_s`: an iteration on average, without what it stopped for.
 
     `wall_s` is from the end of the first iteration, which is slow by itself, to that of the last one. `recovery_s` is
@@ -65,7 +65,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recovered:
+class MeasuredRecovery:
     """What a fault cost: seconds from the last iteration before it to the next new one, without an iteration's own.
 
     In that time `again` iterations were run a second time by all, or `replayed` by some ranks, and `resumed_s` went to
@@ -139,7 +139,7 @@ def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) ->
     return Setup(job=job, cluster=cluster, costs=costs, mtbf_s=None)
 
 
-def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> Facts:
+def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
     """Return what a run took. Raises ConfigError for one that committed nothing."""
     first = ranks[0]
     commits = [(logged.t_s, logged.event) for logged in first if isinstance(logged.event, IterationCommitted)]
@@ -150,7 +150,7 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> Facts:
     first_commits = _first_commits(ranks)
     recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]
     snapshots = [event for event in _all(events, SnapshotTaken) if event.iteration > 0]
-    return Facts(
+    return RunFacts(
         iterations=iterations,
         iteration_s=iteration_s,
         wall_s=first_commits[iterations] - first_commits[1],
@@ -168,7 +168,7 @@ def _all(ranks: Sequence[Sequence[Event]], kind: type[T]) -> list[T]:
     return [event for rank in ranks for event in rank if isinstance(event, kind)]
 
 
-def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) -> list[Recovered]:
+def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) -> list[MeasuredRecovery]:
     """Return what each fault cost, in order; faults with no new iteration between them count as one."""
     logged = sorted((each for rank in ranks for each in rank), key=lambda each: each.t_s)
     born_s = [each.t_s for each in logged if isinstance(each.event, TrainerStarted) and each.event.life > 0]
@@ -181,7 +181,9 @@ def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) ->
     return found
 
 
-def _recovered(before: int, until_s: float, cost_s: float, logged: Sequence[LoggedEvent], num_ranks: int) -> Recovered:
+def _recovered(
+    before: int, until_s: float, cost_s: float, logged: Sequence[LoggedEvent], num_ranks: int
+) -> MeasuredRecovery:
     again = Counter(
         each.global_rank
         for each in logged
@@ -190,7 +192,7 @@ def _recovered(before: int, until_s: float, cost_s: float, logged: Sequence[Logg
     rejoined = [(each.event, each.t_s) for each in logged if isinstance(each.event, Rejoined)]
     last, rejoined_s = max(rejoined, key=lambda pair: pair[0].detect_s + pair[0].rebuild_s, default=(None, until_s))
     resumed = [each.event for each in logged if isinstance(each.event, StateResumed)]
-    return Recovered(
+    return MeasuredRecovery(
         cost_s=cost_s,
         again=min(again[rank] for rank in range(num_ranks)),
         replayed=max((event.executed_iters for event, _ in rejoined), default=0),

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from launcher.simulated import Result, latest, run_simulation
-from launcher.simulation import Simulation, compose_simulation
+from launcher.simulator.config import Simulation, compose_simulation
+from launcher.simulator.runner import Result, latest, run_simulation
 from moe_ckpt.config import PartialConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.checkpoint_interval import best_interval

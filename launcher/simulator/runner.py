@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
 
-from launcher.simulation import Simulation, compose_request, compose_simulation
+from launcher.simulator.config import Simulation, compose_request, compose_simulation
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.ettr import Prediction, predict
 from moe_ckpt.sim.policies import plan_saving

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from launcher.config import CONF_DIR
-from launcher.simulated import Result, Row, run_experiment
-from launcher.simulation import compose_machine
+from launcher.simulator.config import compose_machine
+from launcher.simulator.runner import Result, Row, run_experiment
 from moe_ckpt.sim.hardware import ClusterConfig
 
 CELLS = CONF_DIR.parent / "benchmarks" / "published.csv"

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from launcher.simulated import Result
+from launcher.simulator.runner import Result
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import write_events

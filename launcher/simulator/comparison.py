@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from launcher.real_run import Facts, RealRun, facts_of, read_run, setup_of
+from launcher.simulator.real_run import RealRun, RunFacts, facts_of, read_run, setup_of
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.hardware import ClusterConfig
@@ -39,7 +39,7 @@ def compare(folder: Path, cluster: ClusterConfig, iteration_s: float | None) -> 
     return [form.format("", "predicted", "true", "deviation"), *(form.format(*row) for row in _rows(predicted, truth))]
 
 
-def predict_run(run: RealRun, cluster: ClusterConfig, iteration_s: float | None, iterations: int) -> Facts:
+def predict_run(run: RealRun, cluster: ClusterConfig, iteration_s: float | None, iterations: int) -> RunFacts:
     """Return what a simulation says of the same job, faults and iterations, read like a real run's events.
 
     Without `iteration_s` an iteration takes what the cluster's constants say.
@@ -50,9 +50,9 @@ def predict_run(run: RealRun, cluster: ClusterConfig, iteration_s: float | None,
     return facts_of([rank_events(setup, saving, outcome, rank) for rank in range(run.world_size)])
 
 
-def _rows(predicted: Facts, truth: Facts) -> Iterator[tuple[str, str, str, str]]:
+def _rows(predicted: RunFacts, truth: RunFacts) -> Iterator[tuple[str, str, str, str]]:
     pairs = [
-        (_NAMES[field.name], getattr(predicted, field.name), getattr(truth, field.name)) for field in fields(Facts)
+        (_NAMES[field.name], getattr(predicted, field.name), getattr(truth, field.name)) for field in fields(RunFacts)
     ]
     for name, guess, fact in [("ETTR", predicted.ettr, truth.ettr), *pairs]:
         deviation = f"{(guess - fact) / fact:+.1%}" if fact else "-"
