@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launcher.config import compose_settings
 from launcher.elastic import RankPlace, supervise_rank
-from launcher.launch import read_launch
 from launcher.run import run_supervised
+from launcher.torchrun import read_launch
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import ReadyGradients
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from launcher.config import AUTO, Settings
 from launcher.faults.carry_out import carry_out
-from launcher.launch import Launch, has_agent_store, open_store, use_hosted_store
+from launcher.job_store import open_store, use_hosted_store
 from launcher.network import own_host
 from launcher.run_folder import wait_for_run_folder
+from launcher.torchrun import Launch, has_agent_store
 from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, require
 from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend

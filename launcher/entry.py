@@ -9,17 +9,18 @@ import gc
 
 from launcher.config import Settings
 from launcher.elastic import RankPlace, supervise_rank, wants_supervisor
-from launcher.launch import read_launch, say_once
+from launcher.job_store import say_once
 from launcher.parallel import require_forkable
 from launcher.run import run, run_supervised
 from launcher.run_folder import require_lasting
 from launcher.servers import require_servable
+from launcher.torchrun import read_launch
 from moe_ckpt.config import InMemoryConfig, require
 from moe_ckpt.errors import MoeCkptError
 
 
 def start(settings: Settings) -> int:
-    """Train, or supervisor what trains; return the exit status. Raises MoeCkptError where a user can mend the cause."""
+    """Train, or supervise a rank's workers; return the exit status. Raises MoeCkptError for errors of the user's."""
     gc.freeze()  # what was imported stays: nobody is to look through it for garbage
     require_servable(settings)
     if wants_supervisor(settings):

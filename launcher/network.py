@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 
-from launcher.launch import Launch
+from launcher.torchrun import Launch
 from moe_ckpt.config import require
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface

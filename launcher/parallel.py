@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from launcher.launch import Launch, agent_store
+from launcher.job_store import agent_store
+from launcher.torchrun import Launch
 from moe_ckpt.config import require
 from moe_ckpt.elastic.process_groups import BACKEND
 from moe_ckpt.megatron import cpu_stand_in

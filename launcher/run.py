@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from launcher.config import AUTO, Settings, TrainConfig
 from launcher.data import Batches, TokenSource, open_source
 from launcher.elastic import RankPlace, open_elastic, open_groups, open_membership, open_transport
-from launcher.launch import Launch, read_launch
 from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.live import remove_live, write_live
 from launcher.loop import MegatronLoop, StageRunner
@@ -34,6 +33,7 @@ from launcher.parallel import (
 )
 from launcher.parameters import padded_vocab_size
 from launcher.run_folder import RunFolder, find_run_folder, open_run_folder
+from launcher.torchrun import Launch, read_launch
 from launcher.training import Log, TrainingJob
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results

@@ -26,9 +26,10 @@ from typing import Any
 import torch.distributed as dist
 
 from launcher.config import RunConfig, Settings
-from launcher.launch import Launch, agent_store, has_agent_store
+from launcher.job_store import agent_store
 from launcher.live import read_live
 from launcher.run_lock import release_lock, take_lock, used_by
+from launcher.torchrun import Launch, has_agent_store
 from moe_ckpt.collectives import TorchRanks, broadcast_result
 from moe_ckpt.errors import ConfigError
 

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
 from launcher.config import GROUPS, compose_settings, show_with_hydra
+from launcher.torchrun import is_launched, read_launch
 from moe_ckpt.errors import MoeCkptError
 
 _FAILED = 1
@@ -28,23 +29,30 @@ def main(arguments: Sequence[str]) -> int:
     """Train, show help, or say in one message why not; return the exit status."""
     if any(argument.startswith("-") for argument in arguments):
         return show_with_hydra("config", arguments, GROUPS)
-    os.environ.setdefault(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-    )  # looking for a GPU is not to start CUDA: supervisors fork
+    # supervisors fork, so the search for a GPU must not start CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.adapters)\.")  # every rank: what a CPU lacks
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")  # every rank: what a CPU lacks
     try:
         settings = compose_settings(arguments)
+        read_launch()
         from launcher.entry import start  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
 
         return start(settings)
     except MoeCkptError as error:
-        from launcher.launch import say_once  # noqa: PLC0415
-
-        say_once(str(error))
+        _report(str(error))
         return _FAILED
+
+
+def _report(message: str) -> None:
+    if not is_launched():
+        print(f"error: {message}", file=sys.stderr)
+        return
+    from launcher.job_store import say_once  # noqa: PLC0415
+
+    say_once(message)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from launcher.config import Settings
 from launcher.entry import start
-from launcher.launch import say_once
+from launcher.job_store import say_once
 from moe_ckpt.agent import die_with_parent
 from moe_ckpt.errors import MoeCkptError
 

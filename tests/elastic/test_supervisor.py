@@ -33,7 +33,7 @@ Act = Callable[[StatusPage], int | None]
 def supervisor_main(
     connection: Connection, folder: str, limits: SupervisorLimits, start_daemon: Callable[[], int] | None = None
 ) -> None:
-    """Supervisor the only rank of a job; what supervisor and workers say goes to a file."""
+    """Supervise the only rank of a job; supervisor and workers write to a file."""
     fd = os.open(Path(folder) / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, sys.stderr.fileno())
     page = StatusPage(Path(folder) / "page")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch import Launch
 from launcher.network import interface_addresses, own_host
+from launcher.torchrun import Launch
 from tests.elastic_job import ElasticJob
 from tests.launcher.errors import error_of
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
-from launcher.launch import Launch, read_launch
 from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.parallel import _make_deterministic, require_forkable
+from launcher.torchrun import Launch, read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from launcher.config import compose_settings
 from launcher.entry import start
-from launcher.launch import read_launch
 from launcher.run_folder import open_run_folder, wait_for_run_folder
 from launcher.run_lock import Holder
+from launcher.torchrun import read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import start_ticks
 from tests.launcher.errors import error_of

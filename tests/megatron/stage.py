@@ -12,12 +12,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import Settings
 from launcher.data import Batches, open_source
-from launcher.launch import read_launch
 from launcher.layout import fit_layout
 from launcher.loop import MegatronLoop, StageRunner
 from launcher.model import build_training
 from launcher.parallel import choose_device, form_groups, join_job
 from launcher.parameters import padded_vocab_size
+from launcher.torchrun import read_launch
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state
 from moe_ckpt.snapshot.capture import Piece

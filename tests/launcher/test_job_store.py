@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from launcher import launch
-from launcher.launch import open_store, say_once
+from launcher import job_store
+from launcher.job_store import open_store, say_once
 from tests.launcher.errors import error_of
 from tests.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def say(count: int) -> str:
 
 
 def say_without_an_answer(port: int, limit: str, limit_s: float) -> tuple[str, float]:
-    setattr(launch, limit, limit_s)
+    setattr(job_store, limit, limit_s)
     use_store(port)
     began_s = time.monotonic()
     return say(1), time.monotonic() - began_s
@@ -54,7 +54,7 @@ def say_to_a_store(count: int) -> str:
 
 
 def connect(port: int) -> tuple[str, float]:
-    launch._CONNECT_S = 0.5
+    job_store._CONNECT_S = 0.5
     use_store(port)
     began_s = time.monotonic()
     return error_of(open_store, "part"), time.monotonic() - began_s

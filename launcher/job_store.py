@@ -1,4 +1,4 @@
-"""What torchrun tells a process, and the store that it keeps over restarts of its processes."""
+"""The store of a job: torchrun's, which outlives restarts of its processes, or one that global rank 0 starts."""
 
 from __future__ import annotations
 
@@ -9,58 +9,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from launcher.torchrun import Launch, has_agent_store
 from moe_ckpt.errors import ConfigError
 
 _HOSTED = "MOE_CKPT_HOSTED_STORE"
 _CONNECT_S = 60.0
 _OPERATION_S = 300.0  # torch's own default; ranks that import or build for long are waited for
 _SAY_S = 10.0
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """What torchrun told this process. `attempt` counts torchrun's restarts of the whole job."""
-
-    global_rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    attempt: int
-
-
-def read_launch() -> Launch:
-    """Return what torchrun told this process; raises ConfigError, with the command to use, without torchrun."""
-    missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"this process was not started by torchrun ({', '.join(missing)} not set); start it like this:\n"
-            "  torchrun --nproc-per-node=4 launcher/train.py"
-        )
-    return Launch(
-        global_rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
-
-
-def has_agent_store() -> bool:
-    """Return whether torchrun keeps a store for its workers."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def job_name() -> str:
-    """Return what torchrun calls this job: `none` unless its --rdzv-id says otherwise; empty without torchrun."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], object]) -> None:

@@ -1,0 +1,53 @@
+"""The variables that torchrun gives a process. Imports no torch: a missing one is found before any slow import."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from moe_ckpt.errors import ConfigError
+
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """This process's place in the job. `attempt` counts torchrun's restarts of the whole job."""
+
+    global_rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    attempt: int
+
+
+def is_launched() -> bool:
+    """Return whether torchrun, or a launcher that sets the same variables, has started this process."""
+    return all(name in os.environ for name in _LAUNCH_VARIABLES)
+
+
+def read_launch() -> Launch:
+    """Return this process's place in the job. Raises ConfigError, with the command to use, without torchrun."""
+    missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this process was not started by torchrun ({', '.join(missing)} not set); start it like this:\n"
+            "  torchrun --nproc-per-node=4 launcher/train.py"
+        )
+    return Launch(
+        global_rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+def has_agent_store() -> bool:
+    """Return whether torchrun keeps a store for its workers."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def job_name() -> str:
+    """Return what torchrun calls this job: `none` unless its --rdzv-id says otherwise; empty without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
