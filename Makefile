@@ -17,7 +17,7 @@ PIP := .venv/bin/pip -qq --disable-pip-version-check
 .PHONY: demo test test-all mutants check chaos bench partial profile venv dev clean
 
 demo: venv
-	@.venv/bin/python scripts/demo.py
+	@.venv/bin/python -m launcher.demo
 
 bench: venv
 	@.venv/bin/python benchmarks/overhead.py
@@ -63,7 +63,7 @@ dev: .venv/installed-dev
 .venv/installed: pyproject.toml
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	@$(PIP) install torch==$(TORCH)
-	@$(PIP) install -e .
+	@$(PIP) install -e .[launcher]
 	@touch $@
 
 .venv/installed-dev: .venv/installed

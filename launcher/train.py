@@ -12,10 +12,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from moe_ckpt.agent import end_with_agent
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where this file was not installed under its name
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
 from launcher.config import GROUPS, compose_settings, show_with_hydra

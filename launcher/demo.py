@@ -1,8 +1,8 @@
-"""What `make demo` shows: a job on 4 local ranks that loses two processes and ends as if nothing had happened.
+"""`make demo` and `moe-ckpt demo`: a job on 4 local ranks that loses two workers, beside the same job left alone.
 
-Twice the same training: once left alone, once with `ckpt=moevement` and `kill -9` on two ranks. The ranks that live
-keep their processes; the stage that lost one runs a few iterations again; the digest of the whole state says at the end
-whether anything was lost.
+The training runs twice: left alone, and with `ckpt=moevement` and `kill -9` on two ranks. The other ranks keep their
+processes, and the stage that lost a rank replays a few iterations. Equal digests of the whole state show that nothing
+was lost.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
+from moe_ckpt.cli import train_command
 from moe_ckpt.events import Event, IterationCommitted, Rejoined, TrainerStarted, read_events
 
-ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "inject_fault.sh"  # a wheel has none
+INJECT = ("scripts/inject_fault.sh",) if SCRIPT.exists() else ("moe-ckpt", "inject")
+TRAIN = ("torchrun", "launcher/train.py") if SCRIPT.exists() else ("moe-ckpt train", "")
 RANKS = 4
 ITERATIONS = 60
 KILL_AFTER = (20, 40)
@@ -31,7 +34,7 @@ console = Console(highlight=False)
 
 
 def main() -> int:
-    base = ROOT / "outputs" / f"demo-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    base = Path("outputs") / f"demo-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     base.mkdir(parents=True)
     console.rule("1. Left alone")
     _run(base / "left-alone", "ckpt=none", kill_after=())
@@ -43,13 +46,12 @@ def main() -> int:
 
 def _run(folder: Path, ckpt: str, *, kill_after: tuple[int, ...]) -> None:
     """Run the job, show the lines of its output that matter, and kill a rank after each of these iterations."""
-    command = ["torchrun", f"--nproc-per-node={RANKS}", "launcher/train.py", ckpt, f"train.iterations={ITERATIONS}"]
-    command += ["train.eval_every_iters=0", f"run.dir={folder.relative_to(ROOT)}", "run.progress=lines"]
-    console.print("$ " + " ".join(command), style="bold", soft_wrap=True)
+    ranks, settings = f"--nproc-per-node={RANKS}", [ckpt, f"train.iterations={ITERATIONS}", "train.eval_every_iters=0"]
+    settings += [f"run.dir={folder}", "run.progress=lines"]
+    console.print("$ " + " ".join((TRAIN[0], ranks, *TRAIN[1:], *settings)), style="bold", soft_wrap=True)
     log, waiting = folder.with_suffix(".log"), list(kill_after)
     with log.open("w") as sink, log.open() as source:
-        torchrun = Path(sys.executable).with_name("torchrun")
-        process = subprocess.Popen([str(torchrun), *command[1:]], cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(train_command([ranks, *settings]), stdout=sink, stderr=subprocess.STDOUT)
         while process.poll() is None:
             if waiting and _last_iteration(folder) >= waiting[0]:
                 _inject_fault(folder)
@@ -77,9 +79,9 @@ def _last_iteration(folder: Path) -> int:
 
 
 def _inject_fault(folder: Path) -> None:
-    console.print("$ scripts/inject_fault.sh", style="bold red")
-    command = [str(ROOT / "scripts" / "inject_fault.sh"), "--run", str(folder)]
-    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    console.print("$ " + " ".join(INJECT), style="bold red")
+    command = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "moe_ckpt.cli", "inject"]
+    said = subprocess.run([*command, "--run", str(folder.resolve())], check=True, capture_output=True, text=True).stdout
     console.print("  " + said.strip(), style="red", soft_wrap=True)
 
 

@@ -1,0 +1,81 @@
+"""The command `moe-ckpt`: one name for the launcher's programs, in a checkout and in an installed wheel alike.
+
+A wheel has the launcher and its settings in `moe_ckpt/_app`, so that it installs no top-level package with a name that
+others may use. Must not: import the launcher before a command is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ckpt import __version__
+
+_PACKAGE = Path(__file__).resolve().parent
+COMMANDS = {
+    "train": "train a model: moe-ckpt train --nproc-per-node=4 +ckpt=moevement [OVERRIDES]",
+    "demo": "train on 4 local processes, kill two of them, compare the results",
+    "inject": "kill or stop ranks of a running job",
+    "status": "what the ranks of a run are doing",
+    "report": "a page about one run or several",
+    "compare": "policies on one job under the same faults",
+    "simulate": "simulate a policy on a cluster, or rank all of them: plan=true",
+    "profile": "this machine's constants for the simulator, from runs",
+}
+_MODULES = {"inject": "inject_fault", "profile": "cluster_profile"}
+_USAGE = 2
+
+
+def app_root() -> Path:
+    """Return the folder that holds launcher/ and conf/: the checkout, or the wheel's own copy."""
+    installed = _PACKAGE / "_app"
+    return installed if installed.is_dir() else _PACKAGE.parent
+
+
+def program(name: str) -> str:
+    """Return the module of the launcher that a command runs."""
+    return _MODULES.get(name, name)
+
+
+def usage() -> str:
+    """Return the text of `moe-ckpt --help`."""
+    lines = (f"  {name:10}{text}" for name, text in COMMANDS.items())
+    return "\n".join(["usage: moe-ckpt COMMAND [ARGUMENTS]; moe-ckpt COMMAND --help", "", *lines])
+
+
+def train_command(arguments: Sequence[str]) -> list[str]:
+    """Return the torchrun command of a training: leading options are torchrun's, all others the launcher's."""
+    script = str(app_root() / "launcher" / "train.py")
+    if any(argument in ("-h", "--help") for argument in arguments):
+        return [sys.executable, script, "--help"]
+    split = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
+    return [sys.executable, "-m", "torch.distributed.run", *arguments[:split], script, *arguments[split:]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status."""
+    name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        print(f"moe-ckpt: got {name}, wanted one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return _USAGE
+    root = str(app_root())
+    sys.path.insert(0, root)
+    if name == "train":
+        command = train_command(rest)
+        os.execv(command[0], command)
+    sys.argv = [f"moe-ckpt {name}", *rest]
+    runpy.run_module(f"launcher.{program(name)}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

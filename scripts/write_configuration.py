@@ -1,0 +1,106 @@
+"""Writes docs/configuration.md from the comments in conf/: `python scripts/write_configuration.py`.
+
+Each key of a YAML file stands on a line `key: value  # meaning`; a nested key has its parents' names before it. Keys
+that several files of a group share are one row; a value or meaning that differs between them is shown with its files.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "configuration.md"
+GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "runtime", "fault")
+MANY_FILES = 4  # a value that is another one in more files is shown as a range of examples
+_KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))? *(?:# (?P<meaning>.*))?$")
+INTRODUCTION = """# Configuration
+
+Generated from the comments in [conf/](../conf) by `scripts/write_configuration.py`. Every setting is a key of one of
+these groups; `GROUP=FILE` chooses a file, `GROUP.KEY=VALUE` overrides a key: `torchrun --nproc-per-node=4
+launcher/train.py +ckpt=moevement ckpt.replicas=2 train.iterations=500`. `???` marks a key that has no default.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One key of one file: `key` with its parents' names, `value` as YAML, and its comment."""
+
+    file: str
+    key: str
+    value: str
+    meaning: str
+
+
+def read_settings(path: Path) -> list[Setting]:
+    """Return the settings of a file. Raises ValueError for a key without a comment."""
+    settings: list[Setting] = []
+    parents: list[tuple[int, str]] = []
+    for line in path.read_text().splitlines():
+        found = _KEY.match(line)
+        if found is None:
+            continue
+        indent = len(found["indent"])
+        parents = [(width, name) for width, name in parents if width < indent] + [(indent, found["key"])]
+        if found["meaning"] is None:
+            raise ValueError(f"{path}: {found['key']}: got no comment, wanted one that says what the key means")
+        key = ".".join(name for _, name in parents)
+        settings.append(Setting(file=path.stem, key=key, value=found["value"] or "", meaning=found["meaning"]))
+    return settings
+
+
+def table(settings: Sequence[Setting], num_files: int) -> list[str]:
+    """Return a group's settings as rows of a table, in the order in which the files first name them."""
+    by_key: dict[str, list[Setting]] = {}
+    for setting in settings:
+        by_key.setdefault(setting.key, []).append(setting)
+    shared = num_files == 1
+    head = ["| key | default | meaning |", "| --- | --- | --- |"]
+    if not shared:
+        head = ["| key | files | default | meaning |", "| --- | --- | --- | --- |"]
+    rows = []
+    for key, each in by_key.items():
+        files = "" if shared else f" {_files(each, num_files)} |"
+        meanings = _grouped({one.file: one.meaning for one in each})
+        rows.append(f"| `{key}` |{files} {_values(each)} | {meanings.replace('|', chr(92) + '|')} |")
+    return head + rows
+
+
+def _files(each: Sequence[Setting], num_files: int) -> str:
+    return "all" if len(each) == num_files else ", ".join(one.file for one in each)
+
+
+def _values(each: Sequence[Setting]) -> str:
+    values = {one.file: f"`{one.value}`" if one.value else "" for one in each}
+    if len(set(values.values())) > MANY_FILES:
+        return ", ".join(dict.fromkeys(list(values.values())[:MANY_FILES])) + ", ..."
+    return _grouped(values)
+
+
+def _grouped(texts: Mapping[str, str]) -> str:
+    """Return one text, or each of several with the files that have it."""
+    files: dict[str, list[str]] = {}
+    for file, text in texts.items():
+        files.setdefault(text, []).append(file)
+    if len(files) == 1:
+        return next(iter(files))
+    return "; ".join(f"{text} ({', '.join(names)})" for text, names in files.items())
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts = [INTRODUCTION]
+    for group in GROUPS:
+        files = sorted((ROOT / "conf" / group).glob("*.yaml"))
+        settings = [setting for file in files for setting in read_settings(file)]
+        choices = ", ".join(f"`{file.stem}`" for file in files)
+        parts.append("\n".join([f"## {group}", "", f"Files: {choices}.", "", *table(settings, len(files))]) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    sys.exit(0)

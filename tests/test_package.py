@@ -1,0 +1,75 @@
+"""The package as users get it: the public names, the command, and a wheel outside the checkout."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+import moe_ckpt
+from moe_ckpt import cli
+from scripts.write_configuration import PAGE, ROOT, page
+
+RUNS = ("train", "demo")  # jobs, which other tests and `make demo` run
+
+
+def run(*command: str, cwd: Path) -> str:
+    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    for name in moe_ckpt.__all__:
+        assert getattr(moe_ckpt, name) is not None
+    with pytest.raises(AttributeError, match=r"moe_ckpt.*no attribute 'attached'"):
+        moe_ckpt.attached  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name not in RUNS])
+def test_every_command_has_a_program(name: str) -> None:
+    assert (ROOT / "launcher" / f"{cli.program(name)}.py").exists() or (ROOT / "launcher" / cli.program(name)).is_dir()
+    assert name in cli.usage()
+
+
+def test_an_unknown_command_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulat"]) == 2
+    assert capsys.readouterr().err == f"moe-ckpt: got simulat, wanted one of {', '.join(cli.COMMANDS)}\n"
+
+
+def test_leading_options_of_a_training_are_those_of_torchrun() -> None:
+    command = cli.train_command(["--nproc-per-node=4", "--max-restarts=1", "+ckpt=gemini", "model=small"])
+    assert command[1:] == [
+        *("-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1"),
+        *(str(ROOT / "launcher" / "train.py"), "+ckpt=gemini", "model=small"),
+    ]
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "python scripts/write_configuration.py writes it"
+
+
+@pytest.mark.full
+def test_a_wheel_outside_the_checkout_simulates_and_shows_its_settings(tmp_path: Path) -> None:
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(ROOT), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "empty", with_pip=True)
+    python = str(tmp_path / "empty" / "bin" / "python")
+    run(python, "-m", "pip", "install", "-q", "--no-deps", str(wheel), cwd=tmp_path)
+    # the dependencies come from this environment; its link to the checkout is not followed
+    packages = next((tmp_path / "empty" / "lib").glob("python*/site-packages"))
+    (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]) + "\n")
+
+    command = str(tmp_path / "empty" / "bin" / "moe-ckpt")
+    assert run(command, "--version", cwd=tmp_path) == f"{moe_ckpt.__version__}\n"
+    assert "Best of those" in run(
+        command, "simulate", "plan=true", "model=tiny", "cluster=local", "mtbf_s=600", cwd=tmp_path
+    )
+    assert "global_batch_size" in run(command, "train", "--help", cwd=tmp_path)
+    names = {path.name for path in packages.iterdir()}
+    assert not names & {"launcher", "conf", "tests", "scripts"}
+    assert re.search(
+        r"done: .* digest \w+", run(command, "train", "--nproc-per-node=1", "train.iterations=12", cwd=tmp_path)
+    )
