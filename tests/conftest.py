@@ -8,11 +8,15 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from hypothesis import settings
 
 import tests.preload  # noqa: F401
+from tests.elastic.processes import Child
 from tests.made_once import FOLDER
 from tests.properties import CI, FULL
 
@@ -42,3 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Ends at the end of a test all that the test has started on it."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def start(stack: ExitStack) -> Callable[..., Child]:
+    """Return a function that starts a process on a function and its arguments."""
+    return partial(Child, stack)

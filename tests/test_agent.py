@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.elastic.processes import WAIT_S, Watch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LONG_IMPORT = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(120)\n"
 AGENT = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
 ORPHAN = """

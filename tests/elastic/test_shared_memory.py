@@ -104,7 +104,7 @@ def test_a_folder_that_a_daemon_makes_after_its_agents_end_goes_with_it(tmp_path
     wait_until_gone(root)
 
 
-def test_a_folder_whose_supervisor_was_killed_before_it_had_a_janitor_gets_one(tmp_path: Path, start_agent) -> None:
+def test_a_folder_whose_supervisor_died_before_it_had_a_janitor_gets_one(tmp_path: Path, start_agent) -> None:
     agent = start_agent()
     name = memory_root_of(tmp_path, agent).name
     (tmp_path / "again" / name).mkdir(parents=True)
