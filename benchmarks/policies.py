@@ -1,6 +1,6 @@
 """All policies on one machine: what they cost while nothing fails, and what a fault costs.
 
-    python benchmarks/policies.py [--rounds 4] [--kills 3] [--only POLICY] [--write README.md] [OVERRIDES]
+    python benchmarks/policies.py [--rounds 4] [--kills 3] [--only POLICY] [--write benchmarks/README.md] [OVERRIDES]
 
 With model=small on 4 ranks: whole runs of all policies in interleaved order (benchmarks/overhead.py), and for each
 policy one job that loses a random rank again and again (benchmarks/recovery.py). `--write` puts rows into the table
