@@ -1,4 +1,4 @@
-"""Who started this process, and ending with it.
+"""The agent that started this process, and ending with it.
 
 Owns: the pid of torchrun's agent as it was at the very first; once the agent is gone the kernel names another parent.
 Must not: import anything slow, as it is called before anything slow is imported.
@@ -16,12 +16,12 @@ _PR_SET_PDEATHSIG = 1
 
 @functools.cache
 def agent_pid() -> int:
-    """Return the pid of who had started this process when it, or the one that it was forked from, first asked."""
+    """Return the agent's pid: read on the first call, inherited across forks."""
     return os.getppid()
 
 
 def end_with_agent() -> None:
-    """Let the kernel end this process when who started it is gone; at once if that has happened meanwhile."""
+    """Let the kernel end this process when its agent is gone; at once if it is gone already."""
     die_with_parent(signal.SIGTERM, parent=agent_pid())
 
 

@@ -38,7 +38,7 @@ class NoneConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavingConfig:
-    """What all policies share that save: how they write whole checkpoints in Megatron's dist_checkpointing format."""
+    """The settings of all policies that save: whole checkpoints in Megatron's dist_checkpointing format."""
 
     policy: str
     keep: int
@@ -138,7 +138,7 @@ class MoevementConfig(SavingConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollbackConfig(SavingConfig):
-    """What policies share under which all ranks go back after a fault, to the one snapshot that is kept."""
+    """The settings of policies under which all ranks go back to the newest snapshot after a fault."""
 
     @property
     def recovers_locally(self) -> bool:
@@ -163,7 +163,7 @@ class RollbackConfig(SavingConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeSnapshotsConfig(RollbackConfig):
-    """What policies share that take the whole state into host memory every few iterations; all ranks roll back."""
+    """The settings of policies that take the whole state into host memory every few iterations."""
 
     every_iters: Union[int, str]  # noqa: UP007
     profile_iters: int
@@ -225,7 +225,7 @@ class CheckfreqConfig(WholeSnapshotsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartialConfig(RollbackConfig):
-    """What policies share that take some of the experts into host memory; all ranks roll back, and tokens are lost."""
+    """The settings of policies that take some experts into host memory; a rollback loses tokens."""
 
     every_iters: int
     memory_budget_bytes: int | None

@@ -1,4 +1,4 @@
-"""What happened in a run: typed events, one JSON line each, one file per rank.
+"""The events of a run: typed, one JSON line each, one file per rank.
 
 Owns: the event types and their file format. A rank appends to its own file over all its lives, so the log survives
 restarts; a line that a dying process left half-written is cut off when the file is opened again. All ranks and all
@@ -156,7 +156,7 @@ class IntervalChosen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsChosen:
-    """What the partial snapshot of an iteration takes: experts of each MoE layer of this rank's stage, by destination.
+    """The contents of an iteration's partial snapshot: experts of each MoE layer of the stage, by destination.
 
     `on_peers` and `on_disk` are some of those in `memory`, or none where the snapshot does not go there. Peers are
     sent the gradients of those in `by_gradient`, all others whole.
@@ -276,7 +276,7 @@ class WindowPersisted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemoryUsed:
-    """What a rank keeps in host memory once a window is complete, by part; `allocated_bytes` with buffers to reuse."""
+    """A rank's host memory once a window is complete, by part; `allocated_bytes` includes buffers to reuse."""
 
     full_bytes: int
     compute_bytes: int

@@ -1,4 +1,4 @@
-"""What Linux says about a process of this machine, by pid. Reads /proc; changes nothing."""
+"""A process of this machine as /proc shows it, by pid. Changes nothing."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Owns: the format of operators and columns of numbers, compressed, without pickle. Must not: communicate.
 
-Neighbouring operators are alike: so are the ranks that own them. What is written is where a number differs from that
+Neighbouring operators are alike: so are the ranks that own them. The form has the differences of each number from that
 of the operator before it, and by how much.
 
     LZMA( number of operators, columns, changes | kind, layer, expert, MTP depth of each | places | changes ), all int64

@@ -10,7 +10,7 @@ from moe_ckpt.types import FileRecord, Measured, ParallelLayout, ReadyGradients,
 
 
 class TrainingHooks(Protocol):
-    """What a training loop calls, on every rank, in this order, once per iteration (iterations count from 1)."""
+    """The hooks that a training loop calls, on every rank, in this order, once per iteration, from iteration 1."""
 
     def iteration_started(self, iteration: int) -> None:
         """Before the first micro-batch's forward. The state is that after `iteration - 1` steps."""
@@ -32,7 +32,7 @@ class TrainingHooks(Protocol):
         ...
 
     def update_applied(self, iteration: int) -> None:
-        """What this rank owns is updated; weights that others have updated may not be gathered yet."""
+        """This rank's shard is updated; weights that others have updated may not be gathered yet."""
         ...
 
     def step_committed(self, iteration: int) -> None:

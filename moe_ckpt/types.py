@@ -38,7 +38,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """What a checkpoint must agree on with the run that loads it.
+    """The facts on which a checkpoint and the run that loads it must agree.
 
     `run_id` tells runs apart; `model` fingerprints everything that shapes the saved tensors (architecture, precision,
     optimizer), so that equal fingerprints and layouts mean interchangeable state.
@@ -62,7 +62,7 @@ class FileRecord:
 
 
 class OperatorKind(Enum):
-    """What an operator is; the order of the members is the order of a layer's operators, and of layers around them."""
+    """The kinds of operators; the members' order is that of a layer's operators, and of layers around them."""
 
     EMBEDDING = "embedding"
     BLOCK = "block"  # a layer's attention, norms and shared expert, or its dense MLP; in a dense model the whole layer
@@ -149,7 +149,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """What is kept and replaced by itself in a partial checkpoint, by its name: of some operators some of the state.
+    """A part of a partial checkpoint that is kept and replaced by itself: some state of some operators.
 
     Numbers are positions in the stage's OperatorTable; of those in `weights` master weights are taken, of those in
     `moments` moments, of those in `full` both and buffers. Beside own memory it is kept on peers, on disk, or both;
@@ -245,7 +245,7 @@ class ExpertChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
-    """What a policy wants saved after an iteration; the session carries it out.
+    """The saves that a policy asks for after an iteration; the session carries them out.
 
     `window` is set where one begins, `interval` where it was considered anew, `experts` where only some are taken.
     `to_disk`: the window that begins here goes to the local disk, too.
@@ -269,7 +269,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyGradients:
-    """What a step needs to know beside the gradients, alike on all ranks; an overflow anywhere means no update.
+    """The facts that a step needs beside the gradients, alike on all ranks; an overflow on any rank means no update.
 
     `overflows`: whether fp16 found inf or NaN, for each of Megatron's chained optimizers, which scale losses apart.
     """
@@ -293,7 +293,7 @@ class ExpertCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """What a policy may ask for at the start of a window, agreed by all ranks.
+    """The measurements that a policy may use at the start of a window, agreed by all ranks.
 
     Seconds of an iteration without stalls, on the slowest rank; bytes a second that the slowest rank copies to host
     memory and peers; popularity of the own stage's experts since the last window, float64 [experts in the table's
@@ -318,7 +318,7 @@ class Measured:
 
 
 class Phase(IntEnum):
-    """What a worker is doing. BUILD comes first; JOIN to RECOVERY come again with every generation."""
+    """The activity of a worker. BUILD comes first; JOIN to RECOVERY come again with every generation."""
 
     BUILD = 0
     JOIN = 1

@@ -104,7 +104,7 @@ def file_names(directory: Path) -> list[str]:
 
 
 def seal_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
-    """Sync the named files, which nobody changes any more, read them back and return their sizes and checksums.
+    """Sync the named files, which must not change any more, read them back and return their sizes and checksums.
 
     Any thread of the process that wrote them may call this, and should: on a network only that machine can sync them.
     """

@@ -1,4 +1,4 @@
-"""What is inside a process group, and how all its operations are ended at once: gloo's sockets, NCCL's abort."""
+"""The backend inside a process group, and how it ends all operations at once: gloo's sockets, NCCL's abort."""
 
 from __future__ import annotations
 
@@ -125,10 +125,11 @@ class GlooBackend:
 
 
 class NcclBackend:
-    """NCCL. Kernels of aborted communicators finish, with garbage: whoever synchronizes asks afterwards if all is well.
+    """NCCL. Kernels of aborted communicators finish, with garbage: after a synchronization a caller checks the outcome.
 
-    All communicators are aborted at the same time: one after another they can wait for each other. What may block is
-    in threads, and a device that cannot be used any more ends the process as a death would: a new one gets it back.
+    All communicators are aborted at the same time: one after another they can wait for each other. Calls that may
+    block are in threads, and a device that cannot be used any more ends the process as a death would: a new one gets it
+    back.
     """
 
     def __init__(self) -> None:

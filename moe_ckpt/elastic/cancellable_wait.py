@@ -2,7 +2,7 @@
 
 A wait inside torch's C++ cannot be interrupted from Python, and gloo forgets operations whose connection dies half-way
 through a transfer. So a helper thread waits in C++, and the thread that wants the result waits for the helper, or for
-whoever abandons the operation. An abandoned one keeps its helper until its own timeout ends it.
+the thread that abandons the operation. An abandoned operation keeps its helper until its own timeout ends it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_ckpt.errors import PeersLostError
 
 
 class WaitResult:
-    """How something ended: set once, by whoever comes first."""
+    """The outcome of an operation: set once, by the first thread."""
 
     def __init__(self) -> None:
         self._claim = threading.Lock()
@@ -25,13 +25,13 @@ class WaitResult:
         self.abandoned = False
 
     def set(self, error: BaseException | None) -> None:
-        """It ended by itself."""
+        """Record that the operation ended by itself."""
         if self._claim.acquire(blocking=False):
             self._error = error
             self._done.release()
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Stop waiting for the operation."""
         if self._claim.acquire(blocking=False):
             self.abandoned = True
             self._error = PeersLostError("abandoned: other ranks were lost")

@@ -1,10 +1,10 @@
 r"""Generations: how the ranks of a job end one life of their process groups and begin the next, over a shared store.
 
-Owns: the protocol, in the store that outlives every rank. Nobody is special: whoever notices a loss ends the
-generation, all leave it through the same key, and the next begins when all ranks have arrived, replacements included.
-Must not: know what is done in a generation, or recover anything.
+Owns: the protocol, in the store that outlives every rank. No rank is special: any rank that notices a loss ends
+the generation, all leave it through the same key, and the next begins when all ranks have arrived, replacements
+included. Must not: know what is done in a generation, or recover anything.
 
-    join g ... all here: go ---- form groups ---- train ---- end(g) by anybody ---- cut, leave ---- join g + 1
+    join g ... all here: go ---- form groups ---- train ---- end(g) by any rank --- cut, leave ---- join g + 1
                                                         \--- all done, unless it has ended: finished, for good
 """
 
@@ -53,7 +53,7 @@ class Generations:
         return int(self._store.compare_set("generation", "", "1"))
 
     def end(self, generation: int, reason: str) -> bool:
-        """End a generation, if it has not ended yet; return False if it has finished. For anybody, at any time."""
+        """End a generation, if it has not ended yet; return False if it has finished. Any process may call it."""
         if self._store.compare_set(f"{generation}/outcome", "", _ENDED) == _FINISHED.encode():
             return False
         self._store.compare_set("generation", str(generation), str(generation + 1))  # first: who leaves joins that one
@@ -62,7 +62,7 @@ class Generations:
         return True
 
     def record_death(self, generation: int, death: Death) -> None:
-        """A rank's process died in a generation: before the next one goes, everybody who joins it can know."""
+        """Record that a rank's process died in a generation: all ranks of the next one can read it before it begins."""
         number = self._store.add(f"{generation}/deaths", 1)
         self._store.set(f"{generation}/death/{number}", death.to_json())
         self._store.add("deaths", 1)
@@ -77,7 +77,7 @@ class Generations:
         return [death_from_json(self._store.get(f"{generation}/death/{number}").decode()) for number in numbers]
 
     def has_ended(self, generation: int) -> bool:
-        """Return whether somebody has ended it."""
+        """Return whether a process has ended it."""
         return self._store.check([f"{generation}/end"])
 
     def wait_for_end(self, generation: int) -> str:
@@ -106,7 +106,7 @@ class Generations:
         return self._store.get(key) == _GO.encode()
 
     def set_life(self, global_rank: int, life: int) -> None:
-        """From now on only this life of a rank may join, whoever asks."""
+        """From now on only this incarnation of a rank may join."""
         self._store.set(f"life/{global_rank}", str(life))
         self._store.get(f"life/{global_rank}")  # `set` has no answer: another connection could still read the old one
 
@@ -132,7 +132,7 @@ class Generations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """Who joins: a life of a rank, from 0."""
+    """A rank that joins, with its incarnation, from 0."""
 
     global_rank: int
     world_size: int
@@ -180,7 +180,7 @@ class Membership:
     def join(self) -> int:
         """Wait for all other ranks, form the groups with them, and return the generation that begins.
 
-        Raises PeersLostError when some do not come in time, or connections are lost again and again though nobody dies.
+        Raises PeersLostError when ranks do not arrive in time, or connections break repeatedly without a death.
         A rank that has been replaced meanwhile ends here.
         """
         while True:
@@ -297,7 +297,7 @@ class Membership:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Let go of what the frames hold that an error went through: groups live as long as anything names them."""
+    """Clear the frames that an error went through: groups live as long as a frame refers to them."""
     for cause in _chain(error):
         traceback.clear_frames(cause.__traceback__)
 

@@ -143,7 +143,7 @@ class ElasticGroups:
 
     @property
     def insides(self) -> list[Any]:
-        """What is inside the handles of more than one rank, now."""
+        """The inner groups of handles with more than one rank."""
         return [handle.inside for handle in self._handles if handle.size() > 1 and handle.inside is not None]
 
     def register(self) -> None:
@@ -157,7 +157,7 @@ class ElasticGroups:
     def form(self, client: dist.Store, generation: int) -> None:
         """Form what is inside all handles, for a generation that no group was formed for yet.
 
-        The ranks meet in the store of `client`, which nobody else may use meanwhile. Raises PeersLostError if that
+        The ranks meet in the store of `client`, which no other thread may use meanwhile. Raises PeersLostError if that
         takes too long, or is cut.
         """
         over = self._over = threading.Event()
@@ -192,14 +192,14 @@ class ElasticGroups:
             raise PeersLostError("other ranks were lost")
 
     def abandon(self) -> None:
-        """Wake whoever still waits for an operation that nobody will end."""
+        """Wake the threads that still wait for an operation that will not end."""
         with self._lock:
             awaited = list(self._awaited)
         for outcome in awaited:
             outcome.abandon()
 
     def leave(self) -> None:
-        """Drop what is inside, once nothing can arrive in anybody's tensors any more."""
+        """Drop the inner groups, once no byte can arrive in a tensor any more."""
         self.cut()
         self._device_waits.clear()
         begun_s = time.monotonic()
@@ -216,7 +216,7 @@ class ElasticGroups:
         _return_free_memory()
 
     def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
-        """Begin an operation of what is inside a handle. Raises PeersLostError where others are lost."""
+        """Begin an operation of a handle's inner group. Raises PeersLostError where other ranks are lost."""
         over, inside = self._over, handle.inside  # in this order: an inside is dropped after its generation is over
         if isinstance(inside, SoloGroup):
             return getattr(inside, name)(*arguments, **options)
@@ -293,7 +293,7 @@ class ElasticGroups:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell that the training thread waits for other ranks; of other threads nobody wants to know."""
+        """Report that the training thread waits for other ranks; waits of other threads are not reported."""
         on_wait = self._on_wait if threading.get_ident() == self._training_thread else _nobody
         on_wait(True)
         try:
@@ -302,7 +302,7 @@ class ElasticGroups:
             on_wait(False)
 
     def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
-        """Wait until nothing can arrive any more: the kernel tells nobody when gloo has read its last."""
+        """Wait until no byte can arrive any more: the kernel does not report when gloo has read its last."""
         limit_s = self._timeouts.abort_s if transport.closing_s is None else transport.closing_s
         while not transport.is_quiet():
             if time.monotonic() - begun_s > limit_s:
@@ -384,7 +384,7 @@ class ElasticGroups:
 
 
 class _Operation(dist.Work):
-    """An operation of what is inside a handle, which can be abandoned."""
+    """An operation of a handle's inner group, which can be abandoned."""
 
     def __init__(self, work: Any, groups: ElasticGroups, over: threading.Event, transport: Backend) -> None:
         super().__init__()
@@ -447,6 +447,6 @@ def _nobody(waiting: bool) -> None:
 
 
 def _return_free_memory() -> None:
-    """Give memory that nobody uses back to the system: glibc keeps freed blocks of this size."""
+    """Return freed memory to the system: glibc keeps freed blocks of this size."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""A store for rendezvous that can be left: waiting is asking again, over a connection that nobody else waits for.
+"""A store for rendezvous with waits that can end: it polls over a connection that no other wait blocks.
 
 torch's own client blocks in a wait, with its one connection, until a timeout; and every new connection costs the server
 a look-up of the client's name, which now and then takes seconds. So all threads of a process share one client here.

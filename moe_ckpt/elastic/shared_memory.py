@@ -2,7 +2,7 @@
 
 Owns: the folder's name, which follows from the process that started the ranks (torchrun's agent), so that supervisors
 which torchrun starts anew find it again; and its end: a process of its own removes it when the agent is gone, however
-it went. Where that process was killed, too, whoever opens a folder next removes it.
+it ended. Where that process was killed, too, the next process that opens a folder removes it.
 
     ROOT            locked, shared, by all that use it    ROOT/rankNNNN   a rank's
     ROOT/janitor    locked by the janitor                 ROOT/numbers    whose memory lies in order; locked to do that
@@ -54,7 +54,7 @@ def rank_memory(root: Path, global_rank: int) -> Path:
 def take_over(root: Path, ranks: range) -> None:
     """Keep what ranks of an earlier attempt left on this node, where torchrun has numbered the nodes anew.
 
-    `ranks` are this node's now. What is theirs, in whoever's memory, becomes their own; their first rank
+    `ranks` are this node's now. Their blobs, in any rank's memory, become their own; their first rank
     holds the rest. Every supervisor of the node calls it before anything else uses its rank's folder: the first one
     moves all, the others find that done.
     """
@@ -106,7 +106,7 @@ def _remove_orphans(base: Path) -> None:
         named = _NAME.fullmatch(root.name)
         if not named or int(named[3]) != _pid_namespace() or is_alive(int(named[1]), started=int(named[2])):
             continue
-        with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+        with contextlib.suppress(FileNotFoundError):  # another process removes it
             if root.lstat().st_uid == os.geteuid():
                 shutil.rmtree(root, ignore_errors=True)
 
@@ -138,7 +138,7 @@ def _fork_janitor(root: Path, agent_pid: int) -> None:
 def _wait_and_remove(root: Path, agent: int) -> None:
     try:
         null = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # whoever reads the job's output is not to wait for this process
+        for standard in (0, 1, 2):  # a reader of the job's output must not wait for this process
             os.dup2(null, standard)
         os.chdir("/")
         users = os.open(root, os.O_RDONLY | os.O_DIRECTORY)

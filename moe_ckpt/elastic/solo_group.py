@@ -1,4 +1,4 @@
-"""A process group in which nobody else is: for groups of one, and for a process that builds its model by itself.
+"""A process group of one rank: for groups of size one, and for a process that builds its model by itself.
 
 Must not: be used for an exchange that needs others' data; that fails.
 """
@@ -26,7 +26,7 @@ class FinishedWork(dist.Work):
 class SoloGroup:
     """The operations of a group of `size` ranks as this one has them alone.
 
-    Reductions and broadcasts leave what is there; gathers return this rank's own part in place of everybody's.
+    Reductions and broadcasts leave tensors unchanged; gathers return this rank's part in place of each rank's.
     """
 
     def __init__(self, size: int) -> None:

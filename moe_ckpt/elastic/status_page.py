@@ -1,7 +1,7 @@
 """The page that a worker shares with its supervisor: a file of 4 KiB in shared memory, written without system calls.
 
-Owns: where each number lies. The worker writes what it is doing; the supervisor reads that and knows a hang; whoever
-injects faults writes an order, which the worker carries out on itself at the point named: a real signal, at an exact
+Owns: where each number lies. The worker writes what it is doing; the supervisor reads that and detects a hang; a
+fault injector writes an order, which the worker carries out on itself at the point named: a real signal, at an exact
 moment.
 
 Every number is eight aligned bytes, which are read and written whole.

@@ -1,4 +1,4 @@
-"""Builds the in-memory tier of one rank out of what an adapter knows of its training: stores, policy, tier, recovery.
+"""Builds the in-memory tier of one rank from an adapter's view of its training: stores, policy, tier, recovery.
 
 Owns: the order in which the parts need each other; which of them live as long as the process, and which only as long as
 a generation. Must not: know Megatron, or do anything but build.

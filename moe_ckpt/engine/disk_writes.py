@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Role(Enum):
-    """What a window is for; each role is one window's at most."""
+    """The purpose of a window on its way to disk; at most one window has each role."""
 
     SNAPSHOT = "snapshot"  # being taken, or complete and waiting; it goes to disk once all ranks have it
     PERSIST = "persist"  # on its way to disk

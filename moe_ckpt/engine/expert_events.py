@@ -34,7 +34,7 @@ class ExpertEvents:
     def measured(self, popularity: npt.NDArray[np.float64]) -> None:
         """The policy has been told this, for a window that may begin now; counts begin anew.
 
-        What was counted before is told to nobody else: ranks may be new that have not counted all of it.
+        Earlier counts are not reported: replaced ranks have not counted all of them.
         """
         self._popularity = popularity if self._counted_by_all else None
         self._counted_by_all = True

@@ -39,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsableState:
-    """What is on disks, the best first, and why something better there cannot be used."""
+    """The usable states on disks, the best first, and the reasons why better ones cannot be used."""
 
     sources: Sequence[Source]
     passed_over: Sequence[str]

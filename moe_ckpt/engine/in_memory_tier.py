@@ -60,7 +60,7 @@ _UNKNOWN = -1.0  # where seconds are meant
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TierStores:
-    """What a rank keeps in host memory, and the engine that fills it.
+    """The parts of a rank's host memory, and the engine that fills them.
 
     `boundary` is None where stages keep no log, `publisher` where nothing outlives the process, `disk` where no local
     disk is used, `bubbles` where copies do not wait for any.
@@ -163,7 +163,9 @@ class InMemoryTier:
         self._operators.note_step(iteration, gradients)
         if self._boost and self._boost.deficit.any():
             extra = self._boost.end_iteration()
-            self._made_up = np.zeros_like(extra) if gradients.overflow else extra  # else they trained nobody
+            self._made_up = (
+                np.zeros_like(extra) if gradients.overflow else extra
+            )  # otherwise the step was skipped, and they trained no expert
         if self._logs:
             self._stores.steps.add(self._stage.record(iteration, gradients))
         try:
@@ -286,7 +288,7 @@ class InMemoryTier:
         self._meter.popularity = np.zeros_like(self._meter.popularity)
 
     def abort(self) -> None:
-        """What was being done has come to nothing: stop looking, finish copies, drop an incomplete window."""
+        """Abandon the iteration: stop observing, finish copies, drop an incomplete window."""
         self.stop_observing()
         self._meter.forget_snapshot()
         self._stage.abandon_pass()

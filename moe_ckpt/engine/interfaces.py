@@ -1,4 +1,4 @@
-"""What sparse checkpointing needs from the training framework, as Protocols that `adapters` implements.
+"""The Protocols through which the engine uses the training framework; `moe_ckpt.megatron` implements them.
 
 Also where a rank stands in the job. Nothing here does anything.
 """
@@ -98,7 +98,7 @@ class Operators(Protocol):
         ...
 
     def digests(self) -> Mapping[str, str]:
-        """Return a hash of what this rank holds of each operator, by its name."""
+        """Return a hash of this rank's pieces of each operator, by the operator's name."""
         ...
 
     def freeze(self, frozen: Collection[str]) -> None:
@@ -157,15 +157,15 @@ class Boost(Protocol):
 
     @property
     def deficit(self) -> npt.NDArray[np.int64]:
-        """What is yet to be made up, over all ranks of the stage."""
+        """Tokens yet to be made up, over all ranks of the stage."""
         ...
 
     def recover(self, deficit: npt.NDArray[np.int64]) -> None:
-        """Make up for these tokens, in place of what was left."""
+        """Make up for these tokens, in place of the tokens that were left."""
         ...
 
     def begin_iteration(self) -> None:
-        """What an abandoned attempt has counted is forgotten."""
+        """Drop the counts of an abandoned attempt."""
         ...
 
     def end_iteration(self) -> npt.NDArray[np.int64]:
@@ -185,7 +185,7 @@ class Boost(Protocol):
 class Training:
     """One rank's training, as snapshots in host memory see it.
 
-    `counts` is None where nobody asks for popularity, `boost` where lost tokens stay lost.
+    `counts` is None where the policy does not use popularity, `boost` where lost tokens stay lost.
     """
 
     stage: Stage

@@ -12,9 +12,9 @@ from moe_ckpt.engine.survey import CopySurvey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveredState:
-    """What it took to get to the state after `iteration`, on this rank; None: all start where the run has started.
+    """This rank's way to the state after `iteration`; None: all ranks start where the run started.
 
-    `went_back`: somebody's state was loaded; `lines` say for people what was done.
+    `went_back`: at least one rank loaded a state; `lines` describe the recovery for the log.
     """
 
     iteration: int | None
@@ -27,7 +27,7 @@ class RecoveredState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnDisks:
-    """What is on local disks: the newest iteration that all lead to, and the newest of which each has anything."""
+    """Iterations on local disks: the newest that all disks lead to, and the newest of each disk."""
 
     newest: int | None
     of_each: tuple[int | None, ...]
@@ -39,7 +39,7 @@ class JobRecovery(Protocol):
     copies: CopySurvey
 
     def run(self, state: StepState) -> RecoveredState:
-        """Bring all ranks to one state. Until copying is resumed no copy in anybody's memory changes.
+        """Bring all ranks to one state. Until copying is resumed no copy in any rank's memory changes.
 
         Raises NothingLeftError on all ranks if nothing that is left leads to one.
         """

@@ -1,4 +1,4 @@
-"""What a rank measures while it trains: seconds of iterations, what a snapshot adds to them, rates, popularity.
+"""A rank's measurements while it trains: seconds of iterations, the cost of snapshots, rates, popularity.
 
 Must not: agree with other ranks, or decide anything. A snapshot costs time in three ways: training waits for copies,
 stands still while a snapshot begins, and iterations are slower while copies are made in the background. An iteration is
@@ -23,7 +23,7 @@ _ENOUGH_SNAPSHOTS = 3
 
 
 class Measurements:
-    """What this rank has measured so far, which a recovery does not change.
+    """This rank's measurements so far, which a recovery does not change.
 
     `popularity` is by expert of its stage; `copy_rates` are bytes a second, `bubbles_s` the seconds of an iteration in
     which this rank waited for other stages. The first iterations of a process, which are slower, do not count.
@@ -55,7 +55,7 @@ class Measurements:
         self._since_s = self._now()
 
     def paused(self) -> None:
-        """What comes is no work of the iteration's own."""
+        """Begin a part that is not the iteration's own work."""
         self._so_far_s += self._now() - self._since_s
 
     def resumed(self) -> None:
@@ -112,7 +112,7 @@ class Measurements:
         self._busy.clear()
 
     def forget_snapshot(self) -> None:
-        """What the last one costs is nothing that comes again."""
+        """Leave the last snapshot out of the cost statistics: it was a one-off."""
         self._counts = False
         self._added.forget()
 

@@ -45,7 +45,7 @@ _MEMORY, _DISK = "memory", "local disk"
 
 
 class PartialPolicy(Protocol):
-    """What a policy of partial checkpoints learns from a recovery."""
+    """The part of a partial policy that a recovery informs."""
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
         """Go on with what was known at `iteration`, where all go back to; `plt` is what all faults have cost by it."""
@@ -54,7 +54,7 @@ class PartialPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Stock:
-    """What one rank has found: of its own units by place, and of others' in its memory, by owner; keys by unit."""
+    """The units that one rank found: its own by place, and others' in its memory by owner; keys by unit."""
 
     inventory: UnitInventory
     held: Mapping[int, Mapping[tuple[str, Version], str]]
@@ -279,7 +279,7 @@ class PartialRecovery:
         return shares
 
     def _begin_line(self, stocks: Sequence[_Stock]) -> None:
-        """What is taken from now on is of a new line, which nothing has been of before."""
+        """Begin a new epoch: snapshots from now on belong to it, and no earlier one does."""
         self._store.lineage = newest_line(_with_held(stocks)) + 1
 
     def _tell(self, iteration: int, lost: IntArray, shares: LostShares) -> None:

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InMemoryParts:
-    """What a session with sparse snapshots consists of; `notes` say what it will cost, for people.
+    """The parts of a session with snapshots in host memory; `notes` forecast its cost, for the log.
 
     `rejoin` is None where the loss of a process ends the job, `recovery` where no state can be lost but by that.
     `recovers_locally`: ranks that live keep their state.
@@ -48,7 +48,7 @@ class InMemoryParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Parts:
-    """What is made anew, by all ranks together, whenever ranks have been replaced: all decide from the same start."""
+    """The parts that all ranks build anew when ranks were replaced, so that all decide from the same start."""
 
     policy: Policy
     sparse: InMemoryParts | None
@@ -94,7 +94,7 @@ class Session:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What checkpointing will cost, line by line, for people."""
+        """A forecast of the cost of checkpointing, line by line, for the log."""
         return self.sparse.notes if self.sparse else ()
 
     def enter(self) -> None:
@@ -106,7 +106,7 @@ class Session:
         self._has_base = False
 
     def rejoin(self) -> RecoveredState:
-        """Bring all ranks to one state out of what is left of it; its iteration is None where nothing ever was.
+        """Bring all ranks to one state from the surviving sources; its iteration is None for a run that never saved.
 
         Then the caller starts from the beginning or a checkpoint: `resume`. Where what is left in memory leads nowhere,
         all go back to what is newest on disk. Raises CheckpointLoadError on all ranks if there is nothing, either.
@@ -235,9 +235,9 @@ class Session:
         return loaded.iteration
 
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
-        """Put all ranks at the next best state, and nobody at `bad` again; return it, or None if there is no other.
+        """Put all ranks at the next best state, and none at `bad` again; return it, or None if there is no other.
 
-        States of the iterations `since` it was loaded are no better: they were saved of what came from it.
+        States of the iterations `since` it was loaded are no better: they descend from it.
         """
         self._attempt(lambda: self._durable.poll(wait=True))
         self._fallback.distrust(bad)

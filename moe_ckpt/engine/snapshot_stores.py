@@ -1,4 +1,4 @@
-"""What snapshots of each kind consist of, and where they are put: windows of operators, or units one by one.
+"""The contents of snapshots and their stores: windows of operators, or units one by one.
 
 Owns: headers and pieces of the snapshots that a plan asks for, and what is on disk. Must not: decide what is taken, or
 when anything is kept. A `SnapshotStore` serves one rank; calls are local.
@@ -37,7 +37,7 @@ NOTHING = -1
 """Where the start of a window is meant."""
 
 START, ACCOUNT, POLICY = "start", "account", "policy"
-"""What a core holds beside operators: what the next iteration starts from, the tokens, and what the policy knows."""
+"""The parts of a core beside operators: the start of the next iteration, the tokens, the policy's facts."""
 
 
 class SnapshotStore(Protocol):

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What is to be recovered: `stages` lost their state, this rank's is gone if `mine`, and where everybody is to be.
+    """A loss to recover from: `stages` lost their state, this rank's is gone if `mine`; with the target of all ranks.
 
     `undo`: an iteration was begun and comes to nothing; healthy ranks put back what it changed.
     """

@@ -1,4 +1,4 @@
-"""What each rank's memory and its peers' copies hold as a generation starts, and letting copies change again later.
+"""The survey of each rank's memory and its peers' copies as a generation starts; it stops changes of copies.
 
 Owns: one survey with all ranks, in which no copy changes. Must not: decide what is made of it.
 """
@@ -33,7 +33,7 @@ def report_of(values: _Values) -> Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a rank tells first. `has_progress`: it is not as at the run's start, by its memory or its state.
+    """A rank's first report. `has_progress`: its memory or state is not that of the run's start.
 
     `held`: the keys of the copies that its memory holds, by owner.
     """
@@ -51,7 +51,7 @@ class Report:
 
 
 class CopySurvey:
-    """One rank's view of what all keep."""
+    """One rank's view of the snapshots of all ranks."""
 
     def __init__(self, place: StagePlace, stores: TierStores, elastic: ElasticContext) -> None:
         self._place = place
@@ -61,7 +61,7 @@ class CopySurvey:
         self._dropped_of_servers = False
 
     def stop_copying(self, state: StepState) -> Sequence[Report]:
-        """Let no copy in anybody's memory change, and return what there is, by rank. Collective."""
+        """Stop changes of copies in all ranks' memory, and return the blobs that exist, by rank. Collective."""
         if self._stores.publisher:
             self._stores.publisher.stop_copying()
         self._flush()
@@ -70,7 +70,7 @@ class CopySurvey:
         return self._reports
 
     def resume_copying(self) -> None:
-        """Let peers hold what this rank keeps, as before. What it has lost they keep, in case it is asked for again.
+        """Let peers hold this rank's blobs again. They keep blobs that the rank has lost, for later requests.
 
         Servers drop theirs after `drop_all`: a survey would take states that all ranks have left for the newest.
         """

@@ -25,7 +25,7 @@ from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRate:
-    """What enters each MoE layer of the job in an iteration: `tokens`, each to `top_k` experts."""
+    """The tokens that enter each MoE layer of the job in an iteration: `tokens`, each to `top_k` experts."""
 
     tokens: int
     top_k: int
@@ -33,7 +33,7 @@ class TokenRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostShares:
-    """What faults have cost the job so far, as shares of all tokens of the experts so far."""
+    """The tokens lost to faults so far, as shares of all tokens of the experts so far."""
 
     plt: float
     mlt: float
@@ -53,7 +53,7 @@ class TokenAccount:
         self.begin()
 
     def begin(self) -> None:
-        """The run begins: nobody has been given anything."""
+        """Begin the run: no expert has received a token."""
         self.ledger = TokenLedger.at_start(*self._shape)
         self.lost: IntArray = np.zeros(len(self.layers), np.int64)
         self.deficit: IntArray = np.zeros(self._shape, np.int64)

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 class WindowRecovery:
     """Implements `JobRecovery` with windows. `logs_tied`: this rank's records hold a gradient that no other rank has.
 
-    Without `recovers_locally` nobody's state counts: all go back to the newest snapshots that everybody has. With
+    Without `recovers_locally` no live state counts: all go back to the newest snapshots that all ranks have. With
     `servers_lead` those are on checkpoint servers, that of this rank's own node among them, and not in its memory.
     """
 
@@ -68,7 +68,7 @@ class WindowRecovery:
         self._servers_lead = servers_lead
 
     def run(self, state: StepState) -> RecoveredState:
-        """Bring all ranks to one state. Until copying is resumed no copy in anybody's memory changes.
+        """Bring all ranks to one state. Until copying is resumed no copy in any rank's memory changes.
 
         Raises NothingLeftError on all ranks if nothing that is left leads to one.
         """

@@ -109,7 +109,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strike:
-    """What happens at one time, `after_s` seconds after the start: one signal to each of these ranks."""
+    """The faults of one time, `after_s` seconds after the start: one signal to each of these ranks."""
 
     after_s: float
     ranks: tuple[int, ...]

@@ -18,10 +18,10 @@ def boosted_capacity(demand: IntArray, deficit: IntArray, *, capacity: int, fact
     """Return the tokens that each expert may take of a batch, int64 [experts]: `capacity`, or more where it recovers.
 
     `demand` are the tokens routed to each, `deficit` the lost ones that it has yet to make up (0: it does not recover).
-    A recovering expert gets up to `factor` more where it has the demand and the deficit for it, out of what all leave
-    unused; where that is too little, the largest deficits go first, of equals the lowest expert. So no more tokens are
-    processed than at equal capacities, and nobody is cut short. 100 each, 20 % at most, demands 150, 95, 130 and a
-    deficit of 40 for the first make 105, 100, 100: the second leaves 5.
+    A recovering expert gets up to `factor` more where it has the demand and the deficit for it, out of capacity that
+    others leave unused; where that is too little, the largest deficits go first, of equals the lowest expert. So no
+    more tokens are processed than at equal capacities, and no other expert is cut short. 100 each, 20 % at most,
+    demands 150, 95, 130 and a deficit of 40 for the first make 105, 100, 100: the second leaves 5.
     """
     assert demand.shape == deficit.shape, (demand.shape, deficit.shape)
     most_extra = math.floor(Fraction(str(factor)) * capacity)  # 0.29 * 100 is 28.999... as a float
@@ -37,7 +37,7 @@ def boosted_capacity(demand: IntArray, deficit: IntArray, *, capacity: int, fact
 def share_of(deficit: IntArray, *, index: int, num_shares: int) -> IntArray:
     """Return one share of a deficit that is dealt out token by token, the first shares first, int64 as `deficit`.
 
-    All shares together are the deficit, so whoever keeps to its own never makes up too much: 7 in 3 are 3, 2 and 2.
+    All shares together are the deficit, so no share makes up too much: 7 in 3 are 3, 2 and 2.
     """
     assert 0 <= index < num_shares, (index, num_shares)
     return (deficit + num_shares - 1 - index) // num_shares

@@ -35,7 +35,7 @@ def carried_over(kind: str, popularity: Array) -> Array:
 
 
 def has_shifted(reference: Counts, now: Counts, *, change: float, share: float) -> bool:
-    """Return whether at least `share` of the experts changed their popularity by more than `change` of what it was.
+    """Return whether at least `share` of the experts changed their popularity by more than the share `change`.
 
     Both count as frequencies (sum 1), since windows differ in length: from [10, 10, 20] to [6, 5, 9] the changes are
     +20 %, 0 and -10 %. From 0 to anything is a change; arrays of zeros stay zeros; no experts never shift.

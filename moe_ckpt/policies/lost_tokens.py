@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenLoss:
-    """What a recovery does to each expert, int64 [layers, experts], nothing below zero.
+    """The change of each expert by a recovery, int64 [layers, experts], nothing below zero.
 
     `lost` tokens the state to go on from had seen, the restored one has not. `repeated` ones the restored state has
     seen and will be given again: an expert from a later snapshot than the rest of the model.
@@ -78,7 +78,7 @@ def proportion_of_lost_tokens(lost: IntArray, tokens: IntArray, top_k: int) -> f
 
     `lost` over all faults and `tokens` that entered the layer in training are int64 [layers]; 2 layers of 100 tokens
     and top-2 that lost 10 and 30 make 0.1. As printed, `tokens * top_k` counts what a capacity drops, too: with drops
-    PLT is below the share of what experts really processed. MoC, equation (7).
+    PLT is below the share of the tokens that experts processed. MoC, equation (7).
     """
     return float(np.mean(_by_layer(lost, tokens, top_k)))
 

@@ -81,7 +81,7 @@ class PartialExperts:
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """What snapshots hold for `went_back`: K, and what was lost before it came to that."""
+        """The facts that snapshots hold for `went_back`: K, and the tokens lost before K took its value."""
         return float(self._k), self._lost_before_k_iters
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:

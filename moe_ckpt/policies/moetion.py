@@ -67,11 +67,11 @@ class PopularExperts:
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """What snapshots hold for `went_back`: nothing."""
+        """The facts that snapshots hold for `went_back`: none."""
         return ()
 
-    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:  # noqa: ARG002 - nobody asks
-        """All have gone back to a checkpoint: what peers have leads on from another state."""
+    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:  # noqa: ARG002 - no use for them
+        """All ranks have gone back to a checkpoint: peers' states belong to another epoch."""
         self._on_peers = self._stage.nothing
 
     def forecast(self) -> MemoryForecast:

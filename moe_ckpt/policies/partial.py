@@ -1,4 +1,4 @@
-"""What policies of partial checkpoints share: a stage as MoE layers and all else, and plans of its units. Pure.
+"""The common part of partial policies: a stage as MoE layers and the rest, and plans of its units. Pure.
 
 The core is all that is no expert, in every snapshot; every expert is a unit of its own.
 """
@@ -19,7 +19,7 @@ from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
 from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, PartialPlan, UnitPlan
 
 PARTIAL_STATE = ("both", "weights", "moments")
-"""What of an expert is a unit; the rest of it is in the core. MoC, section 6.3: WO, W and O."""
+"""The part of an expert that is a unit; the rest is in the core. MoC, section 6.3: WO, W and O."""
 
 
 class MoeStage:

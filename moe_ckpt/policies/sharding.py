@@ -1,8 +1,8 @@
-"""Who saves which bytes of what several data-parallel ranks hold alike, and what the slowest of them has to save.
+"""Shares of state that data-parallel ranks hold alike: each rank's bytes, and those of the slowest rank.
 
-Pure arithmetic over sizes. DP rank r holds the experts of EP rank r mod ep, in EP group r // ep. What a rank alone owns
-(optimizer state under ZeRO) is not shared out: pass its bytes as part of a rank's load. All ranks compute the same.
-MoC, sections 3.1.1 and 4: equations (5), (6) and (8), Figure 7.
+Pure arithmetic over sizes. DP rank r holds the experts of EP rank r mod ep, in EP group r // ep. State of one rank
+alone (optimizer state under ZeRO) is not shared out: pass its bytes as part of a rank's load. All ranks compute the
+same. MoC, sections 3.1.1 and 4: equations (5), (6) and (8), Figure 7.
 """
 
 from __future__ import annotations

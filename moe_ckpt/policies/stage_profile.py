@@ -1,4 +1,4 @@
-"""What all policies with snapshots in host memory know before training, and when something is due. Pure."""
+"""A stage before training, as all policies with snapshots in host memory use it, and due iterations. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProfile:
-    """What is known of a stage before training: its operators, and the bytes a rank of it logs an iteration."""
+    """A stage before training: its operators, and the bytes that one of its ranks logs an iteration."""
 
     table: OperatorTable
     boundary_log_bytes: int

@@ -27,7 +27,7 @@ AS_GOOD = 1.01  # a worst slot that is at most this much larger is no reason for
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FixedOrder:
-    """What no popularity changes: positions in the OperatorTable, both int64 [number].
+    """The part that popularity does not change: positions in the OperatorTable, both int64 [number].
 
     `experts` in the order of the table; `others` in the order in which they are snapshotted.
     """
@@ -92,8 +92,8 @@ def cut_slots(order: IntArray, table: OperatorTable, num_slots: int) -> WindowSc
 def slot_bytes(table: OperatorTable, schedule: WindowSchedule) -> IntArray:
     """Return the bytes that each rank copies in each slot, int64 [slots, ranks].
 
-    12 bytes a parameter of what the slot takes whole and 2 of what is still to come: three operators of one parameter
-    and three slots make 12 + 4, 12 + 2, 12. MoEvement, section 3.2.
+    12 bytes a parameter of operators that the slot takes whole and 2 of those with later slots: three operators of one
+    parameter and three slots make 12 + 4, 12 + 2, 12. MoEvement, section 3.2.
     """
 
     def by_slot(sizes: IntArray) -> IntArray:

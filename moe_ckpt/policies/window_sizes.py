@@ -25,7 +25,7 @@ MOST_PAUSE_ITERS = 1024  # a longer pause saves less than a thousandth of a snap
 
 
 class WindowSizes:
-    """What windows of all stages take; `num_copies` other ranks' windows are kept, too.
+    """Bytes of the windows of all stages; `num_copies` other ranks' windows are kept, too.
 
     Raises ConfigError where the configured window has more slots than the largest stage has operators, or where the
     memory budget allows no window.

@@ -17,7 +17,7 @@ from moe_ckpt.errors import CheckpointLoadError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotContents:
-    """What one sparse snapshot holds: the state after `iteration` steps, slot `slot` of `num_slots` of its window.
+    """The contents of one sparse snapshot: the state after `iteration` steps, slot `slot` of `num_slots` of its window.
 
     `full` are the names of operators with their whole state, `compute` of those with compute weights only.
     """

@@ -1,4 +1,4 @@
-"""What ranks and stages have to recover with: windows in their own and others' memories, and boundary logs. Pure."""
+"""The sources of a recovery: windows in ranks' own and others' memory, and boundary logs. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WindowRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What one rank has: its own `windows`, copies `held` for ranks without, by owner, and its boundary log.
+    """One rank's sources: its own `windows`, copies `held` for ranks without, by owner, and its boundary log.
 
     It keeps no two windows of the same owner and start. The log holds all of iterations `logged_from` to `logged_to`;
     it is empty where the first is past the second.
@@ -71,7 +71,7 @@ Memories = Mapping[int, Mapping[int, tuple[WindowRef, ...]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageInventory:
-    """What the ranks of a stage have in common.
+    """The sources that the ranks of a stage have in common.
 
     `windows`, by their states: those that each rank has in some memory, with the steps that all have for them. Where
     that is so for several cuts, the one that leads furthest. All their boundary logs hold `logged_from` to `logged_to`.
@@ -87,7 +87,7 @@ class StageInventory:
 
 
 def find_memories(inventories: Iterable[Inventory]) -> Memories:
-    """Return which windows of whom are where."""
+    """Return the holders of each rank's windows."""
     memories = {inventory.global_rank: {inventory.global_rank: inventory.windows} for inventory in inventories}
     for inventory in inventories:
         for owner, windows in inventory.held.items():

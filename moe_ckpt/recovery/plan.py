@@ -1,4 +1,4 @@
-"""Who rolls back to where after a loss, and from whose memory. Pure. MoEvement, section 3.4 and Appendix A.
+"""The plan of a recovery: which stages roll back to which window, and which ranks fetch. Pure. MoEvement, section 3.4 and Appendix A.
 
 inventories -> the fewest stages that logs lead to the target, else the whole model -> who fetches from whom
 """
@@ -60,7 +60,7 @@ class Fetch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryPlan:
-    """Who rolls back, from the first stage on, and who fetches, from the first rank on. All end at the target."""
+    """Stages that roll back, from the first on, and ranks that fetch, from the first on. All end at the target."""
 
     target_iteration: int
     num_stages: int
@@ -112,7 +112,7 @@ def plan_recovery(
 
     Each run of neighbouring lost stages recovers on its own, next to stages that logged what it needs: stages 1, 2 and
     5 of 8 as 1 to 2 and 5. If stage 3 did not log that, 1 to 3 roll back, next to stage 4. Where no logs lead there,
-    without `boundary_log`, or where nobody has state (`target_iteration` None), all stages roll back to the newest
+    without `boundary_log`, or where no rank has state (`target_iteration` None), all stages roll back to the newest
     window that all ranks can have. It may lead elsewhere: one of 10 to 12, with steps to 13, leads to 13 where 14 was
     wanted, and to 12 where 11 or None was. After a further loss, plan again. MoEvement, Appendix A.
 

@@ -1,10 +1,10 @@
-"""Where everybody is to be after a fault, and who cannot get there alone. Pure.
+"""The target iteration of all ranks after a fault, and the stages that cannot reach it alone. Pure.
 
     gradients complete everywhere -> everyone says so -> local update -> parameter all-gather
           prepared                      the vote           reached            whole
 
-Once anybody took the step, everybody that lives was prepared for it: the highest iteration that anybody reached is
-within reach of all whose state is left.
+Once a rank took the step, every live rank was prepared for it: the highest iteration that a rank reached is
+within reach of all ranks that have state.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The iteration after which everybody is to be, and the stages that have work to do to be there.
+    """The target iteration of all ranks, and the stages that have work to do to reach it.
 
-    `lost_stages` have to be rebuilt. `finishing_stages` have all that they need: whoever is behind takes the step, then
-    all of the stage gather their weights.
+    `lost_stages` have to be rebuilt. `finishing_stages` have all that they need: ranks that are behind take the step,
+    then all of the stage gather their weights.
     """
 
     iteration: int
@@ -50,7 +50,7 @@ class Target:
 
 
 def plan_target(standings: Sequence[Standing]) -> Target | None:
-    """Return the target of a recovery, or None where nobody has state. `standings` are those of all ranks.
+    """Return the target of a recovery, or None where no rank has state. `standings` are those of all ranks.
 
     Stage 0 at 7 and 8, stage 1 at 8 and dead, stage 2 at 8 and 8: with the first rank prepared for 8 the target is 8,
     stage 1 is lost and stage 0 finishing; had it not been prepared, stage 0 would be lost, too.

@@ -18,7 +18,7 @@ Units = Mapping[str, Collection[Version]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitInventory:
-    """What there is of one rank's units, by place, the nearest place first.
+    """One rank's units by place, the nearest place first.
 
     `needed`: by version of the core, the names of the units that the rank needs with it.
     """

@@ -96,7 +96,7 @@ class DaemonClient:
     def _ask(self, request: Callable[[int], Message]) -> Future[None]:
         with self._lock:
             future: Future[None] = Future()
-            future.set_running_or_notify_cancel()  # so that nobody can cancel it
+            future.set_running_or_notify_cancel()  # no caller can cancel it from here on
             try:
                 self._connected().ask(request, future)
             except CheckpointSaveError as error:
@@ -163,7 +163,7 @@ class _Connection:
             while link.is_readable(None):  # a process of this machine that ends, however it does, is noticed
                 link.allow(self._timeout_s)
                 self._finish(link.expect(Copied))
-        except Exception as error:  # the top of a thread: whoever waits for an answer gets it
+        except Exception as error:  # the top of a thread: waiting callers get the error
             reason = error
         finally:
             link.close()

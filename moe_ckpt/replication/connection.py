@@ -1,7 +1,7 @@
 """One connection: messages and streams of bytes, each within the time that is left.
 
-Owns: framing, checksums of what passes, and that no wait is longer than its caller allowed. Must not: know what the
-messages ask for, or unpickle.
+Owns: framing, checksums of all bytes, and that no wait is longer than its caller allowed. Must not: interpret
+messages, or unpickle.
 
     length, 4 bytes | its complement | XXH3 of the message, 8 bytes | JSON      a message
     bytes of an agreed number                                                   a stream; both ends compute its XXH3
@@ -42,7 +42,7 @@ class RefusedError(Exception):
 class Connection:
     """One end of a connection, for one thread; another thread may use a `twin` for the other direction.
 
-    What fails raises OSError (TimeoutError when the time that `allow` gave is over) and leaves the link of no use.
+    A failure raises OSError (TimeoutError when the time that `allow` gave is over) and leaves the connection useless.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -122,7 +122,7 @@ class Connection:
         return digest.intdigest()
 
     def shut_down(self) -> None:
-        """End the connection under whoever waits for it, from any thread."""
+        """End the connection, from any thread; its waits raise."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

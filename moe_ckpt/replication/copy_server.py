@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class CopyServer:
-    """Serves `rank_folder` at a free port of `host`, to whoever has the ticket, until `close`.
+    """Serves `rank_folder` at a free port of `host`, to clients with the ticket, until `close`.
 
     A connection on which nothing moves for `timeout_s` is closed; its other end connects anew when it needs to.
     """

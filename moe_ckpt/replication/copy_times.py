@@ -17,7 +17,7 @@ _RECENT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentCopy:
-    """What it took to send some snapshots: `seconds` out of `span_s`, which ended `ago_s` ago."""
+    """The price of sending some snapshots: `seconds` out of `span_s`, which ended `ago_s` ago."""
 
     size_bytes: int
     seconds: float
@@ -35,7 +35,7 @@ class _Copy:
 
 
 class CopyTimes:
-    """When copies that have ended began and ended, by the key of what was copied."""
+    """When copies that have ended began and ended, by the key of the copied blob."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonSettings:
-    """What a daemon is for, and how long it waits: for anything to move on a connection, and for a copy in all.
+    """A daemon's settings and time limits: for progress on a connection, and for a whole copy.
 
     `serves_itself`: it is a checkpoint server of its own rank as well.
     """

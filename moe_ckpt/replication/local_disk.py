@@ -35,7 +35,7 @@ class LocalDisk:
         return self._daemon.persist(keys, stale, self.path, self._limit_bytes)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until nothing is on its way there, whoever has asked for it; without a cap: a recovery waits for it."""
+        """Wait until no write is on its way there, by any thread's request; without a cap: a recovery waits for it."""
         with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the daemon is gone: so is what it was doing
             self.persist([], []).result(timeout_s)
 

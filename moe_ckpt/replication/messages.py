@@ -1,4 +1,4 @@
-"""What daemons and workers say to each other: values, and their form as JSON.
+"""The messages between daemons and workers: values, and their form as JSON.
 
 Owns: which messages there are, and reading them strictly. Must not: send, or carry out what they ask for.
 
@@ -112,12 +112,12 @@ class Sent(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done(Message):
-    """What was asked for is done."""
+    """The request is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused(Message):
-    """What was asked for is not done; `garbled` if the bytes did not arrive as they were sent."""
+    """The request is refused; `garbled` if the bytes did not arrive as they were sent."""
 
     reason: str
     garbled: bool

@@ -1,4 +1,4 @@
-"""What of a rank's host memory outlives its worker: finished snapshots and the step log, in shared memory and copied.
+"""The part of a rank's host memory that outlives its worker: snapshots and step log, in shared memory and copied.
 
 Owns: which blob is what, and which copies have been confirmed. Must not: keep snapshots or steps itself
 (`snapshot.windows` and `snapshot.step_log` do), or decide how long. The boundary log is not here: a rank that was lost
@@ -63,7 +63,7 @@ class Copies(Protocol):
 
 
 class NoCopies:
-    """Nobody keeps copies: what is in this node's memory counts as kept."""
+    """No peer keeps copies: blobs in this node's memory count as kept."""
 
     def copy(self, keys: list[str]) -> Future[None]:  # noqa: ARG002
         return _done()
@@ -74,7 +74,7 @@ class NoCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FolderContents:
-    """What a folder holds: snapshots in any order, and by iteration what each started from and its record."""
+    """The contents of a folder: snapshots in any order, and by iteration its start and its record."""
 
     snapshots: tuple[Snapshot, ...]
     starts: Mapping[int, Mapping[str, torch.Tensor]]
@@ -103,7 +103,7 @@ class Publisher:
         self._changed: set[str] = set()  # since copying stopped: under these names peers may hold something else
         self._stale: set[str] = set()  # what peers hold and are to forget, once they hold what is kept
         self._copies_fail = False
-        self._newest: dict[str | None, str] = {}  # by unit: the key of what peers were sent last
+        self._newest: dict[str | None, str] = {}  # by unit: the key that peers were sent last
         self._packed_in = HostBuffers(folder)  # gradients, on their way to peers
         self._packed: dict[str, torch.Tensor] = {}  # by the update's key
 
@@ -245,7 +245,7 @@ class Publisher:
     def has_copies_of_step(self, iteration: int) -> bool:
         """Wait until peers hold what `iteration` started from and its record; return whether they do.
 
-        Where copies have failed since they were begun, nobody waits for them again: every iteration would.
+        Where copies have failed since they were begun, training does not wait for them again: every iteration would.
         """
         return not self._copies_fail and self._are_copied([f"{_START}{iteration}", f"{_RECORD}{iteration}"])
 
@@ -262,7 +262,7 @@ class Publisher:
     def persist(self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None) -> Future[None]:
         """Start copying a window to disk, with the steps that belong to it.
 
-        Of what is there only the window that starts at `keep` stays; None: all of it.
+        Of the folder's windows only the one that starts at `keep` stays; None: all of them.
         """
         last = snapshots[-1].header.iteration
         records = [f"{_RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
@@ -276,7 +276,7 @@ class Publisher:
     ) -> Future[None]:
         """Start copying units of a partial checkpoint to disk.
 
-        Of what is there only `also` stays beside them; None: all of it.
+        Of the folder's other blobs only `also` stays; None: all of them.
         """
         keys = self._keys_of(units)
         there = BlobFolder(disk.path).keys()
@@ -335,7 +335,7 @@ class Publisher:
 
         def forget(copied: Future[None]) -> None:
             if copied.exception():
-                return  # from a thread that whoever has the lock may wait for
+                return  # from a thread for which the holder of the lock may wait
             with self._lock:
                 if self._copying is copying and all(copy.done() and not copy.exception() for copy in copies):
                     self._copies.forget(sorted(self._stale))
@@ -347,7 +347,7 @@ class Publisher:
     def adopt(self) -> FolderContents:
         """Return what is in the folder, left there by an earlier process or fetched from a peer.
 
-        What an earlier process had not fetched completely is dropped.
+        Blobs that an earlier process had fetched in part are dropped.
         """
         if self._unfinished.exists():
             self.folder.clear()
@@ -474,7 +474,7 @@ def _done() -> Future[None]:
 
 
 def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
-    """Return the units of partial checkpoints in somebody's folder, by key, with headers undamaged; it may change."""
+    """Return the units of partial checkpoints in a rank's folder, by key, with headers undamaged; it may change."""
     units: dict[str, Snapshot] = {}
     for key in filter(_is_snapshot, folder.keys()):
         with contextlib.suppress(CheckpointLoadError):
@@ -486,7 +486,7 @@ def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
 
 
 def read_kept(folder: BlobFolder) -> FolderContents:
-    """Return what somebody else's folder holds, undamaged; it may change meanwhile."""
+    """Return the undamaged contents of another rank's folder; it may change meanwhile."""
     blobs: dict[str, Blob] = {}
     for key in folder.keys():  # noqa: SIM118 - not a mapping
         with contextlib.suppress(CheckpointLoadError):

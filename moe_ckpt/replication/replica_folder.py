@@ -63,7 +63,10 @@ class ReplicaFolder(BlobFolder):
             self.free(payload)
 
     def _give_back(self, nbytes: float) -> None:
-        """Free at least so much of what is free, if there is as much: so all of it never grows while any is free."""
+        """Release pooled buffers, oldest first, until `nbytes` are returned
+
+        so the pool never grows while one is free.
+        """
         while self._free and nbytes > 0:
             tensor = self._free.pop(next(iter(self._free)))
             nbytes -= tensor.numel()

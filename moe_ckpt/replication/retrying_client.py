@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class RetryingClient:
-    """Calls one server, from one thread. What finally fails raises `failure`, naming the server and the last reason."""
+    """Calls one server, from one thread. A final failure raises `failure`, naming the server and the last reason."""
 
     def __init__(self, address: Address, ticket: Ticket, failure: type[MoeCkptError]) -> None:
         self.address = address

@@ -36,7 +36,7 @@ class Replicator:
     """Copies blobs of `own`, those of rank `owner_rank`, to the peers that `use_peers` named last; for any thread.
 
     A copy that is not confirmed `deadline_s` after it was asked for has failed. While `may_send()` is False, every
-    chunk waits up to 20 ms. What goes to all peers together waits for tokens of `throttle`.
+    chunk waits up to 20 ms. Bytes to all peers together wait for tokens of `throttle`.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ def _failed(error: CheckpointSaveError) -> Future[None]:
 def _all_done(parts: Sequence[Future[None]]) -> Future[None]:
     """Return a future that is done once all are, and fails with all the reasons if any of them has failed."""
     whole: Future[None] = Future()
-    whole.set_running_or_notify_cancel()  # so that nobody can cancel it
+    whole.set_running_or_notify_cancel()  # no caller can cancel it from here on
     lock, num_left = Lock(), len(parts)
 
     def finish(_: Future[None]) -> None:

@@ -88,7 +88,7 @@ class BlobFolder:
             return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give back memory, the very object that was allocated or adopted. Nobody may use it any more."""
+        """Give back memory, the very object that was allocated or adopted. It must not be used any more."""
         with self._lock:
             self._buffer_path(self._let_go(tensor)).unlink(missing_ok=True)
 

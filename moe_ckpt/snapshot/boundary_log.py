@@ -1,4 +1,4 @@
-"""What a stage sent to its neighbours, kept by the sender in host memory (MoEvement, section 3.4).
+"""The tensors that a stage sent to its neighbours, kept by the sender in host memory (MoEvement, section 3.4).
 
 Owns: copies of activations sent downstream and gradients sent upstream, by iteration and, in the order of sending, by
 micro-batch; dropping what no window needs any more. Must not: send anything, or decide what is still needed.
@@ -32,7 +32,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoggedEnds:
-    """What a replayed iteration receives from logs: bytes by micro-batch from each neighbour, None where it is live."""
+    """The logs of a replayed iteration: bytes by micro-batch from each neighbour, None where it is live."""
 
     from_previous: Sequence[torch.Tensor] | None
     from_next: Sequence[torch.Tensor] | None
@@ -70,7 +70,7 @@ class BoundaryLog:
         return sum(entry.size_bytes for log in self._iterations.values() for entry in log.entries())
 
     def begin(self, iteration: int) -> None:
-        """Log what is sent from now on under `iteration`, in place of what a pass of it that came to nothing left."""
+        """Log tensors that are sent from now on under `iteration`, in place of those of an abandoned pass."""
         self._drop(iteration)
         self._current = self._iterations[iteration] = _Iteration()
 
@@ -83,7 +83,7 @@ class BoundaryLog:
         if self._current is None:
             return
         started_s = time.monotonic()
-        source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron swaps the storage of what it has sent
+        source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron swaps the storage of tensors that it has sent
         try:
             buffer = self._buffers.acquire(source.numel())
         except CheckpointSaveError as error:

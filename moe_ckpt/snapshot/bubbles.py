@@ -77,7 +77,7 @@ class PipelineBubbles:
         return sum(_elapsed_s(began, ended) for began, ended in spans)
 
     def hurry(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits for a bubble."""
         with self._changed:
             self._is_hurried = True
             self._changed.notify_all()

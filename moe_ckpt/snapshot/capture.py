@@ -93,7 +93,7 @@ class SnapshotEngine:
         self._capture: _Capture | None = None
 
     def capture(self, wanted: Sequence[SnapshotRequest], *, bubble_bytes: float = 0.0) -> None:
-        """Start taking snapshots of one state, all or none of them. What was taken before is collected.
+        """Start taking snapshots of one state, all or none of them. Earlier snapshots are collected first.
 
         Their pieces are asked for from another thread, and must not change until `release` returns; those that change
         may do so as soon as this returns. Bubbles have room for `bubble_bytes` until then.

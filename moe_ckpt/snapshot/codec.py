@@ -81,7 +81,7 @@ class ShardIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartKey:
-    """What a part is: the operator's name, the parameter's or buffer's, and which of the ROLES its values play.
+    """The key of a part: the operator's name, the parameter's or buffer's, and the role of its values (ROLES).
 
     `tensor` is unique in the rank: with virtual stages it includes the model chunk.
     """
@@ -120,7 +120,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTag:
-    """What a snapshot is in a partial checkpoint: the unit called `name`, of the run's line `lineage`.
+    """The unit of a snapshot in a partial checkpoint: its `name`, and the epoch `lineage` of the run.
 
     `seen_tokens` are those that its expert had been trained with. `on_peers`, `on_disk`: where it is kept beside own
     memory. `complete_with`, of the core: the names of all units that make a checkpoint of this rank; `taken_with`: how
@@ -172,7 +172,7 @@ class SnapshotHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Snapshot:
-    """A header and its payload: uint8, [at least payload_bytes], contiguous, in host memory. Nobody changes either."""
+    """A header and its payload: uint8, [at least payload_bytes], contiguous, in host memory. Both are immutable."""
 
     header: SnapshotHeader
     payload: torch.Tensor

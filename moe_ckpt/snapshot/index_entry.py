@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexEntry:
-    """What is published under a key: `buffer` names the file of the payload, `serial` is new with every publication."""
+    """The blob under a key: `buffer` names the file of the payload, `serial` is new with every publication."""
 
     key: str
     buffer: str | None

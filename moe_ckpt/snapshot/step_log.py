@@ -1,6 +1,6 @@
 """The step log: the small facts of an iteration that a stage cannot recompute alone.
 
-Owns: one record an iteration of what it started from and what crossed the stages in it. Must not: know Megatron; the
+Owns: for each iteration its start and the numbers that crossed stages in it. Must not: know Megatron; the
 tensors in a record are opaque, named, on the host.
 """
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepRecord:
-    """What the update of iteration `iteration` needs beside this stage's gradients.
+    """The facts that the update of `iteration` needs beside this stage's gradients.
 
     `tied_gradient` is this rank's piece of the gradient that first and last stage share, where they tie embeddings.
     """
@@ -57,7 +57,7 @@ class StepLog:
 
     @property
     def gradients(self) -> Mapping[int, ReadyGradients]:
-        """What all ranks of the job share of their records, by iteration."""
+        """The part of records that all ranks of the job share, by iteration."""
         return {iteration: record.gradients for iteration, record in self._records.items()}
 
     def adopt(self, starts: Mapping[int, Mapping[str, torch.Tensor]], records: Mapping[int, StepRecord]) -> None:
@@ -76,7 +76,7 @@ class StepLog:
         self._drop(lambda _: True)
 
     def note_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
-        """Log what `iteration` starts from, in place of what was noted before."""
+        """Log the start of `iteration`, in place of an earlier one."""
         self._starts[iteration] = small_state
         if self._daemon:
             self._daemon.add_start(iteration, small_state)

@@ -4,8 +4,8 @@ Owns: which units make which checkpoint, and when a buffer is free again. Must n
 other ranks. MoC, section 5.1: modules are kept and found by name.
 
 A checkpoint of a version has each unit as it was at that iteration, or as it was last taken before, on the same line.
-What peers or disks have is kept here for as long as they need it: ranks that come back from there and ranks that do not
-must agree on the version of every unit.
+Versions on peers or disks are kept here for as long as these need them: ranks that come back from there and ranks that
+do not must agree on the version of every unit.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class UnitMemory:
         return totals
 
     def _land(self) -> None:
-        """What was in flight is kept now; what nobody needs is dropped."""
+        """Keep the snapshot that was in flight; drop versions that no place needs."""
         assert self._flight is not None
         held = [*self._kept, *self._flight.taken]
         self._flight = None
@@ -156,7 +156,7 @@ def name_of(snapshot: Snapshot) -> str:
 def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Snapshot]:
     """Return what there is in a place without cores of which the snapshot has never come there as a whole.
 
-    Who dies while it publishes a snapshot leaves some of its units: with the core of these the others would be older.
+    A rank that dies while it publishes a snapshot leaves some of its units: beside that core the others would be older.
     """
     found = {(snapshot.header.version, name_of(snapshot)) for snapshot in snapshots}
     numbers = Counter(version for version, _ in found)

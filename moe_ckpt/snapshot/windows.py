@@ -36,7 +36,7 @@ class HostMemory(Protocol):
         ...
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Take back memory, the very object that was allocated. Nobody uses it, or a view of it, any more."""
+        """Take back memory, the very object that was allocated. Neither it nor a view of it may be used any more."""
         ...
 
 
@@ -101,7 +101,7 @@ class HostBuffers:
             self._use(buffer)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer, the very object that was acquired. Nobody may read it, or a view of it, any more."""
+        """Take back a buffer, the very object that was acquired. Neither it nor a view of it may be read any more."""
         with self._lock:
             assert id(buffer) in self._in_use, "released a tensor that is not a buffer in use"
             self._free.append(self._in_use.pop(id(buffer)))
