@@ -55,6 +55,7 @@ check: dev
 	@.venv/bin/ruff format -q --check .
 	@.venv/bin/pyright --warnings > .venv/pyright.log || { cat .venv/pyright.log; exit 1; }
 	@.venv/bin/lint-imports > .venv/imports.log || { cat .venv/imports.log; exit 1; }
+	@.venv/bin/python scripts/house.py --check
 
 venv: .venv/installed
 dev: .venv/installed-dev

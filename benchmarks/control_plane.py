@@ -105,7 +105,7 @@ class SharedGroup:
 
 
 class CountedRanks:
-    """What `share_profiles` needs of `Ranks`."""
+    """The part of `Ranks` that `share_profiles` uses."""
 
     def __init__(self, rank: int, group: SharedGroup, traffic: Traffic) -> None:
         self.rank, self.size = rank, group.size

@@ -1,4 +1,4 @@
-"""What partial checkpoints cost a model: evaluation loss under four faults, lossless and lossy policies side by side.
+"""The price of partial checkpoints: evaluation loss under four faults, lossless and lossy policies side by side.
 
     python benchmarks/partial.py [--to docs] [--runs DIR] [OVERRIDES]      # model=tiny, 4 ranks, fifteen runs
 

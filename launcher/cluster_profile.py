@@ -1,6 +1,6 @@
 """This machine's constants from real runs: `python -m launcher.cluster_profile RUN... [--write FILE]`; `make profile`.
 
-Takes the medians of what the runs' events measured; what they did not measure stays as conf/cluster/local.yaml has it.
+Takes medians of the runs' events; constants that they did not measure keep the values of conf/cluster/local.yaml.
 A run with `ckpt=moevement` and a few kills measures the most (MoEvement, Appendix C: costs from real training runs).
 """
 

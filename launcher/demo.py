@@ -101,7 +101,7 @@ def _compare(alone: Path, killed: Path) -> int:
 
 
 def _costs(killed: Path) -> Table:
-    """Return a table of what each fault cost: a column per fault, seconds of the rank that it cost most."""
+    """Return a table of the price of each fault: a column per fault, seconds of the slowest rank."""
     rejoined = [[event for event in _events(killed, rank) if isinstance(event, Rejoined)] for rank in range(RANKS)]
     faults = [
         {rank: event for rank, events in enumerate(rejoined) for event in events if event.generation == generation}

@@ -74,7 +74,7 @@ def supervise_rank(settings: Settings, launch: Launch, train: Callable[[RankPlac
     place = _place(settings, launch, store)
     _start_faults(settings, place)
     page = StatusPage(place.memory / "page")
-    gc.freeze()  # what is imported is shared by all workers, and nobody looks through it for garbage
+    gc.freeze()  # workers share imported objects; the garbage collector must not visit them
     limits = SupervisorLimits(
         heartbeat_s=settings.runtime.heartbeat_s,
         progress_s=settings.runtime.progress_s,
@@ -176,7 +176,7 @@ def _ranks_per_node(settings: Settings, launch: Launch) -> int:
 
 
 def _start_daemon(settings: Settings, place: RankPlace) -> int:
-    """Return the pid of a daemon that will announce its address; until then nobody has one."""
+    """Return the pid of a daemon that will announce its address; until then it has none."""
     open_store("daemons").delete_key(str(place.launch.global_rank))
     supervisor_pid = os.getpid()
     return _start_beside(lambda: _keep(settings, place, supervisor_pid))

@@ -1,4 +1,4 @@
-"""What a process that torchrun starts is: a worker, or the supervisor of a rank whose workers it forks.
+"""The start of a process of torchrun: a worker, or the supervisor of a rank, which forks workers.
 
 Everything slow is imported here, once: a supervisor's workers share it, and a replacement is there in milliseconds.
 """
@@ -21,7 +21,7 @@ from moe_ckpt.errors import MoeCkptError
 
 def start(settings: Settings) -> int:
     """Train, or supervise a rank's workers; return the exit status. Raises MoeCkptError for errors of the user's."""
-    gc.freeze()  # what was imported stays: nobody is to look through it for garbage
+    gc.freeze()  # imported objects stay: the garbage collector must not visit them
     require_servable(settings)
     if wants_supervisor(settings):
         launch = read_launch()

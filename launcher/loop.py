@@ -125,7 +125,7 @@ class MegatronLoop:
         )
 
     def _compute_gradients(self, iteration: int) -> ReadyGradients:
-        """Return what the step needs, once everybody has it; starts over when told to."""
+        """Return the reduced gradients once all ranks have them; starts over when a state was rebuilt."""
         while True:
             self._timed(lambda: self._hooks.iteration_started(iteration))
             clear_gradients(self._state)

@@ -48,7 +48,7 @@ def join_job(launch: Launch, *, on_gpu: bool, store: dist.Store | None = None) -
 
 
 def join_elastic_job(launch: Launch) -> None:
-    """Make the world a group that outlives the loss of ranks; nobody else is in it until a generation is formed."""
+    """Make the world a group that outlives the loss of ranks; it has one rank until a generation is formed."""
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=launch.global_rank, world_size=launch.world_size)
 
 

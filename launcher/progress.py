@@ -1,4 +1,4 @@
-"""What a person sees of a run, on global rank 0: a progress bar or lines, TensorBoard scalars, and the last line."""
+"""A run's output on global rank 0: a progress bar or lines, TensorBoard scalars, and the last line."""
 
 from __future__ import annotations
 

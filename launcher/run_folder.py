@@ -74,7 +74,7 @@ class RunFolder:
 
 
 def require_lasting(run: RunConfig) -> None:
-    """Raise ConfigError where a restart by torchrun could not find the folder again: nobody would remember a new one.
+    """Raise ConfigError where a restart by torchrun could not find the folder: a new name is stored nowhere.
 
     A store that the job hosts itself is gone with the supervisor of global rank 0.
     """

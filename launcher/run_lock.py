@@ -24,7 +24,7 @@ from moe_ckpt.linux import is_alive, start_ticks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Whose a run's folder is: the agent of global rank 0, and what torchrun calls the job."""
+    """The owner of a run's folder: the agent of global rank 0, and torchrun's name of the job."""
 
     host: str
     agent_pid: int
@@ -102,7 +102,7 @@ def _opened(run: Path) -> Iterator[TextIO]:
 
 
 def _read(file: TextIO) -> Holder | None:
-    """Return who has the folder; None where nobody has, or who was about to have it was killed before it said so."""
+    """Return the owner of the folder; None without one, also if an owner was killed before it wrote its name."""
     file.seek(0)
     try:
         return Holder(**json.loads(file.read()))

@@ -21,7 +21,7 @@ _FAILED = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doing:
-    """What a worker's page says."""
+    """The contents of a worker's status page."""
 
     generation: int
     iteration: int
@@ -105,7 +105,7 @@ def _doing(worker: LiveWorker) -> Doing | None:
 
 
 def _has_ended(ranks: Sequence[RankStatus]) -> bool:
-    """Return whether nobody is left; ranks on other machines are not known to have gone."""
+    """Return whether no rank is left; ranks on other machines count as live."""
     return all(rank.state == "dead" for rank in ranks)
 
 

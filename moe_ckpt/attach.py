@@ -50,7 +50,7 @@ from moe_ckpt.types import RunIdentity
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingLoop:
-    """What a replay needs of the loop.
+    """The parts of a training loop that a replay uses.
 
     `forward_backward(iteration)` clears nothing and updates nothing: it runs Megatron's schedule over the iteration's
     batch, with `communicator` as its `p2p_communicator`. An iteration has `num_micro_batches` of `micro_batch_size`

@@ -1,4 +1,4 @@
-"""What the papers claim of partial checkpoints, held against what was measured. Pure.
+"""The papers' claims about partial checkpoints, beside measurements. Pure.
 
 Two losses are alike where they are no further apart than, in the same iteration, runs without faults that are nudged:
 the same model, seed and batches, and an epsilon of Adam's that is larger by what should not matter.
@@ -75,7 +75,7 @@ def above(run: Measured, reference: Measured) -> dict[int, float]:
 def jumps(run: Measured, reference: Measured) -> list[float]:
     """Return for each fault how far the training loss of the first new iteration is above that without faults, nats.
 
-    Both have the same batch and dropout: what differs comes of what experts have lost in this fault and before.
+    Both have the same batch and dropout: differences come from experts' losses in this fault and before.
     """
     return [run.losses[fault.back_to + 1] - reference.losses[fault.back_to + 1] for fault in run.faults]
 

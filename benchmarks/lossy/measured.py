@@ -1,4 +1,4 @@
-"""What a run folder says that partial checkpoints are judged by: losses, lost tokens, bytes of snapshots."""
+"""Measurements of partial checkpoints from a run folder: losses, lost tokens, bytes of snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page and the figure about partial checkpoints: text, tables and panels of what was measured. Pure."""
+"""The page and the figure about partial checkpoints: text, tables and panels of the measurements. Pure."""
 
 from __future__ import annotations
 

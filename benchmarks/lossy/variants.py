@@ -1,4 +1,4 @@
-"""What is run: policies with their settings, and the four faults that all but the references are put to. Pure."""
+"""The runs: policies with their settings, and the four faults of all runs but the references. Pure."""
 
 from __future__ import annotations
 

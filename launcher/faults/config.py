@@ -1,4 +1,4 @@
-"""What goes wrong on purpose, as plain values: one class for each `fault=KIND`. Key by key explained in conf/fault/.
+"""Scheduled faults as plain values: one class for each `fault=KIND`. Key by key explained in conf/fault/.
 
 Each says which states are lost inside living processes (`losses`) and which processes are killed (`kills`).
 """

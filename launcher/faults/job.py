@@ -1,4 +1,4 @@
-"""The running job as whoever injects faults sees it: who lives, who was struck already, whether it goes on."""
+"""The running job as a fault injector sees it: live ranks, killed ranks, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _STAND_STILL_S = 1.0
 
 
 class TargetJob:
-    """A run on this machine. `patience_s`: how long nobody may live before it counts as ended, at its start, too."""
+    """A run on this machine.
+
+    `patience_s`: time without a live rank after which the run counts as ended, also at its start.
+    """
 
     def __init__(self, run: Path, say: Callable[[str], None], patience_s: float, clock: Callable[[], float]) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""What happened in runs, for people: `python -m launcher.report RUN [RUN...] -o report.html`.
+"""Reports on runs: `python -m launcher.report RUN [RUN...] -o report.html`.
 
 Reads run folders and writes; never touches a run. Facts flow one way, pure but for the first and the last:
 

@@ -1,6 +1,6 @@
 """Where one rank's time went: all of it, from the run's origin to the run's end, cut into parts without a gap.
 
-Pure, in whole microseconds, so that the parts of a rank sum to the wall time exactly. What the events do not tell is
+Pure, in whole microseconds, so that the parts of a rank sum to the wall time exactly. Time that no event explains is
 not guessed: it is a part of its own. Iterations without events inside are cut all at once, the others by `walk`.
 """
 

@@ -38,7 +38,7 @@ class PerIteration:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankDigest:
-    """What a rank did until its last event, at `end_us`.
+    """A rank's time until its last event, at `end_us`.
 
     `stretches`: its recoveries and its lost work. `gained`: columns (time, computed until then, counted until then).
     `committed`: columns (time, iteration) in the order of time, thinned. `snapshots`: columns (iteration, bytes).

@@ -32,7 +32,7 @@ _START, _END, _PART, _ITERATION, _RANK = range(5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStretch:
-    """What a rank did in an episode; `note` says which iterations it replayed."""
+    """A rank's part of an episode; `note` names the iterations that it replayed."""
 
     rank: int
     part: PagePart
@@ -62,7 +62,7 @@ class Episode:
 
     @property
     def cost_us(self) -> float:
-        """What it cost a rank on average: the recovery, and what was lost to the fault."""
+        """The average price for a rank: the recovery, and the time lost to the fault."""
         return sum(self.mean_us.values())
 
 

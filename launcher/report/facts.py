@@ -1,4 +1,4 @@
-"""What a report says of a run, computed once, for all formats: totals by rank and part, recoveries, series. Pure."""
+"""The facts of a report, computed once, for all formats: totals by rank and part, recoveries, series. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Series:
-    """One number for each iteration, over all ranks: of the last time that it was committed. NaN: nobody says."""
+    """One number for each iteration, over all ranks: of the last time that it was committed. NaN: no event has it."""
 
     iteration: NDArray[np.int64]
     loss: Numbers

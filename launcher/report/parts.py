@@ -1,4 +1,4 @@
-"""What time is spent on, and the words for it."""
+"""The parts of a rank's time, and their names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class PagePart(IntEnum):
-    """What a stretch of a rank's time was spent on."""
+    """The use of a stretch of a rank's time."""
 
     COMPUTE = 0
     STALL = 1

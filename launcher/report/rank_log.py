@@ -61,7 +61,7 @@ class Noted:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankLog:
-    """What one rank wrote. `unknown`: what is of another version, counted; `problems`: what else is wrong."""
+    """One rank's events. `unknown`: the number of another version's; `problems`: other defects."""
 
     rank: int
     tables: Mapping[str, Columns]
@@ -189,7 +189,7 @@ class _Reader:
             self._unknown[f"event {name}"] += 1
 
     def _checked(self, record: Any) -> Record | None:
-        """Return what is a record and says when, and of what."""
+        """Return the entries that are records with a time and a kind."""
         if (
             isinstance(record, dict)
             and isinstance(record.get("event"), str)

@@ -16,7 +16,7 @@ _MOST_ROWS = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """What stands in a column; `means` is shown on hover."""
+    """A column's head; `means` is shown on hover."""
 
     label: str
     unit: str = ""

@@ -1,8 +1,8 @@
 """A timeline for Perfetto (Chrome's trace format): a process for each rank, a lane for each kind of work.
 
 Of a long run, iterations near recoveries are shown one by one and the others in blocks, so that the file can be opened.
-What has no times of its own in the events is shown where it was told: a mark for a fault, and with the iteration the
-bytes that its logs got. In a lane nothing overlaps: what would, begins where the one before it ends. Numbers of
+Entries without times of their own are shown at their event: a mark for a fault, and with the iteration the
+bytes of its logs. Entries of a lane do not overlap: a later one begins where the one before it ends. Numbers of
 processes and lanes begin with 1: to Perfetto, all that is 0 is one idle thread.
 """
 

@@ -50,7 +50,7 @@ class ExperimentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneralConfig:
-    """What belongs to no group in conf/simulate.yaml."""
+    """The keys of conf/simulate.yaml that belong to no group."""
 
     duration_s: float
     mtbf_s: float | None

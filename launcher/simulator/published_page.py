@@ -86,7 +86,7 @@ stored master weights ([formats.md](formats.md)), beside the bytes that the pape
 
 ## Constants
 
-What each key means stands in [conf/cluster/h200.yaml](../conf/cluster/h200.yaml).
+[conf/cluster/h200.yaml](../conf/cluster/h200.yaml) explains each key.
 
 {constants}
 """
@@ -135,7 +135,7 @@ def compare_cells(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Compared]:
 def write_page(path: Path, arguments: Sequence[str], cells: Sequence[Cell], say: Callable[[str], None] = print) -> None:
     """Simulate all rows that there are cells of, and write the page. `arguments` go to each simulation.
 
-    What the page has of own runs stays.
+    The page's part about own runs stays.
     """
     compared: list[Compared] = []
     runs = ""

@@ -1,4 +1,4 @@
-"""What a real run took, from its folder, and the simulation of the same job under the same faults. No torch."""
+"""A real run's measurements, from its folder, and the simulation of the same job under the same faults. No torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What a run took, real or simulated. `iteration_s`: an iteration on average, without what it stopped for.
+    """A run's measurements, real or simulated. `iteration_s`: an iteration on average, without stalls.
 
     `wall_s` is from the end of the first iteration, which is slow by itself, to that of the last one. `recovery_s` is
     what a fault costs on average. Bytes are those of the rank with the most.
@@ -66,7 +66,7 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRecovery:
-    """What a fault cost: seconds from the last iteration before it to the next new one, without an iteration's own.
+    """The price of a fault: seconds from the last iteration before it to the next new one, without an iteration's own.
 
     In that time `again` iterations were run a second time by all, or `replayed` by some ranks, and `resumed_s` went to
     loading from disk; `rejoined` is what the rank told that was together with the others last, `after_s` before the

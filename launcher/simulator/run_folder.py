@@ -1,4 +1,4 @@
-"""The folder of a simulated run, as a real one would have left it: for whoever reads runs."""
+"""The folder of a simulated run, in the form of a real one: for reports."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from moe_ckpt.sim.timeline import Outcome
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
-    """What came of a simulation: `first` is its first run."""
+    """The result of a simulation: `first` is its first run."""
 
     simulation: Simulation
     saving: Saving

@@ -32,7 +32,7 @@ from moe_ckpt.types import FileRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Written:
-    """What one rank has written: which item lies where, and its files, which are on the disk."""
+    """The shard that one rank has written: the place of each item, and its files, which are on the disk."""
 
     results: list[WriteResult]
     files: Sequence[FileRecord]
@@ -56,7 +56,7 @@ class PlannedWrite:
             )
 
     def write(self) -> Written:
-        """Write this rank's file, sync it and read it back. For any thread: it waits for nobody else."""
+        """Write this rank's file, sync it and read it back. For any thread: it waits for no other rank."""
         self._planner.require_wanted()
         writing = self._storage.write_data(self._planner.finish_plan(self._plan), self._planner)
         writing.wait()

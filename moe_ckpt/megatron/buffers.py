@@ -1,7 +1,7 @@
 """Module buffers under names that hold at every parallel layout: global layers and experts in place of local ones.
 
-Owns: those names, and one value a name out of what several ranks have. Megatron saves the persistent buffers itself;
-the others (the routers' counters of an iteration) are in nobody's sharded state dict. Must not: write files or talk to
+Owns: those names, and one value a name out of several ranks' values. Megatron saves the persistent buffers itself;
+the others (the routers' counters of an iteration) are in no rank's sharded state dict. Must not: write files or talk to
 other ranks.
 """
 

@@ -4,7 +4,7 @@ Owns: a router class for Megatron's `MoESubmodules.router`, which is Megatron's 
 expert recovers; and who may make up how much in an iteration. Must not: add up over ranks, or know why what was lost.
 
 A deficit is the stage's, a capacity one rank's in one micro-batch: each rank keeps to its share of the deficit in each
-micro-batch, so all together never make up more than was lost. What is not used is dealt out again next time.
+micro-batch, so all together never make up more than was lost. Unused capacity is dealt out again next time.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class BoostedRouter(TopKRouter):
 
 
 class CapacityBoost:
-    """What the experts of this rank's stage have yet to make up, and the routers that let them.
+    """The tokens that the experts of this rank's stage have yet to make up, and the routers that let them.
 
     `begin_iteration`, forward and backward, `end_iteration`; what that returns, summed over the ranks of the stage,
     goes to `make_up` before the next one begins. So the deficit is the same on all of them, int64 [layers, experts].
@@ -155,7 +155,7 @@ class CapacityBoost:
 
     @classmethod
     def find(cls, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10) -> CapacityBoost:
-        """Return the boost of this rank's model, with the layers of experts from front to back; nobody recovers yet.
+        """Return the boost of this rank's model, with the layers of experts from front to back; no expert recovers yet.
 
         `num_micro_batches` are those of a rank in an iteration. Raises ConfigError where Megatron's experts have a
         capacity that cannot be raised.
@@ -188,7 +188,7 @@ class CapacityBoost:
         return self._deficit
 
     def recover(self, deficit: IntArray) -> None:
-        """Make up for these tokens, in place of what was left, from the next `begin_iteration` on."""
+        """Make up for these tokens, in place of the tokens that were left, from the next `begin_iteration` on."""
         if not self.is_capacity_limited:
             return
         assert deficit.shape == self._deficit.shape, (deficit.shape, self._deficit.shape)
@@ -211,7 +211,7 @@ class CapacityBoost:
         return extra
 
     def make_up(self, extra: IntArray) -> None:
-        """Take what all ranks of the stage have made up, the sum of what `end_iteration` returned, off the deficit."""
+        """Subtract the tokens that all ranks of the stage have made up, the sum of `end_iteration`'s results."""
         self._deficit = made_up(self._deficit, extra)
 
     def boosted(self, iteration: int) -> CapacityBoosted | None:
@@ -265,7 +265,7 @@ def _check_can_be_boosted(config: Any) -> None:
 def _shares_of_rank(deficit: IntArray, num_micro_batches: int) -> IntArray:
     """Return what this rank may make up in each micro-batch, int64 [micro-batches, experts].
 
-    What is over goes to the first micro-batch of the first ranks of the stage, then to the second.
+    The remainder goes to the first micro-batch of the first ranks of the stage, then to the second.
     """
     rank_in_stage, num_ranks = dist.get_rank(stage_group()), dist.get_world_size(stage_group())
     shares = [

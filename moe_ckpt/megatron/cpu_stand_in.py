@@ -56,7 +56,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Stream:
-    """What every stream and event is on a CPU: work is done when the call returns, so waiting is nothing."""
+    """The stand-in of streams and events on a CPU: work is done when a call returns, so waits end at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

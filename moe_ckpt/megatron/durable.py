@@ -5,8 +5,8 @@ anything as committed.
 
 Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in this process: Megatron's own
 writer forks processes, which costs seconds on a CPU, and waits for ever for one that is killed. PyTorch's tells all
-ranks of a failure on any. An asynchronous save copies the state to host memory; a thread that talks to nobody writes it
-and checks it while training goes on.
+ranks of a failure on any. An asynchronous save copies the state to host memory; a thread without
+collectives writes and checks it while training goes on.
 """
 
 from __future__ import annotations

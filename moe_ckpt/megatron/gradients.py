@@ -1,4 +1,4 @@
-"""What torch's Adam makes of gradients, as numbers that somebody else can take the same step with.
+"""A step of torch's Adam as numbers with which another process can take the same step.
 
 Owns: the numbers of the step that is about to be taken, and the gradients that it was taken with. Must not: take it.
 Megatron moves learning rate and weight decay on right after a step; clipped gradients stay until the next iteration.
@@ -27,7 +27,7 @@ class AdamSteps:
         self._optimizers = [torch_optimizer(optimizer) for optimizer in state.inner_optimizers]
         self._iteration: int | None = None
         self._numbers: list[list[Mapping[str, Any]]] = []  # by optimizer, by group
-        self._known: Mapping[int, AdamStep] | None = None  # of that iteration, once somebody has asked
+        self._known: Mapping[int, AdamStep] | None = None  # of that iteration, once requested
 
     def note(self, iteration: int, *, overflow: bool) -> None:
         """The step of `iteration` is about to be taken, or left out."""

@@ -1,4 +1,4 @@
-"""What Megatron does with all ranks while a model is built, for one that each rank has built by itself.
+"""The collective part of Megatron's model building, for a model that each rank has built by itself.
 
 Owns: making the initial weights those that building together gives. Collective.
 """

@@ -272,7 +272,7 @@ class RankOperators:
         _make_whole(loaded, full)
 
     def digests(self) -> dict[str, str]:
-        """Return an XXH3 hash, in hex, of what this rank holds of each operator: weights, optimizer state, buffers."""
+        """Return an XXH3 hash, in hex, of this rank's pieces of each operator: weights, optimizer state, buffers."""
         hashes: dict[str, Any] = {}
         for owned in self.parameters:
             _hash_into(hashes, owned.operator, [owned.forward_values(), *owned.optimizer_state().values()])
@@ -285,8 +285,8 @@ class RankOperators:
 
         The embedding always computes its own, so that every rank runs backward through all its layers: exchanges of
         tokens in there are collective. Grouped experts skip theirs only all together. Where gradients are reduced while
-        backward runs nobody skips: Megatron waits for all of them. The optimizer skips all frozen ones in any case: see
-        `drop_frozen_gradients`.
+        backward passes are never skipped: Megatron waits for all of them. The optimizer skips all frozen ones in any
+        case: see `drop_frozen_gradients`.
         """
         self._frozen = frozenset(frozen)
         overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)

@@ -1,4 +1,4 @@
-"""What crosses pipeline stages, seen through Megatron's own seam: a `P2PCommunicator` handed to its schedules.
+"""Transfers between pipeline stages, seen through Megatron's seam: a `P2PCommunicator` that its schedules take.
 
 Owns: counting and logging what this rank sends, telling when it waits for what it receives, and, in a replay, giving
 the schedule what the neighbours once sent in place of receiving it. The schedules call `_communicate` for every
@@ -22,7 +22,7 @@ from moe_ckpt.snapshot.bubbles import PipelineBubbles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """What a rank has sent to its neighbour stages, and spent on logging it, since its communicator was made."""
+    """Bytes that a rank has sent to its neighbour stages, and seconds of logging, since the communicator was made."""
 
     activation_bytes: int
     gradient_bytes: int
@@ -48,7 +48,7 @@ class StageCommunicator(P2PCommunicator):
 
     @property
     def observed(self) -> Observed:
-        """What has been seen so far."""
+        """The transfers so far."""
         return Observed(
             activation_bytes=self._activation_bytes,
             gradient_bytes=self._gradient_bytes,
@@ -56,7 +56,7 @@ class StageCommunicator(P2PCommunicator):
         )
 
     def tensor_bytes(self, num_tokens: int) -> int:
-        """Return the size of what crosses a stage boundary for a micro-batch of so many tokens."""
+        """Return the bytes that cross a stage boundary for a micro-batch of so many tokens."""
         config: Any = self.config
         num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return num_tokens // num_shards * config.hidden_size * config.pipeline_dtype.itemsize

@@ -24,7 +24,7 @@ E4M3 = torch.float8_e4m3fn
 MASTER_PARAM = "master_param"
 _STATES = (MASTER_PARAM, "exp_avg", "exp_avg_sq")
 _LARGEST = {E4M3: 448.0, torch.float16: torch.finfo(torch.float16).max / 2}
-"""What a scaled tensor's largest element becomes."""
+"""The largest element of a scaled tensor."""
 
 
 def encode(values: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor) -> None:

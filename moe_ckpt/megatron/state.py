@@ -33,7 +33,10 @@ _SHARDING_METADATA: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What a training loop built with Megatron-Core: `model` holds this rank's chunks, wrapped for data parallelism."""
+    """The objects that a training loop built with Megatron-Core
+
+    `model` holds this rank's chunks, wrapped for data parallelism.
+    """
 
     model: list[torch.nn.Module]
     optimizer: MegatronOptimizer
@@ -189,7 +192,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
 
 
 def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Return copies, on the host, of what an iteration starts from beside parameters, moments and buffers.
+    """Return copies, on the host, of an iteration's start, beside parameters, moments and buffers.
 
     These are the states of all generators, the loss scalers, and the position in the learning-rate schedule.
     """

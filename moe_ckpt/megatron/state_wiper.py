@@ -1,7 +1,7 @@
 """Loses a rank's training state on purpose, as if the process had been replaced (`fault=state_loss`).
 
 Owns: overwriting everything that is trained or counted with values that training never has, at a chosen moment of an
-iteration. What lives in the host-memory store stays: a supervisor keeps it for a worker that dies.
+iteration. Snapshots in host memory stay: they outlive a worker.
 """
 
 from __future__ import annotations

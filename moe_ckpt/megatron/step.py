@@ -37,7 +37,7 @@ def finish_gradients(state: TrainingState) -> ReadyGradients:
 
 
 def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Clip by the given norm and update what this rank owns, unless the gradients overflowed. Talks to nobody."""
+    """Clip by the given norm and update this rank's shard, unless the gradients overflowed. Without communication."""
     if gradients.overflow:
         return
     assert gradients.total_norm is not None

@@ -1,4 +1,4 @@
-"""What FP8 layers keep from one iteration to the next: the scales and histories of delayed scaling.
+"""The state of FP8 layers between iterations: the scales and histories of delayed scaling.
 
 Owns: where they are (`fp8_meta` of each module), that they are there before the first forward pass, and what a pass
 that was cut off leaves of them. The CPU reference (`fp8_linear.DelayedScaling`) keeps its own in the same places; the

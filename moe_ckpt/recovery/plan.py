@@ -1,4 +1,4 @@
-"""The plan of a recovery: which stages roll back to which window, and which ranks fetch. Pure. MoEvement, section 3.4 and Appendix A.
+"""The plan of a recovery: stages, their windows, and ranks that fetch. Pure. MoEvement, section 3.4 and Appendix A.
 
 inventories -> the fewest stages that logs lead to the target, else the whole model -> who fetches from whom
 """

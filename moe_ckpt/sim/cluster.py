@@ -156,7 +156,7 @@ class _Run:
         reached = generation.start + moment.iterations
         if generation.has_kept_any(moment):
             self._unreplicated = _NOBODY
-        if moment.ready and self._saving.recovery is Recovery.LOCAL:  # everybody has said so: who lives takes the step
+        if moment.ready and self._saving.recovery is Recovery.LOCAL:  # all ranks are prepared: live ranks take the step
             rest_s = generation.iteration_s(moment.iterations + 1) - moment.into_s
             moment = Moment(iterations=moment.iterations + 1, into_s=0.0, ready=False)
             fault, reached = replace(fault, at_s=fault.at_s + rest_s), reached + 1

@@ -21,7 +21,7 @@ GRADIENT_BYTES = 4  # reduced in FP32
 
 @dataclass(frozen=True, kw_only=True)
 class TimingConfig:
-    """What is known of an iteration beside its parts. See conf/simulate.yaml."""
+    """The timing of an iteration beside its parts. See conf/simulate.yaml."""
 
     iteration_s: float | None
     interleave: int
@@ -137,7 +137,7 @@ class CopyRates:
 def stall_s(*, copy_s: float, iteration_s: float, interference: float) -> float:
     """Return what a snapshot adds to the iteration that it is copied in: it has to be done before the next update.
 
-    A share `interference` of the time in which both run, and all of what is left then: of 5 s of copying in an
+    A share `interference` of the time in which both run, and all of the remaining time: of 5 s of copying in an
     iteration of 2 s, at 0.1, 3.2 s (MoC, equation 10, for interference 0).
     """
     return max(0.0, copy_s - iteration_s) + interference * min(copy_s, iteration_s)

@@ -1,6 +1,6 @@
 """A simulated run as the events that a real one would have logged, rank by rank. Its clock begins at 0.
 
-What a simulation does not know is not a number (losses), or names it ("simulated").
+Values that a simulation does not have are NaN (losses), or the word "simulated".
 """
 
 from __future__ import annotations

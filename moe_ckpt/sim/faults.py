@@ -11,7 +11,7 @@ from moe_ckpt.sim.costs import Costs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What is lost at one moment: workers of `ranks`, with `lost_memory` all that their nodes had in host memory."""
+    """The losses of one moment: workers of `ranks`, with `lost_memory` the host memory of their nodes as well."""
 
     at_s: float
     ranks: tuple[int, ...]

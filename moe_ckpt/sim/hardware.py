@@ -1,4 +1,4 @@
-"""What a cluster can do and what its failures cost: the constants of a simulation. Values and checks only.
+"""A cluster's rates and the prices of its failures: the constants of a simulation. Values and checks only.
 
 Everything that a simulation takes for granted about machines is one of these numbers, one set a cluster: see
 conf/cluster/. Collectives are affine in the bytes: alpha + beta m (MoEvement, Appendix C).
@@ -83,7 +83,7 @@ class ClusterConfig:
 
     @property
     def peer_bytes_per_s(self) -> float:
-        """What a rank's share of its node's network is."""
+        """A rank's share of its node's network."""
         return self.network_bytes_per_s / self.gpus_per_node
 
     def collective_s(self, num_bytes: float, group_size: int, *, within_node: bool) -> float:

@@ -140,7 +140,7 @@ class Job:
 
     @cached_property
     def profiles(self) -> list[StageProfile]:
-        """What a policy wants to know of each stage."""
+        """The profile of each stage, as a policy takes it."""
         return [self._profile(stage) for stage in range(self.layout.pp)]
 
     def _profile(self, stage: int) -> StageProfile:

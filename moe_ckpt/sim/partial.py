@@ -1,4 +1,4 @@
-"""What partial snapshots of a simulated run hold: the real policy's choices, from one recovery to the next.
+"""The contents of a simulated run's partial snapshots: the real policy's choices, between recoveries.
 
 Owns: asking a policy until every expert has had its turn, and how old experts are. Must not: know faults or costs.
 The stage whose ranks copy most stands for all.
@@ -27,7 +27,7 @@ Policy = PartialExperts | PopularExperts
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Account:
-    """What a run has `lost` to all faults, tokens by MoE layer of the job, and what its policy knows of that."""
+    """The tokens that a run has `lost` to all faults, by MoE layer of the job, and its policy's facts of them."""
 
     lost: IntArray
     facts: tuple[float, ...]
@@ -35,7 +35,7 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lost:
-    """What a recovery has lost: tokens of each stage's experts, int64 [its MoE layers, experts]; shares of all."""
+    """The losses of a recovery: tokens of each stage's experts, int64 [its MoE layers, experts]; shares of all."""
 
     by_stage: Sequence[IntArray]
     plt: float
@@ -54,7 +54,7 @@ class Line:
     def versions(self, iteration: int, where: Where) -> IntArray:
         """Return of which iteration each expert is in a checkpoint, by where it comes from, int64 [layers, experts].
 
-        What is not found in a whole round is taken to be as old as that.
+        Experts that a whole round does not have count as old as the round.
         """
         offset = iteration - self.start
         first = max(0, offset - self.rhythm.period)
@@ -121,7 +121,7 @@ class Partial:
 
     @cached_property
     def _asked(self) -> Policy:
-        """Who says what a recovery changes: what it was told before does not matter then."""
+        """The policy decides what a recovery changes: its earlier facts have no effect then."""
         return self.make()
 
     def _line(self, facts: tuple[float, ...], *, number: int, start: int, lost: IntArray) -> Line:
@@ -133,7 +133,7 @@ class Partial:
 
 
 class PartialCosts(Protocol):
-    """What a snapshot of some experts costs."""
+    """The price of a snapshot of some experts."""
 
     iteration_s: float
 

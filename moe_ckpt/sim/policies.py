@@ -1,4 +1,4 @@
-"""What each policy costs a simulated job: it is asked itself (moe_ckpt.policies), only costs are the simulator's.
+"""The price of each policy in a simulated job: decisions are those of moe_ckpt.policies, costs the simulator's.
 
 A policy is one entry in POLICIES. Must not: know faults.
 """
@@ -225,7 +225,7 @@ POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
 
 
 class _Link:
-    """What snapshots are copied through: each rank has its own, or all ranks of the job share one."""
+    """A link for snapshots: each rank has its own, or all ranks of the job share one."""
 
     def __init__(self, setup: Setup, bytes_per_s: float) -> None:
         self._setup = setup
@@ -265,7 +265,7 @@ def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
 
 
 class _PartialCosts:
-    """What partial snapshots cost: implements `PartialCosts`."""
+    """The price of partial snapshots: implements `PartialCosts`."""
 
     def __init__(self, config: MocConfig | MoetionConfig, setup: Setup) -> None:
         cluster = setup.cluster

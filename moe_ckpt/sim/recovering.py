@@ -1,4 +1,4 @@
-"""What a fault costs: who has what left, the plan that the real run would make of it, and its seconds. Pure.
+"""The price of a fault: the surviving sources, the plan that a real run would make of them, its seconds. Pure.
 
 Ranks of a stage that have the same are told of once: a plan depends on what ranks have, not on how many have it.
 """
@@ -20,7 +20,7 @@ from moe_ckpt.sim.saving import Recovery, Saving, Setup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """What is gone: `dead` workers, of which the `bare` ones have no host memory left, either.
+    """The losses: `dead` workers, of which the `bare` ones have lost their host memory as well.
 
     The memories of `unreplicated` ranks hold no copies for others; `rolling` stages were on their way back already.
     """

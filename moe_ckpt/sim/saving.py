@@ -1,4 +1,4 @@
-"""What a policy costs a simulated job: its snapshots, what they take, how one goes on after a fault. Values only."""
+"""A policy in a simulated job: its snapshots, their prices, its rollback after a fault. Values only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_ckpt.sim.snapshot_pattern import Rhythm
 
 
 class Recovery(Enum):
-    """Who goes back after a fault, and how."""
+    """The ranks that go back after a fault, and their path."""
 
     RESTART = "all processes start again and load what is on disk"
     ROLLBACK = "all ranks go back to the newest snapshot in host memory"
@@ -24,7 +24,7 @@ class Recovery(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """What MoEvement does to replay less (its Figure 13)."""
+    """MoEvement's means to replay less (its Figure 13)."""
 
     skip_frozen: bool = True
     order_by_popularity: bool = True
@@ -62,7 +62,7 @@ class Durable:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Saving:
-    """What a policy saves and what that costs.
+    """A policy's saves and their price.
 
     `at_start`, `later`: what it does in the first generation, and in those that have measured. `kept_bytes_per_s`:
     how fast a snapshot gets to all the places where it is kept, `disk_s` until one that goes to disk is there.

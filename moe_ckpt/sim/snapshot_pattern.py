@@ -1,4 +1,4 @@
-"""What a policy saves when, from the start of a generation on: some snapshots at first, then the same again and again.
+"""A policy's snapshots from the start of a generation on: some at first, then a repeating pattern.
 
 A policy is asked, iteration by iteration, until it repeats itself; from there on any number of iterations is counted at
 once. Offsets are iterations since the generation started: the snapshot at offset 3 is of the state after 3 of them, and
@@ -121,7 +121,7 @@ def listen(
     disk_every: bool,
     is_settled: bool,
 ) -> Rhythm:
-    """Ask a fresh policy until it repeats itself. `describe` gives bytes and stall of what it wants.
+    """Query a fresh policy until it repeats itself. `describe` gives bytes and stall of each request.
 
     It repeats itself from the first window on that it chose (`is_settled`: that is there from the start) to the next
     one; with `disk_every`, from one that goes to disk to the next such one.

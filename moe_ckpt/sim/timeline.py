@@ -1,4 +1,4 @@
-"""What happened in a simulated run, and where its time went."""
+"""The events of a simulated run, and its time by part."""
 
 from __future__ import annotations
 

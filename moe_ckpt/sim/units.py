@@ -1,7 +1,7 @@
 """Where all ranks go back to after a fault under partial checkpoints, by the real run's plan, and what that loses.
 
-Who has lost its memory has its units from peers' memories or from disk; only these are as old as they are there. Ranks
-that have the same are told of once, and so are experts: the plan settles the core, from whose place the others follow.
+Ranks that lost their memory take units from peers' memory or from disk, as old as these are there. Ranks with equal
+sources are listed once, and so are experts: the plan chooses the core, and its place decides the others.
 """
 
 from __future__ import annotations
