@@ -79,3 +79,18 @@ def test_the_engine_reaches_other_ranks_through_the_seam_alone() -> None:
     ]
     found = {path for path in files if imports(path.read_text(), r"\btorch\.distributed|\btorch import.*\bdistributed")}
     assert {str(path.relative_to(ROOT)) for path in found} == USE_TORCH_DISTRIBUTED
+
+
+def test_documents_name_files_that_exist() -> None:
+    """Links, and names of files in backticks; the latter may leave out moe_ckpt/ and tests/launcher/."""
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    missing = [f"{page.relative_to(ROOT)}: {name}" for page in pages for name in named_files(page.read_text(), page)]
+    assert missing == []
+
+
+def named_files(text: str, page: Path) -> list[str]:
+    """Return the files that a page names and that do not exist; outputs of runs are not files of the repository."""
+    links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (page.parent / link).exists()]
+    named = set(re.findall(r"`([\w./]+/[\w.]+\.(?:py|md|sh|yaml|toml|csv))(?:::\w+)?`", text))
+    homes = (ROOT, ROOT / "moe_ckpt", ROOT / "tests", ROOT / "tests" / "launcher")
+    return links + [n for n in sorted(named) if "NAME" not in n and not any((home / n).exists() for home in homes)]
