@@ -218,3 +218,13 @@ def run_and_exit(main: Callable[[], int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def start_beside(main: Callable[[], int]) -> int:
+    """Start a process that lives as long as this supervisor, at most; return its pid."""
+    supervisor_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(signal.SIGKILL, parent=supervisor_pid)
+        run_and_exit(main)
+    return pid
