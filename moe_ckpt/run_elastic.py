@@ -15,10 +15,12 @@ Owns: where each process of a rank finds the others. Must not: know Hydra, a lau
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Union
 
@@ -41,6 +43,7 @@ from moe_ckpt.elastic.supervisor import Supervisor, SupervisorLimits, start_besi
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import ElasticJob, TrainingRun
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.daemon import DaemonSettings, run_daemon
@@ -148,6 +151,29 @@ class Worker:
             memory=self.place.memory,
             life=self.life,
         )
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold this rank until the first rank of the job, then the first of its node, have been here, in any life.
+
+        Raises ConfigError, naming runtime.join_s, where that takes longer.
+        """
+        launch, store = self.launch, open_store("turns")
+        first = launch.global_rank - launch.local_rank
+        before = f"{first}" if launch.local_rank else "0" if first else None
+        if before is not None:
+            self.page.wait(True)
+            join_s = self._config.runtime.join_s
+            try:
+                store.wait([before], timedelta(seconds=join_s))
+            except dist.DistStoreError as error:
+                wanted = f"rank {before} to have built its data sets by then"
+                raise ConfigError(f"runtime.join_s: got {join_s:g} seconds, wanted {wanted}") from error
+            finally:
+                self.page.wait(False)
+        yield
+        if not launch.local_rank:
+            store.set(f"{first}", "built")
 
     def run(
         self,
