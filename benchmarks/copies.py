@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launcher.network import interface_addresses
+from moe_ckpt.elastic.network import interface_addresses
 from moe_ckpt.replication.copy_server import CopyServer
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.sender import Replicator

@@ -27,7 +27,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launcher.live import read_live  # noqa: E402
+from moe_ckpt.elastic.live_workers import read_live  # noqa: E402
 from moe_ckpt.events import Event, IterationCommitted, ModelBuilt, Rejoined, TrainerStarted, read_events  # noqa: E402
 
 RANKS = 4

@@ -14,10 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launcher.config import compose_settings
-from launcher.elastic import RankPlace, supervise_rank
+from launcher.entry import elastic_config
 from launcher.run import run_supervised
-from launcher.torchrun import read_launch
+from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.ports import TrainingHooks
+from moe_ckpt.run_elastic import Worker, run_elastic
 from moe_ckpt.types import ReadyGradients
 
 
@@ -47,11 +48,11 @@ def _without(hooks: TrainingHooks) -> TrainingHooks:  # noqa: ARG001
 def main() -> int:
     settings = compose_settings(sys.argv[1:])
 
-    def train(place: RankPlace, life: int) -> int:
-        run_supervised(settings, place, life, around_hooks=_without)
+    def train(worker: Worker) -> int:
+        run_supervised(settings, worker, around_hooks=_without)
         return 0
 
-    return supervise_rank(settings, read_launch(), train)
+    return run_elastic(elastic_config(settings), read_launch(), train)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from launcher.report.facts import gather
 from launcher.report.markdown import to_markdown
 from launcher.report.read import read_runs
 from launcher.report.summary import headline
-from moe_ckpt.config import require
+from moe_ckpt.config import require, wants_supervisor
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import Kill
 
@@ -85,7 +85,7 @@ def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
 def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
     settings = compose_settings(overrides)
     _require_kills(settings)
-    if _wants_supervisor(settings):
+    if wants_supervisor(settings.ckpt, settings.runtime):
         return Variant(name=name, overrides=tuple(overrides), kills=())
     kills = settings.fault.kills(world_size)
     for kill in kills:
@@ -98,12 +98,6 @@ def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
 def _require_kills(settings: Settings) -> None:
     wanted = "at, poisson, trace or none: kills, which every policy can be put to"
     require(not settings.fault.losses, "fault.kind", settings.fault.kind, wanted)
-
-
-def _wants_supervisor(settings: Settings) -> bool:
-    from launcher.elastic import wants_supervisor  # noqa: PLC0415 - seconds of imports: not for a mistyped word
-
-    return wants_supervisor(settings)
 
 
 def _folder(wanted: Path | None) -> Path:

@@ -21,7 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
-from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, RuntimeConfig, require, require_at_least, require_choice
+from moe_ckpt.config import (
+    CKPT_CONFIGS,
+    CkptConfig,
+    RunFolderConfig,
+    RuntimeConfig,
+    require,
+    require_at_least,
+    require_choice,
+)
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
@@ -268,6 +276,11 @@ class Settings:
     fault: FaultConfig
     run: RunConfig
     composed_yaml: str
+
+    @property
+    def folder(self) -> RunFolderConfig:
+        """The run folder, as plain values."""
+        return RunFolderConfig(dir=self.run.dir, name=self.run.name, configuration=self.composed_yaml)
 
 
 def compose_settings(arguments: Sequence[str]) -> Settings:

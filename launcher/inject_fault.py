@@ -16,8 +16,8 @@ from typing import NoReturn
 from launcher.faults.carry_out import carry_out
 from launcher.faults.config import read_trace
 from launcher.faults.job import LOOK_EVERY_S
-from launcher.live import LATEST, LiveWorker, is_running, read_live, read_world_size, read_written
 from moe_ckpt.config import require
+from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, is_running, read_live, read_world_size, read_written
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import (
     KILL_PHASES,

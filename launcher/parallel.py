@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from launcher.job_store import agent_store
-from launcher.torchrun import Launch
-from moe_ckpt.config import require
-from moe_ckpt.elastic.process_groups import BACKEND
+from moe_ckpt.elastic.job_store import agent_store
+from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.types import ParallelLayout
 
@@ -27,12 +25,6 @@ def choose_device(launch: Launch, *, deterministic: bool) -> bool:
     return True
 
 
-def require_forkable() -> None:
-    """Raise ConfigError where an import has started CUDA: workers that a supervisor forks could not use it."""
-    wanted = "false: an import has started CUDA, which a forked worker cannot use (Transformer Engine does that where "
-    require(not torch.cuda.is_initialized(), "runtime.guard", True, f"{wanted}flash-attn is installed: uninstall it)")
-
-
 def join_job(launch: Launch, *, on_gpu: bool, store: dist.Store | None = None) -> None:
     """Form the world: NCCL on GPUs, gloo elsewhere.
 
@@ -45,11 +37,6 @@ def join_job(launch: Launch, *, on_gpu: bool, store: dist.Store | None = None) -
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()), **world)
     else:
         dist.init_process_group("gloo", **world)
-
-
-def join_elastic_job(launch: Launch) -> None:
-    """Make the world a group that outlives the loss of ranks; it has one rank until a generation is formed."""
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=launch.global_rank, world_size=launch.world_size)
 
 
 def _make_deterministic() -> None:

@@ -19,37 +19,32 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import AUTO, Settings, TrainConfig
 from launcher.data import Batches, TokenSource, open_source
-from launcher.elastic import RankPlace, open_elastic, open_groups, open_membership, open_transport
 from launcher.layout import check_fit, check_supervised, fit_layout
-from launcher.live import remove_live, write_live
 from launcher.loop import MegatronLoop, StageRunner
 from launcher.model import build_training
 from launcher.parallel import (
     choose_device,
     form_groups,
-    join_elastic_job,
     join_job,
     leave_job,
 )
 from launcher.parameters import padded_vocab_size
-from launcher.run_folder import RunFolder, find_run_folder, open_run_folder
-from launcher.torchrun import Launch, read_launch
 from launcher.training import Log, TrainingJob
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.config import MoetionConfig, require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.elastic.heartbeat import start_heartbeat
-from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.torchrun import Launch, read_launch
 from moe_ckpt.engine.session import Session
-from moe_ckpt.engine.worker_loop import ElasticJob
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
 from moe_ckpt.megatron.capacity_boost import BoostedRouter
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.ports import TrainingHooks
+from moe_ckpt.run_elastic import Worker, open_backend
+from moe_ckpt.run_folder import RunFolder, find_run_folder, open_run_folder
 from moe_ckpt.types import ParallelLayout, RunIdentity
 
 _NEVER = "never"
@@ -71,7 +66,7 @@ def run(
     layout = _fit(settings, launch)
     on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
     join_job(launch, on_gpu=on_gpu, store=store)
-    folder = open_run_folder(settings, launch)
+    folder = open_run_folder(settings.folder, launch)
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)
     state, runner, session = _build(settings, layout, folder, log, None)
@@ -90,8 +85,7 @@ def run(
 
 def run_supervised(
     settings: Settings,
-    place: RankPlace,
-    life: int,
+    worker: Worker,
     *,
     around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
 ) -> dict[str, Any]:
@@ -99,36 +93,23 @@ def run_supervised(
 
     The model is built before the others are met: those that live do not wait for what they have no part in.
     """
-    started_s, launch = time.monotonic(), place.launch
-    page = StatusPage(place.memory / "page")
-    start_heartbeat(page)
+    started_s, launch = time.monotonic(), worker.launch
     layout = _fit(settings, launch)
     check_supervised(layout, settings.model, settings.train)
     on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
-    groups = open_groups(settings, page, open_transport(on_gpu=on_gpu))
-    membership = open_membership(settings, place, life, page, groups)
-    elastic = open_elastic(settings, layout, place, membership)
-    join_elastic_job(launch)
-    folder = find_run_folder(settings, launch, place.memory)
-    write_live(
-        folder.path,
-        global_rank=launch.global_rank,
-        node=place.node,
-        supervisor_pid=os.getppid(),
-        memory=place.memory,
-        life=life,
-    )
+    worker.join_world(open_backend(on_gpu=on_gpu))
+    folder = find_run_folder(settings.folder, launch, worker.place.memory, settings.runtime.join_s)
+    worker.announce(folder.path)
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)
-    state, runner, session = _build(settings, layout, folder, log, elastic)
+    state, runner, session = _build(settings, layout, folder, log, worker.context(layout))
     log.events.append(ModelBuilt(seconds=time.monotonic() - started_s))
     loop = MegatronLoop(runner, around_hooks(session))
     training = TrainingJob(loop, settings, folder, log, is_supervised=True)
-    job = ElasticJob(membership, session, training, log.events)
 
     def start() -> int:
         synchronize_fresh(state)
-        is_first = launch.attempt == 0 and page.generation == 1
+        is_first = launch.attempt == 0 and worker.page.generation == 1
         return _resume(session, settings, folder, is_first=is_first)
 
     def report(faults: int) -> dict[str, Any]:
@@ -137,11 +118,11 @@ def run_supervised(
             folder.write_result(result)
         return result
 
-    result = job.run(start, report)
+    result = worker.run(session, training, log.events, start=start, finish=report)
     training.close()
     session.finish()
     _say_done(result, log)
-    remove_live(folder.path, launch.global_rank)
+    worker.retire(folder.path)
     return result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launcher.live import LATEST, LiveWorker, read_world_size, read_written
+from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, read_world_size, read_written
 
 _FAILED = 1
 

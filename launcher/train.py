@@ -21,7 +21,7 @@ if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
 from launcher.config import GROUPS, compose_settings, show_with_hydra
-from launcher.torchrun import is_launched, read_launch
+from moe_ckpt.elastic.torchrun import is_launched, read_launch
 from moe_ckpt.errors import MoeCkptError
 
 _FAILED = 1
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")  # every rank: what a CPU lacks
     try:
         settings = compose_settings(arguments)
-        read_launch()
+        read_launch("launcher/train.py")
         from launcher.entry import start  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
 
         return start(settings)
@@ -52,7 +52,7 @@ def _report(message: str) -> None:
     if not is_launched():
         print(f"error: {message}", file=sys.stderr)
         return
-    from launcher.job_store import say_once  # noqa: PLC0415
+    from moe_ckpt.elastic.job_store import say_once  # noqa: PLC0415
 
     say_once(message)
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from launcher.config import Settings
 from launcher.loop import MegatronLoop
 from launcher.progress import Display, Scalars, open_display
-from launcher.run_folder import RunFolder
 from moe_ckpt.errors import RolledBackError
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted, StateDigest
+from moe_ckpt.run_folder import RunFolder
 
 _NEVER = -1
 

@@ -395,6 +395,18 @@ class RuntimeConfig:
         require(self.grace_s < self.heartbeat_s, "runtime.grace_s", self.grace_s, wanted)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolderConfig:
+    """The folder that a run asks for. `dir` is None: a new one, outputs/DATE/TIME-`name`.
+
+    `configuration` is the text of config.yaml.
+    """
+
+    dir: str | None
+    name: str
+    configuration: str
+
+
 CkptConfig = NoneConfig | DenseConfig | InMemoryConfig
 CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
     "none": NoneConfig,
@@ -406,3 +418,8 @@ CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
     "moetion": MoetionConfig,
     "flowcheck": FlowcheckConfig,
 }
+
+
+def wants_supervisor(ckpt: CkptConfig, runtime: RuntimeConfig) -> bool:
+    """Return whether ranks are supervised: by default where the policy recovers a lost rank from memory."""
+    return isinstance(ckpt, InMemoryConfig) if runtime.guard == "auto" else bool(runtime.guard)

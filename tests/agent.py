@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from launcher.config import Settings
 from launcher.entry import start
-from launcher.job_store import say_once
 from moe_ckpt.agent import die_with_parent
+from moe_ckpt.elastic.job_store import say_once
 from moe_ckpt.errors import MoeCkptError
 
 _ENDING_S = 5.0

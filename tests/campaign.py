@@ -317,10 +317,10 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
             copies._elastic.daemon.copy([]).result()  # peers have done what they were asked for
         obey(due)
 
-    def obey_and_train(settings: Any, place: Any, life: int) -> Any:
+    def obey_and_train(settings: Any, worker: Any) -> Any:
         building = [order for order in orders if order.point.phase is Phase.BUILD]
-        obey([order for order in building if (order.point.rank, order.life) == (_own_rank(), life)])
-        return train(settings, place, life)
+        obey([order for order in building if (order.point.rank, order.life) == (_own_rank(), worker.life)])
+        return train(settings, worker)
 
     StatusPage.enter = enter_and_obey  # type: ignore[method-assign]
     Session._vote = obey_and_vote  # type: ignore[method-assign]

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from launcher.config import compose_settings
 from launcher.faults.strike import nobody_replaced, strike_node
-from launcher.live import LiveWorker, read_written
 from launcher.proc import stands_still
+from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.types import Phase
 from tests.agent import run_agent, supervisor_log

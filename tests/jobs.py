@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from launcher.live import remove_live, write_live
+from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.status_page import Phase, StatusPage
 from tests.ranks import _CONTEXT
 from tests.waits import START_S, WAIT_S

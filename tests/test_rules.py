@@ -30,6 +30,7 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     "moe_ckpt/elastic/generations.py",
     "moe_ckpt/elastic/rendezvous_store.py",
     "moe_ckpt/elastic/backends.py",
+    "moe_ckpt/elastic/job_store.py",
 }
 IMPORT = re.compile(r"^\s*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|[^\n]*)", re.MULTILINE)
 TEST = re.compile(r"^\s*(?:async )?def (test_\w+)", re.MULTILINE)

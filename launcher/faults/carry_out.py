@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.faults.job import LOOK_EVERY_S, TargetJob
 from launcher.faults.tasks import NodeAtPoint, Orders, StrikeAtTime, Task
-from launcher.live import read_world_size
+from moe_ckpt.elastic.live_workers import read_world_size
 from moe_ckpt.faults.schedule import Kill, plan_strikes, victims
 
 _log = logging.getLogger(__name__)

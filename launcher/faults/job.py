@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.faults.strike import describe, nobody_replaced, strike_node, strike_processes
-from launcher.live import LiveWorker, is_running, read_written
+from moe_ckpt.elastic.live_workers import LiveWorker, is_running, read_written
 from moe_ckpt.faults.schedule import Strike
 
 LOOK_EVERY_S = 0.02

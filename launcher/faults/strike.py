@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from launcher.faults.log import InjectedFault, append_faults
-from launcher.live import LiveWorker, read_written
 from launcher.proc import stands_still
+from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 
 _HOST_MEMORY = ("own", "held")
 _LOOK_AGAIN_S = 0.001

@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.faults.job import LOOK_EVERY_S, TargetJob
 from launcher.faults.log import InjectedFault, append_faults
 from launcher.faults.strike import signal_number
-from launcher.live import LiveWorker
+from moe_ckpt.elastic.live_workers import LiveWorker
 from moe_ckpt.elastic.status_page import ANY_ITERATION, Phase, StatusPage
 from moe_ckpt.faults.schedule import Kill, Strike, has_come
 

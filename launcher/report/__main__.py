@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launcher.live import LATEST
 from launcher.report.as_json import to_json
 from launcher.report.facts import Facts, gather
 from launcher.report.markdown import to_markdown
 from launcher.report.page import to_html
 from launcher.report.read import read_runs
 from launcher.report.timeline import to_trace
+from moe_ckpt.elastic.live_workers import LATEST
 from moe_ckpt.errors import ConfigError
 
 _FAILED = 1

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.faults.log import InjectedFault
-from launcher.live import is_running, read_written
 from launcher.report.digest import RankDigest, digest_file
+from moe_ckpt.elastic.live_workers import is_running, read_written
 from moe_ckpt.errors import ConfigError
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")

@@ -23,6 +23,7 @@ from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.elastic.generations import SUPERVISOR, Generations
 from moe_ckpt.elastic.process_failure import Death
 from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.types import Phase
 
 _log = logging.getLogger(__name__)
 _WATCH_EVERY_MS = 50
@@ -81,10 +82,18 @@ class Supervisor:
             if os.WIFEXITED(status):
                 return os.WEXITSTATUS(status)
             if self._generations.has_finished(self._page.generation):
-                return 0
+                return self._status_after_training(os.WTERMSIG(status))
             if not self._may_replace(self._death(pid, os.WTERMSIG(status), hung)):
                 return _FAILED
             self._life += 1
+
+    def _status_after_training(self, number: int) -> int:
+        """Return the exit status where a worker dies once all ranks have finished: a success, unless it went on."""
+        if self._page.phase is Phase.DONE:
+            return 0
+        name = signal.Signals(number).name
+        _complain(f"error: rank {self._global_rank} died of {name} after the last iteration, in the script's own work")
+        return _FAILED
 
     def _succeed(self) -> None:
         """Where torchrun has started this rank again, let workers that wait for its earlier ones meet its next."""
@@ -218,3 +227,13 @@ def run_and_exit(main: Callable[[], int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def start_beside(main: Callable[[], int]) -> int:
+    """Start a process that lives as long as this supervisor, at most; return its pid."""
+    supervisor_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(signal.SIGKILL, parent=supervisor_pid)
+        run_and_exit(main)
+    return pid

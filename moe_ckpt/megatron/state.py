@@ -33,14 +33,16 @@ _SHARDING_METADATA: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The objects that a training loop built with Megatron-Core
+    """The objects that a training loop built with Megatron-Core.
 
-    `model` holds this rank's chunks, wrapped for data parallelism.
+    `model` holds this rank's chunks, wrapped for data parallelism. An update advances the schedule by
+    `schedule_increment`: iterations, or the samples of one, as the loop counts.
     """
 
     model: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    schedule_increment: int = 1
 
     @property
     def inner_optimizers(self) -> list[MegatronOptimizer]:
@@ -139,10 +141,11 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
 
     Megatron reads the count off a parameter, and what rank 0 reads is saved for all ranks.
     """
+    num_steps = state.scheduler.num_steps // state.schedule_increment
     for optimizer in state.inner_optimizers:
         inner = torch_optimizer(optimizer)
         if inner and counts_steps_per_parameter(optimizer) and not optimizer.get_parameters():
-            cast("Any", inner).state["no parameters"] = {"step": torch.tensor(float(state.scheduler.num_steps))}
+            cast("Any", inner).state["no parameters"] = {"step": torch.tensor(float(num_steps))}
 
 
 def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def gather_parameters(state: TrainingState) -> None:
 def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
     """Move the learning rate on after an update; a skipped one leaves it where it is."""
     if not gradients.overflow:
-        state.scheduler.step(increment=1)
+        state.scheduler.step(increment=state.schedule_increment)
 
 
 @torch.no_grad()

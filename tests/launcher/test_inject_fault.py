@@ -23,8 +23,8 @@ import pytest
 from launcher.faults.carry_out import carry_out
 from launcher.faults.log import read_faults
 from launcher.inject_fault import main
-from launcher.live import read_live, read_written
 from launcher.proc import stands_still
+from moe_ckpt.elastic.live_workers import read_live, read_written
 from moe_ckpt.elastic.status_page import Phase
 from moe_ckpt.faults.schedule import Kill, has_come, poisson_kills
 from tests.jobs import RECOVERS_AT, Died, Job, make_run, parked_job, rewrite_live, running_job

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from launcher import job_store
-from launcher.job_store import open_store, say_once
+from moe_ckpt.elastic import job_store
+from moe_ckpt.elastic.job_store import open_store, say_once
 from tests.launcher.errors import error_of
 from tests.ranks import run_ranks
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from launcher.live import is_running, read_live, read_written, remove_live, write_live
 from launcher.proc import stands_still
+from moe_ckpt.elastic.live_workers import is_running, read_live, read_written, remove_live, write_live
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.linux import is_alive, start_ticks
 from tests.jobs import rewrite_live

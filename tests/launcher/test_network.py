@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.network import interface_addresses, own_host
-from launcher.torchrun import Launch
+from moe_ckpt.elastic.network import interface_addresses, own_host
+from moe_ckpt.elastic.torchrun import Launch
 from tests.elastic_job import ElasticJob
 from tests.launcher.errors import error_of
 

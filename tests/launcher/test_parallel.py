@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
 from launcher.layout import check_fit, check_supervised, fit_layout
-from launcher.parallel import _make_deterministic, require_forkable
-from launcher.torchrun import Launch, read_launch
+from launcher.parallel import _make_deterministic
+from moe_ckpt.elastic.torchrun import Launch, read_launch
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.run_elastic import require_forkable
 from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of
 from tests.ranks import run_ranks
@@ -186,7 +187,7 @@ def test_a_process_learns_its_place_from_torchrun(torchrun: pytest.MonkeyPatch) 
 def test_without_torchrun_the_error_says_how_to_start(torchrun: pytest.MonkeyPatch, missing: list[str]) -> None:
     for name in missing:
         torchrun.delenv(name)
-    message = error_of(read_launch)
+    message = error_of(read_launch, "launcher/train.py")
     assert f"({', '.join(missing)} not set)" in message
     assert "torchrun --nproc-per-node=4 launcher/train.py" in message
 

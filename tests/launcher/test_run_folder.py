@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from launcher.config import compose_settings
 from launcher.entry import start
-from launcher.run_folder import open_run_folder, wait_for_run_folder
-from launcher.run_lock import Holder
-from launcher.torchrun import read_launch
+from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import start_ticks
+from moe_ckpt.run_folder import open_run_folder, wait_for_run_folder
+from moe_ckpt.run_lock import Holder
 from tests.launcher.errors import error_of
 from tests.ranks import rank_store, run_ranks
 from tests.training import fast
@@ -47,7 +47,7 @@ def open_folder(path: str) -> str:
     launch = read_launch()
     dist.init_process_group("gloo", store=rank_store(), rank=launch.global_rank, world_size=launch.world_size)
     try:
-        return open_run_folder(compose_settings(fast(f"run.dir={path}")), launch).run_id
+        return open_run_folder(compose_settings(fast(f"run.dir={path}")).folder, launch).run_id
     except ConfigError as error:
         return str(error)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import run_lock
-from launcher.run_lock import Holder, release_lock, take_lock
+from moe_ckpt import run_lock
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import start_ticks
+from moe_ckpt.run_lock import Holder, release_lock, take_lock
 from tests.ranks import rank_store, run_ranks
 
 LIVES = Holder(host=socket.gethostname(), agent_pid=os.getpid(), start_ticks=start_ticks(os.getpid()), job="7")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from launcher.live import read_live, write_live
 from launcher.status import main
+from moe_ckpt.elastic.live_workers import read_live, write_live
 from moe_ckpt.elastic.status_page import Phase, StatusPage
 from tests.jobs import make_run, parked_job, rewrite_live
 

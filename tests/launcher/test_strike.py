@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from launcher.faults.strike import nobody_replaced, strike_node
-from launcher.live import read_written, write_live
 from launcher.proc import stands_still
+from moe_ckpt.elastic.live_workers import read_written, write_live
 from moe_ckpt.linux import is_alive
 from tests.jobs import parked_job
 from tests.ranks import _CONTEXT

@@ -17,7 +17,7 @@ from launcher.loop import MegatronLoop, StageRunner
 from launcher.model import build_training
 from launcher.parallel import choose_device, form_groups, join_job
 from launcher.parameters import padded_vocab_size
-from launcher.torchrun import read_launch
+from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state
 from moe_ckpt.snapshot.capture import Piece

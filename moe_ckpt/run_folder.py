@@ -25,13 +25,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from launcher.config import RunConfig, Settings
-from launcher.job_store import agent_store
-from launcher.live import read_live
-from launcher.run_lock import release_lock, take_lock, used_by
-from launcher.torchrun import Launch, has_agent_store
 from moe_ckpt.collectives import TorchRanks, broadcast_result
+from moe_ckpt.config import RunFolderConfig
+from moe_ckpt.elastic.job_store import agent_store
+from moe_ckpt.elastic.live_workers import read_live
+from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.run_lock import release_lock, take_lock, used_by
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
 _FOLDER_TIMEOUT_S = 60.0
@@ -73,7 +73,7 @@ class RunFolder:
             raise ConfigError(f"run.dir: result.json could not be written to {str(self.path)!r} ({error})") from error
 
 
-def require_lasting(run: RunConfig) -> None:
+def require_lasting(run: RunFolderConfig) -> None:
     """Raise ConfigError where a restart by torchrun could not find the folder: a new name is stored nowhere.
 
     A store that the job hosts itself is gone with the supervisor of global rank 0.
@@ -83,17 +83,17 @@ def require_lasting(run: RunConfig) -> None:
         raise ConfigError(f"run.dir: got null, wanted {wanted}")
 
 
-def open_run_folder(settings: Settings, launch: Launch) -> RunFolder:
+def open_run_folder(run: RunFolderConfig, launch: Launch) -> RunFolder:
     """Create the run folder, or find the one that an earlier life of this job made; the same on all ranks. Collective.
 
     Raises ConfigError, naming run.dir, where it cannot be written, or belongs to another job that runs.
     """
     remembered = _remembered_folder() if launch.attempt > 0 else None
-    return broadcast_result(TorchRanks(), lambda: _create_or_find(settings, remembered), ConfigError)
+    return broadcast_result(TorchRanks(), lambda: _create_or_find(run, remembered), ConfigError)
 
 
-def find_run_folder(settings: Settings, launch: Launch, memory: Path) -> RunFolder:
-    """Return the run folder without the other ranks: global rank 0 makes it, the others wait for it to say where.
+def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: float) -> RunFolder:
+    """Return the run folder without a collective: global rank 0 makes it, others wait `join_s` seconds for its path.
 
     Raises ConfigError, naming run.dir, where it cannot be written, or belongs to another job that runs.
     """
@@ -103,10 +103,10 @@ def find_run_folder(settings: Settings, launch: Launch, memory: Path) -> RunFold
             take_lock(Path(remembered), is_ours=True)  # its agent may be another than before
         return read_run_folder(Path(remembered))
     if launch.global_rank == 0:
-        if settings.run.dir is not None:
-            _require_free(Path(settings.run.dir).resolve(), memory.parent)
-        return _create_or_find(settings, None)
-    return read_run_folder(wait_for_run_folder(settings.runtime.join_s))
+        if run.dir is not None:
+            _require_free(Path(run.dir).resolve(), memory.parent)
+        return _create_or_find(run, None)
+    return read_run_folder(wait_for_run_folder(join_s))
 
 
 def wait_for_run_folder(timeout_s: float = _FOLDER_TIMEOUT_S) -> Path:
@@ -126,13 +126,13 @@ def _require_free(path: Path, memory_root: Path) -> None:
             raise used_by(path, f"process {worker.pid}")
 
 
-def _create_or_find(settings: Settings, remembered: str | None) -> RunFolder:
-    path = Path(remembered) if remembered else _choose_path(settings.run)
+def _create_or_find(run: RunFolderConfig, remembered: str | None) -> RunFolder:
+    path = Path(remembered) if remembered else _choose_path(run)
     try:
         path.mkdir(parents=True, exist_ok=True)
         take_lock(path, is_ours=_remembered_folder() == str(path))
         if not (path / "run.json").exists():
-            _write_whole(path / "config.yaml", settings.composed_yaml)
+            _write_whole(path / "config.yaml", run.configuration)
             _write_whole(path / "run.json", json.dumps(_describe_run(), indent=1) + "\n")
         _point_latest(path)
     except OSError as error:
@@ -152,7 +152,7 @@ def read_run_folder(path: Path) -> RunFolder:
         raise ConfigError(f"run.dir: {str(path)!r} is not the folder of a run ({error!r})") from error
 
 
-def _choose_path(run: RunConfig) -> Path:
+def _choose_path(run: RunFolderConfig) -> Path:
     if run.dir is not None:
         return Path(run.dir).resolve()
     now = datetime.now()

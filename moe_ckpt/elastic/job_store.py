@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from launcher.torchrun import Launch, has_agent_store
+from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.errors import ConfigError
 
 _HOSTED = "MOE_CKPT_HOSTED_STORE"

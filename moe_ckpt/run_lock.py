@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from launcher.torchrun import has_agent_store, job_name
 from moe_ckpt.agent import agent_pid
+from moe_ckpt.elastic.torchrun import has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import is_alive, start_ticks
 

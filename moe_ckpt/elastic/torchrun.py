@@ -26,13 +26,13 @@ def is_launched() -> bool:
     return all(name in os.environ for name in _LAUNCH_VARIABLES)
 
 
-def read_launch() -> Launch:
+def read_launch(script: str = "SCRIPT") -> Launch:
     """Return this process's place in the job. Raises ConfigError, with the command to use, without torchrun."""
     missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
     if missing:
         raise ConfigError(
             f"this process was not started by torchrun ({', '.join(missing)} not set); start it like this:\n"
-            "  torchrun --nproc-per-node=4 launcher/train.py"
+            f"  torchrun --nproc-per-node=4 {script}"
         )
     return Launch(
         global_rank=int(os.environ["RANK"]),

@@ -8,8 +8,8 @@ import os
 import socket
 import struct
 
-from launcher.torchrun import Launch
 from moe_ckpt.config import require
+from moe_ckpt.elastic.torchrun import Launch
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _LONGEST_NAME = 15

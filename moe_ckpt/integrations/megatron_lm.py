@@ -1,0 +1,525 @@
+"""Attaches to Megatron-LM's unmodified training loop, `megatron.training.training`, which a script's `pretrain` calls.
+
+    attach_to_training(training, worker, settings, folder)     in a worker, before the script runs
+
+Owns: the functions that stand in for the loop's (`megatron_lm_seams` names them), and entering `train` again after a
+recovery. The loop itself stays Megatron-LM's: forward and backward of a step, logs, evaluation, checkpoints.
+
+    train        join, come to one state with all ranks, enter Megatron-LM's `train`; again after each loss of ranks
+    train_step   iteration_started; forward and backward; gradients_ready; the step in halves; step_committed
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+
+from moe_ckpt.attach import TrainingLoop, attach
+from moe_ckpt.config import MoetionConfig, require
+from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
+from moe_ckpt.engine.session import Session
+from moe_ckpt.errors import RolledBackError
+from moe_ckpt.events import EventLog, IterationCommitted, ModelBuilt, RunFinished, StateDigest, TrainerStarted
+from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_turns
+from moe_ckpt.integrations.megatron_lm_options import require_supported
+from moe_ckpt.integrations.megatron_lm_seams import mark_attached
+from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.megatron.pipeline import Observed, StageCommunicator
+from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.megatron.step import advance_schedule, apply_update, finish_gradients, gather_parameters
+from moe_ckpt.run_elastic import Worker
+from moe_ckpt.run_folder import RunFolder
+from moe_ckpt.run_settings import RunSettings
+from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
+
+_SHAPING = (  # arguments that shape the saved tensors
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+    *("padded_vocab_size", "seq_length", "untie_embeddings_and_output_weights", "params_dtype", "optimizer"),
+    *("use_distributed_optimizer", "global_batch_size"),
+)
+
+
+def attach_to_training(training: ModuleType, worker: Worker, settings: RunSettings, folder: RunFolder) -> AttachedLoop:
+    """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
+
+    Process groups that are made from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
+    """
+    mark_attached(training)
+    _route_groups()
+    seams: Any = training
+    batches = IterationBatches(training)
+    loop = AttachedLoop(training, worker, settings, folder, batches)
+    seams.initialize_megatron = _checked(seams.initialize_megatron, seams.get_args, settings)
+    seams.build_train_valid_test_datasets = batches.build_datasets
+    build = seams.build_train_valid_test_data_iterators
+    seams.build_train_valid_test_data_iterators = build_in_turns(build, worker.turn)
+    seams.load_checkpoint = loop.hold_load
+    seams.get_forward_backward_func = loop.schedule
+    seams.train_step = loop.train_step
+    seams.train = loop.train
+    return loop
+
+
+class AttachedLoop:
+    """Megatron-LM's `train` of one rank, entered again after each recovery; implements `worker_loop.TrainingRun`."""
+
+    def __init__(
+        self, training: Any, worker: Worker, settings: RunSettings, folder: RunFolder, batches: IterationBatches
+    ) -> None:
+        self._training = training
+        self._train, self._train_step = training.train, training.train_step
+        self._schedule_of, self._load_checkpoint = training.get_forward_backward_func, training.load_checkpoint
+        self._worker = worker
+        self._settings = settings
+        self._folder = folder
+        self._batches = batches
+        self._built_s = time.monotonic()
+        self._load: Callable[[], tuple[int, Any]] | None = None
+        self._rank: RankTraining | None = None
+        self._digest = ""
+        self.has_trained = False
+
+    def hold_load(self, *arguments: Any, **options: Any) -> tuple[int, int]:
+        """Stand in for `load_checkpoint` while a rank builds alone: all ranks load together, if no memory is left."""
+        self._load = functools.partial(self._load_checkpoint, *arguments, **options)
+        return 0, 0
+
+    def schedule(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        """Stand in for `get_forward_backward_func`: transfers between stages go through the attachment."""
+        forward_backward = self._schedule_of(*arguments, **options)
+        return self._rank.observed(forward_backward) if self._rank else forward_backward
+
+    def train_step(self, *arguments: Any, **options: Any) -> Any:
+        """Stand in for `train_step`."""
+        assert self._rank is not None, "train comes first"
+        return self._rank.train_step(self._train_step, *arguments, **options)
+
+    def train(self, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
+        """Stand in for `train`: return what it returns, once all ranks have done all iterations."""
+        for name in ("p2p_communicator", "pg_collection"):
+            require(options.get(name) is None, f"pretrain: {name}", options.get(name), "None with moe_ckpt.run")
+        _, _, process_non_loss, config, *others = rest
+        args = self._training.get_args()
+        increment = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=increment)
+        events = self._open_events()
+        _set_schedule_hooks(config, args, self._training.get_timers(), state)
+        layout = _layout()
+        rank = RankTraining(args, state, forward_step, self._schedule_of(), self._batches, self._worker, events)
+        self._rank = rank
+        rank.session = attach(
+            ckpt=self._settings.ckpt,
+            identity=RunIdentity(run_id=self._folder.run_id, model=_fingerprint(args), layout=layout),
+            folder=self._folder.checkpoints,
+            state=state,
+            loop=rank.as_training_loop(),
+            events=events,
+            last_iteration=args.train_iters,
+            elastic=self._worker.context(layout),
+            suspect_iters=self._settings.runtime.suspect_iters,
+        )
+        rank.digest_every_iters = self._settings.digest_every_iters
+        events.append(ModelBuilt(seconds=time.monotonic() - self._built_s))
+
+        def enter(done: int) -> Any:
+            _reset(self._training, config, state, done)
+            iterators = self._batches.training_after(done), self._batches.validation_after(done)
+            return self._train(
+                rank.forward_step, model, optimizer, scheduler, *iterators, process_non_loss, config, *others, **options
+            )
+
+        rank.enter = enter
+        self._worker.run(rank.session, rank, events, start=lambda: self._start(state), finish=self._finish)
+        self._close(rank)
+        return rank.result
+
+    def _start(self, state: TrainingState) -> int:
+        """Return the iteration that a run without state in memory begins after: of a local disk, or of `--load`."""
+        assert self._rank is not None
+        synchronize_fresh(state)
+        done = self._rank.session.resume(None)
+        if done == 0 and self._load is not None:
+            done, _ = self._load()
+            args = self._training.get_args()
+            wanted = f"{done} iterations of --global-batch-size {args.global_batch_size}"
+            valid = args.consumed_train_samples == done * args.global_batch_size
+            require(valid, "--load: consumed samples", args.consumed_train_samples, wanted)
+        return done
+
+    def _finish(self, faults: int) -> dict[str, Any]:
+        """Write and return what result.json holds. Collective."""
+        assert self._rank is not None
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, digest_of(self._rank.state))
+        committed = self._rank.committed
+        result = {
+            "iteration": self._training.get_args().train_iters,
+            "loss": committed.loss if committed else None,
+            "wall_s": round(time.time() - self._folder.clock_origin_unix_s, 3),
+            "faults_survived": faults,
+            "digest": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+            "digest_per_rank": digests,
+        }
+        if self._worker.launch.global_rank == 0:
+            self._folder.write_result(result)
+        self._digest = str(result["digest"])
+        return result
+
+    def _close(self, rank: RankTraining) -> None:
+        """End the session; what the script does from here on, evaluation say, has no protection any more."""
+        self._worker.page.enter(Phase.BETWEEN)
+        rank.session.finish()
+        rank.communicator.log = rank.communicator.bubbles = None
+        self._batches.drop_replay()
+        iteration = self._training.get_args().train_iters
+        rank.events.append(RunFinished(iteration=iteration, digest=self._digest))
+        rank.events.close()
+        self.has_trained = True
+        if self._worker.launch.global_rank == 0:
+            print(f"moe_ckpt: iteration {iteration}, digest {self._digest}", flush=True)
+
+    def _open_events(self) -> EventLog:
+        launch = self._worker.launch
+        path, origin = self._folder.events(launch.global_rank), self._folder.clock_origin_unix_s
+        events = EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        started = TrainerStarted(pid=os.getpid(), host=socket.gethostname(), life=self._worker.life, device=device)
+        events.append(started)
+        return events
+
+
+class RankTraining:
+    """One rank's iterations, as Megatron-LM's `train_step` runs them. All methods are collective over all ranks."""
+
+    session: Session
+    enter: Callable[[int], Any]
+    digest_every_iters = 0
+
+    def __init__(
+        self,
+        args: Any,
+        state: TrainingState,
+        forward_step: Callable[..., Any],
+        forward_backward: Callable[..., Any],
+        batches: IterationBatches,
+        worker: Worker,
+        events: EventLog,
+    ) -> None:
+        self.state = state
+        self.events = events
+        self.committed: IterationCommitted | None = None
+        self.result: Any = None
+        self._args = args
+        self._forward_backward = forward_backward
+        self._batches = batches
+        self._worker = worker
+        self._groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.communicator = StageCommunicator(self._groups.pp, _config(state))
+        self.forward_step = self._marking_phases(forward_step)
+        self._losses: Sequence[dict[str, torch.Tensor]] = ()
+        self._gradients: ReadyGradients | None = None
+        self._prepared: IterationCommitted | None = None
+
+    def as_training_loop(self) -> TrainingLoop:
+        """Return the loop as a replay needs it."""
+        return TrainingLoop(
+            communicator=self.communicator,
+            forward_backward=self._replay,
+            num_micro_batches=get_num_microbatches(),
+            micro_batch_size=self._args.micro_batch_size,
+            sequence_length=self._args.seq_length,
+        )
+
+    def run(self, done: int, notes: Sequence[str]) -> None:
+        """Train from the state after `done` iterations to the last; implements `worker_loop.TrainingRun`."""
+        for note in notes if self._worker.launch.global_rank == 0 else ():
+            print(f"moe_ckpt: {note}", flush=True)
+        prepared = self._prepared
+        if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
+            self._commit(prepared)  # other ranks were lost before this rank could log it
+        while True:
+            self._log_digest_where_due(done)
+            try:
+                self.result = self.enter(done)
+                return
+            except RolledBackError as back:
+                done = back.iteration
+
+    def observed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
+
+        def run(**options: Any) -> Any:
+            options |= {"p2p_communicator": self.communicator, "pg_collection": self._groups}
+            outputs = forward_backward(**options)
+            if not options.get("forward_only"):
+                self._losses = outputs
+            return outputs
+
+        return run
+
+    def train_step(
+        self,
+        train_step: Callable[..., Any],
+        forward_step: Any,
+        batches: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        *rest: Any,
+        iteration: int,
+        **options: Any,
+    ) -> Any:
+        """Run Megatron-LM's `train_step` with the hooks around forward and backward and around both halves of the step.
+
+        `iteration` counts from 0, as Megatron-LM's do. Raises RolledBackError on all ranks where the state is another.
+        """
+        started_s, number, before = time.monotonic(), iteration + 1, self.communicator.observed
+        self.session.iteration_started(number)
+        machine = get_rerun_state_machine()
+        run_again = machine.should_run_forward_backward
+
+        def run_again_or_go_on(data_iterator: Any) -> bool:
+            again = run_again(data_iterator)
+            if not again:
+                self._pass_is_done(number)
+            return again
+
+        machine.should_run_forward_backward = run_again_or_go_on
+        try:
+            stepping = SplitStep(optimizer, lambda: self._step(number))
+            held = HeldSchedule(scheduler, self.state.schedule_increment)
+            outcome = train_step(forward_step, batches, model, stepping, held, *rest, iteration=iteration, **options)
+        finally:
+            del machine.should_run_forward_backward
+        self.session.step_committed(number)
+        self._commit_measured(started_s, before)
+        self._log_digest_where_due(number)
+        return outcome
+
+    def _pass_is_done(self, iteration: int) -> None:
+        """Gradients are reduced: measure them, and let all ranks agree to go on. Raises RolledBackError."""
+        self._worker.page.enter(Phase.REDUCE)
+        self._gradients = gradients = finish_gradients(self.state)
+        loss = _mean_over_job(self._losses)
+        self._losses = ()
+        self.session.loss_known(iteration, loss)
+        self._prepared = self._describe(iteration, loss, gradients)
+        if not self.session.gradients_ready(iteration, gradients):
+            raise RolledBackError(iteration - 1)
+
+    def _step(self, iteration: int) -> tuple[bool, float | None, None]:
+        """Take the optimizer's step, as `MegatronOptimizer.step` does: success, gradient norm, no count of zeros."""
+        assert self._gradients is not None
+        gradients, self._gradients = self._gradients, None
+        apply_update(self.state, gradients)
+        advance_schedule(self.state, gradients)
+        self.session.update_applied(iteration)
+        gather_parameters(self.state)
+        return not gradients.overflow, gradients.total_norm, None
+
+    def _replay(self, iteration: int) -> None:
+        machine = get_rerun_state_machine()
+        mode, machine.mode = machine.mode, RerunMode.DISABLED  # it would compare this pass with the one it saw last
+        try:
+            with self._batches.replaying(iteration) as batches:
+                self._forward_backward(
+                    forward_step_func=self.forward_step,
+                    data_iterator=batches,
+                    model=self.state.model,
+                    num_microbatches=get_num_microbatches(),
+                    seq_length=self._args.seq_length,
+                    micro_batch_size=self._args.micro_batch_size,
+                    decoder_seq_length=self._args.decoder_seq_length,
+                    forward_only=False,
+                    p2p_communicator=self.communicator,
+                    pg_collection=self._groups,
+                )
+        finally:
+            machine.mode = mode
+
+    def _marking_phases(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward step that marks, on the status page, where forward and backward begin."""
+        page = self._worker.page
+
+        def enter(phase: Phase) -> None:
+            page.enter(Phase.RECOVERY if page.phase is Phase.RECOVERY else phase)
+
+        @functools.wraps(forward_step)
+        def marked(*arguments: Any, **options: Any) -> Any:
+            enter(Phase.FORWARD)
+            output, loss = forward_step(*arguments, **options)
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda _: enter(Phase.BACKWARD))
+            return output, loss
+
+        return marked
+
+    def _describe(self, iteration: int, loss: float, gradients: ReadyGradients) -> IterationCommitted:
+        return IterationCommitted(
+            iteration=iteration,
+            loss=loss,
+            grad_norm=gradients.total_norm,
+            loss_scale=gradients.loss_scale,
+            learning_rate=max((float(group["lr"]) for group in self.state.optimizer.param_groups), default=0.0),
+            skipped=gradients.overflow,
+            seconds=0.0,
+            stall_s=0.0,
+            sent_activation_bytes=0,
+            sent_gradient_bytes=0,
+        )
+
+    def _commit_measured(self, started_s: float, before: Observed) -> None:
+        assert self._prepared is not None
+        observed = self.communicator.observed
+        committed = replace(
+            self._prepared,
+            seconds=time.monotonic() - started_s,
+            sent_activation_bytes=observed.activation_bytes - before.activation_bytes,
+            sent_gradient_bytes=observed.gradient_bytes - before.gradient_bytes,
+        )
+        self._commit(committed)
+
+    def _commit(self, committed: IterationCommitted) -> None:
+        self.committed = committed
+        self.events.append(committed)
+
+    def _log_digest_where_due(self, iteration: int) -> None:
+        if self.digest_every_iters and iteration and iteration % self.digest_every_iters == 0:
+            self.events.append(StateDigest(iteration=iteration, digest=digest_of(self.state)))
+
+
+class SplitStep:
+    """An optimizer whose `step` is another; everything else is the optimizer's own."""
+
+    def __init__(self, optimizer: Any, step: Callable[[], Any]) -> None:
+        self._optimizer = optimizer
+        self.step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class HeldSchedule:
+    """A learning-rate schedule that has moved on already, in the first half of the step."""
+
+    def __init__(self, scheduler: Any, increment: int) -> None:
+        self._scheduler = scheduler
+        self._increment = increment
+
+    def step(self, increment: int) -> None:
+        """Check that Megatron-LM would move the schedule as far as the attachment has."""
+        assert increment == self._increment, f"the schedule moved by {self._increment} samples, wanted {increment}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settings: RunSettings) -> Callable[..., Any]:
+    """Return `initialize_megatron` that refuses options before it begins."""
+
+    def checked(*arguments: Any, **options: Any) -> Any:
+        require_supported(get_args())
+        boost = settings.ckpt.boost if isinstance(settings.ckpt, MoetionConfig) else 0.0
+        require(not boost, "ckpt.boost", boost, "0 with moe_ckpt.run: routers are the script's own")
+        return initialize(*arguments, **options)
+
+    return checked
+
+
+def _route_groups() -> None:
+    """Let all process groups that the script makes be those that outlive the loss of ranks."""
+    plain = dist.new_group
+
+    @functools.wraps(plain)
+    def new_group(*arguments: Any, **options: Any) -> Any:
+        wanted = inspect.signature(plain).bind(*arguments, **options).arguments
+        backend = wanted.pop("backend", None)
+        if backend not in (BACKEND, CPU_BACKEND):
+            backend = CPU_BACKEND if backend and "gloo" in backend else BACKEND
+        for name in ("timeout", "pg_options"):  # NCCL's options; the runtime has timeouts of its own
+            wanted.pop(name, None)
+        return plain(**wanted, backend=backend)
+
+    dist.new_group = dist.distributed_c10d.new_group = new_group
+
+
+def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingState) -> None:
+    """Set what `train` sets for its schedules: a recovery runs them before a new process has entered `train`."""
+    config.grad_scale_func = state.optimizer.scale_loss
+    config.timers = timers
+    config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = state.model[0].no_sync
+        config.grad_sync_func = state.model[0].start_grad_sync if args.align_grad_reduce else None
+    for chunk in state.model:
+        chunk.train()
+
+
+def _reset(training: Any, config: Any, state: TrainingState, done: int) -> None:
+    """Put Megatron-LM's globals to where `train` expects them as it begins after iteration `done`."""
+    args = training.get_args()
+    args.iteration = args.curr_iteration = done
+    args.consumed_train_samples = done * args.global_batch_size
+    per_iteration = training.num_floating_point_operations(args, args.global_batch_size)
+    args.num_floating_point_operations_so_far = done * per_iteration
+    config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+    machine = get_rerun_state_machine()
+    machine.state, machine.data_iterator_checkpoints = RerunState.NOT_RUNNING_YET, None
+    for timer in training.get_timers()._timers.values():
+        if timer._started:
+            timer.stop()
+        timer.reset()
+    if args.num_experts:
+        training.get_moe_metrics_tracker().clear()
+    for chunk in state.model:
+        chunk.train()
+
+
+def _layout() -> ParallelLayout:
+    return ParallelLayout(
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def _fingerprint(args: Any) -> str:
+    """Return a short hash over everything that shapes the saved state."""
+    shaping = {name: str(getattr(args, name, None)) for name in _SHAPING}
+    return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _config(state: TrainingState) -> Any:
+    return state.model[0].config
+
+
+def _mean_over_job(losses: Sequence[dict[str, torch.Tensor]]) -> float:
+    """Return the mean of the first reported loss over all micro-batches and ranks; only the last stage has any.
+
+    A report is a mean, or a sum and the number of tokens.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+    for reported in losses:
+        value = next(iter(reported.values())).detach().view(-1).double()
+        total += value if value.numel() == 2 else torch.stack([value.sum(), torch.ones_like(value.sum())])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])

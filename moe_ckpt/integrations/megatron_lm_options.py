@@ -1,0 +1,88 @@
+"""Megatron-LM's options under which an attachment would not be exact, each refused by name with the reason. Pure.
+
+Owns: the table. An option that is not in it changes neither how an iteration runs nor which state it leaves, or the
+snapshots hold that state anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ckpt.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """An option of Megatron-LM, by its name in the parsed arguments, the only values it may have, and the reason."""
+
+    option: str
+    allowed: tuple[Any, ...]
+    reason: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.option.replace("_", "-")
+
+
+def _off(reason: str, *options: str) -> list[Refusal]:
+    return [Refusal(option=option, allowed=(False, None, 0, [], "none"), reason=reason) for option in options]
+
+
+_ONE = (None, 1)
+_GRAPHS = "a captured graph leaves out the hooks of each step"
+_NOT_THE_STATE = "snapshots do not hold its state"
+_OTHER_STEP = "the split optimizer step would leave it out"
+_OTHER_LOOP = "it changes the loop that is entered again after a recovery"
+_OTHER_LIBRARY = "another library would replace or restart the same processes"
+REFUSALS: Sequence[Refusal] = (
+    Refusal(option="cuda_graph_impl", allowed=(None, "none"), reason=_GRAPHS),
+    *_off(_GRAPHS, "optimizer_cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
+    *_off("the next forward gathers weights: not tried", "overlap_param_gather"),
+    *_off("the step and its gathering overlap", "overlap_param_gather_with_optimizer_step"),
+    *_off("its buffers belong to one communicator", "nccl_ub", "tp_comm_overlap", "use_sharp"),
+    *_off(_NOT_THE_STATE, "use_megatron_fsdp", "use_torch_fsdp2", "init_model_with_meta_device"),
+    *_off(_NOT_THE_STATE, "use_layer_wise_distributed_optimizer", "optimizer_cpu_offload", "offload_optimizer_states"),
+    *_off(_NOT_THE_STATE, "use_precision_aware_optimizer", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
+    Refusal(option="optimizer", allowed=("adam",), reason=_NOT_THE_STATE),
+    Refusal(option="num_distributed_optimizer_instances", allowed=_ONE, reason=_NOT_THE_STATE),
+    Refusal(option="moe_token_dispatcher_type", allowed=("alltoall", "allgather"), reason="its buffers outlive groups"),
+    *_off(_OTHER_STEP, "qk_clip", "log_max_attention_logit", "log_num_zeros_in_grad", "vision_pretraining"),
+    Refusal(option="grad_norm_skip_threshold", allowed=(None, float("inf")), reason=_OTHER_STEP),
+    *_off("the step log has no tokens of other stages", "calculate_per_token_loss"),
+    *_off("a stage with several chunks is not replayed", "virtual_pipeline_model_parallel_size", "mtp_num_layers"),
+    Refusal(option="context_parallel_size", allowed=_ONE, reason="not tried"),
+    Refusal(option="gtp_weight_remat_size", allowed=_ONE, reason="not tried"),
+    Refusal(option="expert_gtp_weight_remat_size", allowed=_ONE, reason="not tried"),
+    *_off("ranks of one stage would not be consecutive", "use_tp_pp_dp_mapping"),
+    *_off("the number of samples of an iteration must not change", "rampup_batch_size", "step_batch_size_schedule"),
+    *_off("the number of samples of an iteration must not change", "decrease_batch_size_if_needed"),
+    *_off("the number of samples of an iteration must not change", "phase_transition_iterations"),
+    *_off(_OTHER_LOOP, "iterations_to_skip", "perform_rl_step", "skip_train", "modelopt_enabled", "lazy_mpu_init"),
+    *_off(_OTHER_LOOP, "moe_use_upcycling", "hybrid_context_parallel", "fake_process_group"),
+    *_off("the position in several or whole validation sets", "full_validation", "multiple_validation_sets"),
+    Refusal(option="dataloader_type", allowed=("single",), reason="batches must be readable again by position"),
+    *_off("a supervisor ends its worker on SIGTERM", "exit_signal_handler"),
+    *_off("processes of an abandoned save outlive their generation", "async_save"),
+    *_off(_OTHER_LIBRARY, "enable_ft_package", "inprocess_restart", "non_persistent_ckpt_type", "adlr_autoresume"),
+)
+
+
+def require_supported(arguments: Any) -> None:
+    """Raise ConfigError for the first option of Megatron-LM's parsed arguments that cannot be exact."""
+    for refusal in REFUSALS:
+        got = getattr(arguments, refusal.option, refusal.allowed[0])
+        if got not in refusal.allowed:
+            wanted = " or ".join(repr(value) for value in refusal.allowed[:2])
+            raise ConfigError(f"{refusal.flag}: got {got!r}, wanted {wanted} with moe_ckpt.run: {refusal.reason}")
+    _require_optimizer_everywhere(arguments)
+
+
+def _require_optimizer_everywhere(arguments: Any) -> None:
+    """Refuse a stage without experts if the optimizer is not sharded: a rank that builds alone makes none for them."""
+    frequency = getattr(arguments, "moe_layer_freq", 1)
+    everywhere = not arguments.num_experts or frequency == 1 or (isinstance(frequency, list) and all(frequency))
+    if not arguments.use_distributed_optimizer and arguments.pipeline_model_parallel_size > 1 and not everywhere:
+        reason = "a rank that builds its model alone makes no optimizer for experts of other stages"
+        raise ConfigError(f"--use-distributed-optimizer: got False, wanted True with --moe-layer-freq: {reason}")

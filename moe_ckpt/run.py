@@ -1,0 +1,162 @@
+"""Runs a training script of Megatron-LM, unchanged, with checkpoints in memory and workers that are replaced.
+
+    torchrun --nproc-per-node=4 -m moe_ckpt.run [--ckpt moevement] [--set window=4] [--config F] -- pretrain_gpt.py ...
+
+The process that torchrun starts imports everything slow and supervises; the script runs in the workers that it forks.
+`--ckpt none` runs the script without supervisors and without an attachment, for comparison.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_ckpt.agent import end_with_agent
+
+if __name__ == "__main__":
+    end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
+
+from moe_ckpt.config import InMemoryConfig, NoneConfig, require
+from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch
+from moe_ckpt.errors import ConfigError, MoeCkptError
+from moe_ckpt.run_settings import Command, RunSettings, parse_run
+
+_FAILED = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program that the arguments name; return its exit status, or 1 after one message about what is wrong."""
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # supervisors fork: a look for a GPU must not start CUDA
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("moe_ckpt").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
+    try:
+        _require_outermost()
+        settings = parse_run(arguments)
+        _require_guarded(settings.command)
+        launch = read_launch("-m moe_ckpt.run -- " + settings.command.name)
+        return _start(settings, launch)
+    except MoeCkptError as error:
+        _report(str(error))
+        return _FAILED
+
+
+def _start(settings: RunSettings, launch: Launch) -> int:
+    from moe_ckpt.integrations import megatron_lm_seams  # noqa: PLC0415 - seconds of imports: not for a mistyped word
+
+    training = megatron_lm_seams.import_training()
+    if isinstance(settings.ckpt, NoneConfig):
+        return _run_plainly(settings, training)
+    ckpt = settings.ckpt
+    if not isinstance(ckpt, InMemoryConfig):
+        raise ConfigError(
+            "--ckpt: got 'dense', wanted another policy: Megatron-LM's own --save and --load write whole states"
+        )
+    from moe_ckpt.run_elastic import ElasticConfig, run_elastic  # noqa: PLC0415
+    from moe_ckpt.run_folder import require_lasting  # noqa: PLC0415
+
+    require_lasting(settings.folder)
+    config = ElasticConfig(ckpt=ckpt, runtime=settings.runtime, ranks_per_node=settings.ranks_per_node)
+    from moe_ckpt.integrations import megatron_lm  # noqa: F401, PLC0415 - for all workers: a fork has it
+
+    return run_elastic(config, launch, lambda worker: _work(settings, training, worker))
+
+
+def _work(settings: RunSettings, training: Any, worker: Any) -> int:
+    """Be one of a rank's workers."""
+    import torch  # noqa: PLC0415
+
+    from moe_ckpt.integrations import megatron_lm, megatron_lm_cpu  # noqa: PLC0415
+    from moe_ckpt.run_elastic import open_backend  # noqa: PLC0415
+    from moe_ckpt.run_folder import find_run_folder  # noqa: PLC0415
+
+    try:
+        on_gpu = not megatron_lm_cpu.enable(training)
+        if on_gpu:
+            torch.cuda.set_device(torch.device("cuda", worker.launch.local_rank))
+        worker.join_world(open_backend(on_gpu=on_gpu))
+        folder = find_run_folder(settings.folder, worker.launch, worker.place.memory, settings.runtime.join_s)
+        worker.announce(folder.path)
+        loop = megatron_lm.attach_to_training(training, worker, settings, folder)
+        status = run_program(settings.command)
+        worker.retire(folder.path)
+        wanted = "a program that calls megatron.training's pretrain: nothing was protected"
+        require(bool(status) or loop.has_trained, "SCRIPT", settings.command.name, wanted)
+    except MoeCkptError as error:
+        _report(str(error))
+        return _FAILED
+    return status
+
+
+def _run_plainly(settings: RunSettings, training: Any) -> int:
+    from moe_ckpt.integrations import megatron_lm_cpu, megatron_lm_plain  # noqa: PLC0415
+
+    megatron_lm_cpu.enable(training)
+    megatron_lm_plain.observe(training, settings)
+    return run_program(settings.command)
+
+
+def run_program(command: Command) -> int:
+    """Run a script or module as `python` would; return its exit status."""
+    sys.argv = [command.name, *command.arguments]
+    try:
+        if command.is_module:
+            runpy.run_module(command.name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(command.name).resolve().parent))
+            runpy.run_path(command.name, run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else _FAILED if ended.code else 0
+    return 0
+
+
+def _require_outermost() -> None:
+    """Raise ConfigError in a program that runs under moe_ckpt.run already."""
+    training: Any = sys.modules.get("megatron.training.training")
+    from moe_ckpt.integrations.megatron_lm_seams import is_attached  # noqa: PLC0415
+
+    wanted = "one attachment a process: this program runs under moe_ckpt.run already"
+    require(training is None or not is_attached(training), "moe_ckpt.run", "a second one", wanted)
+
+
+def _require_guarded(command: Command) -> None:
+    """Raise ConfigError for a script that is missing, or that trains as it is imported.
+
+    Processes that Megatron-LM spawns, to write checkpoints say, import the script again.
+    """
+    if command.is_module:
+        return
+    try:
+        parsed = ast.parse(Path(command.name).read_text())
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"SCRIPT: got {command.name!r}, wanted a Python script ({error})") from error
+    guards = [node for node in parsed.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
+    wanted = 'one that trains under `if __name__ == "__main__":` only, as processes that it spawns import it again'
+    require(bool(guards), "SCRIPT", command.name, wanted)
+
+
+def _report(message: str) -> None:
+    if not is_launched():
+        print(f"error: {message}", file=sys.stderr)
+        return
+    from moe_ckpt.elastic.job_store import say_once  # noqa: PLC0415
+
+    say_once(message)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # extension modules, triton's among them, complain about the end of an interpreter that forked

@@ -1,0 +1,305 @@
+"""A rank that outlives deaths, for any training loop: its supervisor, its replica daemon and its workers.
+
+    sys.exit(run_elastic(config, read_launch(), work))   in the process that torchrun starts, after all slow imports
+
+    def work(worker: Worker) -> int:                     in each worker; the supervisor forks one after another
+        worker.join_world(open_backend(on_gpu=...))      handles of process groups: each rank builds its model alone
+        ...                                              model, optimizer, TrainingState
+        session = attach(..., elastic=worker.context(layout))
+        worker.run(session, training, events, start=..., finish=...)
+        session.finish()
+        return 0
+
+Owns: where each process of a rank finds the others. Must not: know Hydra, a launcher or a training framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Union
+
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.agent import agent_pid
+from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, RuntimeConfig, require
+from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.elastic.generations import Generations, Member, Membership
+from moe_ckpt.elastic.heartbeat import start_heartbeat
+from moe_ckpt.elastic.job_store import open_store, use_hosted_store
+from moe_ckpt.elastic.live_workers import remove_live, write_live
+from moe_ckpt.elastic.network import own_host
+from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_over
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.supervisor import Supervisor, SupervisorLimits, start_beside
+from moe_ckpt.elastic.torchrun import Launch, has_agent_store
+from moe_ckpt.engine.session import Session
+from moe_ckpt.engine.worker_loop import ElasticJob, TrainingRun
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.events import EventLog
+from moe_ckpt.replication.client import DaemonClient
+from moe_ckpt.replication.daemon import DaemonSettings, run_daemon
+from moe_ckpt.replication.messages import Address, Ticket, parse_address
+from moe_ckpt.replication.placement import num_nodes
+from moe_ckpt.types import ParallelLayout
+
+_AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticConfig:
+    """The settings of a supervised job. `ranks_per_node` ranks fail together; `auto`: as many as torchrun starts."""
+
+    ckpt: InMemoryConfig
+    runtime: RuntimeConfig
+    ranks_per_node: Union[int, str] = _AUTO  # noqa: UP007
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Where a supervised rank is: its launch, its folder in shared memory, and what its node and the job look like."""
+
+    launch: Launch
+    memory: Path
+    ticket: Ticket
+    ranks_per_node: int
+    replicas: int
+    has_daemon: bool
+    host: str
+
+    @property
+    def node(self) -> int:
+        return self.launch.global_rank // self.ranks_per_node
+
+
+class Worker:
+    """One of the processes that train a rank, in turn; `life` counts them from 0. All methods: the training thread."""
+
+    def __init__(self, config: ElasticConfig, place: RankPlace, life: int) -> None:
+        self.place = place
+        self.life = life
+        self.page = StatusPage(place.memory / "page")
+        self._config = config
+        self._membership: Membership | None = None
+        start_heartbeat(self.page)
+
+    @property
+    def launch(self) -> Launch:
+        return self.place.launch
+
+    @property
+    def membership(self) -> Membership:
+        """This worker's way through generations, over torchrun's store."""
+        assert self._membership is not None, "join_world comes first"
+        return self._membership
+
+    def join_world(self, backend: Backend) -> None:
+        """Make the world a group that outlives the loss of ranks; no other rank is in it until a generation forms.
+
+        Groups of the backends `elastic` and `elastic_cpu` that are made from here on are such groups, too.
+        """
+        launch, runtime = self.launch, self._config.runtime
+        timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
+        groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device)
+        groups.register()
+        self._membership = Membership(
+            Member(global_rank=launch.global_rank, world_size=launch.world_size, life=self.life),
+            open_store("generations"),
+            open_store("generations", own_connection=True),
+            groups,
+            self.page,
+            join_s=runtime.join_s,
+            grace_s=runtime.grace_s,
+        )
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=launch.global_rank, world_size=launch.world_size)
+
+    def context(self, layout: ParallelLayout) -> ElasticContext:
+        """Return the means to survive the loss of ranks, for `attach`."""
+        place, membership, ckpt = self.place, self.membership, self._config.ckpt
+        copy_s, addresses = self._config.runtime.copy_s, open_store("daemons")
+        return ElasticContext(
+            member=membership.member,
+            settle=membership.settle,
+            page=self.page,
+            memory=place.memory,
+            daemon=DaemonClient(place.memory, timeout_s=copy_s) if place.has_daemon else None,
+            address_of=lambda rank: _address(addresses, rank),
+            ticket=place.ticket,
+            replicas=place.replicas,
+            ranks_per_node=place.ranks_per_node,
+            copy_s=copy_s,
+            at_end=membership.at_end,
+            peers=layout.ranks_per_stage if isinstance(ckpt, MoetionConfig) else None,
+            serves_itself=isinstance(ckpt, FlowcheckConfig),
+        )
+
+    def announce(self, run: Path) -> None:
+        """Write this worker's file in the run folder, where the status command and fault injection find it."""
+        write_live(
+            run,
+            global_rank=self.launch.global_rank,
+            node=self.place.node,
+            supervisor_pid=os.getppid(),
+            memory=self.place.memory,
+            life=self.life,
+        )
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold this rank until the first rank of the job, then the first of its node, have been here, in any life.
+
+        Raises ConfigError, naming runtime.join_s, where that takes longer.
+        """
+        launch, store = self.launch, open_store("turns")
+        first = launch.global_rank - launch.local_rank
+        before = f"{first}" if launch.local_rank else "0" if first else None
+        if before is not None:
+            self.page.wait(True)
+            join_s = self._config.runtime.join_s
+            try:
+                store.wait([before], timedelta(seconds=join_s))
+            except dist.DistStoreError as error:
+                wanted = f"rank {before} to have built its data sets by then"
+                raise ConfigError(f"runtime.join_s: got {join_s:g} seconds, wanted {wanted}") from error
+            finally:
+                self.page.wait(False)
+        yield
+        if not launch.local_rank:
+            store.set(f"{first}", "built")
+
+    def run(
+        self,
+        session: Session,
+        training: TrainingRun,
+        events: EventLog,
+        *,
+        start: Callable[[], int],
+        finish: Callable[[int], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run without any state.
+
+        Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
+        """
+        return ElasticJob(self.membership, session, training, events).run(start, finish)
+
+    def retire(self, run: Path) -> None:
+        """Remove this worker's file from the run folder."""
+        remove_live(run, self.launch.global_rank)
+
+
+def run_elastic(
+    config: ElasticConfig,
+    launch: Launch,
+    work: Callable[[Worker], int],
+    *,
+    beside: Callable[[RankPlace], None] = lambda _: None,
+) -> int:
+    """Supervise a rank until the job is done or has failed; return the exit status.
+
+    `work` trains in a forked process and returns its exit status. `beside` may start processes that live as long as
+    the supervisor at most. Raises ConfigError for settings that cannot work.
+    """
+    require_forkable()
+    if not has_agent_store():
+        use_hosted_store(launch, start_beside)
+    store = open_store("generations")
+    place = _place(config, launch, store)
+    beside(place)
+    page = StatusPage(place.memory / "page")
+    gc.freeze()  # all workers share the imports: no garbage collection is to touch their pages
+    runtime = config.runtime
+    limits = SupervisorLimits(
+        heartbeat_s=runtime.heartbeat_s, progress_s=runtime.progress_s, max_deaths=runtime.max_deaths
+    )
+    start_daemon = (lambda: _start_daemon(config, place)) if place.has_daemon else None
+    return Supervisor(
+        launch.global_rank,
+        page,
+        Generations(store),
+        lambda life: work(Worker(config, place, life)),
+        limits,
+        start_daemon,
+    ).run()
+
+
+def require_forkable() -> None:
+    """Raise ConfigError where an import has started CUDA: workers that a supervisor forks could not use it."""
+    wanted = "false: an import has started CUDA, which a forked worker cannot use (Transformer Engine does that where "
+    require(not torch.cuda.is_initialized(), "runtime.guard", True, f"{wanted}flash-attn is installed: uninstall it)")
+
+
+def open_backend(*, on_gpu: bool) -> Backend:
+    """Return what moves bytes between ranks; call once the device is chosen."""
+    return NcclBackend() if on_gpu else GlooBackend()
+
+
+def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlace:
+    ckpt, ranks_per_node = config.ckpt, _ranks_per_node(config.ranks_per_node, launch)
+    agreed = int(store.compare_set(f"ranks_per_node/{launch.world_size}", "", str(ranks_per_node)))
+    wanted = "the same on all nodes, as torchrun was told to start"
+    require(agreed == ranks_per_node, "parallel.ranks_per_node", f"{ranks_per_node} and {agreed}", wanted)
+    nodes = num_nodes(launch.world_size, ranks_per_node)
+    replicas = min(1, nodes - 1) if ckpt.replicas == _AUTO else int(ckpt.replicas)
+    limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
+    require(replicas < nodes, "ckpt.replicas", replicas, limit)
+    root = open_memory_root(Path(config.runtime.shared_memory), agent_pid())
+    first = launch.global_rank - launch.local_rank
+    take_over(root, range(first, first + launch.local_world_size))
+    token = store.compare_set("token", "", os.urandom(16).hex()).decode()
+    return RankPlace(
+        launch=launch,
+        memory=rank_memory(root, launch.global_rank),
+        ticket=Ticket(run_id=token[:8], token=token),
+        ranks_per_node=ranks_per_node,
+        replicas=replicas,
+        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or isinstance(ckpt, FlowcheckConfig),
+        host=own_host(launch, ckpt.network_interface),
+    )
+
+
+def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
+    """Return how many ranks fail together; on a single machine each is taken for a node of its own."""
+    if wanted == _AUTO:
+        return launch.local_world_size if launch.local_world_size < launch.world_size else 1
+    divides = launch.world_size % int(wanted) == 0
+    require(divides, "parallel.ranks_per_node", wanted, f"a divisor of {launch.world_size} processes")
+    return int(wanted)
+
+
+def _start_daemon(config: ElasticConfig, place: RankPlace) -> int:
+    """Return the pid of a replica daemon, which will announce its address; until then the store has none."""
+    open_store("daemons").delete_key(str(place.launch.global_rank))
+    supervisor_pid = os.getpid()
+    return start_beside(lambda: _run_daemon(config, place, supervisor_pid))
+
+
+def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) -> int:
+    page = StatusPage(place.memory / "page")
+    store = open_store("daemons")
+    run_daemon(
+        DaemonSettings(
+            rank_folder=place.memory,
+            global_rank=place.launch.global_rank,
+            ticket=place.ticket,
+            host=place.host,
+            timeout_s=config.runtime.copy_s,
+            copy_deadline_s=config.runtime.copy_s,
+            caps=config.ckpt.max_bytes_per_s,
+            serves_itself=isinstance(config.ckpt, FlowcheckConfig),
+        ),
+        supervisor_pid=supervisor_pid,
+        may_send=lambda: not page.communicates,
+        announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
+    )
+
+
+def _address(store: dist.Store, global_rank: int) -> Address:
+    return parse_address(store.get(str(global_rank)).decode())

@@ -1,0 +1,205 @@
+"""The command line of `python -m moe_ckpt.run`, as plain values. Pure but for reading YAML files.
+
+Defaults of each policy and of the runtime are those of conf/ckpt and conf/runtime; a file of --config, then each --set,
+replace single keys. Must not: know Hydra, or import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+import yaml
+
+from moe_ckpt.cli import app_root
+from moe_ckpt.config import (
+    CKPT_CONFIGS,
+    CkptConfig,
+    RunFolderConfig,
+    RuntimeConfig,
+    require,
+    require_at_least,
+    require_choice,
+)
+from moe_ckpt.errors import ConfigError
+
+T = TypeVar("T")
+
+USAGE = (
+    "torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY] [--set KEY=VALUE] [--config FILE] -- SCRIPT ARGUMENTS"
+)
+_DEFAULT_POLICY = "moevement"
+_SECTIONS = ("ckpt", "runtime", "parallel", "run")
+_OWN_KEYS = {"parallel": ("ranks_per_node",), "run": ("dir", "digest_every_iters")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """The program that trains: a script's path, or a module's name where `is_module`, and its arguments."""
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """One attached run. `digest_every_iters`: iterations between digests of the state in the event files; 0: none."""
+
+    command: Command
+    ckpt: CkptConfig
+    runtime: RuntimeConfig
+    ranks_per_node: int | str
+    folder: RunFolderConfig
+    digest_every_iters: int
+
+    def __post_init__(self) -> None:
+        got = self.ranks_per_node
+        valid = got == "auto" or (isinstance(got, int) and got >= 1)
+        require(valid, "parallel.ranks_per_node", got, "auto or a number of at least 1")
+        require_at_least("run.digest_every_iters", self.digest_every_iters, 0)
+
+
+def parse_run(arguments: Sequence[str]) -> RunSettings:
+    """Return the run that a command line describes. Raises ConfigError naming the argument or the setting."""
+    options, command = _split(list(arguments))
+    parsed = _parser().parse_args(options)
+    changes = _merged(_read_file(parsed.config), *(_assignment(text) for text in parsed.set))
+    policy = parsed.ckpt or changes["ckpt"].pop("policy", _DEFAULT_POLICY)
+    require_choice("--ckpt", policy, list(CKPT_CONFIGS))
+    ckpt = _merged_section(_read_defaults("ckpt", policy), {**changes["ckpt"], "policy": policy})
+    runtime = _merged_section(_read_defaults("runtime", "default"), changes["runtime"])
+    for name, known in _OWN_KEYS.items():
+        for key in changes[name]:
+            _require_known(f"{name}.{key}", key, known)
+    run = changes["run"]
+    configuration = yaml.safe_dump({**changes, "ckpt": ckpt, "runtime": runtime}, sort_keys=False)
+    return RunSettings(
+        command=_command(command),
+        ckpt=section_of(CKPT_CONFIGS[policy], "ckpt", ckpt),
+        runtime=section_of(RuntimeConfig, "runtime", runtime),
+        ranks_per_node=changes["parallel"].get("ranks_per_node", "auto"),
+        folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
+        digest_every_iters=_converted(run.get("digest_every_iters", 0), int, "run.digest_every_iters"),
+    )
+
+
+def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
+    """Return values as a dataclass. Raises ConfigError for an unknown or missing key and a value of another type."""
+    hints = get_type_hints(kind)
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        _require_known(f"{name}.{key}", key, known)
+    for key in known:
+        require(key in values, f"{name}.{key}", "nothing", "a value")
+    return kind(**{key: _converted(values[key], hints[key], f"{name}.{key}") for key in known})
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the runner's own arguments, and the program's: all after `--`, or from the first that is no option."""
+    if "--" in arguments:
+        at = arguments.index("--")
+        return arguments[:at], arguments[at + 1 :]
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-"):
+        at += 1 if "=" in arguments[at] else 2
+    return arguments[:at], arguments[at:]
+
+
+def _command(words: Sequence[str]) -> Command:
+    require(bool(words), "SCRIPT", "nothing", f"the program that trains: {USAGE}")
+    is_module = words[0] == "-m"
+    require(not is_module or len(words) > 1, "-m", "nothing", "the name of a module")
+    name, *arguments = words[1:] if is_module else words
+    return Command(name=name, is_module=is_module, arguments=tuple(arguments))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises an error where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"moe_ckpt.run: {message}; usage: {USAGE}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="moe_ckpt.run", usage=USAGE, allow_abbrev=False, add_help=False)
+    parser.add_argument("--ckpt")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--config")
+    return parser
+
+
+def _read_file(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: got {path!r}, wanted a YAML file ({error})") from error
+    valid = isinstance(values, dict) and all(isinstance(section, dict) for section in values.values())
+    require(valid, "--config", path, f"a file with sections of keys: {', '.join(_SECTIONS)}")
+    return values
+
+
+def _read_defaults(group: str, name: str) -> dict[str, Any]:
+    path = (app_root() / "conf") / group / f"{name}.yaml"
+    require(path.is_file(), "moe_ckpt.run: defaults", str(path), "the folder conf/ beside the package")
+    return yaml.safe_load(path.read_text())
+
+
+def _assignment(text: str) -> dict[str, Any]:
+    """Return KEY=VALUE as nested sections; a KEY without a section is the policy's."""
+    key, equals, value = text.partition("=")
+    require(bool(equals and key), "--set", text, "KEY=VALUE, such as window=4 or runtime.join_s=60")
+    words = key.split(".")
+    path = words if words[0] in _SECTIONS else ["ckpt", *words]
+    require(len(path) > 1, "--set", text, "a key in the section, such as runtime.join_s=60")
+    nested: Any = yaml.safe_load(value) if value else value
+    for word in reversed(path):
+        nested = {word: nested}
+    return nested
+
+
+def _merged(*changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    merged: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    for change in changes:
+        for name, section in change.items():
+            _require_known(name, name, _SECTIONS)
+            merged[name] = _merged_section(merged[name], section)
+    return merged
+
+
+def _merged_section(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged_section(merged[key], value) if both else value
+    return merged
+
+
+def _require_known(setting: str, key: str, known: Sequence[str]) -> None:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"{close[0]}?" if close else "one of the keys " + ", ".join(sorted(known))
+    require(key in known, setting, "a value", hint)
+
+
+def _converted(value: Any, hint: Any, setting: str) -> Any:
+    """Return a YAML value as the type of a field. Raises ConfigError."""
+    if is_dataclass(hint):
+        require(isinstance(value, dict), setting, value, "a section of keys")
+        return section_of(hint, setting, value)  # type: ignore[arg-type]
+    kinds = get_args(hint) or (hint,)
+    if type(value) in kinds:
+        return value
+    if float in kinds and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML takes 1e9 for a string
+        except ValueError:
+            pass
+    wanted = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+    raise ConfigError(f"{setting}: got {value!r}, wanted {wanted}")
