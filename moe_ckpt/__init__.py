@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         finish_gradients,
         gather_parameters,
     )
+    from moe_ckpt.run_settings import policy_config
 
 __version__ = "0.2.0"
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "clear_gradients",
     "finish_gradients",
     "gather_parameters",
+    "policy_config",
     "read_events",
 ]
 _STEP = ("advance_schedule", "apply_update", "clear_gradients", "finish_gradients", "gather_parameters")
@@ -74,6 +76,7 @@ _HOMES = {
         "finish_gradients",
         "gather_parameters",
     ),
+    "moe_ckpt.run_settings": ("policy_config",),
 }
 
 

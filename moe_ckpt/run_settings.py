@@ -89,6 +89,13 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     )
 
 
+def policy_config(policy: str, **changes: Any) -> CkptConfig:
+    """Return a policy's configuration: conf/ckpt/POLICY.yaml with some keys changed. Raises ConfigError."""
+    require_choice("policy", policy, list(CKPT_CONFIGS))
+    values = _merged_section(_read_defaults("ckpt", policy), {**changes, "policy": policy})
+    return section_of(CKPT_CONFIGS[policy], "ckpt", values)
+
+
 def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
     """Return values as a dataclass. Raises ConfigError for an unknown or missing key and a value of another type."""
     hints = get_type_hints(kind)

@@ -43,7 +43,8 @@ class Used:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("deaths", [9, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("deaths", [9, 50])
 def test_deaths_of_one_rank_cost_the_others_nothing_that_stays(deaths: int, tmp_path: Path) -> None:
     """Rank 1 lives through all deaths of rank 0; it and both supervisors, which fork, are measured at each of them.
 

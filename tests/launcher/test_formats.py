@@ -46,7 +46,7 @@ def _full(*rows: str) -> list[Any]:
     "precision",
     [
         "fp16_fp16_fp16",
-        "fp8_fp32_fp32",
+        pytest.param("fp8_fp32_fp32", marks=pytest.mark.full),
         REMAINDERS,
         GROUPED_FP8,
         GROUPED_DELAYED,

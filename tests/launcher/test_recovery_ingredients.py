@@ -109,7 +109,14 @@ def _run_without(settings: Settings, ingredient: str) -> dict[str, Any]:
     return run(settings, store=rank_store())
 
 
-@pytest.mark.parametrize("ingredient", [ALL, *LEAVE_OUT])
+BY_MUTANTS = ("gradient norm", "generators", "loss scale", "step count", "one operator", "frozen weights")
+"""Ingredients that `make mutants` leaves out of the source as well, against tests of the default selection."""
+
+
+@pytest.mark.parametrize(
+    "ingredient",
+    [pytest.param(each, marks=pytest.mark.full if each in BY_MUTANTS else ()) for each in (ALL, *LEAVE_OUT)],
+)
 def test_an_ingredient_that_is_left_out_is_missed(ingredient: str, tmp_path: Path) -> None:
     result = run_ranks(2, _run_without, job_settings(tmp_path, *TRAINING, *RECOVERY), ingredient)[0]
     only_saves_time = ingredient in (ALL, ALL_GRADIENTS)

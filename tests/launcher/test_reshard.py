@@ -235,7 +235,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     ("variant", "layout"),
     [
         ("bf16", "PP=1 EP=4"),
-        ("global aux loss", "PP=4 EP=1"),
+        pytest.param("global aux loss", "PP=4 EP=1", marks=pytest.mark.full),
         # two optimizers and loss scalers become one; a stage has no experts
         ("fp16 with skipped steps, dense first layer, shared experts", "PP=4 EP=1"),
         ("optimizer not sharded, aux-loss-free bias, tied embeddings", "PP=1 EP=4"),

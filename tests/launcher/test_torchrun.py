@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 FASTER = tuple(setting for setting in fast() if setting != "run.progress=none")
 TWENTY = ("train.iterations=20",)
-SIXTY = ("train.iterations=60",)
+FORTY = ("train.iterations=40",)
 """Enough for a script to start, on a machine that is busy with other things, before the job ends."""
 
 
@@ -81,7 +81,7 @@ def _check_run_folder(work_dir: Path, latest: Path, choice: str, iterations: int
 
 
 def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(tmp_path: Path) -> None:
-    command = (str(TORCHRUN), "--nproc-per-node=2", str(ROOT / "launcher" / "train.py"), *FASTER, *PP2, *SIXTY)
+    command = (str(TORCHRUN), "--nproc-per-node=2", str(ROOT / "launcher" / "train.py"), *FASTER, *PP2, *FORTY)
     process = _start(*command, "+ckpt=moevement", cwd=tmp_path)
     latest = _wait_for_run_folder(tmp_path, process)
     _wait_for_iteration(latest, 2, process)
@@ -92,13 +92,13 @@ def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(tmp_path: 
     code, out, err = _finish(process)
 
     assert code == 0, err
-    assert out.endswith(_done(uninterrupted(2, *PP2, *SIXTY)))
+    assert out.endswith(_done(uninterrupted(2, *PP2, *FORTY)))
     assert f"rank {struck[1]} (pid {struck[2]}) died of SIGKILL" in out + err
     assert [len(events_of(latest, TrainerStarted, rank)) for rank in range(2)] == [
         1 + (str(rank) == struck[1]) for rank in range(2)
     ]
     assert json.loads((latest / "result.json").read_text())["faults_survived"] == 1
-    _check_run_folder(tmp_path, latest, "+ckpt=moevement", 60)
+    _check_run_folder(tmp_path, latest, "+ckpt=moevement", 40)
 
 
 @pytest.mark.full

@@ -65,7 +65,7 @@ def _train_boosted(overrides: tuple[str, ...]) -> tuple[str, list[str], list[flo
     ("world_size", "overrides"),
     [
         (2, (LIMITED,)),
-        (4, (LIMITED, *BIAS, "train.recompute=full")),
+        pytest.param(4, (LIMITED, *BIAS, "train.recompute=full"), marks=pytest.mark.full),
         (2, ("parallel.pp=2", "model.num_dense_layers=1")),  # no capacity; and a stage without experts
     ],
     ids=str,
