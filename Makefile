@@ -70,6 +70,7 @@ dev: .venv/installed-dev
 .venv/installed-dev: .venv/installed
 	@$(PIP) install -e .[dev]
 	@.venv/bin/python scripts/install_browser.py
+	@.venv/bin/python scripts/fetch_megatron_lm.py
 	@touch $@
 
 clean:

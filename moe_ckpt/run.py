@@ -9,6 +9,7 @@ The process that torchrun starts imports everything slow and supervises; the scr
 from __future__ import annotations
 
 import ast
+import importlib
 import logging
 import os
 import runpy
@@ -42,15 +43,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _require_outermost()
         settings = parse_run(arguments)
-        _require_guarded(settings.command)
+        imports = _require_guarded(settings.command)
         launch = read_launch("-m moe_ckpt.run -- " + settings.command.name)
-        return _start(settings, launch)
+        return _start(settings, launch, imports)
     except MoeCkptError as error:
         _report(str(error))
         return _FAILED
 
 
-def _start(settings: RunSettings, launch: Launch) -> int:
+def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
     from moe_ckpt.integrations import megatron_lm_seams  # noqa: PLC0415 - seconds of imports: not for a mistyped word
 
     training = megatron_lm_seams.import_training()
@@ -68,6 +69,8 @@ def _start(settings: RunSettings, launch: Launch) -> int:
     config = ElasticConfig(ckpt=ckpt, runtime=settings.runtime, ranks_per_node=settings.ranks_per_node)
     from moe_ckpt.integrations import megatron_lm  # noqa: F401, PLC0415 - for all workers: a fork has it
 
+    for name in imports:  # a worker that finds them imported is there a second earlier
+        importlib.import_module(name)
     return run_elastic(config, launch, lambda worker: _work(settings, training, worker))
 
 
@@ -130,13 +133,13 @@ def _require_outermost() -> None:
     require(training is None or not is_attached(training), "moe_ckpt.run", "a second one", wanted)
 
 
-def _require_guarded(command: Command) -> None:
-    """Raise ConfigError for a script that is missing, or that trains as it is imported.
+def _require_guarded(command: Command) -> list[str]:
+    """Return the modules of Megatron that a script imports; raise ConfigError if it is missing or trains on import.
 
     Processes that Megatron-LM spawns, to write checkpoints say, import the script again.
     """
     if command.is_module:
-        return
+        return []
     try:
         parsed = ast.parse(Path(command.name).read_text())
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
@@ -144,6 +147,8 @@ def _require_guarded(command: Command) -> None:
     guards = [node for node in parsed.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
     wanted = 'one that trains under `if __name__ == "__main__":` only, as processes that it spawns import it again'
     require(bool(guards), "SCRIPT", command.name, wanted)
+    imported = [node.module or "" for node in parsed.body if isinstance(node, ast.ImportFrom)]
+    return [name for name in imported if name.startswith("megatron.")]
 
 
 def _report(message: str) -> None:

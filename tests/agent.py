@@ -31,15 +31,20 @@ _ENDING_S = 5.0
 
 
 def run_agent(settings: Settings, world_size: int, folder: Path, setup: Callable[[], None] | None) -> None:
-    """Be the agent of a job
+    """Be the agent of a job of the launcher; see `run_job`."""
+    run_job(lambda: _supervise(settings), world_size, folder, setup)
 
-    the exit status is that of the first supervisor that fails. Supervisors write to `supervisor_log`.
+
+def run_job(supervise: Callable[[], int], world_size: int, folder: Path, setup: Callable[[], None] | None) -> None:
+    """Be the agent of a job; `supervise` runs in each of its supervisors and returns the exit status.
+
+    The exit status is that of the first supervisor that fails. Supervisors write to `supervisor_log`.
     """
     os.setsid()
     if setup:
         setup()
     pipes = [os.pipe() for _ in range(world_size)]
-    pids = [_fork_supervisor(settings, rank, world_size, folder, pipes) for rank in range(world_size)]
+    pids = [_fork_supervisor(supervise, rank, world_size, folder, pipes) for rank in range(world_size)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # after the forks: it has threads
     for reading, writing in pipes:
         os.write(writing, str(store.port).encode())
@@ -55,7 +60,9 @@ def supervisor_log(folder: Path, global_rank: int) -> Path:
     return folder / f"supervisor{global_rank}.log"
 
 
-def _fork_supervisor(settings: Settings, rank: int, world_size: int, folder: Path, pipes: list[tuple[int, int]]) -> int:
+def _fork_supervisor(
+    supervise: Callable[[], int], rank: int, world_size: int, folder: Path, pipes: list[tuple[int, int]]
+) -> int:
     agent_pid = os.getpid()
     pid = os.fork()
     if pid:
@@ -69,7 +76,7 @@ def _fork_supervisor(settings: Settings, rank: int, world_size: int, folder: Pat
             os.close(pipe[0])
             os.close(pipe[1])
         _set_environment(rank, world_size, port)
-        status = _supervisor(settings)
+        status = supervise()
     except BaseException:  # the top of a process
         traceback.print_exc()
     finally:
@@ -78,7 +85,7 @@ def _fork_supervisor(settings: Settings, rank: int, world_size: int, folder: Pat
         os._exit(status)
 
 
-def _supervisor(settings: Settings) -> int:
+def _supervise(settings: Settings) -> int:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -1,0 +1,139 @@
+"""Jobs of examples/megatron_lm.sh, in processes that have Megatron-LM's wheel in place of the installed megatron-core.
+
+`run_jobs` starts this module once, which imports everything slow and forks the jobs one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from moe_ckpt.agent import die_with_parent
+from moe_ckpt.events import StateDigest, TrainerStarted, read_events
+from moe_ckpt.faults.schedule import Kill
+from scripts.fetch_megatron_lm import FOLDER
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "megatron_lm.py"
+NUM_RANKS, NUM_ITERS = 4, 6
+_, _, _WORDS = (ROOT / "examples" / "megatron_lm.sh").read_text().partition(f"-- examples/{EXAMPLE.name} ")
+ARGUMENTS = (
+    *_WORDS.replace("\\\n", " ").split(),
+    *("--train-iters", str(NUM_ITERS), "--eval-interval", "3"),  # the last one counts
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job: its name, options of moe_ckpt.run, kills, and what replaces or follows the example's arguments."""
+
+    name: str
+    options: tuple[str, ...]
+    kills: tuple[Kill, ...] = ()
+    arguments: tuple[str, ...] = ()
+    script: str = str(EXAMPLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A job that has ended: its exit status, its run folder, and what its processes wrote."""
+
+    status: int
+    run: Path
+    log: str
+
+    @property
+    def digests(self) -> dict[tuple[int, int], set[str]]:
+        """The digests that each rank has logged after each iteration, over all its lives."""
+        found: dict[tuple[int, int], set[str]] = {}
+        for rank in range(NUM_RANKS):
+            for event in self._events(rank, StateDigest):
+                found.setdefault((rank, event.iteration), set()).add(event.digest)
+        return found
+
+    @property
+    def num_processes(self) -> list[int]:
+        """How many workers each rank has had."""
+        return [sum(1 for _ in self._events(rank, TrainerStarted)) for rank in range(NUM_RANKS)]
+
+    def _events(self, rank: int, kind: type[T]) -> Iterator[T]:
+        for logged in read_events(self.run / "events" / f"rank{rank:04d}.jsonl"):
+            if isinstance(logged.event, kind):
+                yield logged.event
+
+
+def run_jobs(folder: Path, *jobs: Job, timeout_s: float = 150.0) -> dict[str, Ended]:
+    """Run jobs to their ends, good or bad; return how each has ended, by its name."""
+    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    path = os.pathsep.join(map(str, (FOLDER, ROOT)))
+    command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder)]
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }  # no compiler to import
+    with (folder / "log").open("w") as log:
+        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=timeout_s, check=True, cwd=folder)
+    statuses = json.loads((folder / "statuses.json").read_text())
+    return {job.name: _ended(folder, job.name, statuses[job.name]) for job in jobs}
+
+
+def _ended(folder: Path, name: str, status: int) -> Ended:
+    log = "".join(path.read_text() for path in sorted((folder / name).glob("supervisor*.log")))
+    return Ended(status=status, run=folder / name / "run", log=log)
+
+
+def main(folder: Path) -> int:
+    """Run the jobs of FOLDER/jobs.json; their statuses are in FOLDER/statuses.json then."""
+    from moe_ckpt.integrations import megatron_lm_seams  # noqa: PLC0415 - after PYTHONPATH is that of the wheel
+
+    megatron_lm_seams.import_training()
+    from moe_ckpt.integrations import megatron_lm  # noqa: F401, PLC0415
+
+    described = json.loads((folder / "jobs.json").read_text())
+    jobs = [Job(**{**job, "kills": tuple(Kill(**kill) for kill in job["kills"])}) for job in described]
+    statuses = {job.name: _run(folder / job.name, job) for job in jobs}
+    (folder / "statuses.json").write_text(json.dumps(statuses))
+    return 0
+
+
+def _run(folder: Path, job: Job) -> int:
+    from launcher.faults.carry_out import carry_out  # noqa: PLC0415
+    from tests.agent import run_job  # noqa: PLC0415
+
+    folder.mkdir()
+    memory = tempfile.mkdtemp(prefix="moe_ckpt-test-", dir="/dev/shm")
+    run, parent = folder / "run", os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(signal.SIGKILL, parent=parent)
+        run_job(lambda: _supervise(job, run, memory), NUM_RANKS, folder, None)
+        os._exit(1)
+    try:
+        done = not job.kills or carry_out(job.kills, run, ranks_per_node=1, say=print, patience_s=30.0)
+        _, status = os.waitpid(pid, 0)
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+    return os.waitstatus_to_exitcode(status) if done else -1
+
+
+def _supervise(job: Job, run: Path, memory: str) -> int:
+    from moe_ckpt.run import main as run_main  # noqa: PLC0415
+
+    settings = (f"run.dir={run}", f"runtime.shared_memory={memory}", "run.digest_every_iters=1")
+    options = [word for setting in settings for word in ("--set", setting)]
+    return run_main([*options, *job.options, "--", job.script, *ARGUMENTS, *job.arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

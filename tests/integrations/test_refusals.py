@@ -1,0 +1,148 @@
+"""What an attachment to Megatron-LM refuses, before anything is built: options, versions, loops and programs."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+import torch
+
+import tests.preload  # noqa: F401 - imports Megatron without its warnings
+from moe_ckpt import run
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.integrations import megatron_lm_seams as seams
+from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal, require_supported
+from moe_ckpt.run_elastic import run_elastic
+
+FINE = {
+    "num_experts": 4,
+    "use_distributed_optimizer": True,
+    "pipeline_model_parallel_size": 2,
+    **{refusal.option: refusal.allowed[0] for refusal in REFUSALS},
+}
+GUARDED = 'if __name__ == "__main__":\n    print("trained")\n'
+
+
+def test_the_options_of_the_example_are_fine() -> None:
+    require_supported(Namespace(**FINE))
+    require_supported(Namespace(num_experts=None, use_distributed_optimizer=False, pipeline_model_parallel_size=1))
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
+def test_each_refused_option_is_named_with_its_reason(refusal: Refusal) -> None:
+    got = True if False in refusal.allowed else "another"
+    with pytest.raises(ConfigError) as error:
+        require_supported(Namespace(**FINE | {refusal.option: got}))
+    assert str(error.value).startswith(f"{refusal.flag}: got {got!r}, wanted ")
+    assert str(error.value).endswith(refusal.reason)
+
+
+@pytest.mark.parametrize("frequency", [2, [0, 1]])
+def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> None:
+    fine = FINE | {"moe_layer_freq": frequency}
+    require_supported(Namespace(**fine))
+    with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer: got False, wanted True"):
+        require_supported(Namespace(**fine | {"use_distributed_optimizer": False}))
+
+
+def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"^megatron-core: got 0\.21\.0, wanted 0\.19\.\*"):
+        seams._require_version("0.21.0")
+
+
+def loop_module() -> ModuleType:
+    """Return a module with the functions, parameters and calls that an attachment looks for."""
+    module = ModuleType("megatron.training.training")
+    for name in (*seams._PARAMETERS, *seams._CALLS):
+        calls = " + ".join(f"{each}()" for each in seams._CALLS.get(name, ())) or "0"
+        exec(f"def {name}({', '.join(seams._PARAMETERS.get(name, ()))}): return {calls}", vars(module))
+    return module
+
+
+def without_function(module: Any) -> None:
+    del module.load_checkpoint
+
+
+def without_parameter(module: Any) -> None:
+    module.train_step = lambda forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config: None
+
+
+def without_call(module: Any) -> None:
+    module.pretrain = lambda: module.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_function, "load_checkpoint: got nothing, wanted the function"),
+        (without_parameter, "train_step: got another function than expected, wanted one with the parameters forward_b"),
+        (without_call, "pretrain: got another function than expected, wanted one with calls of initialize_megatron"),
+    ],
+)
+def test_a_seam_that_moved_is_named(change: Callable[[Any], None], message: str) -> None:
+    module = loop_module()
+    seams._require_seams(module)
+    change(module)
+    with pytest.raises(ConfigError) as error:
+        seams._require_seams(module)
+    assert str(error.value).startswith(f"megatron.training.training.{message}")
+
+
+def test_a_second_attachment_is_refused() -> None:
+    module = loop_module()
+    seams.mark_attached(module)
+    with pytest.raises(ConfigError, match=r"^moe_ckpt\.run: got a second attachment"):
+        seams.mark_attached(module)
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Return the exit status of the runner and its message; the process was not started by torchrun."""
+    status = run.main(arguments)
+    return status, capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GUARDED, "error: this process was not started by torchrun"),
+        ("print('trained')\n", 'wanted one that trains under `if __name__ == "__main__":` only'),
+        ("if True print\n", "wanted a Python script (invalid syntax"),
+        (None, "wanted a Python script ([Errno 2] No such file"),
+    ],
+)
+def test_a_script_that_cannot_be_run_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
+) -> None:
+    script = tmp_path / "train.py"
+    if text is not None:
+        script.write_text(text)
+    status, error = outcome(capsys, "--", str(script))
+    assert status == 1
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_runner_inside_a_run_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = loop_module()
+    seams.mark_attached(module)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", module)
+    status, error = outcome(capsys, "--", "train.py")
+    assert status == 1
+    assert error.startswith("error: moe_ckpt.run: got 'a second one', wanted one attachment a process")
+
+
+def test_an_import_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted false: an import has started CUDA"):
+        run_elastic(cast("Any", None), cast("Any", None), lambda worker: 0)

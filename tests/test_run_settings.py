@@ -1,0 +1,89 @@
+"""The command line of moe_ckpt.run: what it means, and one clear error for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.config import CKPT_CONFIGS, GeminiConfig, MoevementConfig
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.run_settings import Command, parse_run
+
+SCRIPT = ("--", "pretrain_gpt.py", "--num-layers", "2")
+USAGE = "usage: torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY]"
+
+
+def test_options_come_before_the_script_and_its_arguments_after() -> None:
+    settings = parse_run(["--ckpt", "moevement", "--set", "window=4", "--set", "runtime.join_s=900", *SCRIPT])
+    assert settings.command == Command(name="pretrain_gpt.py", is_module=False, arguments=("--num-layers", "2"))
+    assert isinstance(settings.ckpt, MoevementConfig)
+    assert (settings.ckpt.window, settings.runtime.join_s) == (4, 900.0)
+    assert (settings.ckpt.keep_windows, settings.runtime.shared_memory) == (1, "/dev/shm"), "as conf/ has them"
+
+
+@pytest.mark.parametrize("words", [("--ckpt=none", "train.py", "--set", "y"), ("--", "train.py", "--set", "y")])
+def test_the_script_begins_where_the_options_end(words: tuple[str, ...]) -> None:
+    assert parse_run(words).command == Command(name="train.py", is_module=False, arguments=("--set", "y"))
+
+
+def test_a_module_is_run_by_its_name() -> None:
+    command = parse_run(["--", "-m", "pretrain.gpt", "-m", "x"]).command
+    assert command == Command(name="pretrain.gpt", is_module=True, arguments=("-m", "x"))
+
+
+@pytest.mark.parametrize("policy", CKPT_CONFIGS)
+def test_each_policy_has_the_defaults_of_its_file(policy: str) -> None:
+    assert parse_run(["--ckpt", policy, *SCRIPT]).ckpt.policy == policy
+
+
+def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -> None:
+    path = tmp_path / "ft.yaml"
+    path.write_text("ckpt: {policy: gemini, every_iters: 5, max_bytes_per_s: {host: 1e9}}\nrun: {dir: there}\n")
+    settings = parse_run(
+        ["--config", str(path), "--set", "every_iters=3", "--set", "max_bytes_per_s.disk=2e6", *SCRIPT]
+    )
+    assert isinstance(settings.ckpt, GeminiConfig)
+    caps = settings.ckpt.max_bytes_per_s
+    assert (settings.ckpt.every_iters, caps.host, caps.peers, caps.disk) == (3, 1e9, None, 2e6)
+    assert settings.folder.dir == "there"
+    assert "every_iters: 3" in settings.folder.configuration
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ckpt", "gemni", *SCRIPT], "--ckpt: got 'gemni', wanted one of none, dense, moevement, gemini"),
+        (["--windw", "4", *SCRIPT], f"moe_ckpt.run: unrecognized arguments: --windw 4; {USAGE}"),
+        (["--ckpt"], f"moe_ckpt.run: argument --ckpt: expected one argument; {USAGE}"),
+        ([], "SCRIPT: got 'nothing', wanted the program that trains"),
+        (["--", "-m"], "-m: got 'nothing', wanted the name of a module"),
+        (["--set", "windw=4", *SCRIPT], "ckpt.windw: got 'a value', wanted window?"),
+        (["--set", "window", *SCRIPT], "--set: got 'window', wanted KEY=VALUE"),
+        (["--set", "runtime=4", *SCRIPT], "--set: got 'runtime=4', wanted a key in the section"),
+        (["--set", "window=4.5", *SCRIPT], "ckpt.window: got 4.5, wanted int or str"),
+        (["--set", "strict=3", *SCRIPT], "ckpt.strict: got 3, wanted bool"),
+        (["--set", "max_bytes_per_s=3", *SCRIPT], "ckpt.max_bytes_per_s: got 3, wanted a section of keys"),
+        (["--set", "run.dr=x", *SCRIPT], "run.dr: got 'a value', wanted dir?"),
+        (["--set", "runtime.join_s=1", *SCRIPT], "runtime.join_s: got 1.0, wanted more than"),
+        (["--set", "parallel.ranks_per_node=0", *SCRIPT], "parallel.ranks_per_node: got 0, wanted auto or a number"),
+        (["--config", "/nowhere.yaml", *SCRIPT], "--config: got '/nowhere.yaml', wanted a YAML file"),
+    ],
+)
+def test_a_mistake_is_one_error_that_names_it(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_run(words)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("text", ["- 1", "ckpt: 3", "ckpt: {"])
+def test_a_file_without_sections_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ft.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"^--config: "):
+        parse_run(["--config", str(tmp_path / "ft.yaml"), *SCRIPT])
+
+
+def test_a_file_with_an_unknown_section_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ft.yaml").write_text("ckp: {window: 3}")
+    with pytest.raises(ConfigError, match=r"^ckp: got 'a value', wanted ckpt\?"):
+        parse_run(["--config", str(tmp_path / "ft.yaml"), *SCRIPT])
