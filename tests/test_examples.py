@@ -15,8 +15,8 @@ OWN_LOOP = Path(__file__).parents[1] / "examples" / "own_loop.py"
 
 
 def train(folder: Path, **changes: Any) -> str:
-    world = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    dist.init_process_group("gloo", store=rank_store(), **world)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=rank_store(), rank=rank, world_size=world_size)
     return runpy.run_path(str(OWN_LOOP), run_name="example")["main"](folder, **changes)
 
 
