@@ -6,6 +6,7 @@ ConfigError that names it.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, S
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault", "runtime")
 AUTO = "auto"
+_WARMUP_ITERS = 10
 
 T = TypeVar("T")
 Kinds = Mapping[str, type[Any] | Mapping[str, type[Any]]]
@@ -213,7 +215,7 @@ class TrainConfig:
     lr: float
     min_lr: float
     lr_schedule: str
-    lr_warmup_iters: int
+    lr_warmup_iters: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
     lr_decay_iters: Union[int, str]  # noqa: UP007
     weight_decay: float
     adam_beta1: float
@@ -229,7 +231,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("iterations", "micro_batch_size", "global_batch_size", "sequence_length", "eval_batches"):
             require_at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("seed", "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "eval_every_iters"):
+        for name in ("seed", "lr", "min_lr", "weight_decay", "clip_grad", "eval_every_iters"):
             require_at_least(f"train.{name}", getattr(self, name), 0)
         require_choice("train.optimizer", self.optimizer, ["adam"])
         require_choice("train.lr_schedule", self.lr_schedule, ["constant", "linear", "cosine"])
@@ -237,9 +239,19 @@ class TrainConfig:
         require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
         if isinstance(self.lr_decay_iters, str):
             require_choice("train.lr_decay_iters", self.lr_decay_iters, [AUTO, "a number"])
-        wanted = f"less than the {self.num_decay_iters} iterations that the learning rate decays over"
-        require(self.lr_warmup_iters < self.num_decay_iters, "train.lr_warmup_iters", self.lr_warmup_iters, wanted)
+        if isinstance(self.lr_warmup_iters, str):
+            require_choice("train.lr_warmup_iters", self.lr_warmup_iters, [AUTO, "a number"])
+        wanted = f"at least 0 and less than the {self.num_decay_iters} iterations that the learning rate decays over"
+        valid = 0 <= self.num_warmup_iters < self.num_decay_iters
+        require(valid, "train.lr_warmup_iters", self.lr_warmup_iters, wanted)
         require(bool(self.resume), "train.resume", self.resume, "auto, never or the path of a checkpoint")
+
+    @property
+    def num_warmup_iters(self) -> int:
+        """The iterations of the warmup; `auto` leaves at least half of a short run to the decay."""
+        return (
+            min(_WARMUP_ITERS, self.num_decay_iters // 2) if self.lr_warmup_iters == AUTO else int(self.lr_warmup_iters)
+        )
 
     @property
     def num_decay_iters(self) -> int:
@@ -407,17 +419,35 @@ def _key_of_list(section: DictConfig) -> str:
 
 
 def _explain(message: str, kinds: Kinds) -> str:
-    """Add what Hydra leaves out: the keys that there are, where one is not."""
+    """Add the keys that exist, and the closest one, to Hydra's error about a key that does not."""
     missing = re.search(r"Could not override '([\w.]+)'", message)
     if missing is None:
         return message.partition("\nConfig search path")[0].strip()
     group = missing[1].rpartition(".")[0]
-    chosen = kinds.get(group)
+    chosen = kinds.get(group) if group else None
     if isinstance(chosen, Mapping):
         keys = "; ".join(f"{_names(kind)} ({group}={choice})" for choice, kind in chosen.items())
     else:
-        keys = _names(chosen) if chosen else ", ".join(sorted(kinds))
-    return f"{missing[1]}: no such setting, wanted one of the keys {keys}"
+        keys = _names(chosen) if chosen else _names_at_the_top(kinds)
+    return f"{missing[1]}: no such setting, wanted one of the keys {keys}{_closest(missing[1], kinds)}"
+
+
+def _names_at_the_top(kinds: Kinds) -> str:
+    """Return the groups, and the keys of the section without a name, which belong to no group."""
+    loose = [field.name for field in fields(cast("Any", kinds[""]))] if "" in kinds else []
+    return ", ".join(sorted([*filter(None, kinds), *loose]))
+
+
+def _closest(missing: str, kinds: Kinds) -> str:
+    """Return a question that names the setting most like a missing one, or nothing."""
+    known = [
+        f"{group}.{field.name}".lstrip(".")
+        for group, chosen in kinds.items()
+        for kind in (chosen.values() if isinstance(chosen, Mapping) else (chosen,))
+        for field in fields(cast("Any", kind))
+    ]
+    close = difflib.get_close_matches(missing, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _names(kind: Any) -> str:

@@ -279,7 +279,7 @@ def _build_scheduler(train: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
         init_lr=0.0,
         max_lr=train.lr,
         min_lr=train.min_lr,
-        lr_warmup_steps=train.lr_warmup_iters,
+        lr_warmup_steps=train.num_warmup_iters,
         lr_decay_steps=train.num_decay_iters,
         lr_decay_style=train.lr_schedule,
         start_wd=train.weight_decay,

@@ -21,6 +21,7 @@ if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
 from launcher.config import GROUPS, compose_settings, show_with_hydra
+from moe_ckpt import __version__
 from moe_ckpt.elastic.torchrun import is_launched, read_launch
 from moe_ckpt.errors import MoeCkptError
 
@@ -29,6 +30,9 @@ _FAILED = 1
 
 def main(arguments: Sequence[str]) -> int:
     """Train, show help, or say in one message why not; return the exit status."""
+    if "--version" in arguments:
+        print(f"moe-ckpt {__version__}")
+        return 0
     if any(argument.startswith("-") for argument in arguments):
         return show_with_hydra("config", arguments, GROUPS)
     # supervisors fork, so the search for a GPU must not start CUDA

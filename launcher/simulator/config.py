@@ -97,17 +97,17 @@ class Simulation:
 
 def compose_request(arguments: Sequence[str]) -> tuple[GeneralConfig, ExperimentConfig]:
     """Return what is asked for, without the job, which an experiment's cases may have to complete."""
-    return compose_as("simulate", arguments, GROUPS, _to_request, _KINDS)
+    return compose_as("simulate", arguments, GROUPS, _to_request, _ALL_KINDS)
 
 
 def compose_machine(arguments: Sequence[str]) -> tuple[ClusterConfig, TimingConfig]:
     """Return what is said of the machines alone: a real run brings its job along."""
-    return compose_as("simulate", arguments, GROUPS, _to_machine, _KINDS)
+    return compose_as("simulate", arguments, GROUPS, _to_machine, _ALL_KINDS)
 
 
 def compose_simulation(arguments: Sequence[str]) -> Simulation:
     """Return the simulation that command-line overrides describe. Raises ConfigError, naming the setting."""
-    return compose_as("simulate", arguments, GROUPS, _to_simulation, _KINDS)
+    return compose_as("simulate", arguments, GROUPS, _to_simulation, _ALL_KINDS)
 
 
 def shape_of(model: ModelConfig, *, sequence_length: int, popularity: Array) -> ModelShape:
@@ -254,3 +254,5 @@ _KINDS: Kinds = {
     "timing": TimingConfig,
     "switches": Switches,
 }
+_ALL_KINDS: Kinds = {**_KINDS, "": GeneralConfig}
+"""With the keys that belong to no group, for errors about a key that there is not."""

@@ -155,7 +155,7 @@ def require_experts(stages: Sequence[StageProfile], policy: str) -> None:
     """Raise ConfigError unless the model has experts."""
     operators = [operator for stage in stages for operator in stage.table.operators]
     if not any(operator.kind is OperatorKind.EXPERT for operator in operators):
-        raise ConfigError(f"ckpt.policy: got {policy!r}, wanted a policy for dense models: model.num_experts is null")
+        raise ConfigError(f"ckpt.policy: got {policy!r}, wanted a policy for dense models: model.num_experts is 0")
 
 
 def counted(stage: MoeStage, tokens: np.ndarray) -> IntArray:
