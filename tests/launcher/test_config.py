@@ -172,6 +172,15 @@ def test_an_unknown_key_is_named_with_the_keys_there_are(override: str, key: str
     assert lacks(message.removeprefix(key), choices) == []
 
 
+def test_the_closest_setting_is_offered() -> None:
+    assert error_of(compose_settings, ["train.itertions=9"]).endswith("; did you mean train.iterations?")
+    assert "did you mean" not in error_of(compose_settings, ["xyz=9"])
+
+
+def test_a_short_run_decays_for_half_of_its_iterations() -> None:
+    assert [compose_settings([f"train.iterations={n}"]).train.num_warmup_iters for n in (1, 6, 200)] == [0, 3, 10]
+
+
 def test_a_key_of_another_policy_is_offered_with_that_policy_only() -> None:
     offer = error_of(compose_settings, ["ckpt.keep=2"]).removeprefix("ckpt.keep: ")  # where ckpt=none is chosen
     assert "keep" not in offer or "ckpt=dense" in offer
@@ -306,8 +315,7 @@ def test_an_unknown_value_is_named_with_the_choices(key: str, choices: str) -> N
             "train.lr_warmup_iters=200",
             "train.lr_warmup_iters: got 200, wanted at least 0 and less than the 200 iterations",
         ),
-        ("train.itertions=9", "recompute, resume, seed, sequence_length, weight_decay; did you mean train.iterations?"),
-        ("train.lr_warmup_iters=some", "train.lr_warmup_iters: got 'some', wanted auto or a number"),
+        ("train.lr_warmup_iters=some", "train.lr_warmup_iters: got 'some', wanted one of auto, a number"),
         ("train.resume=''", "train.resume: got '', wanted auto, never or the path"),
         ("ckpt=moevement; ckpt.window=0", "ckpt.window: got 0, wanted auto or a number of iterations of at least 1"),
         ("ckpt=moevement; ckpt.profile_iters=1", "ckpt.profile_iters: got 1, wanted at least 2"),
