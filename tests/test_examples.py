@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launcher.faults.carry_out import carry_out
 from moe_ckpt.faults.schedule import Kill
@@ -24,6 +25,7 @@ OWN_LOOP = Path(__file__).parents[1] / "examples" / "own_loop.py"
 def run_own_loop(run: Path) -> int:
     """Be what torchrun starts; return the exit status."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # as torchrun has it
     sys.argv = [str(OWN_LOOP), str(run)]
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(OWN_LOOP), run_name="__main__")
