@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         finish_gradients,
         gather_parameters,
     )
-    from moe_ckpt.run_settings import policy_config
+    from moe_ckpt.run_settings import ckpt_config, runtime_config
 
 __version__ = "0.2.0"
 __all__ = [
@@ -55,11 +55,12 @@ __all__ = [
     "__version__",
     "advance_schedule",
     "apply_update",
+    "ckpt_config",
     "clear_gradients",
     "finish_gradients",
     "gather_parameters",
-    "policy_config",
     "read_events",
+    "runtime_config",
 ]
 _STEP = ("advance_schedule", "apply_update", "clear_gradients", "finish_gradients", "gather_parameters")
 _HOMES = {
@@ -72,11 +73,12 @@ _HOMES = {
     "moe_ckpt.megatron.step": (
         "advance_schedule",
         "apply_update",
+        "ckpt_config",
         "clear_gradients",
         "finish_gradients",
         "gather_parameters",
     ),
-    "moe_ckpt.run_settings": ("policy_config",),
+    "moe_ckpt.run_settings": ("ckpt_config", "runtime_config"),
 }
 
 

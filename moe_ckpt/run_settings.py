@@ -89,11 +89,15 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     )
 
 
-def policy_config(policy: str, **changes: Any) -> CkptConfig:
-    """Return a policy's configuration: conf/ckpt/POLICY.yaml with some keys changed. Raises ConfigError."""
-    require_choice("policy", policy, list(CKPT_CONFIGS))
-    values = _merged_section(_read_defaults("ckpt", policy), {**changes, "policy": policy})
-    return section_of(CKPT_CONFIGS[policy], "ckpt", values)
+def ckpt_config(policy: str, **changes: Any) -> CkptConfig:
+    """Return a policy's configuration with the defaults of its file and these changes. Raises ConfigError."""
+    require_choice("ckpt.policy", policy, list(CKPT_CONFIGS))
+    return section_of(CKPT_CONFIGS[policy], "ckpt", _merged_section(_read_defaults("ckpt", policy), changes))
+
+
+def runtime_config(**changes: Any) -> RuntimeConfig:
+    """Return the runtime's configuration with the defaults of its file and these changes. Raises ConfigError."""
+    return section_of(RuntimeConfig, "runtime", _merged_section(_read_defaults("runtime", "default"), changes))
 
 
 def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:

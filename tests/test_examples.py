@@ -1,30 +1,53 @@
-"""The examples train as they are written, and the lost state comes back."""
+"""Examples do what they say: the loop of one's own lives through a death and ends where it ends without one."""
 
 from __future__ import annotations
 
-import os
+import functools
+import json
 import runpy
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import pytest
+import torch
 
-from tests.ranks import rank_store, run_ranks
+from launcher.faults.carry_out import carry_out
+from moe_ckpt.faults.schedule import Kill
+from tests.agent import run_job
+from tests.ranks import _CONTEXT
+from tests.waits import START_S
 
 OWN_LOOP = Path(__file__).parents[1] / "examples" / "own_loop.py"
 
 
-def train(folder: Path, **changes: Any) -> str:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=rank_store(), rank=rank, world_size=world_size)
-    return runpy.run_path(str(OWN_LOOP), run_name="example")["main"](folder, **changes)
+def run_own_loop(run: Path) -> int:
+    """Be what torchrun starts; return the exit status."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # as torchrun has it
+    sys.argv = [str(OWN_LOOP), str(run)]
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(OWN_LOOP), run_name="__main__")
+    return int(ended.value.code or 0)
 
 
-def train_without_losses(folder: Path) -> str:
-    return train(folder, losses=())
+def result_of(folder: Path, *kills: Kill) -> dict[str, Any]:
+    folder.mkdir()
+    run = folder / "run"
+    agent = _CONTEXT.Process(target=run_job, args=(functools.partial(run_own_loop, run), 2, folder, None))
+    agent.start()
+    try:
+        assert not kills or carry_out(kills, run, ranks_per_node=1)
+        agent.join(START_S)
+        assert agent.exitcode == 0, [path.read_text() for path in folder.glob("*.log")]
+    finally:
+        agent.kill()
+    return json.loads((run / "result.json").read_text())
 
 
-def test_an_own_loop_gets_its_lost_state_back(tmp_path: Path) -> None:
-    recovered = run_ranks(2, train, tmp_path / "lost")
-    assert "StageRecovered" in (tmp_path / "lost" / "rank1.jsonl").read_text()
-    assert recovered == run_ranks(2, train_without_losses, tmp_path / "undisturbed")
+def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(tmp_path: Path) -> None:
+    alone = result_of(tmp_path / "alone")
+    killed = result_of(tmp_path / "killed", Kill(rank=1, iteration=5, phase="forward"))
+    assert (alone["faults_survived"], killed["faults_survived"]) == (0, 1)
+    assert killed["digest_per_rank"] == alone["digest_per_rank"]
