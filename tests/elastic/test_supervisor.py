@@ -209,12 +209,15 @@ def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(supervised)
     assert (death.iteration, death.why[:17]) == (9, "hung: no progress")
 
 
-def test_a_death_after_the_jobs_end_is_none(supervised) -> None:
+@pytest.mark.parametrize(("phase", "status"), [(Phase.DONE, 0), (Phase.BUILD, 1)], ids=["done", "in own work"])
+def test_a_death_after_the_jobs_end_is_replaced_by_none(supervised, phase: Phase, status: int) -> None:
+    """A script's own work after the last iteration fails with its worker; no rank is there to repeat it."""
     rank = supervised()
     rank.do(join_first_generation)
+    rank.do(methodcaller("enter", phase, 9))
     rank.generations.done(1, 1)
     rank.kill_worker()
-    assert rank.exit_status() == 0
+    assert rank.exit_status() == status
     assert rank.has_no_successor
     assert not rank.generations.has_ended(1)
 
