@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -257,7 +258,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     return RankPlace(
         launch=launch,
         memory=rank_memory(root, launch.global_rank),
-        ticket=Ticket(run_id=token[:8], token=token),
+        ticket=Ticket(run_id=hashlib.sha256(token.encode()).hexdigest()[:8], token=token),
         ranks_per_node=ranks_per_node,
         replicas=replicas,
         has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or isinstance(ckpt, FlowcheckConfig),

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import xxhash
 
-from moe_ckpt.replication.messages import Address, Done, Message, Refused, Ticket, message_from_json, message_to_json
+from moe_ckpt.replication.messages import Message, Refused, message_from_json, message_to_json
 
 CHUNK_BYTES = 1 << 20
 MOST_MESSAGE_BYTES = 16 << 20
@@ -73,11 +73,11 @@ class Connection:
         head = _HEAD.pack(len(body), len(body) ^ _ALL_BITS, xxhash.xxh3_64_intdigest(body))
         self._send(memoryview(head + body))
 
-    def receive(self) -> Message:
-        """Return the next message."""
+    def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> Message:
+        """Return the next message, of at most `most_bytes`: memory for it is allocated after that check."""
         length, complement, wanted = _HEAD.unpack(self._receive(_HEAD.size))
-        if length != complement ^ _ALL_BITS or length > MOST_MESSAGE_BYTES:
-            raise ConnectionError(f"got no message, or one of more than {MOST_MESSAGE_BYTES} bytes")
+        if length != complement ^ _ALL_BITS or length > most_bytes:
+            raise ConnectionError(f"got no message, or one of more than {most_bytes} bytes")
         body = self._receive(length)
         found = xxhash.xxh3_64_intdigest(body)
         if found != wanted:
@@ -87,9 +87,9 @@ class Connection:
         except ValueError as error:
             raise ConnectionError(str(error)) from error
 
-    def expect(self, kind: type[M]) -> M:
+    def expect(self, kind: type[M], most_bytes: int = MOST_MESSAGE_BYTES) -> M:
         """Return the next message, which must be of this kind. Raises RefusedError if it is a refusal."""
-        message = self.receive()
+        message = self.receive(most_bytes)
         if isinstance(message, Refused):
             raise RefusedError(message.reason, garbled=message.garbled)
         if not isinstance(message, kind):
@@ -151,19 +151,3 @@ class Connection:
         if left_s <= 0:
             raise TimeoutError("no time is left")
         return left_s
-
-
-def open_connection(address: Address, ticket: Ticket, timeout_s: float) -> Connection:
-    """Connect to a server and be admitted, within `timeout_s`, which is what remains of it for what follows.
-
-    Raises OSError, or RefusedError if the ticket is not of the server's run.
-    """
-    until_s = time.monotonic() + timeout_s
-    link = Connection(socket.create_connection((address.host, address.port), timeout_s))
-    try:
-        link.allow(until_s - time.monotonic())
-        link.ask(ticket, Done)
-    except BaseException:
-        link.close()
-        raise
-    return link

@@ -1,7 +1,7 @@
 """Serves one rank's folder to other ranks: keeps copies for them, and gives blobs to those that lost theirs.
 
 Owns: answering requests; what it knows is in the file system only, which may be deleted under it at any time. Must not:
-send anything unasked, or believe anything that does not come with the run's ticket.
+send anything unasked, or serve a client that has not proved to have the run's token.
 
     own/              this rank's blobs: read only
     held/rank0001/    copies for rank 1
@@ -12,14 +12,14 @@ A checkpoint server (`serves_itself`) makes states of gradients for its own rank
 from __future__ import annotations
 
 import functools
-import hmac
 import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 
 from moe_ckpt.errors import MoeCkptError
+from moe_ckpt.replication.admission import admit
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import (
     Address,
@@ -40,6 +40,9 @@ from moe_ckpt.replication.server import ConnectionServer
 from moe_ckpt.replication.transfer import receive_blob, send_blob
 from moe_ckpt.snapshot.adam_update import apply_update, is_update
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
+
+_ADMISSION_S = 10.0  # a client that is not admitted by then is disconnected
+_MOST_STRANGERS = 64  # connections that are not admitted yet; each has a thread
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class CopyServer:
         self._serves_itself = serves_itself
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
+        self._strangers = BoundedSemaphore(_MOST_STRANGERS)
         self._held: dict[int, ReplicaFolder] = {}  # by the owner's rank
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, 0), family=family)
@@ -78,7 +82,6 @@ class CopyServer:
         self._listener.close(self._timeout_s)
 
     def _serve(self, link: Connection) -> None:
-        link.allow(self._timeout_s)
         if not self._admits(link):
             return
         while link.is_readable(self._timeout_s):
@@ -86,19 +89,19 @@ class CopyServer:
             self._answer(link, link.receive())
 
     def _admits(self, link: Connection) -> bool:
-        ticket, wanted = link.receive(), self._ticket
-        if not isinstance(ticket, Ticket):
-            reason = f"got {type(ticket).__name__} first, wanted a ticket"
-        elif ticket.run_id != wanted.run_id:
-            reason = f"got run {ticket.run_id}, wanted {wanted.run_id}"
-        elif not hmac.compare_digest(ticket.token.encode(), wanted.token.encode()):
-            reason = f"got another token than that of run {wanted.run_id}"
-        else:
-            link.send(Done())
-            return True
-        _log.warning("rank %d's daemon refused a connection: %s", self._global_rank, reason)
-        link.send(Refused(reason=reason, garbled=False))
-        return False
+        if not self._strangers.acquire(blocking=False):
+            _log.warning(
+                "rank %d's daemon closed a connection: %s are not admitted yet", self._global_rank, _MOST_STRANGERS
+            )
+            return False
+        try:
+            link.allow(min(self._timeout_s, _ADMISSION_S))
+            reason = admit(link, self._ticket)
+        finally:
+            self._strangers.release()
+        if reason:
+            _log.warning("rank %d's daemon refused a connection: %s", self._global_rank, reason)
+        return reason is None
 
     def _answer(self, link: Connection, request: Message) -> None:
         try:

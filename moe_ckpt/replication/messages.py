@@ -3,8 +3,9 @@
 Owns: which messages there are, and reading them strictly. Must not: send, or carry out what they ask for.
 
     worker -> its daemon   Copy, Forget, UsePeers, Persist        answers: Copied
-    daemon -> a daemon      Ticket; Put, Drop, Clear               answers: Done, Refused
-    worker -> a daemon     Ticket; ListKeys, Get                  answers: Keys, a blob, Refused
+    a daemon -> a client    Challenge                              answer: Hello; then Welcome, Refused
+    daemon -> a daemon      Put, Drop, Clear                       answers: Done, Refused
+    worker -> a daemon      ListKeys, Get                          answers: Keys, a blob, Refused
     a blob                  Found ->   <- Done   header, payload, Sent ->
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -42,11 +43,34 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ticket(Message):
-    """The first message to a server: of which run the sender is, and the secret that this run shares."""
+class Ticket:
+    """The run of a process, and the secret that all processes of the run share. It is never sent: see `admission`."""
 
     run_id: str
-    token: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Challenge(Message):
+    """A server's first message: a random nonce, in hex."""
+
+    nonce: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello(Message):
+    """A client's first message: its run, a nonce of its own, and the proof that it has the run's token."""
+
+    run_id: str
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Welcome(Message):
+    """The client is admitted; `proof`: the server has the token, too."""
+
+    proof: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +191,7 @@ class UsePeers(Message):
 _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        *(Ticket, Put, Drop, Clear, ListKeys, Get, Keys, Found, Sent, Done, Refused),
+        *(Challenge, Hello, Welcome, Put, Drop, Clear, ListKeys, Get, Keys, Found, Sent, Done, Refused),
         *(Copy, Copied, Forget, UsePeers, Persist),
     )
 }

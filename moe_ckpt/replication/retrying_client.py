@@ -12,7 +12,8 @@ from threading import Event
 from typing import TypeVar
 
 from moe_ckpt.errors import MoeCkptError
-from moe_ckpt.replication.connection import Connection, RefusedError, open_connection
+from moe_ckpt.replication.admission import open_connection
+from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Ticket
 
 _DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)  # before each attempt; a daemon that is being replaced is there after a fork

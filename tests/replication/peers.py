@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.replication import retrying_client
-from moe_ckpt.replication.connection import Connection, open_connection
+from moe_ckpt.replication.admission import open_connection
+from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.copy_server import CopyServer
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.messages import Address, Ticket

@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.replication.admission import MOST_GREETING_BYTES
 from moe_ckpt.replication.connection import CHUNK_BYTES, RefusedError
 from moe_ckpt.replication.copy_server import CopyServer
 from moe_ckpt.replication.fetch import clear_held, list_held
@@ -158,8 +159,7 @@ STRANGERS = {
     "too long": b"\xff" * 100,
     "no message": frame(b"nonsense"),
     "no ticket": frame(to_json(Get(owner_rank=0, key="a"))),
-    "no request": frame(to_json(TICKET)) + frame(b'{"Done":{}}'),
-    "no frame": frame(to_json(TICKET)) + b"GET / HTTP/1.1\r\n\r\n",
+    "a long greeting": struct.pack(">IIQ", MOST_GREETING_BYTES + 1, 2**32 - 2 - MOST_GREETING_BYTES, 0),
 }
 
 
@@ -172,6 +172,17 @@ def test_a_stranger_is_sent_away_and_others_are_served(ranks: Ranks, said: bytes
         stranger.shutdown(socket.SHUT_WR)
         while stranger.recv(1 << 16):
             pass
+    copy(ranks.replicate(0, server.address), "a")
+
+
+@pytest.mark.parametrize("said", [frame(b'{"Done":{}}'), b"GET / HTTP/1.1\r\n\r\n"], ids=["no request", "no frame"])
+def test_a_client_that_sends_garbage_is_sent_away_and_others_are_served(ranks: Ranks, said: bytes) -> None:
+    publish(ranks.own(0), "a")
+    server = ranks.serve(1)
+    link = ranks.link(server.address)
+    link._socket.sendall(said)
+    with pytest.raises(ConnectionError):
+        link.receive()
     copy(ranks.replicate(0, server.address), "a")
 
 

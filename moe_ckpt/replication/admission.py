@@ -1,0 +1,74 @@
+"""Admission to a server: both ends prove that they have the run's token, and neither sends it.
+
+    server -> client   Challenge: a random nonce
+    client -> server   Hello: the run, a nonce of its own, HMAC of "client" and both nonces under the token
+    server -> client   Welcome: HMAC of "server" and both nonces; or Refused
+
+Before that, messages have at most MOST_GREETING_BYTES. Must not: encrypt; bytes of copies cross the network in clear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+
+from moe_ckpt.replication.connection import Connection, RefusedError
+from moe_ckpt.replication.messages import Address, Challenge, Hello, Refused, Ticket, Welcome
+
+MOST_GREETING_BYTES = 4096
+_NONCE_BYTES = 16
+
+
+def open_connection(address: Address, ticket: Ticket, timeout_s: float) -> Connection:
+    """Connect to a server and be admitted within `timeout_s`; the remaining time is for later messages.
+
+    Raises OSError, or RefusedError if one end does not have the other's token or run.
+    """
+    until_s = time.monotonic() + timeout_s
+    link = Connection(socket.create_connection((address.host, address.port), timeout_s))
+    try:
+        link.allow(until_s - time.monotonic())
+        _be_admitted(link, ticket)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _be_admitted(link: Connection, ticket: Ticket) -> None:
+    theirs, own = link.expect(Challenge, MOST_GREETING_BYTES).nonce, secrets.token_hex(_NONCE_BYTES)
+    link.send(Hello(run_id=ticket.run_id, nonce=own, proof=_proof(ticket, "client", theirs, own)))
+    proof = link.expect(Welcome, MOST_GREETING_BYTES).proof
+    if not _equal(proof, _proof(ticket, "server", theirs, own)):
+        raise RefusedError(f"the server has another token than that of run {ticket.run_id}", garbled=False)
+
+
+def admit(link: Connection, ticket: Ticket) -> str | None:
+    """Admit the client of a new connection; return None, or the reason of a refusal, which the client got as well."""
+    own = secrets.token_hex(_NONCE_BYTES)
+    link.send(Challenge(nonce=own))
+    hello = link.receive(MOST_GREETING_BYTES)
+    if not isinstance(hello, Hello):
+        reason = f"got {type(hello).__name__} first, wanted Hello"
+    elif hello.run_id != ticket.run_id:
+        reason = f"got run {hello.run_id}, wanted {ticket.run_id}"
+    elif not _equal(hello.proof, _proof(ticket, "client", own, hello.nonce)):
+        reason = f"got another token than that of run {ticket.run_id}"
+    else:
+        link.send(Welcome(proof=_proof(ticket, "server", own, hello.nonce)))
+        return None
+    link.send(Refused(reason=reason, garbled=False))
+    return reason
+
+
+def _proof(ticket: Ticket, role: str, server_nonce: str, client_nonce: str) -> str:
+    """Return an HMAC-SHA-256, in hex; `role` keeps one end's proof from serving as the other's."""
+    content = f"{role}|{ticket.run_id}|{server_nonce}|{client_nonce}"
+    return hmac.new(ticket.token.encode(), content.encode(), hashlib.sha256).hexdigest()
+
+
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
