@@ -18,6 +18,11 @@ from pathlib import Path
 VERSION = "0.19.2"
 FOLDER = Path(sys.prefix) / f"megatron-lm-{VERSION}"
 _DOWNLOAD_S = 600
+_SITECUSTOMIZE = """# Python imports this at its start: the wheel asks for typing.override, which is new in 3.12
+import typing
+import typing_extensions
+typing.override = typing_extensions.override
+"""
 
 
 def main() -> int:
@@ -39,6 +44,8 @@ def _unpack(folder: Path) -> Path:
     wheel, site = next(folder.glob("megatron_core-*.whl")), folder / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+    if sys.version_info < (3, 12):
+        (site / "sitecustomize.py").write_text(_SITECUSTOMIZE)
     for helpers in _installed_datasets().glob("helpers_cpp*.so"):
         shutil.copy(helpers, site / "megatron" / "core" / "datasets")
     if importlib.util.find_spec("triton") is None:  # megatron-core 0.17 and later import it
