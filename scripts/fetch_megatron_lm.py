@@ -18,6 +18,12 @@ from pathlib import Path
 VERSION = "0.19.2"
 FOLDER = Path(sys.prefix) / f"megatron-lm-{VERSION}"
 _DOWNLOAD_S = 600
+_IMPORTED = ("triton", "psutil")  # by megatron-core 0.17 and later, and by its writer of checkpoints
+_SITECUSTOMIZE = """# Python imports this at its start: the wheel asks for typing.override, which is new in 3.12
+import typing
+import typing_extensions
+typing.override = typing_extensions.override
+"""
 
 
 def main() -> int:
@@ -33,16 +39,19 @@ def main() -> int:
 
 
 def _unpack(folder: Path) -> Path:
-    """Return a folder with the wheel's packages, and with triton where the environment has none."""
+    """Return a folder with the wheel's packages, and with those that it imports and the environment lacks."""
     python = ["--python-version", "3.12"] if sys.version_info < (3, 12) else []
     _pip("download", "--no-deps", "--only-binary=:all:", *python, f"megatron-core=={VERSION}", "--dest", str(folder))
     wheel, site = next(folder.glob("megatron_core-*.whl")), folder / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+    if sys.version_info < (3, 12):
+        (site / "sitecustomize.py").write_text(_SITECUSTOMIZE)
     for helpers in _installed_datasets().glob("helpers_cpp*.so"):
         shutil.copy(helpers, site / "megatron" / "core" / "datasets")
-    if importlib.util.find_spec("triton") is None:  # megatron-core 0.17 and later import it
-        _pip("install", "--no-deps", "--target", str(site), "triton")
+    missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
+    if missing:
+        _pip("install", "--no-deps", "--target", str(site), *missing)
     return site
 
 

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import os
 import socket
 import time
@@ -120,6 +121,9 @@ class AttachedLoop:
         args = self._training.get_args()
         increment = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=increment)
+        for inner in state.inner_optimizers:  # not an option of the command line, and the split step would ignore it
+            threshold = getattr(inner.config, "grad_norm_skip_threshold", math.inf)
+            require(math.isinf(threshold), "OptimizerConfig.grad_norm_skip_threshold", threshold, "inf")
         events = self._open_events()
         _set_schedule_hooks(config, args, self._training.get_timers(), state)
         layout = _layout()

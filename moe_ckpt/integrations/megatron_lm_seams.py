@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import typing
 from types import ModuleType
 from typing import Any
-
-import typing_extensions
 
 from moe_ckpt.errors import ConfigError
 
@@ -49,8 +46,6 @@ _CALLS = {  # each function finds these as globals, or as methods, when it runs
 
 def import_training() -> ModuleType:
     """Return `megatron.training.training`, once it is what an attachment expects. Raises ConfigError."""
-    if not hasattr(typing, "override"):
-        typing.override = typing_extensions.override  # type: ignore[attr-defined] - Python 3.11, below what 0.19 asks for
     try:
         core = importlib.import_module("megatron.core")
         training = importlib.import_module("megatron.training.training")

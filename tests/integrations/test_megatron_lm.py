@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,88 @@ def test_each_policy_is_exact_under_all_faults(tmp_path: Path, policy: str) -> N
         require_equal(ended[job.name], ended["plain"])
     assert ended["attached"].num_processes == [1] * NUM_RANKS
     assert ended["killed"].num_processes == [1, 2, 2, 2]
+
+
+OPTIONS_TOGETHER = {
+    "bf16, overlapped reduction": (
+        "--bf16",
+        "--overlap-grad-reduce",
+        "--untie-embeddings-and-output-weights",
+        "--swiglu",
+    ),
+    "fp16, balanced by bias and loss": (
+        *("--fp16", "--initial-loss-scale", "65536", "--moe-router-enable-expert-bias"),
+        *("--moe-router-score-function", "sigmoid", "--moe-router-load-balancing-type", "aux_loss"),
+        *("--moe-aux-loss-coeff", "0.01", "--rerun-mode", "validate_results"),
+    ),
+    "recomputed, loader processes": (
+        *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        *("--num-workers", "1"),
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", OPTIONS_TOGETHER.values(), ids=OPTIONS_TOGETHER)
+def test_options_of_recipes_are_exact(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    plain = replace(PLAIN, arguments=arguments)
+    killed = Job(name="killed", options=(*OPTIONS["moevement"], *PATIENT), kills=KILLS, arguments=arguments)
+    ended = run_jobs(tmp_path, plain, killed)
+    require_equal(ended["killed"], ended["plain"])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_megatrons_own_checkpoints_are_written_and_loaded(tmp_path: Path) -> None:
+    """The optimizer is left out of the load: Megatron-LM cannot load the state of torch's Adam, which a CPU has."""
+    options = (*OPTIONS["moevement"], *PATIENT)
+    ended = run_jobs(
+        tmp_path,
+        replace(PLAIN, arguments=_saving(tmp_path / "of-plain")),
+        Job(name="killed", options=options, kills=KILLS, arguments=_saving(tmp_path / "of-killed")),
+        Job(name="on", options=PLAIN.options, arguments=_loading(tmp_path / "of-plain")),
+        Job(
+            name="killed on",
+            options=options,
+            kills=(Kill(rank=2, iteration=NUM_ITERS + 2, phase="backward"),),
+            arguments=_loading(tmp_path / "of-killed"),
+        ),
+        timeout_s=350.0,
+    )
+    require_equal(ended["killed"], ended["plain"])
+    after, wanted = ended["killed on"], ended["on"].digests
+    assert after.status == 0, after.log
+    assert sorted(wanted) == [(rank, NUM_ITERS + done) for rank in range(NUM_RANKS) for done in range(1, 5)]
+    assert {key: digest for key, digest in after.digests.items() if key in wanted} == wanted
+    assert after.num_processes == [1, 1, 2, 1]
+
+
+def _saving(folder: Path) -> tuple[str, ...]:
+    return ("--save", str(folder), "--save-interval", "2", "--ckpt-format", "torch_dist")
+
+
+def _loading(folder: Path) -> tuple[str, ...]:
+    without = ("--no-load-optim", "--no-load-rng", "--override-opt-param-scheduler")
+    return ("--load", str(folder), "--train-iters", str(NUM_ITERS + 4), *without)
+
+
+@pytest.mark.full
+def test_a_job_that_could_not_be_exact_ends_before_it_builds(tmp_path: Path) -> None:
+    idle = tmp_path / "idle.py"
+    idle.write_text('if __name__ == "__main__":\n    print("no training here")\n')
+    options = OPTIONS["moevement"]
+    ended = run_jobs(
+        tmp_path,
+        Job(name="gathering", options=options, arguments=("--overlap-param-gather", "--overlap-grad-reduce")),
+        Job(name="boosted", options=("--ckpt", "moetion")),
+        Job(name="idle", options=options, script=str(idle)),
+    )
+    messages = {
+        "gathering": "--overlap-param-gather: got True, wanted False or None with moe_ckpt.run: the next forward",
+        "boosted": "ckpt.boost: got 0.1, wanted 0 with moe_ckpt.run",
+        "idle": "wanted a program that calls megatron.training's pretrain: nothing was protected",
+    }
+    for name, message in messages.items():
+        assert ended[name].status == 1
+        assert ended[name].log.count(message) == 1, "from the first rank that meets it"
+        assert "Traceback" not in ended[name].log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,9 +17,11 @@ import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from moe_ckpt import run
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations import megatron_lm_seams as seams
-from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal, require_supported
+from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal, refusal_table, require_supported
 from moe_ckpt.run_elastic import run_elastic
+from scripts.fetch_megatron_lm import FOLDER
 
+ROOT = Path(__file__).parents[2]
 FINE = {
     "num_experts": 4,
     "use_distributed_optimizer": True,
@@ -40,6 +43,19 @@ def test_each_refused_option_is_named_with_its_reason(refusal: Refusal) -> None:
         require_supported(Namespace(**FINE | {refusal.option: got}))
     assert str(error.value).startswith(f"{refusal.flag}: got {got!r}, wanted ")
     assert str(error.value).endswith(refusal.reason)
+
+
+def test_the_documentation_has_every_refused_option() -> None:
+    text = (ROOT / "docs" / "attach.md").read_text()
+    assert "\n".join(refusal_table()) in text, "python -m moe_ckpt.integrations.megatron_lm_options prints the table"
+
+
+@pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
+def test_every_refused_option_is_one_that_megatron_lm_has() -> None:
+    """A misspelt name would refuse nothing."""
+    sources = [*FOLDER.glob("megatron/training/**/*.py"), *FOLDER.glob("megatron/core/**/*config*.py")]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources).replace("-", "_")))
+    assert [refusal.option for refusal in REFUSALS if refusal.option not in words] == []
 
 
 @pytest.mark.parametrize("frequency", [2, [0, 1]])
