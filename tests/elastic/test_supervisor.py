@@ -212,11 +212,22 @@ def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(supervised)
 def test_a_death_after_the_jobs_end_is_none(supervised) -> None:
     rank = supervised()
     rank.do(join_first_generation)
+    rank.do(methodcaller("enter", Phase.DONE))
     rank.generations.done(1, 1)
     rank.kill_worker()
     assert rank.exit_status() == 0
     assert rank.has_no_successor
     assert not rank.generations.has_ended(1)
+
+
+def test_a_death_in_work_after_the_last_iteration_fails_the_job(supervised) -> None:
+    rank = supervised()
+    rank.do(join_first_generation)
+    rank.generations.done(1, 1)
+    rank.do(methodcaller("enter", Phase.BETWEEN))
+    rank.kill_worker()
+    assert rank.exit_status() == 1
+    assert rank.has_no_successor
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
