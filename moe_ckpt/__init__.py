@@ -62,7 +62,6 @@ __all__ = [
     "read_events",
     "runtime_config",
 ]
-_STEP = ("advance_schedule", "apply_update", "clear_gradients", "finish_gradients", "gather_parameters")
 _HOMES = {
     "moe_ckpt.config": tuple(name for name in __all__ if name.endswith("Config")),
     "moe_ckpt.engine.session": ("Session",),
@@ -73,7 +72,6 @@ _HOMES = {
     "moe_ckpt.megatron.step": (
         "advance_schedule",
         "apply_update",
-        "ckpt_config",
         "clear_gradients",
         "finish_gradients",
         "gather_parameters",

@@ -18,6 +18,9 @@ OPTIONS = {
     "moevement": ("--ckpt", "moevement", "--set", "window=2"),
     "gemini": ("--ckpt", "gemini", "--set", "every_iters=2"),
     "moc": ("--ckpt", "moc", "--set", "k_snapshot=4", "--set", "k_persist=4"),
+    "checkfreq": ("--ckpt", "checkfreq", "--set", "every_iters=2"),
+    "moetion": ("--ckpt", "moetion", "--set", "boost=0", "--set", "experts=4", "--set", "remote_experts=4"),
+    "flowcheck": ("--ckpt", "flowcheck"),
 }
 PATIENT = ("--set", "runtime.heartbeat_s=30", "--set", "runtime.progress_s=60")
 KILLS = (
@@ -49,7 +52,7 @@ def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", OPTIONS)
 def test_each_policy_is_exact_under_all_faults(tmp_path: Path, policy: str) -> None:
     options = OPTIONS[policy]
-    lost = (HANG,) if policy == "moc" else (NODE, HANG)  # moc keeps no copies on other nodes: storage has them
+    lost = (HANG,) if policy == "checkfreq" else (NODE, HANG)  # its disk is the lost node's
     jobs = (
         Job(name="attached", options=(*options, *PATIENT)),
         Job(name="killed", options=(*options, *PATIENT), kills=KILLS),
