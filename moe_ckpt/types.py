@@ -301,7 +301,8 @@ class Measured:
     where that was most (None: not known yet); iterations since nothing was being copied; bytes a second that the
     slowest rank copies to host memory alone, and to peers alone; whether any rank is still writing to its disk.
     Seconds that a snapshot of no bytes, and one of a rank's whole state, add to training beside waiting for copies
-    (None: not known yet), and seconds in which a lost stage replays an iteration (None: no stage was replayed).
+    (None: not known yet), and whether these costs are settled: enough windows have been measured to choose by them.
+    Seconds in which a lost stage replays an iteration (None: no stage was replayed).
     """
 
     iteration_s: float
@@ -314,6 +315,7 @@ class Measured:
     is_persisting: bool = False
     empty_snapshot_s: float | None = None
     dense_snapshot_s: float | None = None
+    costs_are_settled: bool = True
     replayed_iteration_s: float | None = None
 
 

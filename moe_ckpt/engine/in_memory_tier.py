@@ -406,13 +406,14 @@ class InMemoryTier:
         times += [*(costs_s or (_UNKNOWN, _UNKNOWN)), _UNKNOWN if replayed_s is None else replayed_s]
         rates = [self._host_bytes_per_s(), self._peer_bytes_per_s()]
         on_disk, is_writing = self._disk.start_of(Role.RECOVERY), self._disk.is_writing
-        mine = [*times, *(-rate for rate in rates), -float(found), -float(on_disk), float(is_writing)]
+        flags = [float(is_writing), float(self._meter.costs_are_settled)]
+        mine = [*times, *(-rate for rate in rates), -float(found), -float(on_disk), *flags]
         worst = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
         self._place.ranks.reduce(worst, "max")
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         if self._counts:
             self._place.stage_ranks.reduce(popularity, "sum")
-        iteration_s, *times, host_rate, peer_rate, least, oldest, is_persisting = worst.tolist()
+        iteration_s, *times, host_rate, peer_rate, least, oldest, is_persisting, are_settled = worst.tolist()
         cost_s, since_quiet, empty_s, dense_s, replayed_s = (None if each == _UNKNOWN else each for each in times)
         self._on_all_disks = int(-oldest)
         self._measured = Measured(
@@ -426,6 +427,7 @@ class InMemoryTier:
             iters_since_quiet=int(since_quiet or 0),
             empty_snapshot_s=empty_s,
             dense_snapshot_s=dense_s,
+            costs_are_settled=bool(are_settled),
             replayed_iteration_s=replayed_s,
         )
         return _Found(int(-least))

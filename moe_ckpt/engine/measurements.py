@@ -135,11 +135,16 @@ class Measurements:
         return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= _ENOUGH_SNAPSHOTS else None
 
     def snapshot_costs_s(self, dense_bytes: int) -> tuple[float, float] | None:
-        """Return seconds that a snapshot of no bytes, and one of `dense_bytes`, adds beside waiting for copies.
+        """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add beside waits for copies.
 
-        None before enough snapshots have been measured.
+        None before a first window has been measured.
         """
         return self._added.fit(dense_bytes)
+
+    @property
+    def costs_are_settled(self) -> bool:
+        """Whether enough windows have been measured for `snapshot_costs_s` to choose by."""
+        return self._added.is_settled
 
     def replayed_iteration_s(self) -> float | None:
         """Return the median of replayed iterations; None before there was one."""

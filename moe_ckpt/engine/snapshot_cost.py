@@ -52,27 +52,36 @@ class SnapshotCost:
     def snapshot_began(self) -> None:
         """Close the block if there were quiet iterations since its last snapshot; else it goes on."""
         if self._quiet_after:
-            self._close()
+            self._blocks.extend(self._open_block())
             self._begin(self._quiet_after)
 
     def forget(self) -> None:
         """Drop the block: a fault, or a first snapshot that training waits for, is part of it."""
         self._begin([])
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there are enough blocks to separate the price of a snapshot from that of its bytes."""
+        return len(self._known()) >= ENOUGH_BLOCKS
+
     def fit(self, dense_bytes: int) -> tuple[float, float] | None:
-        """Return seconds that a snapshot of no bytes, and one of `dense_bytes`, adds; None before enough are known."""
-        if len(self._blocks) < ENOUGH_BLOCKS:
+        """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add; None before the first block."""
+        blocks = self._known()
+        if not blocks:
             return None
-        per_snapshot_s, per_byte_s = fit_costs(self._blocks)
+        per_snapshot_s, per_byte_s = fit_costs(blocks)
         return per_snapshot_s, per_snapshot_s + dense_bytes * per_byte_s
 
-    def _close(self) -> None:
-        if not self._num_snapshots or not self._quiet_before:
-            return
+    def _known(self) -> list[BlockCost]:
+        """Return the blocks, with the open one if it has quiet iterations on both sides."""
+        return [*self._blocks, *self._open_block()]
+
+    def _open_block(self) -> list[BlockCost]:
+        if not (self._num_snapshots and self._quiet_before and self._quiet_after):
+            return []
         quiet_s = (statistics.fmean(self._quiet_before) + statistics.fmean(self._quiet_after)) / 2
         added_s = self._stall_s + sum(seconds - quiet_s for seconds in self._busy)
-        block = BlockCost(num_snapshots=self._num_snapshots, size_bytes=self._size_bytes, seconds=added_s)
-        self._blocks.append(block)
+        return [BlockCost(num_snapshots=self._num_snapshots, size_bytes=self._size_bytes, seconds=added_s)]
 
     def _begin(self, quiet: list[float]) -> None:
         self._quiet_before, self._quiet_after, self._busy = quiet, [], []

@@ -17,7 +17,7 @@ from moe_ckpt.policies import window_schedule as schedule
 from moe_ckpt.policies.expert_popularity import has_shifted
 from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
-from moe_ckpt.policies.window_cost import JobCost, WindowTerms, cheapest_window, window_terms
+from moe_ckpt.policies.window_cost import JobCost, WindowTerms, cheapest_window, shortest_pause, window_terms
 from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
 
@@ -29,9 +29,9 @@ _STALE_ITERS = 16
 class SparseWindows:
     """One window after another: a base that holds everything, then sparse ones. `num_copies` others' are kept, too.
 
-    With `window=auto` the first windows have the fewest slots that cause no stall, or a multiple of them; once it is
-    known what snapshots add to training, the window and the pause after it are those that lose the least time. Raises
-    ConfigError where the window or the memory budget cannot be had, with the numbers.
+    With `window=auto` the first windows are trials: they have the fewest slots that cause no stall, or a multiple of
+    them. Once enough trials are measured, the window and the pause after it are those that lose the least time. Raises
+    ConfigError, with the numbers, if operators or the memory budget do not allow the configured window.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class SparseWindows:
             kept = schedule.refit(self._num_slots, fitting, drift=self._config.window_drift)
             self._num_slots = fitting if is_first else kept
             return None
-        if measured.dense_snapshot_s is None or measured.empty_snapshot_s is None:
-            self._try(fitting)
-            return None
         job = self._job_cost(measured)
+        if job is None or not measured.costs_are_settled:
+            self._try(fitting, job)
+            return None
         best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
         if self._terms:
             current = window_terms(self._sizes.size(self._terms.num_slots), job, self._terms.pause_iters)
@@ -168,20 +168,26 @@ class SparseWindows:
         self._pause_iters = self._within_pauses(1) if is_stale else best.pause_iters
         return best
 
-    def _try(self, fitting: int) -> None:
-        """Set a window of which the cost is measured."""
+    def _try(self, fitting: int, job: JobCost | None) -> None:
+        """Set a window whose cost will be measured, with a pause that keeps trials within `ckpt.overhead`.
+
+        The price of the first trial is unknown (`job` is None); later pauses follow from the trials before.
+        """
         factor = _TRIAL_FACTOR if self._num_trials % 2 else 1
         self._num_slots = min(factor * fitting, self.max_slots)
-        self._pause_iters = self._within_pauses(_TRIAL_PAUSE_ITERS)
+        size, pause_iters = self._sizes.size(self._num_slots), _TRIAL_PAUSE_ITERS
+        if job is not None:
+            pause_iters = max(pause_iters, shortest_pause(size, job, overhead=self._config.overhead))
+        self._pause_iters = self._within_pauses(pause_iters)
         self._num_trials += 1
 
     def _within_pauses(self, pause_iters: int) -> int:
         size = self._sizes.size(self._num_slots)
         return min(max(pause_iters, size.least_pause_iters), size.most_pause_iters)
 
-    def _job_cost(self, measured: Measured) -> JobCost:
-        assert measured.empty_snapshot_s is not None
-        assert measured.dense_snapshot_s is not None
+    def _job_cost(self, measured: Measured) -> JobCost | None:
+        if measured.dense_snapshot_s is None or measured.empty_snapshot_s is None:
+            return None
         replayed_s = measured.iteration_s if measured.replayed_iteration_s is None else measured.replayed_iteration_s
         return JobCost(
             iteration_s=measured.iteration_s,

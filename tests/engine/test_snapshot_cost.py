@@ -40,7 +40,7 @@ def measured(*blocks: tuple[Sequence[float], float], dense_bytes: int = 10) -> t
             cost.iteration_finished(seconds, is_quiet=False)
         cost.iteration_finished(quiet_s, is_quiet=True)
     cost.snapshot_began()
-    return cost.fit(dense_bytes)
+    return cost.fit(dense_bytes) if cost.is_settled else None
 
 
 def test_a_machine_that_gets_faster_makes_snapshots_neither_free_nor_dear() -> None:
@@ -61,6 +61,17 @@ def test_a_machine_that_gets_faster_makes_snapshots_neither_free_nor_dear() -> N
 def test_windows_without_a_quiet_iteration_between_them_are_one_block() -> None:
     assert measured(*[((1.5, 1.25, 1.75), 1.0)] * (ENOUGH_BLOCKS - 1)) is None
     assert measured(*[((1.5, 1.25, 1.75), 1.0)] * ENOUGH_BLOCKS) == pytest.approx((0.0, 0.5))
+
+
+def test_costs_are_known_after_one_block_and_settled_after_enough() -> None:
+    cost, known = SnapshotCost(), []
+    for _ in range(ENOUGH_BLOCKS + 1):
+        cost.iteration_finished(1.0, is_quiet=True)
+        known.append((cost.fit(10), cost.is_settled))
+        cost.snapshot_began()
+        cost.copied(10)
+        cost.iteration_finished(1.5, is_quiet=False)
+    assert known == [(None, False), *[((0.0, 0.5), False)] * (ENOUGH_BLOCKS - 1), ((0.0, 0.5), True)]
 
 
 def test_a_block_with_a_fault_does_not_count() -> None:

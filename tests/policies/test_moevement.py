@@ -239,6 +239,17 @@ def test_windows_are_tried_until_it_is_known_what_they_cost() -> None:
     assert found == [(1, 2, None), (4, 2, None), (1, 2, None)]
 
 
+def test_trials_stay_within_the_cap_on_overhead() -> None:
+    """A dense snapshot adds 0.9 s of 2 s, and so does each of four slots: pauses keep both at 3.1 %."""
+    policy, begin, found = begun(equal(6), overhead=0.031), 6, []
+    for _ in range(3):
+        measure = Measurements(1e9, costs_s=(0.9, 0.9), costs_are_settled=False)
+        choice, _ = next_window(policy, begin, measure)
+        begin += period_iters(choice)
+        found.append((choice.num_slots, choice.pause_iters, choice.snapshot_share))
+    assert found == [(1, 14, None), (4, 55, None), (1, 14, None)]
+
+
 def cheapest(policy: SparseWindows, begin: int, *, costs_s: tuple[float, float], **facts: Any) -> WindowChoice:
     choice, _ = next_window(policy, begin, Measurements(1e9, costs_s=costs_s, **facts))
     return choice

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.policies.window_cost import JobCost, WindowSize, cheapest_window, window_terms
+from moe_ckpt.policies.window_cost import JobCost, WindowSize, cheapest_window, shortest_pause, window_terms
 
 JOB = JobCost(
     iteration_s=1.0,
@@ -78,3 +78,16 @@ def test_a_window_beyond_the_cap_is_not_chosen_although_it_loses_less() -> None:
     assert window_terms(large, job, 0).lost_share < window_terms(small, job, 0).lost_share
     assert cheapest_window([large, small], job, overhead=0.03).num_slots == 2
     assert cheapest_window([large, small], job, overhead=0.6).num_slots == 1
+
+
+@pytest.mark.parametrize(
+    ("added_s", "overhead", "pause_iters"),
+    [
+        pytest.param(0.05, 0.05, 0, id="within the cap already"),
+        pytest.param(0.05, 0.01, 8, id="ten iterations in all"),
+        pytest.param(0.5, 0.01, 20, id="the longest where none is enough"),
+    ],
+)
+def test_the_shortest_pause_within_a_cap(added_s: float, overhead: float, pause_iters: int) -> None:
+    job = replace(JOB, per_snapshot_s=added_s)
+    assert shortest_pause(size(most_pause_iters=20), job, overhead=overhead) == pause_iters
