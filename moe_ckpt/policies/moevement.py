@@ -17,7 +17,14 @@ from moe_ckpt.policies import window_schedule as schedule
 from moe_ckpt.policies.expert_popularity import has_shifted
 from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
-from moe_ckpt.policies.window_cost import JobCost, WindowTerms, cheapest_window, shortest_pause, window_terms
+from moe_ckpt.policies.window_cost import (
+    JobCost,
+    WindowTerms,
+    cheapest_window,
+    replayed_iters,
+    shortest_pause,
+    window_terms,
+)
 from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
 
@@ -154,7 +161,7 @@ class SparseWindows:
             return None
         job = self._job_cost(measured)
         if job is None or not measured.costs_are_settled:
-            self._try(fitting, job)
+            self._try(fitting, measured.iteration_s, job)
             return None
         best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
         if self._terms:
@@ -168,13 +175,16 @@ class SparseWindows:
         self._pause_iters = self._within_pauses(1) if is_stale else best.pause_iters
         return best
 
-    def _try(self, fitting: int, job: JobCost | None) -> None:
+    def _try(self, fitting: int, iteration_s: float, job: JobCost | None) -> None:
         """Set a window whose cost will be measured, with a pause that keeps trials within `ckpt.overhead`.
 
-        The price of the first trial is unknown (`job` is None); later pauses follow from the trials before.
+        The price of the first trial is unknown (`job` is None); later pauses follow from the trials before. A longer
+        window is tried only if the replays that it makes longer stay within that share as well.
         """
-        factor = _TRIAL_FACTOR if self._num_trials % 2 else 1
-        self._num_slots = min(factor * fitting, self.max_slots)
+        longer = min(_TRIAL_FACTOR * fitting, self.max_slots)
+        replay_share = replayed_iters(longer, np.zeros(1)).item() * iteration_s / self._config.mtbf_s
+        is_longer = self._num_trials % 2 == 1 and replay_share <= self._config.overhead
+        self._num_slots = longer if is_longer else min(fitting, self.max_slots)
         size, pause_iters = self._sizes.size(self._num_slots), _TRIAL_PAUSE_ITERS
         if job is not None:
             pause_iters = max(pause_iters, shortest_pause(size, job, overhead=self._config.overhead))

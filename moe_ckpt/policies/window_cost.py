@@ -90,6 +90,11 @@ def cheapest_window(sizes: Iterable[WindowSize], job: JobCost, *, overhead: floa
     return min(terms, key=lambda each: each.snapshot_share)
 
 
+def replayed_iters(num_slots: int, pauses: Array) -> npt.NDArray[np.float64]:
+    """Return the mean number of iterations that a fault makes a lost stage replay, for each pause after a window."""
+    return 1.5 * num_slots + pauses / 2
+
+
 def shortest_pause(size: WindowSize, job: JobCost, *, overhead: float) -> int:
     """Return the shortest pause with which windows of one size take at most `overhead`, a share of the time.
 
@@ -117,6 +122,5 @@ def _shares(size: WindowSize, job: JobCost, pauses: Array) -> tuple[Array, Array
     added_s = num_slots * job.per_snapshot_s + size.window_bytes * job.per_byte_s
     host_wait_s = sum(max(0.0, nbytes / job.host_bytes_per_s - job.iteration_s) for nbytes in size.slot_bytes)
     peer_wait_s = np.maximum(0.0, size.window_bytes / job.peer_bytes_per_s - period_s - host_wait_s)
-    replayed_iters = 1.5 * num_slots + pauses / 2
-    replay_shares = replayed_iters * job.replay_share * job.iteration_s / job.mtbf_s
+    replay_shares = replayed_iters(num_slots, pauses) * job.replay_share * job.iteration_s / job.mtbf_s
     return (added_s + host_wait_s + peer_wait_s) / period_s, replay_shares

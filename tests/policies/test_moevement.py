@@ -239,6 +239,15 @@ def test_windows_are_tried_until_it_is_known_what_they_cost() -> None:
     assert found == [(1, 2, None), (4, 2, None), (1, 2, None)]
 
 
+def test_no_longer_window_is_tried_where_faults_are_frequent() -> None:
+    """A fault makes a stage replay 6 iterations of 2 s of a window of four slots: 3 % of 400 s, and 4 % of 300 s."""
+    for mtbf_s, num_slots in ((400.0, 4), (300.0, 1)):
+        policy, measure = begun(equal(6), mtbf_s=mtbf_s), Measurements(80)
+        first, _ = next_window(policy, 6, measure)
+        second, _ = next_window(policy, 6 + period_iters(first), measure)
+        assert (first.num_slots, second.num_slots) == (1, num_slots)
+
+
 def test_trials_stay_within_the_cap_on_overhead() -> None:
     """A dense snapshot adds 0.9 s of 2 s, and so does each of four slots: pauses keep both at 3.1 %."""
     policy, begin, found = begun(equal(6), overhead=0.031), 6, []
