@@ -84,13 +84,18 @@ class Ratio:
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
+def student(degrees_of_freedom: int) -> float:
+    """Return Student's t for a two-sided 95 % interval."""
+    return _STUDENT[min(degrees_of_freedom, len(_STUDENT)) - 1]
+
+
 def ratio(seconds: Sequence[float], beside: Sequence[float]) -> Ratio:
     """Return how much longer iterations of one variant take than those of another, round by round."""
     logs = [math.log(one / other) for one, other in zip(seconds, beside, strict=True)]
     mean = statistics.mean(logs)
     if len(logs) < 2:
         return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
-    half = _STUDENT[min(len(logs) - 1, len(_STUDENT)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = student(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return Ratio(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
 
 

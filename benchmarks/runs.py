@@ -26,7 +26,7 @@ def finished_run(name: str, folder: Path, arguments: Sequence[str], more: Sequen
         return path
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(path, ignore_errors=True)  # one that was cut off would go on, with faults of its own
-    path.with_suffix(".commit").write_text(_commit())
+    path.with_suffix(".commit").write_text(current_commit())
     command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={RANKS}"]
     log = path.with_suffix(".log")
     with log.open("w") as said:
@@ -55,7 +55,7 @@ def _is_done(path: Path, arguments: Sequence[str]) -> bool:
     return (path / "result.json").exists() and _json(path / "run.json")["command"][1:] == list(arguments)
 
 
-def _commit() -> str:
+def current_commit() -> str:
     """Return the last commit that changed what runs are made of, marked where files differ from it."""
     what = ("moe_ckpt", "launcher", "conf")
     said = [_git("log", "-1", "--format=%h", "--", *what), _git("status", "--porcelain", "--", *what)]

@@ -9,10 +9,11 @@ starts all ranks again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,12 +27,13 @@ from launcher.report.read import read_runs
 from launcher.report.summary import headline
 from moe_ckpt.config import require, wants_supervisor
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.faults.schedule import Kill
+from moe_ckpt.faults.schedule import Kill, Strike
 
 _FAILED = 1
 _TRAIN = Path(__file__).with_name("train.py")
 _ALL = ("none", "dense", "checkfreq", "gemini", "moevement")
 _STOP_S = 20.0
+_LOOK_EVERY_S = 0.2
 _FROM_OUTSIDE = ("KILL", "SEGV", "TERM")
 _EXAMPLES = """examples:
   python -m launcher.compare dense gemini moevement train.iterations=60 fault=poisson fault.mtbf_s=20 fault.count=3
@@ -45,6 +47,15 @@ class Variant:
     name: str
     overrides: tuple[str, ...]
     kills: tuple[Kill, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOutcome:
+    """The end of a job: torchrun's exit status, and the kills from outside that were `left` at its end."""
+
+    status: int
+    was_stopped: bool
+    left: Sequence[Strike]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -116,37 +127,43 @@ def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path
     """Run one variant to its end, good or bad, and return its run folder."""
     run, log = folder / variant.name, folder / f"{variant.name}.log"
     print(f"{variant.name}: {' '.join(variant.overrides)}; log: {log}", flush=True)
-    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += [f"--max-restarts={len(variant.kills)}", str(_TRAIN), *variant.overrides, f"run.dir={run}"]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            _attend(process, variant, run, num_ranks, limit_s)
-        finally:
-            _stop(process)
+    until_s = time.monotonic() + limit_s
+    outcome = run_job(variant, run, num_ranks, lambda: time.monotonic() < until_s)
+    for strike in outcome.left:
+        print(f"  the run ended before: {strike}", flush=True)
+    if outcome.was_stopped:
+        print(f"  stopped: not done within {limit_s:g} s", flush=True)
     if run.is_dir():
         print(f"  {headline(gather(read_runs([run])[0]))}", flush=True)
-    if process.returncode != 0:
-        print(f"  ended with status {process.returncode}; {log} says why", flush=True)
+    if outcome.status != 0:
+        print(f"  ended with status {outcome.status}; {log} says why", flush=True)
     return run
 
 
-def _attend(process: subprocess.Popen[bytes], variant: Variant, run: Path, num_ranks: int, limit_s: float) -> None:
-    """Wait until the job has ended, for `limit_s` at most; strike from outside what does not strike itself."""
-    until_s = time.monotonic() + limit_s
-    left = strike_from_outside(
-        variant.kills,
-        run,
-        world_size=num_ranks,
-        parent_pid=process.pid,
-        goes_on=lambda: process.poll() is None and time.monotonic() < until_s,
-    )
-    for strike in left:
-        print(f"  the run ended before: {strike}", flush=True)
-    try:
-        process.wait(max(until_s - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        print(f"  stopped: not done within {limit_s:g} s", flush=True)
+def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], bool]) -> JobOutcome:
+    """Run a job under its faults until it has ended, or until `goes_on()` is False: then stop it.
+
+    Its output goes to a log file beside the run folder. Workers without supervisors are killed from this process.
+    """
+    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={num_ranks}"]
+    command += [f"--max-restarts={len(variant.kills)}", str(_TRAIN), *variant.overrides, f"run.dir={run}"]
+    with run.with_name(f"{run.name}.log").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            left = strike_from_outside(
+                variant.kills,
+                run,
+                world_size=num_ranks,
+                parent_pid=process.pid,
+                goes_on=lambda: process.poll() is None and goes_on(),
+            )
+            while process.poll() is None and goes_on():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_EVERY_S)
+        finally:
+            was_stopped = process.poll() is None
+            _stop(process)
+    return JobOutcome(status=process.returncode, was_stopped=was_stopped, left=left)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -68,11 +68,13 @@ class RunFacts:
 class MeasuredRecovery:
     """The price of a fault: seconds from the last iteration before it to the next new one, without an iteration's own.
 
-    In that time `again` iterations were run a second time by all, or `replayed` by some ranks, and `resumed_s` went to
-    loading from disk; `rejoined` is what the rank told that was together with the others last, `after_s` before the
-    next new iteration was over.
+    `before` is that last iteration; the next one ended at `until_s`, on the run's clock. In that time all ranks ran
+    `again` iterations a second time, or some ranks `replayed` iterations, and loading from disk took `resumed_s`.
+    `rejoined` is the event of the rank that joined last, `after_s` before the end of the next new iteration.
     """
 
+    before: int
+    until_s: float
     cost_s: float
     again: int
     replayed: int
@@ -147,13 +149,13 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
     events = [[logged.event for logged in rank] for rank in ranks]
     iterations = max(event.iteration for _, event in commits)
     iteration_s = statistics.fmean(event.seconds - event.stall_s for _, event in commits[1:] or commits)
-    first_commits = _first_commits(ranks)
+    commits_s = first_commits(ranks)
     recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]
     snapshots = [event for event in _all(events, SnapshotTaken) if event.iteration > 0]
     return RunFacts(
         iterations=iterations,
         iteration_s=iteration_s,
-        wall_s=first_commits[iterations] - first_commits[1],
+        wall_s=commits_s[iterations] - commits_s[1],
         stall_s=statistics.median(event.stall_s for _, event in commits),
         num_recoveries=len(recoveries),
         recovery_s=statistics.fmean(recoveries) if recoveries else 0.0,
@@ -172,9 +174,9 @@ def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) ->
     """Return what each fault cost, in order; faults with no new iteration between them count as one."""
     logged = sorted((each for rank in ranks for each in rank), key=lambda each: each.t_s)
     born_s = [each.t_s for each in logged if isinstance(each.event, TrainerStarted) and each.event.life > 0]
-    first_commits = sorted(_first_commits(ranks).items())
+    commits_s = sorted(first_commits(ranks).items())
     found = []
-    for (before, since_s), (_, until_s) in pairwise(first_commits):
+    for (before, since_s), (_, until_s) in pairwise(commits_s):
         if any(since_s < each_s <= until_s for each_s in born_s):
             between = [each for each in logged if since_s < each.t_s <= until_s]
             found.append(_recovered(before, until_s, until_s - since_s - iteration_s, between, len(ranks)))
@@ -193,6 +195,8 @@ def _recovered(
     last, rejoined_s = max(rejoined, key=lambda pair: pair[0].detect_s + pair[0].rebuild_s, default=(None, until_s))
     resumed = [each.event for each in logged if isinstance(each.event, StateResumed)]
     return MeasuredRecovery(
+        before=before,
+        until_s=until_s,
         cost_s=cost_s,
         again=min(again[rank] for rank in range(num_ranks)),
         replayed=max((event.executed_iters for event, _ in rejoined), default=0),
@@ -202,8 +206,8 @@ def _recovered(
     )
 
 
-def _first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
-    """Return when each iteration was first committed, on whatever rank."""
+def first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
+    """Return the time of the first commit of each iteration, by any rank."""
     commits = [(e.t_s, e.event.iteration) for rank in ranks for e in rank if isinstance(e.event, IterationCommitted)]
     return {iteration: t_s for t_s, iteration in sorted(commits, reverse=True)}
 

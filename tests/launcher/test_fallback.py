@@ -131,7 +131,7 @@ def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_with_nothing_else_training_goes_on_and_says_so(tmp_path: Path) -> None:
     faults = [
-        all_go_back("one", 6, Point(0, Phase.REDUCE, 9), steps_down=[(8, "host memory at iteration 6")], diverges=(8,))
+        all_go_back("one", 6, Point(0, Phase.REDUCE, 8), steps_down=[(8, "host memory at iteration 6")], diverges=(8,))
     ]
     settings = ("ckpt.every_iters=3",)
     setup = functools.partial(diverge, (8,))

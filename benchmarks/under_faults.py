@@ -1,0 +1,315 @@
+"""Effective training time under faults: policies under the same random kills, at several MTBFs, in interleaved order.
+
+    python benchmarks/under_faults.py [--regime capped] [--policy moevement ...] [--mtbf-s 20 60] [--runs 5]
+                                      [--seconds 100] [-o outputs/under_faults] [--write benchmarks/README.md]
+
+Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end of its first iteration. Random
+workers are killed at exponential times; run n of every policy has the same seed. ETTR is the share of that time which
+plain training would have needed for the iterations that are new in it: iterations x plain seconds / seconds. Plain
+training (`ckpt=none`, no supervisor, no faults) runs in each round among the others.
+
+In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at most CAP_BYTES_PER_S to host
+memory, to peers and to disk, so that its whole state takes about six iterations: the regime of the MoEvement paper,
+section 2, in which a dense snapshot stops training. Predictions use constants of the runs at the other MTBFs. Finished
+runs in the folder are not run again: a call that was cut off, or one with more runs, continues there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.lossy.figure import Line, Panel, draw  # noqa: E402
+from benchmarks.marks import rewrite  # noqa: E402
+from benchmarks.overhead import QUIET, student  # noqa: E402
+from benchmarks.runs import current_commit, hardware, packages  # noqa: E402
+from launcher.cluster_profile import constants_of  # noqa: E402
+from launcher.compare import plan_variants, run_job  # noqa: E402
+from launcher.simulator.comparison import predict_run  # noqa: E402
+from launcher.simulator.real_run import RealRun, first_commits, read_run, recoveries_of  # noqa: E402
+from moe_ckpt.errors import MoeCkptError  # noqa: E402
+from moe_ckpt.events import HostMemoryUsed, IntervalChosen, SnapshotTaken, WindowChosen  # noqa: E402
+
+RANKS = 4
+PLAIN = "plain"
+CAP_BYTES_PER_S = 20_000_000
+POLICIES = ("moevement", "gemini", "checkfreq", "moc", "none")
+_WITHOUT_COPIES = ("checkfreq", "moc")  # on peers, by default
+_START_S = 180.0  # until the first iteration has ended, at most
+_MANY = 100_000
+_MIB = 1 << 20
+_STYLES = ("moevement", "gemini", "first", "second", "third", "none")
+_TABLE = ("<!-- under faults: written by benchmarks/under_faults.py -->", "<!-- end of under faults -->")
+_COLUMNS = (
+    *("MTBF, s", "policy", "ETTR", "predicted", "a fault, s", "predicted", "faults", "beside plain between faults"),
+    *("window, pause or interval", "MiB an iteration", "host memory, MiB"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run to make: a policy (or PLAIN) at an MTBF, the `number`-th of its kind."""
+
+    policy: str
+    mtbf_s: float
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy.partition(':')[0]}-{self.mtbf_s:g}-{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The measurements of a run in the first `seconds` after its first iteration.
+
+    `iterations` are new ones, `iteration_s` is the median time from one new iteration to the next without a fault
+    between, `fault_s` has the price of each fault. `snapshot_bytes` are an iteration's, of rank 0.
+    """
+
+    seconds: float
+    iterations: int
+    iteration_s: float
+    fault_s: tuple[float, ...]
+    cadence: str
+    snapshot_bytes: float
+    host_bytes: int
+
+    def ettr(self, plain_s: float) -> float:
+        """Return the share of the time that plain training would have needed for the new iterations."""
+        return self.iterations * plain_s / self.seconds
+
+
+def plan_cells(policies: Sequence[str], mtbfs_s: Sequence[float], runs: int) -> Iterator[Cell]:
+    """Yield all runs, round by round; each round begins with another policy, and has plain training in it."""
+    for number in range(runs):
+        yield Cell(policy=PLAIN, mtbf_s=math.inf, number=number)
+        first = number % len(policies)
+        for mtbf_s in mtbfs_s:
+            for policy in [*policies[first:], *policies[:first]]:
+                yield Cell(policy=policy, mtbf_s=mtbf_s, number=number)
+
+
+def arguments_of(cell: Cell, *, regime: str, seconds: float, common: Sequence[str]) -> list[str]:
+    """Return the words with which `launcher.compare` describes a run."""
+    words = [*QUIET, f"train.iterations={_MANY}", *common]
+    if cell.policy == PLAIN:
+        return ["none", *words, "fault=none", "runtime.guard=false"]
+    policy, _, own = cell.policy.partition(":")
+    settings = own.split(",") if own else []
+    if policy in ("moevement", "gemini"):
+        settings.append(f"ckpt.mtbf_s={cell.mtbf_s:g}")
+    if regime == "capped" and policy != "none":
+        links = ("host", "disk") if policy in _WITHOUT_COPIES else ("host", "peers", "disk")
+        settings += [f"ckpt.max_bytes_per_s.{link}={CAP_BYTES_PER_S}" for link in links]
+    count = math.ceil(4 * (seconds + _START_S) / cell.mtbf_s)
+    faults = ["fault=poisson", f"fault.mtbf_s={cell.mtbf_s:g}", f"fault.count={count}", f"fault.seed={cell.number}"]
+    return [f"{policy}:{','.join(settings)}" if settings else policy, *words, *faults]
+
+
+def carry_out(cell: Cell, folder: Path, arguments: Sequence[str], seconds: float) -> Path:
+    """Run a job until it has been measured long enough, unless that is done; return its folder."""
+    run, done = folder / cell.name, folder / f"{cell.name}.json"
+    about = {"arguments": list(arguments), "seconds": seconds, "commit": current_commit()}
+    if done.exists() and json.loads(done.read_text()) == about:
+        return run
+    if run.exists():
+        sys.exit(f"{run}: got a run of other settings or of another commit, wanted an empty folder (-o)")
+    folder.mkdir(parents=True, exist_ok=True)
+    [variant] = plan_variants(arguments, RANKS)
+    clock = _Clock(run / "events" / "rank0000.jsonl", seconds)
+    outcome = run_job(variant, run, RANKS, clock.goes_on)
+    if not outcome.was_stopped or clock.since_s is None:
+        sys.exit(f"{cell.name}: ended with status {outcome.status} before it was measured; see {run}.log")
+    done.write_text(json.dumps(about))
+    return run
+
+
+class _Clock:
+    """Ends a run `seconds` after the first iteration in its events, and one second for the last write."""
+
+    def __init__(self, events: Path, seconds: float) -> None:
+        self._events = events
+        self._seconds = seconds
+        self._begun_s = time.monotonic()
+        self.since_s: float | None = None
+
+    def goes_on(self) -> bool:
+        """Return whether the run has not been measured for long enough."""
+        now_s = time.monotonic()
+        if self.since_s is None:
+            if self._events.exists() and b"IterationCommitted" in self._events.read_bytes():
+                self.since_s = now_s
+            return now_s < self._begun_s + _START_S
+        return now_s < self.since_s + self._seconds + 1.0
+
+
+def measure(run: RealRun, seconds: float) -> Outcome:
+    """Return the measurements of a run. Raises MoeCkptError if it has no iteration."""
+    commits = first_commits(run.ranks)
+    if not commits:
+        raise MoeCkptError("under_faults: got a run without iterations")
+    first = min(commits)
+    end_s = commits[first] + seconds
+    counted = {number: t_s for number, t_s in commits.items() if t_s <= end_s}
+    recovered = [each for each in recoveries_of(run.ranks, 0.0) if each.until_s <= end_s]
+    hit = {each.before for each in recovered}
+    quiet = [after - counted[one] for (one, _), (_, after) in pairwise(sorted(counted.items())) if one not in hit]
+    iteration_s = statistics.median(quiet) if quiet else seconds
+    logged = [each.event for each in run.ranks[0] if each.t_s <= end_s]
+    taken = [event.size_bytes for event in logged if isinstance(event, SnapshotTaken)]
+    memory = [
+        each.event.allocated_bytes for rank in run.ranks for each in rank if isinstance(each.event, HostMemoryUsed)
+    ]
+    return Outcome(
+        seconds=seconds,
+        iterations=len(counted) - 1,
+        iteration_s=iteration_s,
+        fault_s=tuple(each.cost_s - iteration_s for each in recovered),
+        cadence=_cadence(run),
+        snapshot_bytes=sum(taken) / max(1, len(counted)),
+        host_bytes=max(memory, default=0),
+    )
+
+
+def _cadence(run: RealRun) -> str:
+    chosen = [each.event for each in run.ranks[0] if isinstance(each.event, WindowChosen | IntervalChosen)]
+    if not chosen:
+        return "-"
+    last = chosen[-1]
+    return f"{last.num_slots}, {last.pause_iters}" if isinstance(last, WindowChosen) else str(last.every_iters)
+
+
+def interval(values: Sequence[float]) -> str:
+    """Return the mean with its 95 % interval (Student's t), or the only value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return f"{mean:.3f} (one run)"
+    half = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """All finished runs of a regime, and the seconds of a plain iteration."""
+
+    runs: dict[Cell, RealRun]
+    seconds: float
+
+    def outcomes(self, policy: str, mtbf_s: float) -> list[Outcome]:
+        """Return the measurements of all runs of a kind."""
+        return [measure(run, self.seconds) for cell, run in self._of(policy, mtbf_s)]
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of an iteration of plain training, the mean over all rounds."""
+        found = self.outcomes(PLAIN, math.inf)
+        return sum(each.seconds for each in found) / sum(each.iterations for each in found)
+
+    def predictions(self, policy: str, mtbf_s: float) -> list[tuple[float, float]]:
+        """Return the predicted ETTR, and seconds of a fault, of each run; empty without runs at another MTBF."""
+        others = [run for cell, run in self.runs.items() if cell.policy == policy and cell.mtbf_s != mtbf_s]
+        if not others or policy == "none":
+            return []
+        cluster = constants_of(others)
+        found = []
+        for (_, run), outcome in zip(self._of(policy, mtbf_s), self.outcomes(policy, mtbf_s), strict=True):
+            predicted = predict_run(run, cluster, self.plain_s, outcome.iterations + 1)
+            found.append((outcome.iterations * self.plain_s / predicted.wall_s, predicted.recovery_s))
+        return found
+
+    def _of(self, policy: str, mtbf_s: float) -> list[tuple[Cell, RealRun]]:
+        return [(cell, run) for cell, run in self.runs.items() if (cell.policy, cell.mtbf_s) == (policy, mtbf_s)]
+
+
+def table(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]) -> Iterator[str]:
+    """Yield the lines of a table, a row for each MTBF and policy."""
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "| --- " * len(_COLUMNS) + "|"
+    for mtbf_s in mtbfs_s:
+        for policy in policies:
+            yield f"| {mtbf_s:g} | {' | '.join([policy, *_row(study, policy, mtbf_s)])} |"
+
+
+def _row(study: Study, policy: str, mtbf_s: float) -> Iterator[str]:
+    outcomes, predicted = study.outcomes(policy, mtbf_s), study.predictions(policy, mtbf_s)
+    costs = [cost_s for each in outcomes for cost_s in each.fault_s]
+    yield interval([each.ettr(study.plain_s) for each in outcomes])
+    yield f"{statistics.fmean(ettr for ettr, _ in predicted):.3f}" if predicted else "-"
+    yield f"{statistics.fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})" if costs else "-"
+    yield f"{statistics.fmean(cost_s for _, cost_s in predicted):.2f}" if predicted else "-"
+    yield str(len(costs))
+    yield f"{statistics.fmean(each.iteration_s for each in outcomes) / study.plain_s:.3f}"
+    yield outcomes[-1].cadence
+    yield f"{statistics.fmean(each.snapshot_bytes for each in outcomes) / _MIB:.1f}"
+    yield f"{max(each.host_bytes for each in outcomes) / _MIB:.0f}"
+
+
+def figure(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float], title: str) -> str:
+    """Return the mean ETTR of each policy against the MTBF, as SVG."""
+    lines = [
+        Line(name=policy, style=style, points=[(mtbf_s, _mean_ettr(study, policy, mtbf_s)) for mtbf_s in mtbfs_s])
+        for policy, style in zip(policies, _STYLES, strict=False)
+    ]
+    panel = Panel(title=title, y="ETTR", lines=lines, marks=(), has_legend=True)
+    return draw([[panel]], "MTBF of the job, s")
+
+
+def _mean_ettr(study: Study, policy: str, mtbf_s: float) -> float:
+    return statistics.fmean(each.ettr(study.plain_s) for each in study.outcomes(policy, mtbf_s))
+
+
+def notes(study: Study, regime: str, folder: Path) -> Iterator[str]:
+    """Yield the conditions of the runs."""
+    numbers = {cell.policy: cell.number + 1 for cell in study.runs}
+    commits = sorted({json.loads(path.read_text())["commit"] for path in folder.glob("*.json")})
+    run = folder / next(iter(study.runs)).name
+    yield (
+        f"Regime `{regime}`: {min(numbers.values())} runs of {study.seconds:g} s each, a plain iteration takes "
+        f"{study.plain_s:.3f} s. {hardware()}; {packages(run)}; commit {', '.join(commits)}."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regime", choices=("plain", "capped"), default="capped")
+    parser.add_argument("--policy", nargs="+", default=list(POLICIES))
+    parser.add_argument("--mtbf-s", nargs="+", type=float, default=[20.0, 60.0, 180.0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults")
+    parser.add_argument("--write", type=Path, help="page with marks around the table; the figure is put beside it")
+    options, overrides = parser.parse_known_args()
+    model = [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
+    folder = options.output.resolve() / options.regime
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
+    runs: dict[Cell, RealRun] = {}
+    for cell in plan_cells(options.policy, options.mtbf_s, options.runs):
+        words = arguments_of(cell, regime=options.regime, seconds=options.seconds, common=[*model, *overrides])
+        runs[cell] = read_run(carry_out(cell, folder, words, options.seconds))
+        print(f"{cell.name}: {measure(runs[cell], options.seconds).iterations} iterations", file=sys.stderr, flush=True)
+    study = Study(runs=runs, seconds=options.seconds)
+    lines = [*table(study, options.policy, options.mtbf_s), "", *notes(study, options.regime, folder)]
+    print("\n".join(lines))
+    if options.write:
+        rewrite(options.write, _TABLE, lambda _: "\n".join(lines))
+        title = f"Effective training time under faults, {options.regime}"
+        drawn = figure(study, options.policy, options.mtbf_s, title)
+        (options.write.parent / f"under_faults_{options.regime}.svg").write_text(drawn)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

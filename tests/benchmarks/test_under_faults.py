@@ -1,0 +1,86 @@
+"""Effective training time under faults: which runs are made, and what is measured of one."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.under_faults import PLAIN, Cell, arguments_of, carry_out, interval, measure, plan_cells
+from launcher.compare import plan_variants
+from launcher.config import compose_settings
+from launcher.simulator.real_run import RealRun
+from moe_ckpt.events import Event, LoggedEvent, TrainerStarted
+from tests.report_runs import committed
+
+POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
+
+
+def words(cell: Cell, regime: str = "capped") -> list[str]:
+    return arguments_of(cell, regime=regime, seconds=60.0, common=["model=small"])
+
+
+def test_each_round_runs_plain_training_and_begins_with_another_policy() -> None:
+    cells = list(plan_cells(["a", "b"], [20.0, 60.0], 2))
+    assert [(cell.policy, cell.mtbf_s, cell.number) for cell in cells] == [
+        *[(PLAIN, math.inf, 0), ("a", 20.0, 0), ("b", 20.0, 0), ("a", 60.0, 0), ("b", 60.0, 0)],
+        *[(PLAIN, math.inf, 1), ("b", 20.0, 1), ("a", 20.0, 1), ("b", 60.0, 1), ("a", 60.0, 1)],
+    ]
+
+
+def test_all_policies_of_a_round_get_the_same_faults() -> None:
+    schedules = set()
+    for policy in POLICIES:
+        settings = compose_settings([w for w in words(Cell(policy=policy, mtbf_s=20.0, number=3)) if "fault" in w])
+        schedules.add(settings.fault.kills(4))
+    [kills] = schedules
+    assert all(one.after_s < other.after_s for one, other in pairwise(kills))
+    assert kills[-1].after_s > 60.0
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, PLAIN, "checkfreq", "moc", "moetion"])
+@pytest.mark.parametrize("regime", ["plain", "capped"])
+def test_every_run_is_one_that_the_launcher_accepts(policy: str, regime: str) -> None:
+    [variant] = plan_variants(words(Cell(policy=policy, mtbf_s=20.0, number=0), regime), 4)
+    is_capped = any(word.startswith("ckpt.max_bytes_per_s.host=") for word in variant.overrides)
+    assert is_capped == (regime == "capped" and policy not in ("none", PLAIN))
+
+
+def run_of(*ranks: list[tuple[float, Event]]) -> RealRun:
+    logged = [
+        [LoggedEvent(t_s=t_s, global_rank=rank, event=event) for t_s, event in told] for rank, told in enumerate(ranks)
+    ]
+    return RealRun(settings=compose_settings(["ckpt=none"]), world_size=len(ranks), kills=(), ranks=logged)
+
+
+def iteration(number: int) -> Event:
+    return committed(number, seconds=1.0, stall_s=0.0)
+
+
+def worker(life: int) -> Event:
+    return TrainerStarted(pid=1, host="here", life=life, device="cpu")
+
+
+def test_only_new_iterations_within_the_time_count() -> None:
+    """Iteration 1 ends at 10 s; a restart takes 2 and 3 back; 60 % of the 10 s after that are the iterations 2 to 4."""
+    before: list[tuple[float, Event]] = [(0.0, worker(0)), *((9.0 + n, iteration(n)) for n in (1, 2, 3))]
+    after: list[tuple[float, Event]] = [(13.0, worker(1)), *((15.0 + n, iteration(n)) for n in (2, 3, 4, 5, 6))]
+    outcome = measure(run_of([*before, *after], [*before, *after]), 10.0)
+    assert (outcome.iterations, outcome.iteration_s) == (4, 1.0)
+    assert outcome.fault_s == (6.0,)
+    assert outcome.ettr(plain_s=1.5) == pytest.approx(0.6)
+
+
+def test_an_interval_is_students() -> None:
+    assert interval([0.5]) == "0.500 (one run)"
+    assert interval([0.4, 0.6]) == "0.500 (-0.771 to 1.771)"
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
+    cell = Cell(policy="moevement", mtbf_s=20.0, number=0)
+    (tmp_path / cell.name).mkdir()
+    (tmp_path / f"{cell.name}.json").write_text("{}")
+    with pytest.raises(SystemExit, match="wanted an empty folder"):
+        carry_out(cell, tmp_path, words(cell), 60.0)
