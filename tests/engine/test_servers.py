@@ -21,7 +21,7 @@ from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
-from tests.engine.damage import flip_a_bit_of
+from tests.engine.damage import drop_snapshots, flip_a_bit_of
 from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
 from tests.engine.model import Model, Shape
 
@@ -167,6 +167,22 @@ def test_ranks_read_the_servers_of_their_own_nodes(tmp_path: Path) -> None:
     assert job.run() == uninterrupted(PAIR, 9)
     for rank in job.ranks:
         assert not any(event.fetched_bytes for event in job.events(Rejoined, rank)), "its own node's server has it"
+
+
+def test_the_server_of_a_ranks_own_node_is_enough(tmp_path: Path) -> None:
+    """While all ranks are dead, each state disappears from the servers of other nodes."""
+
+    def keep_only_own(job: ThreadJob) -> None:
+        for rank in job.ranks:
+            drop_snapshots(held_path(job.memory(1 - rank), rank), lambda _: True)
+
+    fault = Fault(rank=0, phase=Phase.FORWARD, iteration=5, also=(1,), before_restart=keep_only_own)
+    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=[fault])
+    assert job.run() == uninterrupted(PAIR, 8)
+    for rank in job.ranks:
+        (rejoined,) = job.events(Rejoined, rank)
+        assert rejoined.iteration in (3, 4)
+        assert rejoined.fetched_bytes == 0
 
 
 def test_a_lost_node_gets_its_state_from_another_nodes_server(tmp_path: Path) -> None:
