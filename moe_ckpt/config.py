@@ -125,7 +125,7 @@ class MoevementConfig(SavingConfig):
         valid = self.pause_iters == "auto" or (isinstance(self.pause_iters, int) and self.pause_iters >= 0)
         require(valid, "ckpt.pause_iters", self.pause_iters, "auto or a number of iterations of at least 0")
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
-        require(0.0 < self.overhead < 1.0, "ckpt.overhead", self.overhead, "more than 0 and less than 1")
+        require(0.0 < self.overhead <= 1.0, "ckpt.overhead", self.overhead, "more than 0 and at most 1")
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
         require_at_least("ckpt.window_drift", self.window_drift, 0)
         require_choice("ckpt.popularity", self.popularity, ["hard", "soft", "decayed"])

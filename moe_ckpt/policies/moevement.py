@@ -30,6 +30,7 @@ from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, Wind
 
 _TRIAL_PAUSE_ITERS = 2  # between windows of which the cost is measured: iterations without copies to compare with
 _TRIAL_FACTOR = 4  # every other one has so many times the slots: bytes and number of snapshots cost each its own
+_TRIAL_SHARE = 0.03  # of the time, for trials: a small price for a choice that serves the rest of the job
 _STALE_ITERS = 16
 
 
@@ -176,18 +177,21 @@ class SparseWindows:
         return best
 
     def _try(self, fitting: int, iteration_s: float, job: JobCost | None) -> None:
-        """Set a window whose cost will be measured, with a pause that keeps trials within `ckpt.overhead`.
+        """Set a window whose cost will be measured, and a pause that keeps trials within a share of the time.
 
-        The price of the first trial is unknown (`job` is None); later pauses follow from the trials before. A longer
-        window is tried only if the replays that it makes longer stay within that share as well.
+        The price of the first trial is unknown (`job` is None). Later pauses follow from the trials before, and are no
+        longer than the best for what these have cost. A longer window is tried only if replays of it stay within the
+        same share.
         """
+        share = min(_TRIAL_SHARE, self._config.overhead)
         longer = min(_TRIAL_FACTOR * fitting, self.max_slots)
         replay_share = replayed_iters(longer, np.zeros(1)).item() * iteration_s / self._config.mtbf_s
-        is_longer = self._num_trials % 2 == 1 and replay_share <= self._config.overhead
+        is_longer = self._num_trials % 2 == 1 and replay_share <= share
         self._num_slots = longer if is_longer else min(fitting, self.max_slots)
         size, pause_iters = self._sizes.size(self._num_slots), _TRIAL_PAUSE_ITERS
         if job is not None:
-            pause_iters = max(pause_iters, shortest_pause(size, job, overhead=self._config.overhead))
+            best = cheapest_window([size], job, overhead=self._config.overhead).pause_iters
+            pause_iters = max(pause_iters, min(best, shortest_pause(size, job, overhead=share)))
         self._pause_iters = self._within_pauses(pause_iters)
         self._num_trials += 1
 

@@ -248,15 +248,22 @@ def test_no_longer_window_is_tried_where_faults_are_frequent() -> None:
         assert (first.num_slots, second.num_slots) == (1, num_slots)
 
 
-def test_trials_stay_within_the_cap_on_overhead() -> None:
-    """A dense snapshot adds 0.9 s of 2 s, and so does each of four slots: pauses keep both at 3.1 %."""
-    policy, begin, found = begun(equal(6), overhead=0.031), 6, []
+@pytest.mark.parametrize(
+    ("mtbf_s", "wanted"),
+    [
+        pytest.param(3600.0, [(1, 14), (4, 55), (1, 14)], id="the shortest pauses with which trials take 3 %"),
+        pytest.param(20.0, [(1, 2), (1, 2), (1, 2)], id="no longer than the best pause"),
+    ],
+)
+def test_trials_are_spread(mtbf_s: float, wanted: list[tuple[int, int]]) -> None:
+    """Each snapshot adds 0.88 s to iterations of 2 s, and costs are not settled."""
+    policy, begin, found = begun(equal(6), mtbf_s=mtbf_s), 6, []
     for _ in range(3):
-        measure = Measurements(1e9, costs_s=(0.9, 0.9), costs_are_settled=False)
-        choice, _ = next_window(policy, begin, measure)
+        choice, _ = next_window(policy, begin, Measurements(1e9, costs_s=(0.88, 0.88), costs_are_settled=False))
         begin += period_iters(choice)
-        found.append((choice.num_slots, choice.pause_iters, choice.snapshot_share))
-    assert found == [(1, 14, None), (4, 55, None), (1, 14, None)]
+        assert choice.snapshot_share is None
+        found.append((choice.num_slots, choice.pause_iters))
+    assert found == wanted
 
 
 def cheapest(policy: SparseWindows, begin: int, *, costs_s: tuple[float, float], **facts: Any) -> WindowChoice:
