@@ -242,6 +242,9 @@ class InMemoryTier:
         """
         if self._servers and self._servers.adopt(plan.window_start):
             return
+        oldest = self._stores.memory.oldest_needed_iteration()
+        if oldest is not None:  # windows of the last generation were this long: theirs may be the only one for a while
+            self._longest_iters = plan.window_start - oldest
         self.take(plan, to_disk=to_disk)
         num_kept = torch.tensor([len(self._stores.memory.windows())], device=self._place.device)
         self._place.ranks.reduce(num_kept, "min")

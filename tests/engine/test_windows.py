@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,35 @@ def test_a_stage_is_rebuilt_from_a_window_before_a_long_pause(tmp_path: Path) ->
     job = ThreadJob(tmp_path, settings, PIPE, iterations=18, faults=[fault])
     assert job.run() == uninterrupted(PIPE, 18)
     assert replayed(job) == {1: 13}, "from the window of iteration 1 to the end of the fourteenth"
+
+
+def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
+    """The base of iteration 0 is the only window on two nodes when rank 1 dies, and still when its node is lost.
+
+    The window of 12 slots is incomplete at the first fault, and the snapshot of iteration 10, which begins the next
+    generation, does not reach peers before the second.
+    """
+    shape = Shape(pp=2, dp=1, experts=12)
+    faults = [
+        Fault(rank=1, phase=Phase.BACKWARD, iteration=11),
+        Fault(rank=1, phase=Phase.REDUCE, iteration=11, loses_memory=True),
+    ]
+    job = ThreadJob(tmp_path, config("moevement", window=12, profile_iters=2), shape, iterations=13, faults=faults)
+
+    def hold_back(rank: int, session: Session) -> None:
+        assert session._elastic is not None
+        assert session._elastic.daemon is not None
+        daemon, copy = session._elastic.daemon, session._elastic.daemon.copy
+
+        def copy_others(keys: Sequence[str]) -> Future[None]:
+            is_held = len(job.struck) == 1 and any(key.startswith("snapshot-10-") for key in keys)
+            return Future() if is_held else copy(keys)
+
+        daemon.copy = copy_others  # type: ignore[method-assign]
+
+    job.on_worker.append(hold_back)
+    assert job.run() == uninterrupted(shape, 13)
+    assert replayed(job) == {1: 20}, "twice from the window of iteration 0 to iteration 10"
 
 
 @pytest.mark.parametrize(
