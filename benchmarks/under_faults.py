@@ -9,10 +9,11 @@ plain training would have needed for the iterations that are new in it: iteratio
 training (`ckpt=none`, no supervisor, no faults) runs in each round among the others.
 
 In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at most CAP_BYTES_PER_S to host
-memory, to peers and to disk, so that its whole state (87 MB with `small`) takes about four iterations: the regime of the
-MoEvement paper, section 2, in which a dense snapshot stops training. Compute weights, a sixth of the state with BF16, are
-in every slot of a window until their operators are: at six iterations no window is short enough. Predictions use constants of the runs at the other MTBFs. Finished
-runs in the folder are not run again: a call that was cut off, or one with more runs, continues there.
+memory, to peers and to disk, so that its whole state (87 MB with `small`) takes about four iterations: the regime of
+the MoEvement paper, section 2, in which a dense snapshot stops training. Compute weights, a sixth of the state with
+BF16, are in every slot of a window until their operators are: at six iterations no window is short enough. Predictions
+use constants of the runs at the other MTBFs. Finished runs in the folder are not run again: a call that was cut off, or
+one with more runs, continues there.
 """
 
 from __future__ import annotations
