@@ -46,9 +46,7 @@ class Connection:
 
     def __init__(self, connection: socket.socket) -> None:
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-            )  # requests are small, and a thread waits for each
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests must not wait
         self._socket = connection
         self._until_s = time.monotonic()
 

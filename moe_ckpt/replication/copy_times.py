@@ -46,9 +46,7 @@ class CopyTimes:
         """A copy that was requested at `since_s` has reached all peers."""
         copy = _Copy(size_bytes=size_bytes, since_s=since_s, until_s=self._now())
         self._copies[key] = copy
-        if (
-            self._busy and since_s < self._busy[-1].until_s
-        ):  # it waited behind other copies, or shared the link with them
+        if self._busy and since_s < self._busy[-1].until_s:  # it shared the link with other copies
             before = self._busy.pop()
             since_s, size_bytes = min(since_s, before.since_s), size_bytes + before.size_bytes
         self._busy.append(_Copy(size_bytes=size_bytes, since_s=since_s, until_s=copy.until_s))
