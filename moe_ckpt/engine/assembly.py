@@ -293,9 +293,7 @@ class InMemoryAssembly:
         return self._config.memory_budget_bytes - forecast.total_bytes + forecast.snapshots_bytes
 
     def _require_time_for_copies(self, stages: Sequence[StageProfile], num_copies: int) -> None:
-        """Raise ConfigError on all ranks if the cap on traffic is too low for a full snapshot within
-        `runtime.copy_s`.
-        """
+        """Raise ConfigError on all ranks if the cap lets no full snapshot through within `runtime.copy_s`."""
         if self._elastic is None:
             return
         caps, copy_s = self._config.max_bytes_per_s, self._elastic.copy_s

@@ -28,8 +28,9 @@ HOST_MEMORY, LOCAL_DISK = "host memory", "local disk"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A state of the whole job after `iteration` steps. `place`: the name of a tier, or the directory of a
-    checkpoint.
+    """A state of the whole job after `iteration` steps.
+
+    `place`: the name of a tier, or the directory of a checkpoint.
     """
 
     place: str
@@ -70,8 +71,7 @@ class Suspects:
         return self._loaded
 
     def is_first_at(self, iteration: int, source: Source) -> bool:
-        """Return whether no source of another iteration has led to a bad loss here; if one has, training itself
-        diverges.
+        """Return whether no source of another iteration has led to this bad loss; else training itself diverges.
 
         Collective: a replacement rank does not know the earlier sources.
         """
@@ -98,8 +98,9 @@ class Fallback:
         self._distrusted |= {source}
 
     def look(self, rejoin: JobRecovery | None, tainted: range = range(0)) -> UsableState:
-        """Return the usable states, without those of `tainted` iterations. Without `rejoin` there are no local
-        disks.
+        """Return the usable states, without those of `tainted` iterations.
+
+        Without `rejoin` there are no local disks.
         """
         distrusted = gather_results(self._ranks, lambda: self._distrusted, CheckpointLoadError)
         self._distrusted = frozenset().union(*distrusted)
@@ -119,8 +120,9 @@ class Fallback:
         )
 
     def load(self, found: UsableState, rejoin: JobRecovery | None, passed_over: Sequence[str] = ()) -> Source | None:
-        """Load the best usable state and return its source; None if there is none. `passed_over`: reasons so far, for
-        the log.
+        """Load the best usable state and return its source; None if there is none.
+
+        `passed_over`: reasons so far, for the log.
 
         Afterwards host memory holds only what came from local disks, and peers have not received it yet. Raises
         CheckpointLoadError on all ranks, with the reason for each source, if sources exist and none can be loaded.

@@ -53,8 +53,9 @@ class Operators(Protocol):
     table: OperatorTable
 
     def meet(self) -> None:
-        """Gather the table of a new generation, in which ranks of the stage may have been replaced. Collective in the
-        stage.
+        """Gather the table of a new generation, in which ranks of the stage may have been replaced.
+
+        Collective in the stage.
         """
         ...
 
@@ -71,9 +72,7 @@ class Operators(Protocol):
         ...
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
-        """Return the gradients with which these operators took the step of `iteration`, live until the next; None if
-        unknown.
-        """
+        """Return the gradients of these operators' step of `iteration`, live until the next step; None if unknown."""
         ...
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
@@ -115,14 +114,16 @@ class Stage(Protocol):
     """One rank's part of its stage, iteration by iteration."""
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return the state that `iteration` starts from beside parameters and moments. Buffers are remembered
-        internally.
+        """Return the state that `iteration` starts from beside parameters and moments.
+
+        Buffers are remembered internally.
         """
         ...
 
     def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
-        """Restore the state that an iteration started from. To undo iteration `undo`, also restore its remembered
-        buffers.
+        """Restore the state that an iteration started from.
+
+        To undo iteration `undo`, also restore its remembered buffers.
         """
         ...
 

@@ -57,7 +57,5 @@ class JobRecovery(Protocol):
         ...
 
     def forget(self) -> None:
-        """All ranks continue from a state that no snapshot here leads to: empty the memory, as `copies.drop_all`
-        does.
-        """
+        """Empty the memory, as `copies.drop_all` does: all ranks continue from a state that it does not lead to."""
         ...

@@ -48,16 +48,18 @@ class PartialPolicy(Protocol):
     """The part of a partial policy that a recovery informs."""
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
-        """Restore the policy's facts of `iteration`, to which all ranks go back. `plt`: the loss of all faults so
-        far.
+        """Restore the policy's facts of `iteration`, to which all ranks go back.
+
+        `plt`: the loss of all faults so far.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Stock:
-    """The units that one rank found: its own by place, and those of other ranks in its memory by owner. Keys by
-    unit.
+    """The units that one rank found: its own by place, and those of other ranks in its memory by owner.
+
+    Keys by unit.
     """
 
     inventory: UnitInventory

@@ -63,8 +63,9 @@ class ServerStates:
             self._drop_before(completed)
 
     def hand_over(self, wanted: SnapshotRequest, base: Snapshot | None) -> None:
-        """Let servers compute the state that `wanted` describes. `base`: the whole snapshot at the start of a
-        stream.
+        """Let servers compute the state that `wanted` describes.
+
+        `base`: the whole snapshot at the start of a stream.
         """
         iteration = wanted.header.iteration
         if not self._stream.has_begun:
@@ -113,9 +114,7 @@ class ServerStates:
         return sum(tensor.nbytes for _, tensor, _ in self._operators.buffer_pieces(positions))
 
     def _drop_before(self, completed: int) -> None:
-        """All servers have the state of `completed`: drop older states there, and all states in this process's
-        memory.
-        """
+        """Drop states older than `completed`, which all servers have, there, and all states in own memory."""
         old = [window.start for window in self._memory.windows() if window.start < completed]
         if old:
             self._events.append(self._memory_used())

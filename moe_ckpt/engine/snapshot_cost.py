@@ -60,9 +60,7 @@ class SnapshotCost:
         self._begin([])
 
     def fit(self, dense_bytes: int) -> tuple[float, float] | None:
-        """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add; None before enough blocks are
-        known.
-        """
+        """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add; None with too few blocks."""
         if len(self._blocks) < ENOUGH_BLOCKS:
             return None
         per_snapshot_s, per_byte_s = fit_costs(self._blocks)

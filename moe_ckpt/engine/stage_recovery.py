@@ -251,10 +251,10 @@ class StageRecovery:
 def verified_window(
     snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity, steps_to: int
 ) -> WindowRef | None:
-    """Return the reference of the complete window of these snapshots, with steps up to `steps_to`; None if it is
-    unusable.
+    """Return the reference of the complete window of these snapshots, with steps up to `steps_to`, or None.
 
-    Raises CheckpointLoadError if the window is damaged, incomplete, or of another run or shard.
+    None: the steps do not reach the window's end. Raises CheckpointLoadError if the window is damaged, incomplete, or
+    of another run or shard.
     """
     for snapshot in snapshots:
         verify(snapshot, identity=identity, shard=shard)

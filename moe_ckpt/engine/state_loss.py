@@ -23,8 +23,9 @@ class LostStages:
 
 
 class StateLosses:
-    """The scheduled losses of a run. `forget` is called with the loss of this rank's state, to drop what depends on
-    it.
+    """The scheduled losses of a run.
+
+    `forget` is called with the loss of this rank's state, to drop what depends on it.
     """
 
     def __init__(

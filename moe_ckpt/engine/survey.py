@@ -93,9 +93,7 @@ class CopySurvey:
         return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
 
     def _flush(self) -> None:
-        """Wait until servers have computed all states: a state that appeared after the survey would never be
-        dropped.
-        """
+        """Wait until servers have computed all states: a later one would miss the survey and never be dropped."""
         daemon = self._elastic.daemon
         if daemon is None or not self._elastic.serves_itself:
             return

@@ -70,8 +70,9 @@ class TokenAccount:
         return {str(expert): count for expert, count in zip(self.experts, counts, strict=True)}
 
     def restore(self, saved: Mapping[str, torch.Tensor], seen: Mapping[str, int]) -> TokenLoss:
-        """Restore the result of `as_tensors` for experts whose states have `seen` these tokens; return the lost
-        tokens.
+        """Restore a saved account for experts whose states have `seen` these tokens; return the lost tokens.
+
+        `saved` is a result of `as_tensors`.
         """
         ledger = TokenLedger.from_array(saved["ledger"].numpy().copy())
         counts = np.array([seen[str(expert)] for expert in self.experts], np.int64).reshape(self._shape)
@@ -87,8 +88,9 @@ class TokenAccount:
 
 
 def lost_shares(lost_of_stages: Sequence[IntArray], iteration: int, rate: TokenRate) -> LostShares:
-    """Return the shares that the job has lost by `iteration`. `lost_of_stages`: by stage and MoE layer, over all
-    faults.
+    """Return the shares that the job has lost by `iteration`.
+
+    `lost_of_stages`: by stage and MoE layer, over all faults.
     """
     lost = np.concatenate(list(lost_of_stages))
     tokens = np.full(len(lost), iteration * rate.tokens, np.int64)

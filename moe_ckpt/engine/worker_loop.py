@@ -70,8 +70,7 @@ class ElasticJob:
         self._reason = ""
 
     def run(self, start: Callable[[], int], finish: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run without any saved
-        state.
+        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run from no saved state.
 
         Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
         """

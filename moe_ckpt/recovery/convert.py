@@ -1,5 +1,4 @@
-"""The conversion of one window's sparse snapshots into a dense state: operators to load and activate, iterations to
-run.
+"""Converts one window's sparse snapshots into a dense state: operators to load, iterations to run.
 
 Pure: a plan of names and numbers. `engine.stage_recovery` loads, replays with the logged inputs and norms, and compares
 digests. MoEvement, section 3.3, Figures 7 and 8:

@@ -83,8 +83,9 @@ class StageInventory:
     logged_to: int
 
     def has_logged(self, first: int, last: int) -> bool:
-        """Whether all ranks logged the iterations from `first` to `last`. An empty range (`last` = `first` - 1) is
-        logged.
+        """Whether all ranks logged the iterations from `first` to `last`.
+
+        An empty range (`last` = `first` - 1) is logged.
         """
         return first > last or self.logged_from <= first <= last <= self.logged_to
 

@@ -1,5 +1,6 @@
-"""The plan of a recovery: stages that roll back, their windows, and ranks that fetch. Pure. MoEvement, 3.4 and Appendix
-A.
+"""The plan of a recovery: stages that roll back, their windows, and ranks that fetch. Pure.
+
+MoEvement, 3.4 and Appendix A.
 
     inventories -> the fewest stages that logs lead to the target, else the whole model -> fetches
 """
@@ -109,8 +110,9 @@ def plan_recovery(
     target_iteration: int | None,
     boundary_log: bool,
 ) -> RecoveryPlan:
-    """Return a plan in which as few stages as possible roll back, each to its newest window. `inventories`: of all
-    ranks.
+    """Return a plan in which as few stages as possible roll back, each to its newest window.
+
+    `inventories`: of all ranks.
 
     Each run of neighbouring lost stages recovers on its own, fed by the logs of the stages next to it: stages 1, 2 and
     5 of 8 recover as 1 to 2 and as 5. If stage 3 did not log the boundary, 1 to 3 roll back, fed by stage 4. All stages
@@ -169,9 +171,7 @@ def _missing_logs(rollback: Rollback, stages: Sequence[StageInventory], target: 
 
 
 def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
-    """Return the states of the windows that all these stages have, with the last iteration for which all have the
-    steps.
-    """
+    """Return the windows that all these stages have, by states, with the last iteration of their common steps."""
     shared = set(stages[0].windows).intersection(*(stage.windows for stage in stages))
     return {states: min(stage.windows[states].steps_to for stage in stages) for states in shared}
 

@@ -39,8 +39,9 @@ class UnitInventory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitRecovery:
-    """All ranks go back to `version`. `units`: the version of each unit by name; `sources`: its place, by rank and
-    name.
+    """All ranks go back to `version`.
+
+    `units`: the version of each unit by name; `sources`: its place, by rank and name.
     """
 
     version: Version

@@ -32,8 +32,9 @@ def daemon_socket(rank_folder: Path) -> Path:
 
 
 class DaemonClient:
-    """Sends requests to the daemon of `rank_folder`, from any thread. `timeout_s` limits the time to hand over a
-    request.
+    """Sends requests to the daemon of `rank_folder`, from any thread.
+
+    `timeout_s` limits the time to hand over a request.
 
     The daemon executes requests in their order.
     """
@@ -47,8 +48,9 @@ class DaemonClient:
         self._is_closed = False
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
-        """Let the daemon, and its successors, copy to these addresses from now on. Waits for a daemon that is being
-        replaced.
+        """Let the daemon, and its successors, copy to these addresses from now on.
+
+        Waits for a daemon that is being replaced.
 
         Raises CheckpointSaveError if no daemon answers in time.
         """

@@ -96,8 +96,9 @@ class Connection:
         return message
 
     def ask(self, request: Message, kind: type[M]) -> M:
-        """Send a request and return its answer, which must be of this kind. Raises RefusedError if the request is
-        refused.
+        """Send a request and return its answer, which must be of this kind.
+
+        Raises RefusedError if the request is refused.
         """
         self.send(request)
         return self.expect(kind)

@@ -145,8 +145,9 @@ class CopyServer:
         return self._own
 
     def _held_folder(self, owner_rank: int, keys: Sequence[str] = ()) -> ReplicaFolder:
-        """Return the folder of the copies for a rank. The first request of a daemon's lifetime adopts existing
-        files.
+        """Return the folder of the copies for a rank.
+
+        The first request of a daemon's lifetime adopts existing files.
         """
         _require_keys(keys)
         if owner_rank == self._global_rank and not self._serves_itself:

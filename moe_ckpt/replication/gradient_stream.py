@@ -27,9 +27,7 @@ NOTHING = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The newest iteration that all servers of a rank have (`NOTHING` for none), and the reason if the stream is
-    cut.
-    """
+    """The newest iteration that all servers of a rank have, or `NOTHING`, and the reason if the stream is cut."""
 
     completed: int
     lost: str
@@ -177,8 +175,9 @@ class GradientStream:
             self.cut(f"a server lags by {self.lag_iters} iterations, wanted at most ckpt.max_lag_iters")
 
     def _look(self, *, wait: bool) -> None:
-        """Count the states that all servers have, in order. Raises CheckpointSaveError for a state that servers cannot
-        compute.
+        """Count the states that all servers have, in order.
+
+        Raises CheckpointSaveError for a state that servers cannot compute.
         """
         assert self._base is not None
         while (following := max(self._completed + 1, self._base)) in self._keys:

@@ -65,9 +65,7 @@ def persist(
         disk.discard(key)
     before = disk.keys()
     found = {key: own.get(key) for key in keys}
-    blobs = {
-        key: blob for key, blob in found.items() if key not in before or blob.payload is None
-    }  # the others are small
+    blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}  # these are small
     _check_room(disk, blobs, limit_bytes)
     try:
         for key, blob in blobs.items():

@@ -298,9 +298,7 @@ class Publisher:
         return self._times.bytes_per_s()
 
     def sent(self, snapshots: Iterable[Snapshot]) -> SentCopy | None:
-        """Return the time until all peers had these snapshots; None without peers, or if an earlier worker sent
-        them.
-        """
+        """Return the time until all peers had these snapshots; None without peers, or for an earlier worker's."""
         return self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
 
     def num_copies(self, snapshots: Iterable[Snapshot], held: Iterable[Collection[str]]) -> int:
@@ -332,9 +330,7 @@ class Publisher:
                 self._forget_later(self._copying)
 
     def _forget_later(self, copying: Mapping[str, Future[None]]) -> None:
-        """Let peers drop stale blobs once all of these copies are complete: until then a stale blob may be the last
-        source.
-        """
+        """Let peers drop stale blobs once these copies are complete: until then a stale blob may be the last source."""
         copies = list(copying.values())
 
         def forget(copied: Future[None]) -> None:
@@ -478,9 +474,7 @@ def _done() -> Future[None]:
 
 
 def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
-    """Return the units of partial checkpoints in a rank's folder, by key, with intact headers; the folder may
-    change.
-    """
+    """Return a rank's units of partial checkpoints by key, with intact headers; the folder may change meanwhile."""
     units: dict[str, Snapshot] = {}
     for key in filter(_is_snapshot, folder.keys()):
         with contextlib.suppress(CheckpointLoadError):

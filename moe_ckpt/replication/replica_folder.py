@@ -1,5 +1,4 @@
-"""The copies that a rank holds for another, in memory that is reused: allocating new pages costs more than filling
-them.
+"""The copies that a rank holds for another, in reused memory: new pages cost more than their contents.
 
 Owns: the pool of free memory, never more than was in use at one time. Must not: rely on files of free memory.
 """

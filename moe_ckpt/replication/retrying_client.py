@@ -16,13 +16,7 @@ from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Ticket
 
-_DELAYS_S = (
-    0.0,
-    0.05,
-    0.1,
-    0.2,
-    0.4,
-)  # seconds before each attempt; a daemon that is being replaced is ready after a fork
+_DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)  # before each attempt; the successor of a daemon is ready after a fork
 
 T = TypeVar("T")
 
