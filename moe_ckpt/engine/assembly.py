@@ -1,7 +1,7 @@
-"""Builds the in-memory tier of one rank from an adapter's view of its training: stores, policy, tier, recovery.
+"""Builds the in-memory tier of one rank from an adapter's description of its training: stores, policy, tier, recovery.
 
-Owns: the order in which the parts need each other; which of them live as long as the process, and which only as long as
-a generation. Must not: know Megatron, or do anything but build.
+Owns: the order in which the parts are built; which parts live as long as the process, and which as long as a
+generation. Must not: import Megatron, or do anything but build.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from moe_ckpt.types import OperatorKind
 
 
 class Communicator(Protocol):
-    """Carries activations and gradients between stages; writes to `log` and opens `bubbles`, where these are set."""
+    """Carries activations and gradients between stages. It writes to `log` and opens `bubbles` if these are set."""
 
     log: BoundaryLog | None
     bubbles: PipelineBubbles | None
@@ -73,8 +73,8 @@ class Communicator(Protocol):
 class Attached:
     """One rank's training, as an adapter presents it to the engine.
 
-    Bytes are those that this rank logs in an iteration. `counts` is called once the operator table of the
-    whole stage is known; `notes` are shown to people at the start.
+    Byte counts are those of this rank's logs in one iteration. `counts` is called once the operator table of the whole
+    stage is known; `notes` go to the log at the start.
     """
 
     place: StagePlace
@@ -92,7 +92,7 @@ class Attached:
 
 
 class InMemoryAssembly:
-    """The parts of a session with snapshots in host memory; stores, counts and measurements outlive generations."""
+    """The parts of a session with snapshots in host memory. Stores, counts and measurements outlive generations."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class InMemoryAssembly:
         folder: Path,
         losses: Sequence[StateLoss] = (),
     ) -> None:
-        """`folder` is that of snapshots on the local disk, unless the configuration names another."""
+        """`folder` holds snapshots on the local disk, unless the configuration names another folder."""
         self._config = config
         self._attached = attached
         self._place = attached.place
@@ -119,7 +119,7 @@ class InMemoryAssembly:
         self._meter: Measurements | None = None
 
     def build_parts(self) -> Parts:
-        """Return the parts of a new generation; the content of host memory stays. Collective over all ranks."""
+        """Return the parts of a new generation. The contents of host memory stay. Collective over all ranks."""
         self._attached.operators.meet()
         num_copies = self._elastic.replicas if self._elastic else 0
         stages = self._gather_profiles()
@@ -243,14 +243,14 @@ class InMemoryAssembly:
         return ["where copies of host memory are:", *lines]
 
     def _open_stores(self) -> TierStores:
-        """Host memory: logs take what they need, snapshots what the budget leaves them."""
+        """Open host memory: logs take what they need, and snapshots get the rest of the budget."""
         pinned = torch.cuda.is_available()
         private = PrivateMemory(pinned=pinned)
         publisher = self._open_publisher(pinned=pinned)
-        # two copiers: what is sent is not to wait behind a snapshot, and has no cap: it waits in memory of the device
+        # two copiers: a copy to peers must not wait behind a snapshot, and has no cap, since it waits in device memory
         copier, log_copier = HostCopier(Throttle(self._config.max_bytes_per_s.host)), HostCopier()
         if self._elastic:
-            self._elastic.at_end(copier.throttle.lift)  # or survivors would join late by what is left of a copy
+            self._elastic.at_end(copier.throttle.lift)  # else survivors would join late, after the rest of a copy
         log_buffers = HostBuffers(private)
         snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=self._limit())
         keeps_log = self._config.logs_boundaries and self._place.num_stages > 1
@@ -293,7 +293,7 @@ class InMemoryAssembly:
         return self._config.memory_budget_bytes - forecast.total_bytes + forecast.snapshots_bytes
 
     def _require_time_for_copies(self, stages: Sequence[StageProfile], num_copies: int) -> None:
-        """Raise ConfigError, on all ranks alike, where a cap lets no full snapshot through within `runtime.copy_s`."""
+        """Raise ConfigError on all ranks if the cap lets no full snapshot through within `runtime.copy_s`."""
         if self._elastic is None:
             return
         caps, copy_s = self._config.max_bytes_per_s, self._elastic.copy_s

@@ -1,8 +1,8 @@
-"""The way of windows to the local disk: one is taken for it, one is written, one is there to recover from.
+"""The way of windows to the local disk: one window is selected, one is being written, one is complete there.
 
-Owns: which window has which role on this rank, and what is told of it. Must not: copy, or agree with other ranks. MoC,
-section 5.2 (triple buffering), for windows of any policy; here a window that waits holds back the next one for the
-disk, not training:
+Owns: the role of each window on this rank, and the events about it. Must not: copy, or communicate. MoC, section 5.2
+(triple buffering), for windows of any policy. A window that waits delays the next window for the disk, and not
+training:
 
     w0  snapshot | persist ........ | recovery ........... |
     w1             snapshot | waits | persist ........ | recovery
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 class Role(Enum):
     """The purpose of a window on its way to disk; at most one window has each role."""
 
-    SNAPSHOT = "snapshot"  # being taken, or complete and waiting; it goes to disk once all ranks have it
-    PERSIST = "persist"  # on its way to disk
-    RECOVERY = "recovery"  # there: the newest that is
+    SNAPSHOT = "snapshot"  # being taken, or complete and waiting; its write begins once all ranks have it
+    PERSIST = "persist"  # being written
+    RECOVERY = "recovery"  # complete on disk, the newest such window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +40,9 @@ class _Written:
 
 
 class DiskWindows:
-    """The windows of one rank that go to its disk, by where they start. `newest` is there from an earlier life.
+    """The windows of one rank that go to its disk, by their starts. `newest` is on disk from an earlier process.
 
-    Training goes on after a failure, unless `strict`.
+    A failed write ends training only if `strict`.
     """
 
     def __init__(self, newest: int, publisher: Publisher | None, events: EventLog, *, strict: bool) -> None:
@@ -53,35 +53,35 @@ class DiskWindows:
         self._strict = strict
 
     def start_of(self, role: Role) -> int:
-        """Return where the window with a role starts, or NOTHING."""
+        """Return the start of the window with a role, or NOTHING."""
         return self._starts.get(role, NOTHING)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a window is on its way, or there and not noted yet."""
+        """Whether a window is being written, or is written but not yet registered."""
         return self._written is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether a window is on its way."""
+        """Whether a window is being written."""
         return self._written is not None and not self._written.done.done()
 
     def begin(self, window_start: int, *, to_disk: bool) -> None:
-        """A window begins, to go to disk or not; one that has not set out never does."""
+        """A window begins, which goes to disk or not. A selected window whose write has not begun is dropped."""
         self._starts.pop(Role.SNAPSHOT, None)
         if to_disk:
             self._starts[Role.SNAPSHOT] = window_start
 
     def set_out(self, done: Future[None]) -> None:
-        """The window that was taken for the disk is on its way, until `done`. The one before it is there, or lost."""
+        """The write of the selected window has begun and ends with `done`. The write before it has ended or failed."""
         assert self._written is None, self._starts
         self._starts[Role.PERSIST] = self._starts.pop(Role.SNAPSHOT)
         self._written = _Written(since_s=time.monotonic(), done=done)
 
     def finish(self) -> None:
-        """Wait until the window on its way is there: it is the one to recover from; or lost, then nothing changes.
+        """Wait for the write in progress; its window is then the one to recover from. A failed write changes nothing.
 
-        Raises CheckpointSaveError for one that is lost if `strict`.
+        Raises CheckpointSaveError for a failed write if `strict`.
         """
         written, self._written = self._written, None
         if written is None or self._publisher is None:

@@ -1,7 +1,7 @@
-"""Tells, as events, how popular the experts of a stage are and in which order its windows take them.
+"""Writes events on the popularity of a stage's experts and on their order in windows.
 
-Must not: count, or decide an order. The first rank of each stage tells for all of them: they agree. Of a long run not
-every window is told, or its events would outgrow those of iterations.
+Must not: count, or decide an order. The first rank of each stage writes for all of its ranks, which agree. In a long
+run only some windows are reported, or these events would outgrow those of iterations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SPACING = 1000  # one window in a thousandth of the run so far: 6000 of a run o
 
 
 class ExpertEvents:
-    """Of one life of the process groups; `tells`: whether this rank is the one that does."""
+    """Events of one generation. `tells`: whether this rank writes them."""
 
     def __init__(self, table: OperatorTable, events: EventLog, *, tells: bool) -> None:
         experts = [(op, i) for i, op in enumerate(table.operators) if op.kind is OperatorKind.EXPERT]
@@ -32,15 +32,15 @@ class ExpertEvents:
         self._is_told = False
 
     def measured(self, popularity: npt.NDArray[np.float64]) -> None:
-        """The policy has been told this, for a window that may begin now; counts begin anew.
+        """The policy has received this popularity, for a window that may begin now; counts begin anew.
 
-        Earlier counts are not reported: replaced ranks have not counted all of them.
+        Earlier counts are not reported: a replacement rank has not counted all of them.
         """
         self._popularity = popularity if self._counted_by_all else None
         self._counted_by_all = True
 
     def interrupted(self) -> None:
-        """A rank has lost what it has counted so far."""
+        """A rank has lost its counts."""
         self._counted_by_all = False
 
     def took(self, plan: SlotPlan | PartialPlan) -> None:
@@ -82,5 +82,5 @@ def _layer(expert: OperatorId) -> str:
 
 
 def _short(count: float) -> float:
-    """Return a count as JSON needs the least for it: exact where it is of tokens."""
+    """Return a count in its shortest JSON form: exact for a number of tokens."""
     return int(count) if count == int(count) else float(f"{count:.6g}")

@@ -1,9 +1,9 @@
-"""Where to go on from when host memory leads nowhere, or to no good: what is on disks, the newest first.
+"""The level below host memory: states on local disks and whole checkpoints, the newest first.
 
-Owns: the order of the sources, which of them are not trusted any more, and the event and the line that say what was
-used and why nothing better was. Every method is collective. Must not: know how a source is read.
+Owns: the order of the sources, the quarantine of sources that led to a bad loss, and the event and log line that name
+the source that was loaded and the reasons against newer ones. Every method is collective. Must not: read a source.
 
-    host memory ---> local disks and checkpoints, the newer first; of two at the same iteration the local disk
+    host memory ---> local disks and checkpoints, the newer first; at the same iteration the local disk first
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ HOST_MEMORY, LOCAL_DISK = "host memory", "local disk"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A state of the whole job after `iteration` steps; `place`: a tier's name, or a checkpoint's directory."""
+    """A state of the whole job after `iteration` steps.
+
+    `place`: the name of a tier, or the directory of a checkpoint.
+    """
 
     place: str
     iteration: int
@@ -39,50 +42,50 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsableState:
-    """The usable states on disks, the best first, and the reasons why better ones cannot be used."""
+    """The usable states on disks, the best first, and the reasons against better ones."""
 
     sources: Sequence[Source]
     passed_over: Sequence[str]
 
 
 class Suspects:
-    """Tells a source that was no good, undamaged as it looked, by a loss that is not finite soon after it was loaded.
+    """Finds a source that is intact but bad: soon after it was loaded, a loss is not finite.
 
-    `num_iters` after that the loss is training's own business; 0: always.
+    A loss more than `num_iters` iterations after the load does not count against the source; 0: no loss does.
     """
 
     def __init__(self, ranks: Ranks, num_iters: int) -> None:
         self._ranks = ranks
         self._num_iters = num_iters
         self._loaded: Source | None = None
-        self._blamed: dict[int, Source] = {}  # by the iteration of the loss, the first
+        self._blamed: dict[int, Source] = {}  # by the iteration of the loss: the first source that led to it
 
     def loaded(self, source: Source) -> None:
-        """All ranks go on from there."""
+        """All ranks continue from this source."""
         self._loaded = source
 
     def blame(self, iteration: int, loss: float) -> Source | None:
-        """Return the source to blame for an iteration's loss, if there is one."""
+        """Return the source that an iteration's loss counts against, or None."""
         if self._loaded is None or math.isfinite(loss) or iteration > self._loaded.iteration + self._num_iters:
             return None
         return self._loaded
 
     def is_first_at(self, iteration: int, source: Source) -> bool:
-        """Return whether no source of another iteration led to the same; if one did, training itself diverges.
+        """Return whether no source of another iteration has led to this bad loss; else training itself diverges.
 
-        Collective: a rank that was replaced since has not seen it.
+        Collective: a replacement rank does not know the earlier sources.
         """
         for theirs in gather_results(self._ranks, lambda: self._blamed, CheckpointLoadError):
             self._blamed = theirs | self._blamed
         return self._blamed.setdefault(iteration, source).iteration == source.iteration
 
     def clear(self) -> None:
-        """Nothing that was loaded so far is to blame for what comes."""
+        """No source that was loaded so far is responsible for later losses."""
         self._loaded = None
 
 
 class Fallback:
-    """Looks for states on disks and loads the best one."""
+    """Finds states on disks and loads the best one."""
 
     def __init__(self, durable: DurableTier, ranks: Ranks, events: EventLog) -> None:
         self._ranks = ranks
@@ -91,11 +94,14 @@ class Fallback:
         self._distrusted: frozenset[Source] = frozenset()
 
     def distrust(self, source: Source) -> None:
-        """Do not use it again."""
+        """Put a source into quarantine: it is not loaded again."""
         self._distrusted |= {source}
 
     def look(self, rejoin: JobRecovery | None, tainted: range = range(0)) -> UsableState:
-        """Return what there is, but of no `tainted` iteration. Without `rejoin` there are no local disks."""
+        """Return the usable states, without those of `tainted` iterations.
+
+        Without `rejoin` there are no local disks.
+        """
         distrusted = gather_results(self._ranks, lambda: self._distrusted, CheckpointLoadError)
         self._distrusted = frozenset().union(*distrusted)
         sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
@@ -114,10 +120,12 @@ class Fallback:
         )
 
     def load(self, found: UsableState, rejoin: JobRecovery | None, passed_over: Sequence[str] = ()) -> Source | None:
-        """Load the best that can be loaded, and return it; None if there was nothing. `passed_over`: and why not those.
+        """Load the best usable state and return its source; None if there is none.
 
-        Nothing is in memory then but what comes from local disks, of which peers do not hear. Raises
-        CheckpointLoadError on all ranks if there is something, and nothing of it can be used, saying why for each.
+        `passed_over`: reasons so far, for the log.
+
+        Afterwards host memory holds only what came from local disks, and peers have not received it yet. Raises
+        CheckpointLoadError on all ranks, with the reason for each source, if sources exist and none can be loaded.
         """
         reasons = [*passed_over, *found.passed_over]
         for source in found.sources:

@@ -1,6 +1,6 @@
 """The Protocols through which the engine uses the training framework; `moe_ckpt.megatron` implements them.
 
-Also where a rank stands in the job. Nothing here does anything.
+Also the value that says which place a rank has in the job. No behaviour is defined here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdent
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagePlace:
-    """Where this rank stands: its run and shard, all ranks, those of its stage, and its neighbours in the pipeline.
+    """The place of this rank: its run and shard, all ranks, the ranks of its stage, and its neighbours in the pipeline.
 
     `previous_rank` and `next_rank` are global ranks of the same replica, None at the ends of the pipeline.
     """
@@ -53,34 +53,38 @@ class Operators(Protocol):
     table: OperatorTable
 
     def meet(self) -> None:
-        """Gather the table of a new generation, in which other ranks of the stage may be new. Collective in it."""
+        """Gather the table of a new generation, in which ranks of the stage may have been replaced.
+
+        Collective in the stage.
+        """
         ...
 
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
-        """Return what this rank takes of them: whole state, or compute weights; tensors are live."""
+        """Return this rank's pieces of these operators: whole state (`full`) or compute weights. Tensors are live."""
         ...
 
     def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
-        """Return their buffers, which change in forward already."""
+        """Return the buffers of these operators, which change in the forward pass already."""
         ...
 
     def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
-        """The step of `iteration` is about to be taken."""
+        """The step of `iteration` follows."""
         ...
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
-        """Return what these took the step of `iteration` with, live until the next one; None if not known."""
+        """Return the gradients of these operators' step of `iteration`, live until the next step; None if unknown."""
         ...
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
         """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
 
-        By the master weights, flattened, float32, in the order of `pieces`; without those that take no step.
+        Keys are those of the master weights; tensors are flat float32, in the order of `pieces`. Pieces that take no
+        step are left out.
         """
         ...
 
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
-        """Return the steps that followed in `iteration`, by the same keys; none where it was skipped."""
+        """Return Adam's step of `iteration` for each piece, by the same keys; empty if the step was skipped."""
         ...
 
     def adam_steps(self) -> tuple[float, ...]:
@@ -94,7 +98,7 @@ class Operators(Protocol):
         compute: Collection[str],
         adam_steps: Sequence[float],
     ) -> None:
-        """Put pieces back, on all ranks of the stage together, and make all copies whole."""
+        """Write pieces back, on all ranks of the stage together, and gather the weights."""
         ...
 
     def digests(self) -> Mapping[str, str]:
@@ -102,7 +106,7 @@ class Operators(Protocol):
         ...
 
     def freeze(self, frozen: Collection[str]) -> None:
-        """Let these skip weight gradients, and all others compute them."""
+        """Skip the weight gradients of these operators, and compute those of all others."""
         ...
 
 
@@ -110,11 +114,17 @@ class Stage(Protocol):
     """One rank's part of its stage, iteration by iteration."""
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return what `iteration` starts from beside parameters and moments; buffers are remembered inside."""
+        """Return the state that `iteration` starts from beside parameters and moments.
+
+        Buffers are remembered internally.
+        """
         ...
 
     def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
-        """Put back what an iteration started from; to undo one also the buffers that `begin` remembered of it."""
+        """Restore the state that an iteration started from.
+
+        To undo iteration `undo`, also restore its remembered buffers.
+        """
         ...
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
@@ -128,20 +138,20 @@ class Stage(Protocol):
         ...
 
     def abandon_pass(self) -> None:
-        """A pass over a batch was cut off and comes to nothing: forget what it left behind outside the state."""
+        """A pass over a batch was cut off: drop everything that it left behind outside the state."""
         ...
 
     def update(self, gradients: ReadyGradients) -> None:
-        """Take the step whose gradients are there, on this rank alone."""
+        """Take the step with complete gradients, on this rank alone."""
         ...
 
     def gather(self) -> None:
-        """Make the weights whole after a step. Collective in the stage; may be repeated."""
+        """Gather the weights after a step. Collective in the stage; may be repeated."""
         ...
 
 
 class Counts(Protocol):
-    """Tokens that experts of the stage are given."""
+    """Counts the tokens that the router sends to the experts of the stage."""
 
     def begin(self) -> None:
         """Count from zero."""
@@ -153,15 +163,15 @@ class Counts(Protocol):
 
 
 class Boost(Protocol):
-    """Lets experts make up for lost tokens. Arrays are int64 [MoE layers of the stage, experts]."""
+    """Raises the capacity of experts that have lost tokens. Arrays are int64 [MoE layers of the stage, experts]."""
 
     @property
     def deficit(self) -> npt.NDArray[np.int64]:
-        """Tokens yet to be made up, over all ranks of the stage."""
+        """The tokens still to be made up, over all ranks of the stage."""
         ...
 
     def recover(self, deficit: npt.NDArray[np.int64]) -> None:
-        """Make up for these tokens, in place of the tokens that were left."""
+        """Set the deficit to these tokens."""
         ...
 
     def begin_iteration(self) -> None:
@@ -169,23 +179,23 @@ class Boost(Protocol):
         ...
 
     def end_iteration(self) -> npt.NDArray[np.int64]:
-        """Return what this rank has made up since."""
+        """Return the extra tokens that this rank's experts have processed in the iteration."""
         ...
 
     def make_up(self, extra: npt.NDArray[np.int64]) -> None:
-        """Take what all ranks of the stage have made up off the deficit."""
+        """Subtract the extra tokens of all ranks of the stage from the deficit."""
         ...
 
     def boosted(self, iteration: int) -> CapacityBoosted | None:
-        """Return what the iteration that ended last has given experts."""
+        """Return the capacities that the last iteration gave to experts, or None."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Training:
-    """One rank's training, as snapshots in host memory see it.
+    """One rank's training, as the in-memory tier sees it.
 
-    `counts` is None where the policy does not use popularity, `boost` where lost tokens stay lost.
+    `counts` is None if the policy does not use popularity, `boost` if lost tokens are not made up.
     """
 
     stage: Stage
@@ -195,10 +205,10 @@ class Training:
 
 
 class FaultInjector(Protocol):
-    """Loses this rank's training state."""
+    """Overwrites this rank's training state on purpose."""
 
     def wipe(self) -> None:
-        """Overwrite everything that is trained or counted."""
+        """Overwrite all parameters, optimizer state and counts."""
         ...
 
     def arm(self, phase: str, callback: Callable[[], None]) -> None:

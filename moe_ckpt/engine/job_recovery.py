@@ -1,4 +1,4 @@
-"""The seam between a session and how its policy's ranks come to one state: by windows, or by units."""
+"""The Protocol between a session and the recovery of its policy: by windows, or by units of partial checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_ckpt.engine.survey import CopySurvey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveredState:
-    """This rank's way to the state after `iteration`; None: all ranks start where the run started.
+    """The result of a recovery: the state after `iteration`; None: all ranks start where the run started.
 
     `went_back`: at least one rank loaded a state; `lines` describe the recovery for the log.
     """
@@ -27,7 +27,7 @@ class RecoveredState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnDisks:
-    """Iterations on local disks: the newest that all disks lead to, and the newest of each disk."""
+    """Iterations on local disks: the newest that all disks lead to, and the newest on each disk."""
 
     newest: int | None
     of_each: tuple[int | None, ...]
@@ -39,23 +39,23 @@ class JobRecovery(Protocol):
     copies: CopySurvey
 
     def run(self, state: StepState) -> RecoveredState:
-        """Bring all ranks to one state. Until copying is resumed no copy in any rank's memory changes.
+        """Bring all ranks to one state. Copies in the ranks' memory stay as they are until copying resumes.
 
-        Raises NothingLeftError on all ranks if nothing that is left leads to one.
+        Raises NothingLeftError on all ranks if the remaining sources lead to no common state.
         """
         ...
 
     def look_at_disks(self) -> OnDisks:
-        """Return what all ranks' local disks lead to, verified, once nothing is on its way there any more."""
+        """Wait for writes in progress; then return the iterations that all ranks' local disks lead to, verified."""
         ...
 
     def load_from_disk(self) -> int:
-        """Bring all ranks to the newest state that their local disks lead to; return the iteration.
+        """Bring all ranks to the newest state that their local disks lead to; return its iteration.
 
-        Until copying is resumed peers hear nothing. Raises CheckpointLoadError on all ranks if that cannot be.
+        Peers receive nothing until copying resumes. Raises CheckpointLoadError on all ranks if no such state exists.
         """
         ...
 
     def forget(self) -> None:
-        """All go on from a state that nothing here leads to: keep nothing in memory, as `copies.drop_all` does."""
+        """Empty the memory, as `copies.drop_all` does: all ranks continue from a state that it does not lead to."""
         ...

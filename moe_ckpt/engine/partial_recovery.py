@@ -1,9 +1,9 @@
-"""All ranks go back to a partial checkpoint: from own memory where it is left, else from peers and local disks.
+"""All ranks go back to a partial checkpoint: from their own memory if it is intact, else from peers and local disks.
 
-Owns: taking stock of units with all ranks, loading the versions that the plan names, and accounting for the tokens that
-are lost with it. Must not: choose versions (`recovery.units` does). MoC, section 5.1; MoEtion, section 6.
+Owns: the inventory of units of all ranks, loading the versions that the plan names, and the account of lost tokens.
+Must not: choose versions (`recovery.units` does). MoC, section 5.1; MoEtion, section 6.
 
-    inventories of memory -> plan, or of all places -> plan -> fetch, verify -> load -> account -> a new line begins
+    inventories of memory -> plan, or of all places -> plan -> fetch, verify -> load -> account -> a new epoch begins
 """
 
 from __future__ import annotations
@@ -48,13 +48,19 @@ class PartialPolicy(Protocol):
     """The part of a partial policy that a recovery informs."""
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
-        """Go on with what was known at `iteration`, where all go back to; `plt` is what all faults have cost by it."""
+        """Restore the policy's facts of `iteration`, to which all ranks go back.
+
+        `plt`: the loss of all faults so far.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Stock:
-    """The units that one rank found: its own by place, and others' in its memory by owner; keys by unit."""
+    """The units that one rank found: its own by place, and those of other ranks in its memory by owner.
+
+    Keys by unit.
+    """
 
     inventory: UnitInventory
     held: Mapping[int, Mapping[tuple[str, Version], str]]
@@ -118,7 +124,7 @@ class PartialRecovery:
         )
 
     def _begin_anew(self, state: StepState) -> None:
-        """Forget the first iteration, if it was begun: a rank that lives has drawn random numbers in it."""
+        """Undo the first iteration if it was begun: a surviving rank has drawn random numbers in it."""
         steps = self._stores.steps
         if state.reached == 0 and steps.has_start(1):
             self._training.stage.restore_start(steps.start(1), undo=1)
@@ -151,7 +157,7 @@ class PartialRecovery:
         self._begin_line(stocks)
 
     def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
-        """Return what every rank has in these places, undamaged; `held`: and for others in its memory. Collective."""
+        """Return every rank's intact units in these places; `held`: also those in peers' memory. Collective."""
         owners = self._owners() if held else []
         return gather_results(self._place.ranks, lambda: self._my_stock(places, owners), CheckpointLoadError)
 
@@ -203,10 +209,10 @@ class PartialRecovery:
 
     @contextlib.contextmanager
     def _units(self, stocks: Sequence[_Stock]) -> Iterator[tuple[UnitRecovery, Mapping[str, Snapshot]]]:
-        """Give the plan and this rank's units of it, by name; what came from peers goes again. Collective.
+        """Yield the plan and this rank's units of it by name; delete units that came from peers at the end. Collective.
 
-        Where a peer does not give what it had, all plan again without it. Raises NothingLeftError on all ranks if there
-        is no plan.
+        If a peer cannot deliver a unit, all ranks plan again without that peer. Raises NothingLeftError on all ranks if
+        there is no plan.
         """
         folder = BlobFolder(self._elastic.memory / "fetched")
         inventories = _with_held(stocks)
@@ -225,7 +231,7 @@ class PartialRecovery:
             folder.clear()
 
     def _fetch(self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder) -> frozenset[str]:
-        """Bring what peers have of this rank's units into `folder`; return the places where that failed."""
+        """Copy this rank's units of the plan from peers into `folder`; return the places that failed."""
         mine, failed = self._place.shard.global_rank, set[str]()
         sources = plan.sources[mine]
         for place in sorted(set(sources.values()) - {_MEMORY, _DISK}):
@@ -243,7 +249,7 @@ class PartialRecovery:
         return frozenset(failed)
 
     def _get(self, plan: UnitRecovery, folder: BlobFolder) -> dict[str, Snapshot]:
-        """Return this rank's units of the plan, which are all at hand and have been verified."""
+        """Return this rank's units of the plan, all of them local and verified."""
         sources = plan.sources[self._place.shard.global_rank]
         places = {_MEMORY: self._memory.snapshots(), _DISK: self._found_in(_DISK) if _DISK in sources.values() else []}
         fetched = list(read_units(folder).values())
@@ -257,7 +263,7 @@ class PartialRecovery:
         return sum(unit.header.payload_bytes for name, unit in units.items() if sources[name] not in (_MEMORY, _DISK))
 
     def _load(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> LostShares:
-        """Put all units in place, and account for what is lost. Collective."""
+        """Load all units, and account for the tokens that are lost. Collective."""
         parts = {part.key: unit.part(part) for unit in units.values() for part in unit.header.parts}
         names = {str(operator) for operator in self._training.operators.table.operators}
         core = units[CORE].header
@@ -279,7 +285,7 @@ class PartialRecovery:
         return shares
 
     def _begin_line(self, stocks: Sequence[_Stock]) -> None:
-        """Begin a new epoch: snapshots from now on belong to it, and no earlier one does."""
+        """Begin a new epoch: later snapshots belong to it, and no earlier snapshot does."""
         self._store.lineage = newest_line(_with_held(stocks)) + 1
 
     def _tell(self, iteration: int, lost: IntArray, shares: LostShares) -> None:
@@ -296,7 +302,7 @@ class PartialRecovery:
 
 
 def _with_held(stocks: Sequence[_Stock]) -> list[UnitInventory]:
-    """Return every rank's inventory with what others' memories hold for it."""
+    """Return every rank's inventory, with the units that peers hold for it."""
     inventories = []
     for stock in stocks:
         owner = stock.inventory.global_rank
@@ -348,7 +354,7 @@ def _seen(units: Mapping[str, Snapshot]) -> dict[str, int]:
 
 
 def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Return what a core holds of a kind: copies, aligned as generators want their states to be."""
+    """Return the tensors of one kind in a core: copies, aligned as generator states must be."""
     return {key.tensor: tensor.clone() for key, tensor in parts.items() if key.operator == kind}
 
 

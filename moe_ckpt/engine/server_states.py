@@ -1,10 +1,11 @@
-"""One rank's checkpoint servers, as its in-memory tier uses them: their gradients and their progress.
+"""One rank's checkpoint servers, as its in-memory tier uses them: the gradients sent to them and their progress.
 
-Owns: when the stream of gradients goes on, agreed by all ranks, and when host memory and servers may drop older states.
-Must not: take whole snapshots (the tier does, where the stream begins or was cut). FlowCheck, sections 4 to 6.
+Owns: when the stream of gradients continues, agreed by all ranks, and when host memory and servers may drop older
+states. Must not: take whole snapshots (the tier does, at the start of a stream and after a gap). FlowCheck, sections 4
+to 6.
 
-    ready(t)        tap gradients, agree: newest iteration that all servers have, and whether a rank's stream was cut
-    take(t)         hand over t, or, where one was cut, a whole snapshot of t on every rank
+    ready(t)        copy gradients; agree on the newest iteration that all servers have, and on gaps in any stream
+    take(t)         hand over t, or, after a gap, a whole snapshot of t on every rank
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ServerStates:
         self.goes_on = False
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
-        """All gradients of an iteration are there: copy them, and agree on whether servers get them."""
+        """All gradients of an iteration are complete: copy them, and agree whether servers get them."""
         reduced = {} if gradients.overflow else self._operators.reduced_gradients()
         self._stream.tap(reduced, self._buffer_bytes())
         progress = self._stream.progress()
@@ -62,7 +63,10 @@ class ServerStates:
             self._drop_before(completed)
 
     def hand_over(self, wanted: SnapshotRequest, base: Snapshot | None) -> None:
-        """Let servers make the state that `wanted` describes; `base`: the whole snapshot that a stream begins with."""
+        """Let servers compute the state that `wanted` describes.
+
+        `base`: the whole snapshot at the start of a stream.
+        """
         iteration = wanted.header.iteration
         if not self._stream.has_begun:
             if base is None or base.header.iteration != iteration - 1:
@@ -85,7 +89,7 @@ class ServerStates:
             )
 
     def adopt(self, iteration: int) -> bool:
-        """Return whether all ranks go on from a snapshot of `iteration` in their memory: then none is taken."""
+        """Return whether all ranks have a snapshot of `iteration` in memory to continue from; then none is taken."""
         base = next((window for window in self._memory.windows() if window.start == iteration), None)
         has_base = torch.tensor([base is not None], dtype=torch.int64, device=self._place.device)
         self._place.ranks.reduce(has_base, "min")
@@ -96,12 +100,12 @@ class ServerStates:
         return True
 
     def reset(self) -> None:
-        """A whole snapshot is being taken of every rank: the stream begins with it."""
+        """A whole snapshot of every rank is being taken: the stream begins with it."""
         self._stream.reset()
         self.goes_on = False
 
     def clear(self) -> None:
-        """Ranks were lost: servers are surveyed anew."""
+        """Ranks were lost: ask the servers again for their progress."""
         self._stream.clear()
         self.goes_on = False
 
@@ -110,7 +114,7 @@ class ServerStates:
         return sum(tensor.nbytes for _, tensor, _ in self._operators.buffer_pieces(positions))
 
     def _drop_before(self, completed: int) -> None:
-        """All servers have the state of an iteration: nothing older is needed, and nothing in this process's memory."""
+        """Drop states older than `completed`, which all servers have, there, and all states in own memory."""
         old = [window.start for window in self._memory.windows() if window.start < completed]
         if old:
             self._events.append(self._memory_used())
@@ -120,7 +124,7 @@ class ServerStates:
         self._steps.drop_up_to(completed)
 
     def _memory_used(self) -> HostMemoryUsed:
-        """Return the bytes of this rank's states on one server, and of the gradients on their way."""
+        """Return the bytes of this rank's states on one server, and of the gradients on their way to it."""
         state_bytes = int(self._operators.table.full_bytes[self._place.stage_ranks.rank].sum())
         states_bytes = self._stream.num_states * state_bytes
         return HostMemoryUsed(

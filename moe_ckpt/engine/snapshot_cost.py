@@ -1,7 +1,7 @@
 """Seconds that snapshots add to training beside waits for copies, measured in pairs and fitted by number and bytes.
 
-Iterations in which snapshots are copied are compared with those just before and just after them in which nothing is
-copied, so that neither a slow start nor another job on the machine looks like the price of snapshots.
+Iterations in which snapshots are copied are compared with iterations just before and after them without copies. So
+neither a slow start nor another job on the machine is counted as the price of snapshots.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class SnapshotCost:
         self._size_bytes += size_bytes
 
     def snapshot_began(self) -> None:
-        """Close the block if there were quiet iterations since its last snapshot; else it goes on."""
+        """Close the block if quiet iterations followed its last snapshot; else it continues."""
         if self._quiet_after:
             self._blocks.extend(self._open_block())
             self._begin(self._quiet_after)
 
     def forget(self) -> None:
-        """Drop the block: a fault, or a first snapshot that training waits for, is part of it."""
+        """Drop the block: it contains a fault, or a first snapshot for which training waits."""
         self._begin([])
 
     @property
@@ -89,9 +89,9 @@ class SnapshotCost:
 
 
 def fit_costs(blocks: Sequence[BlockCost]) -> tuple[float, float]:
-    """Return seconds a snapshot and seconds a byte, neither negative, that explain blocks best (least squares).
+    """Return seconds a snapshot and seconds a byte, neither negative, that explain the blocks best (least squares).
 
-    Blocks of one kind of window do not tell the two apart: bytes explain all then.
+    Blocks of one kind of window cannot separate the two: then bytes explain all.
     """
     factors = np.array([(block.num_snapshots, block.size_bytes) for block in blocks], np.float64)
     seconds = np.array([block.seconds for block in blocks])
@@ -108,7 +108,7 @@ def fit_costs(blocks: Sequence[BlockCost]) -> tuple[float, float]:
 
 
 def _fit_one(factor: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the factor's coefficient, at least 0, and the sum of squares that it leaves."""
+    """Return the factor's coefficient, at least 0, and the remaining sum of squares."""
     squares = float(factor @ factor)
     coefficient = max(0.0, float(factor @ seconds) / squares) if squares else 0.0
     rest = seconds - coefficient * factor

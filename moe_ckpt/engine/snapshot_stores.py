@@ -1,7 +1,7 @@
 """The contents of snapshots and their stores: windows of operators, or units one by one.
 
-Owns: headers and pieces of the snapshots that a plan asks for, and what is on disk. Must not: decide what is taken, or
-when anything is kept. A `SnapshotStore` serves one rank; calls are local.
+Owns: headers and pieces of the snapshots that a plan asks for, and the list of what is on disk. Must not: decide which
+operators a snapshot takes, or when a window is kept. A `SnapshotStore` serves one rank; calls are local.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from moe_ckpt.snapshot.windows import SnapshotMemory, Window, group_windows
 from moe_ckpt.types import CORE, PartialPlan, SlotPlan, UnitPlan, Version
 
 NOTHING = -1
-"""Where the start of a window is meant."""
+"""The start of a window that does not exist."""
 
 START, ACCOUNT, POLICY = "start", "account", "policy"
-"""The parts of a core beside operators: the start of the next iteration, the tokens, the policy's facts."""
+"""The parts of a core beside operators: the start of the next iteration, the token account, the policy's facts."""
 
 
 class SnapshotStore(Protocol):
-    """Where the snapshots of one kind of plan are put."""
+    """Stores the snapshots of one kind of plan."""
 
     def begin(self, plan: SlotPlan | PartialPlan) -> None:
-        """A window begins; one that is still in flight is dropped."""
+        """A window begins; a window that is still in flight is dropped."""
         ...
 
     def wanted(self, plan: SlotPlan | PartialPlan) -> list[SnapshotRequest]:
-        """Return what is to be taken of the state as it is."""
+        """Return the requests for the current state."""
         ...
 
     def confirm(self, on_all_disks: int) -> None:
-        """The window in flight is complete everywhere. All disks have the one that starts at `on_all_disks`."""
+        """The window in flight is complete on all ranks. All disks have the window that starts at `on_all_disks`."""
         ...
 
     def persist(self, window: Window, on_all_disks: int) -> Future[None] | None:
-        """Start copying a window to the local disk, where there is one, and what belongs to it."""
+        """Start copying a window and its logs to the local disk, if there is one."""
         ...
 
     def newest_on_disk(self) -> int:
-        """Return where the newest window starts that is complete on this rank's disk, not verified, and of use."""
+        """Return the start of the newest usable window that is complete on this rank's disk; it is not verified."""
         ...
 
 
@@ -106,7 +106,7 @@ class WindowStore:
 
 
 class UnitStore:
-    """Implements `SnapshotStore` for partial checkpoints, unit by unit. `lineage` is the line that the run is on.
+    """Implements `SnapshotStore` for partial checkpoints, unit by unit. `lineage` is the epoch of the run.
 
     `owned`: the positions in the table of the operators that this rank has pieces of.
     """
@@ -155,10 +155,10 @@ class UnitStore:
         return self._publisher.persist_units(self._disk, units, also=there)
 
     def newest_on_disk(self) -> int:
-        return NOTHING  # what is there is of the line before
+        return NOTHING  # units on disk belong to the epoch before
 
     def _on_disk_at(self, iteration: int) -> list[Snapshot]:
-        """Return what the checkpoint of an iteration on disk consists of there, and all that came there since."""
+        """Return the units on disk of an iteration's checkpoint, and all units that were written after it."""
         version = self._version(iteration)
         for_disk = [unit for unit in self._memory.snapshots() if _is_for_disk(unit.header)]
         newer = [unit for unit in for_disk if version < unit.header.version]
@@ -192,7 +192,7 @@ class UnitStore:
         return [piece for piece in pieces if scaled_role(piece[0].role) in roles[piece[0].operator]]
 
     def _facts(self, plan: PartialPlan) -> list[Piece]:
-        """Return what the core holds beside operators."""
+        """Return the parts of the core beside operators."""
         facts = {
             START: self._stage.begin(plan.iteration + 1),
             ACCOUNT: self._account.as_tensors(),
@@ -205,7 +205,7 @@ class UnitStore:
         ]
 
     def _mine(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
-        """Return the units that this rank has a piece of: of the core every rank has one."""
+        """Return the units of which this rank has a piece. Every rank has a piece of the core."""
         return [
             unit
             for unit in units

@@ -1,8 +1,8 @@
 """The profiles of all stages, on every rank, as a generation starts.
 
-Owns: what crosses the network for it. One rank of each stage describes it; stages that differ only in where their
-layers begin are described once. So the bytes that a rank receives grow with the kinds of stages (three, mostly) and
-24 bytes a stage, and not with ranks x operators. Must not: decide anything.
+Owns: the exchange over the network. One rank of each stage describes it; stages that differ only in their first layer
+are described once. So the bytes that a rank receives grow with the kinds of stages (mostly three) and by 24 bytes a
+stage, and not with ranks x operators. Must not: decide anything.
 
     in each stage   logs: the most of any rank
     all ranks       24 bytes a stage: kind, length, first layer      a sum, to which one rank of the stage adds
@@ -22,7 +22,7 @@ from moe_ckpt.types import OperatorTable
 
 
 def share_profiles(place: StagePlace, mine: StageProfile) -> list[StageProfile]:
-    """Return the profile of every stage, with the logs of the rank of it that logs most. Collective over all ranks."""
+    """Return the profile of every stage, with the log sizes of its rank that logs most. Collective over all ranks."""
     logs = torch.tensor([mine.boundary_log_bytes, mine.step_log_bytes], dtype=torch.int64, device=place.device)
     place.stage_ranks.reduce(logs, "max")
     describes = place.stage_ranks.rank == 0
@@ -44,7 +44,7 @@ def share_profiles(place: StagePlace, mine: StageProfile) -> list[StageProfile]:
 
 
 def _kind(packed: bytes) -> int:
-    """Return a hash that fits into int64 and is not 0, which ranks add that describe nothing."""
+    """Return a hash of the description that fits into int64 and is not 0: ranks that describe no stage add 0."""
     return (xxhash.xxh3_64_intdigest(packed) >> 1) or 1
 
 
@@ -60,7 +60,7 @@ def _summed(place: StagePlace, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(table: OperatorTable, origin: int, logs: list[int]) -> bytes:
-    """Return a table with its layers counted from `origin`; columns are ranks, once for each kind of bytes."""
+    """Return a table with its layers counted from `origin`. Columns are ranks, once for each kind of bytes."""
     kinds = [table.full_bytes, table.compute_bytes]
     if table.moment_bytes is not None:
         kinds.append(table.moment_bytes)

@@ -1,7 +1,7 @@
 """Rebuilds stages that lost their state, from the last sparse window and the neighbours' logs (MoEvement, 3.3, 3.4).
 
-Owns: one recovery from agreeing on what is there to the proof that healthy ranks came out unchanged. Must not: decide
-who rolls back to where (`recovery.plan` does) or in which steps (`recovery.convert` does).
+Owns: one recovery, from the common inventory to the proof that a replay left healthy ranks unchanged. Must not: decide
+which stages roll back (`recovery.plan` does) or in which steps (`recovery.convert` does).
 
     all ranks        inventory -> plan                                                        -> outcome
     segment          load snapshot -> [receive logs of i -> replay i -> load ...] -> compare
@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """A loss to recover from: `stages` lost their state, this rank's is gone if `mine`; with the target of all ranks.
+    """A loss to recover from: `stages` lost their state, and this rank did if `mine`; `target` is that of all ranks.
 
-    `undo`: an iteration was begun and comes to nothing; healthy ranks put back what it changed.
+    `undo`: an iteration had begun and is abandoned; healthy ranks restore what it changed.
     """
 
     stages: frozenset[int]
@@ -64,10 +64,10 @@ class StageRecovery:
         self._events = events
 
     def recover(self, loss: Loss) -> None:
-        """Bring all ranks to the state after the target iteration, where processes live and state is gone.
+        """Bring all ranks to the state after the target iteration, in processes that live but have lost state.
 
-        Raises CheckpointLoadError on all ranks if nothing that is left leads there, or if a replay proves a healthy
-        rank to differ from what its own steps lead to.
+        Raises CheckpointLoadError on all ranks if the remaining sources do not lead there, or if a replay shows that a
+        healthy rank's state differs from the result of its own steps.
         """
         if loss.undo and not loss.mine:
             undo = loss.target_iteration + 1
@@ -84,7 +84,7 @@ class StageRecovery:
             _log.warning("%s", "; ".join(plan.lines()))
 
     def inventory(self, target: int | None) -> Inventory:
-        """Return what this rank itself has to recover with, towards a target or wherever it leads, verified."""
+        """Return this rank's own verified sources that lead to `target`, or to any iteration (None)."""
         boundary = self._stores.boundary
         refs = [
             ref
@@ -102,7 +102,7 @@ class StageRecovery:
         )
 
     def require(self, plan: RecoveryPlan) -> None:
-        """Raise CheckpointLoadError unless this rank has, undamaged, what it rolls back to in the plan."""
+        """Raise CheckpointLoadError unless this rank has the intact window to which the plan rolls it back."""
         for rollback in plan.rollbacks:
             if self._place.stage in rollback.segment.stages:
                 target = plan.target_iteration
@@ -111,10 +111,10 @@ class StageRecovery:
                     raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
 
     def carry_out(self, plan: RecoveryPlan, *, live: bool) -> int:
-        """Bring this rank to the plan's target; return how many iterations it has run for that.
+        """Bring this rank to the plan's target; return the number of iterations that it executed.
 
-        `live`: its state is whole, and that of the target already; where its stage rolls back all the same, it must
-        come out as it was. Raises CheckpointLoadError on all ranks if one does not.
+        `live`: the rank's state is whole and at the target already. If its stage rolls back all the same, the replay
+        must reproduce that state. Raises CheckpointLoadError on all ranks if it does not on one.
         """
         started_s = time.monotonic()
         target = plan.target_iteration
@@ -138,16 +138,16 @@ class StageRecovery:
             return None
 
     def _verified(self, window: Window) -> WindowRef | None:
-        """Return what the window is good for; None where the step log does not lead to its end.
+        """Return the reference of a window, or None if the step log does not reach its end.
 
-        Raises CheckpointLoadError where it is damaged.
+        Raises CheckpointLoadError if the window is damaged.
         """
         return verified_window(
             window.snapshots, self._place.identity, self._place.shard, self._stores.steps.reaches(window.start + 1)
         )
 
     def _roll_back(self, rollback: Rollback, target: int) -> int:
-        """Load and replay; return the bytes that came from neighbours."""
+        """Load and replay; return the bytes received from neighbours."""
         window = next(window for window in self._memory.windows() if window.start == rollback.window_start)
         steps = plan_conversion([_contents(snapshot) for snapshot in window.snapshots], target)
         fetched_bytes = 0
@@ -177,7 +177,7 @@ class StageRecovery:
         )
         self._operators.freeze(step.frozen)
         if boundary:
-            boundary.begin(iteration)  # what this stage sent then is logged again: its neighbours may be next
+            boundary.begin(iteration)  # log again what this stage sent then: its neighbours may be the next to fail
         whole_model = (segment.first_stage, segment.last_stage) == (0, last_stage)
         self._stage.replay(steps.record(iteration), steps.start(iteration), ends, whole_model=whole_model)
         if boundary:
@@ -185,7 +185,7 @@ class StageRecovery:
         return sum(tensor.nbytes for end in (ends.from_previous, ends.from_next) for tensor in end or ())
 
     def _serve(self, rollbacks: Iterable[Rollback], target: int) -> None:
-        """Send the neighbours what this stage sent them in the iterations that they run again."""
+        """Send neighbours what this stage sent them in the iterations that they replay."""
         for iteration, rank, direction in sorted(self._requests(rollbacks, target), key=lambda request: request[0]):
             self._send(rank, iteration, direction)
 
@@ -208,7 +208,7 @@ class StageRecovery:
             self._place.ranks.send(torch.cat(tensors).to(self._place.device), rank)
 
     def _receive(self, rank: int | None, iteration: int) -> tuple[torch.Tensor, ...]:
-        """Return what a neighbour logged of an iteration, by micro-batch; equal sizes, as one schedule sends them."""
+        """Return a neighbour's log of an iteration by micro-batch; sizes are equal, as one schedule sent them."""
         assert rank is not None, iteration
         sizes = torch.zeros(2, dtype=torch.int64, device=self._place.device)
         self._place.ranks.receive(sizes, rank)
@@ -220,7 +220,7 @@ class StageRecovery:
         return payload.split(size_bytes)
 
     def _compare(self, target: int, live: Mapping[str, str] | None) -> None:
-        """Compare a healthy rank's state with what it was before it was replayed, too."""
+        """Compare a healthy rank's state after its replay with its state before."""
         replayed = self._operators.digests() if live is not None else None
         if live == replayed or live is None or replayed is None:
             return
@@ -251,9 +251,10 @@ class StageRecovery:
 def verified_window(
     snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity, steps_to: int
 ) -> WindowRef | None:
-    """Return what the complete window of these snapshots is good for, with steps up to `steps_to`; None for nothing.
+    """Return the reference of the complete window of these snapshots, with steps up to `steps_to`, or None.
 
-    Raises CheckpointLoadError where it is damaged, incomplete, or another run's or shard's.
+    None: the steps do not reach the window's end. Raises CheckpointLoadError if the window is damaged, incomplete, or
+    of another run or shard.
     """
     for snapshot in snapshots:
         verify(snapshot, identity=identity, shard=shard)

@@ -1,7 +1,7 @@
-"""Inflicts the faults that a run schedules, in living processes (`fault=state_loss`).
+"""Executes the scheduled losses of state in living processes (`fault=state_loss`).
 
 Owns: when this rank loses its state, and which stages have lost theirs since the last recovery. All ranks have the same
-schedule, so all know of every loss; who really died comes to be known otherwise.
+schedule, so every rank knows of every loss; real deaths are detected elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostStages:
-    """Stages whose state is lost, all or in part, and whether this rank's is."""
+    """Stages whose state is lost, in whole or in part, and whether this rank's state is."""
 
     stages: frozenset[int]
     mine: bool
 
 
 class StateLosses:
-    """The scheduled losses of a run. `forget` is called with the loss of this rank's state: what else goes with it."""
+    """The scheduled losses of a run.
+
+    `forget` is called with the loss of this rank's state, to drop what depends on it.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class StateLosses:
         self._pending: list[StateLoss] = []
 
     def arm(self, iteration: int) -> None:
-        """Prepare what is lost in the middle of this iteration's forward or backward."""
+        """Prepare losses in the middle of this iteration's forward or backward pass."""
         for phase in ("forward", "backward"):
             due = self._schedule.due(iteration, phase)
             self._pending += due
@@ -49,14 +52,14 @@ class StateLosses:
                 self._injector.arm(phase, lambda phase=phase: self._lose(iteration, phase))
 
     def strike(self, iteration: int, phase: str) -> None:
-        """Lose now what is lost between passes."""
+        """Execute the losses that fall between passes."""
         due = self._schedule.due(iteration, phase)
         self._pending += due
         if self._strikes_me(due):
             self._lose(iteration, phase)
 
     def take(self) -> LostStages | None:
-        """Return what was lost since the last call; None for nothing."""
+        """Return the losses since the last call, or None."""
         pending, self._pending = tuple(self._pending), []
         if not pending:
             return None
@@ -67,6 +70,6 @@ class StateLosses:
         return any(loss.stage == shard.pp_rank and loss.dp_rank in (None, shard.dp_rank) for loss in losses)
 
     def _lose(self, iteration: int, phase: str) -> None:
-        self._forget()  # first: it tells by the copy that is still running that a snapshot would be torn
+        self._forget()  # first: it sees from the running copy that a snapshot would be torn
         self._injector.wipe()
         self._events.append(StateLost(iteration=iteration, phase=phase))

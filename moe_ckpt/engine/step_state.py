@@ -1,4 +1,4 @@
-"""How far a rank's training state has come, between the hooks of a loop and a recovery. Does nothing by itself."""
+"""The progress of a rank's training state, between the hooks of a loop and a recovery. No behaviour of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moe_ckpt.types import ReadyGradients
 
 
 class StepState:
-    """How far this rank's training state has come: written by the hooks of the loop, read when ranks are lost."""
+    """The progress of this rank's training state: written by the hooks of the loop, read when ranks are lost."""
 
     def __init__(self) -> None:
         self.reached: int | None = None
@@ -16,7 +16,7 @@ class StepState:
         self.gradients: ReadyGradients | None = None
 
     def standing(self, stage: int) -> Standing:
-        """Return it as others need to know it."""
+        """Return the progress in the form that recovery plans use."""
         return Standing(stage=stage, reached=self.reached, prepared=self.gradients is not None, whole=self.whole)
 
     def be_at(self, iteration: int) -> None:
@@ -28,13 +28,13 @@ class StepState:
         self.gradients = gradients
 
     def withdraw(self) -> None:
-        """They are not needed, or not right, any more."""
+        """The complete gradients are not needed any more, or not correct."""
         self.gradients = None
 
     def apply(self, iteration: int) -> None:
-        """The step is taken, on this rank alone."""
+        """The step has been taken, on this rank alone."""
         self.reached, self.whole, self.gradients = iteration, False, None
 
     def lose(self) -> None:
-        """There is no state that could be named; nor is it that of a run's start."""
+        """The state belongs to no iteration, nor to the start of a run."""
         self.reached, self.whole, self.torn, self.gradients = None, False, True, None

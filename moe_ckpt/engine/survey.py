@@ -1,6 +1,6 @@
-"""The survey of each rank's memory and its peers' copies as a generation starts; it stops changes of copies.
+"""The survey of each rank's memory and its peers' copies as a generation starts. Copies do not change until it ends.
 
-Owns: one survey with all ranks, in which no copy changes. Must not: decide what is made of it.
+Owns: one survey with all ranks. Must not: decide which copies a recovery uses.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def report_of(values: _Values) -> Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A rank's first report. `has_progress`: its memory or state is not that of the run's start.
+    """A rank's first report. `has_progress`: its memory or its state has left the start of the run.
 
-    `held`: the keys of the copies that its memory holds, by owner.
+    `held`: the keys of the copies in its memory, by owner.
     """
 
     standing: Standing
@@ -44,7 +44,7 @@ class Report:
     gradients: Mapping[int, ReadyGradients]
 
     def as_values(self) -> _Values:
-        """Return the report without the names of its classes, which are most of its bytes where little is there."""
+        """Return the report without class names, which would be most of the bytes of a small report."""
         standing = self.standing
         where = (standing.stage, standing.reached, standing.prepared, standing.whole)
         return where, self.has_progress, dict(self.held), dict(self.gradients)
@@ -61,7 +61,7 @@ class CopySurvey:
         self._dropped_of_servers = False
 
     def stop_copying(self, state: StepState) -> Sequence[Report]:
-        """Stop changes of copies in all ranks' memory, and return the blobs that exist, by rank. Collective."""
+        """Stop changes of copies in all ranks' memory, and return the existing blobs by rank. Collective."""
         if self._stores.publisher:
             self._stores.publisher.stop_copying()
         self._flush()
@@ -70,9 +70,9 @@ class CopySurvey:
         return self._reports
 
     def resume_copying(self) -> None:
-        """Let peers hold this rank's blobs again. They keep blobs that the rank has lost, for later requests.
+        """Send this rank's blobs to peers again. Peers keep blobs that the rank has lost, for later requests.
 
-        Servers drop theirs after `drop_all`: a survey would take states that all ranks have left for the newest.
+        After `drop_all`, servers drop their states: a survey would take abandoned states for the newest.
         """
         publisher, dropped = self._stores.publisher, self._dropped_of_servers
         self._dropped_of_servers = False
@@ -80,7 +80,7 @@ class CopySurvey:
             publisher.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
 
     def drop_all(self) -> None:
-        """Keep nothing in memory; until `resume_copying` peers do not hear of it."""
+        """Empty the memory; peers are not told before `resume_copying`."""
         self._dropped_of_servers = self._elastic.serves_itself
         self._stores.clear()
         if self._stores.publisher:
@@ -88,12 +88,12 @@ class CopySurvey:
             self._stores.publisher.replace(lambda _: 0)
 
     def held_for_me(self) -> list[frozenset[str]]:
-        """Return the keys of this rank's blobs that each peer has told to hold."""
+        """Return the keys of this rank's blobs that each peer reported."""
         mine = self._place.shard.global_rank
         return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
 
     def _flush(self) -> None:
-        """Wait until servers have made all states: one that came after the survey would never be dropped."""
+        """Wait until servers have computed all states: a later one would miss the survey and never be dropped."""
         daemon = self._elastic.daemon
         if daemon is None or not self._elastic.serves_itself:
             return

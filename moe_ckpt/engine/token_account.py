@@ -1,7 +1,7 @@
-"""The tokens of a stage's experts, as one rank accounts for them: what they were given, and what recoveries have cost.
+"""The tokens of a stage's experts in one rank's account: tokens received, and tokens lost by recoveries.
 
-Owns: the ledger along the run's line, what was lost in all, and their form in a snapshot. Must not: count, agree with
-other ranks, or decide anything. MoC, equation (7); MoEtion, equation (6).
+Owns: the ledger along the run's epoch, the totals of lost tokens, and their form in a snapshot. Must not: count,
+communicate, or decide anything. MoC, equation (7); MoEtion, equation (6).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRate:
-    """The tokens that enter each MoE layer of the job in an iteration: `tokens`, each to `top_k` experts."""
+    """The tokens that enter each MoE layer of the job in an iteration: `tokens`, each routed to `top_k` experts."""
 
     tokens: int
     top_k: int
@@ -33,16 +33,16 @@ class TokenRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostShares:
-    """The tokens lost to faults so far, as shares of all tokens of the experts so far."""
+    """Tokens lost to faults so far, as shares of all tokens that experts have received."""
 
     plt: float
     mlt: float
 
 
 class TokenAccount:
-    """Of the experts of one stage, alike on all its ranks. Counts are int64 [MoE layers of the stage, experts].
+    """The account of one stage's experts, equal on all its ranks. Counts are int64 [MoE layers of the stage, experts].
 
-    `lost` is by layer, over all faults; `deficit` what of it has not been made up by more capacity.
+    `lost` is by layer, over all faults; `deficit` is the part that higher capacity has not made up yet.
     """
 
     def __init__(self, table: OperatorTable) -> None:
@@ -59,18 +59,21 @@ class TokenAccount:
         self.deficit: IntArray = np.zeros(self._shape, np.int64)
 
     def count(self, tokens: npt.NDArray[np.float64]) -> None:
-        """Experts, in the table's order, have been trained with `tokens` more of all ranks of the stage."""
+        """Add the tokens of one iteration, over all ranks of the stage, in the order of the table's experts."""
         whole = tokens.astype(np.int64)
         assert np.array_equal(whole, tokens), tokens
         self.ledger = self.ledger.after(whole.reshape(self._shape))
 
     def seen(self) -> dict[str, int]:
-        """Return by name what each expert's state has been trained with."""
+        """Return the tokens that each expert's state has been trained with, by name."""
         counts = self.ledger.seen.reshape(-1).tolist()
         return {str(expert): count for expert, count in zip(self.experts, counts, strict=True)}
 
     def restore(self, saved: Mapping[str, torch.Tensor], seen: Mapping[str, int]) -> TokenLoss:
-        """Go on from what `as_tensors` returned, with experts whose states have `seen` so much; return what is lost."""
+        """Restore a saved account for experts whose states have `seen` these tokens; return the lost tokens.
+
+        `saved` is a result of `as_tensors`.
+        """
         ledger = TokenLedger.from_array(saved["ledger"].numpy().copy())
         counts = np.array([seen[str(expert)] for expert in self.experts], np.int64).reshape(self._shape)
         self.ledger, loss = ledger.restored(counts)
@@ -85,7 +88,10 @@ class TokenAccount:
 
 
 def lost_shares(lost_of_stages: Sequence[IntArray], iteration: int, rate: TokenRate) -> LostShares:
-    """Return what the job has lost by `iteration`; `lost_of_stages`: of each stage, by MoE layer, over all faults."""
+    """Return the shares that the job has lost by `iteration`.
+
+    `lost_of_stages`: by stage and MoE layer, over all faults.
+    """
     lost = np.concatenate(list(lost_of_stages))
     tokens = np.full(len(lost), iteration * rate.tokens, np.int64)
     if not lost.size or iteration == 0:
@@ -96,5 +102,5 @@ def lost_shares(lost_of_stages: Sequence[IntArray], iteration: int, rate: TokenR
 
 
 def place_of(expert: OperatorId) -> tuple[int, int, int]:
-    """Return an expert's place among the MoE layers: those of multi-token prediction come last, as in a table."""
+    """Return an expert's place among the MoE layers. Layers of multi-token prediction come last, as in a table."""
     return (-1 if expert.mtp_depth is None else expert.mtp_depth, expert.layer or 0, expert.expert or 0)

@@ -1,7 +1,7 @@
-"""From the state in which each rank comes into a generation to one state of all: who is where, what is left, recover.
+"""Brings the ranks of a new generation from their different states to one state.
 
-Owns: taking stock with all ranks, finishing or undoing a step that was cut off, getting lost memory back from peers.
-Must not: decide who rolls back (`recovery` does), or replay (`engine.stage_recovery` does).
+Owns: the inventory of all ranks, finishing or undoing a step that was cut off, and fetching lost memory from peers.
+Must not: decide which stages roll back (`recovery` does), or replay (`engine.stage_recovery` does).
 
     standings -> target -> finish or undo -> inventories -> plan -> fetch -> carry out
 """
@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 class WindowRecovery:
     """Implements `JobRecovery` with windows. `logs_tied`: this rank's records hold a gradient that no other rank has.
 
-    Without `recovers_locally` no live state counts: all go back to the newest snapshots that all ranks have. With
-    `servers_lead` those are on checkpoint servers, that of this rank's own node among them, and not in its memory.
+    Without `recovers_locally` no live state counts: all ranks go back to the newest snapshots that all have. With
+    `servers_lead` these snapshots are on checkpoint servers, one of them on the rank's own node, and not in its memory.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class WindowRecovery:
         self._servers_lead = servers_lead
 
     def run(self, state: StepState) -> RecoveredState:
-        """Bring all ranks to one state. Until copying is resumed no copy in any rank's memory changes.
+        """Bring all ranks to one state. Copies in the ranks' memory stay as they are until copying resumes.
 
-        Raises NothingLeftError on all ranks if nothing that is left leads to one.
+        Raises NothingLeftError on all ranks if the remaining sources lead to no common state.
         """
         reports = self.copies.stop_copying(state)
         target = plan_target([report.standing for report in reports])
@@ -110,15 +110,15 @@ class WindowRecovery:
             self._stores.clear()
 
     def look_at_disks(self) -> OnDisks:
-        """Return what all ranks' local disks lead to, verified, once nothing is on its way there any more."""
+        """Wait for writes in progress; then return the iterations that all ranks' local disks lead to, verified."""
         looked = gather_results(self._place.ranks, self._look_at_disk, CheckpointLoadError)
         common = frozenset[int].intersection(*(usable for _, usable in looked))
         return OnDisks(newest=max(common, default=None), of_each=tuple(newest for newest, _ in looked))
 
     def load_from_disk(self) -> int:
-        """Bring all ranks to what the newest windows on their local disks lead to; return the iteration.
+        """Bring all ranks to the state that the newest windows on their local disks lead to; return its iteration.
 
-        Until copying is resumed peers hear nothing. Raises CheckpointLoadError on all ranks if that cannot be.
+        Peers receive nothing until copying resumes. Raises CheckpointLoadError on all ranks if no such state exists.
         """
         disk, publisher = self._stores.disk, self._stores.publisher
         assert disk is not None
@@ -140,12 +140,12 @@ class WindowRecovery:
         adopt_kept(self._stores)
 
     def _fill_records(self, reports: Sequence[Report]) -> None:
-        """Facts that all ranks share can be had from any: a lost memory may lack the last ones."""
+        """Take the facts that all ranks share from any rank: a lost memory may lack the last ones."""
         if not self._logs_tied:
             self._stores.steps.fill({i: facts for report in reports for i, facts in report.gradients.items()})
 
     def _settle(self, state: StepState, target: Target) -> bool:
-        """Finish the step to the target, or undo what was begun after it; return whether the state is the target's."""
+        """Finish the step to the target, or undo a later iteration; return whether the state is then the target's."""
         stage, steps = self._place.stage, self._stores.steps
         if stage in target.finishing_stages:
             if state.gradients is not None and state.reached == target.iteration - 1:
@@ -162,7 +162,7 @@ class WindowRecovery:
         return True
 
     def _take_stock(self, target: Target | None) -> list[Inventory]:
-        """Return what every rank has to recover with; copies only of those whose own memory does not lead there."""
+        """Return every rank's sources; copies only for ranks whose own memory does not lead to the target."""
         goal = target.iteration if target else None
         own = gather_results(self._place.ranks, lambda: self._own(goal), CheckpointLoadError)
         poor = [each.global_rank for each in own if self._servers_lead or not each.leads_to(goal)]
@@ -170,7 +170,7 @@ class WindowRecovery:
         return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]
 
     def _own(self, goal: int | None) -> Inventory:
-        """Return the windows in this rank's memory and, where there is one, on its node's server."""
+        """Return the windows in this rank's memory and, if its node has a checkpoint server, on that server."""
         inventory, mine = self._recovery.inventory(goal), self._place.shard.global_rank
         if not self._servers_lead:
             return inventory
@@ -178,9 +178,9 @@ class WindowRecovery:
         return replace(inventory, windows=tuple(windows.values()))
 
     def _plan_and_fetch(self, target: Target | None, inventories: list[Inventory]) -> tuple[RecoveryPlan, int]:
-        """Return the plan, once this rank has what it needs for it, and the bytes that it got from peers.
+        """Return the plan and the bytes fetched from peers; this rank then has what it needs for the plan.
 
-        A copy that cannot be had counts as none, and all plan again.
+        A copy whose fetch fails is left out, and all ranks plan again.
         """
         while True:
             plan = self._plan(target, inventories)
@@ -203,7 +203,7 @@ class WindowRecovery:
         return plan_recovery(lost, inventories, target_iteration=goal, boundary_log=has_log)
 
     def _held(self, owners: Sequence[int], goal: int | None) -> dict[int, tuple[WindowRef, ...]]:
-        """Return the usable windows that this rank's memory holds for others."""
+        """Return the usable windows that this rank's memory holds for other ranks."""
         mine = self._place.shard.global_rank
         held = {owner: self._windows_of(owner, goal) for owner in owners if owner != mine}
         return {owner: windows for owner, windows in held.items() if windows}
@@ -222,7 +222,7 @@ class WindowRecovery:
         return tuple(by_start.values())
 
     def _look_at_disk(self) -> tuple[int | None, frozenset[int]]:
-        """Return the newest iteration that there is anything of on this rank's disk, and those that it leads to."""
+        """Return the newest iteration of any blob on this rank's disk, and the iterations that the disk leads to."""
         disk, mine = self._stores.disk, self._place.shard.global_rank
         if disk is None:
             return None, frozenset()
@@ -241,7 +241,7 @@ class WindowRecovery:
             return None
 
     def _fetch(self, plan: RecoveryPlan) -> int | None:
-        """Get this rank's memory back, if the plan says so; return its bytes, or None if it cannot be had."""
+        """Fetch this rank's memory if the plan says so; return its bytes, or None if that failed."""
         mine, publisher = self._place.shard.global_rank, self._stores.publisher
         source = next((fetch.source_rank for fetch in plan.fetches if fetch.global_rank == mine), None)
         start = self._start_on_own_server(plan) if source is None else None
@@ -267,7 +267,7 @@ class WindowRecovery:
         return size_bytes
 
     def _fetch_from(self, source: int, folder: BlobFolder, plan: RecoveryPlan) -> int:
-        """Get a peer's copies of this rank's blobs; of a server's states only the one that the plan needs."""
+        """Fetch a peer's copies of this rank's blobs; of a server's states only the one that the plan needs."""
         elastic, mine = self._elastic, self._place.shard.global_rank
         address, timeout_s, keys = elastic.address_of(source), elastic.copy_s, None
         if self._servers_lead:
@@ -277,14 +277,14 @@ class WindowRecovery:
         return fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
 
     def _start_on_own_server(self, plan: RecoveryPlan) -> int | None:
-        """Return where the window starts that this rank rolls back to, if only its own node's server has it."""
+        """Return the start of the window that this rank rolls back to if only its own node's server has it."""
         starts = [each.window_start for each in plan.rollbacks if self._place.stage in each.segment.stages]
         kept = {window.start for window in self._memory.windows()}
         missing = [start for start in starts if self._servers_lead and start not in kept]
         return missing[0] if missing else None
 
     def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:
-        """Copy the window that starts there from the server of this rank's own node; return its bytes."""
+        """Copy the window with this start from the server of this rank's own node; return its bytes."""
         assert start is not None
         held = BlobFolder(held_path(self._elastic.memory, self._place.shard.global_rank))
         try:
@@ -293,9 +293,9 @@ class WindowRecovery:
             raise CheckpointLoadError(str(error)) from error
 
     def _keep_safest(self) -> None:
-        """Of the windows that all ranks have keep those with most copies, the newer where that is the same.
+        """Of the windows that all ranks have, keep those with the most copies, and the newer of two with equally many.
 
-        The newest may be complete on every rank before it is copied; a node that is lost then would take it along.
+        The newest window may be complete on every rank before it is copied: the loss of a node would destroy it.
         """
         of_each = gather_results(self._place.ranks, self._copies_by_start, CheckpointLoadError)
         common = set(of_each[0]).intersection(*of_each)
@@ -304,7 +304,7 @@ class WindowRecovery:
             self._memory.keep_only(safest)
 
     def _copies_by_start(self) -> dict[int, int]:
-        """Return how many peers hold a copy of each of this rank's windows."""
+        """Return the number of peers that hold a copy of each of this rank's windows."""
         publisher, held = self._stores.publisher, self.copies.held_for_me()
         return {
             window.start: publisher.num_copies(window.snapshots, held) if publisher else 0
@@ -313,7 +313,7 @@ class WindowRecovery:
 
 
 def adopt_kept(stores: TierStores) -> None:
-    """Take over what the publisher's folder holds: an earlier process's, or what was fetched into it."""
+    """Register the contents of the publisher's folder: those of an earlier process, or those fetched into it."""
     if stores.publisher:
         kept = stores.publisher.adopt()
         stores.memory.adopt(kept.snapshots)

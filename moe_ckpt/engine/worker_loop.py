@@ -1,4 +1,4 @@
-"""A worker's way through generations: join, come to one state with all ranks, train; again after each loss of ranks.
+"""A worker's way through generations: join, reach one state with all ranks, train; again after each loss of ranks.
 
 The one place that separates the loss of other ranks from an error of this rank. Must not: know how ranks meet
 (`Rendezvous`), or how they train (`TrainingRun`).
@@ -27,15 +27,15 @@ class Rendezvous(Protocol):
         ...
 
     def entered(self) -> None:
-        """All ranks are at one state in this generation."""
+        """All ranks have reached one state in this generation."""
         ...
 
     def deaths(self) -> Sequence[Death]:
-        """Return the deaths since the last generation that was entered."""
+        """Return the deaths since the last generation that all ranks entered."""
         ...
 
     def num_deaths(self) -> int:
-        """Return how many workers of the job have died so far."""
+        """Return the number of workers of the job that have died so far."""
         ...
 
     def lost(self, error: BaseException) -> bool:
@@ -43,19 +43,19 @@ class Rendezvous(Protocol):
         ...
 
     def leave(self) -> str:
-        """Leave a generation that has ended; return why it has."""
+        """Leave a generation that has ended; return the reason for its end."""
         ...
 
     def finish(self) -> None:
-        """Return once all ranks have finished. Raises PeersLostError if others were lost meanwhile."""
+        """Wait until all ranks have finished. Raises PeersLostError if a rank is lost meanwhile."""
         ...
 
 
 class TrainingRun(Protocol):
-    """The training of one rank, which may be entered again."""
+    """The training of one rank; `run` may be called again."""
 
     def run(self, done: int, notes: Sequence[str]) -> None:
-        """Train from the state after `done` iterations to the last iteration; `notes` are shown first."""
+        """Train from the state after `done` iterations to the last iteration. `notes` go to the log first."""
         ...
 
 
@@ -70,7 +70,7 @@ class ElasticJob:
         self._reason = ""
 
     def run(self, start: Callable[[], int], finish: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run without any state.
+        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run from no saved state.
 
         Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
         """
@@ -94,7 +94,7 @@ class ElasticJob:
                 return result
 
     def _enter(self, generation: int, joined_unix_s: float, start: Callable[[], int]) -> tuple[int, Sequence[str]]:
-        """Return the iteration that all ranks are at, and notes for people."""
+        """Return the iteration that all ranks have reached, and notes for the log."""
         started_s = time.monotonic()
         self._session.enter()
         rejoined = self._session.rejoin()
@@ -121,7 +121,7 @@ class ElasticJob:
 
 
 def _paragraph(event: Rejoined, reason: str, plan: Sequence[str]) -> str:
-    """Describe a fault for people. `reason`: why this worker left the generation; empty in a new worker."""
+    """Describe a fault for the log. `reason`: why this worker left the generation; empty in a new worker."""
     died = "; ".join(event.deaths) or reason or "Started again"
     seconds = (
         f"detect {event.detect_s:.2f} s, rebuild {event.rebuild_s:.2f} s, fetch {event.fetch_s:.2f} s, "

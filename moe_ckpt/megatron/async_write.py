@@ -1,7 +1,7 @@
-"""One checkpoint through PyTorch's distributed checkpoint, in parts between which training may go on.
+"""One checkpoint through PyTorch's distributed checkpoint, in parts between which training may continue.
 
-Owns: who writes what, this rank's file, and the metadata over all of them. Must not: know what is saved, or when. Only
-the training thread talks to other ranks: what a background thread has begun may outlive a generation of process groups.
+Owns: the plan of the write, this rank's file, and the metadata of all files. Must not: know the contents, or decide
+when to save. Only the training thread communicates: a background thread may outlive a generation of process groups.
 
     training thread      plan, with all ranks                            finish, with all ranks
     this or another                           write, sync, checksum ----/
@@ -32,14 +32,14 @@ from moe_ckpt.types import FileRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Written:
-    """The shard that one rank has written: the place of each item, and its files, which are on the disk."""
+    """The shard that one rank has written: the place of each item, and its synced files."""
 
     results: list[WriteResult]
     files: Sequence[FileRecord]
 
 
 class PlannedWrite:
-    """This rank's part of a checkpoint of `content`, in a directory that exists. To make one is collective.
+    """This rank's part of a checkpoint of `content`, in an existing directory. The constructor is collective.
 
     Raises CheckpointSaveError on all ranks.
     """
@@ -56,7 +56,7 @@ class PlannedWrite:
             )
 
     def write(self) -> Written:
-        """Write this rank's file, sync it and read it back. For any thread: it waits for no other rank."""
+        """Write this rank's file, sync it and read it back. For any thread: no communication."""
         self._planner.require_wanted()
         writing = self._storage.write_data(self._planner.finish_plan(self._plan), self._planner)
         writing.wait()
@@ -66,13 +66,15 @@ class PlannedWrite:
         return Written(results=results, files=seal_files(self._directory, names))
 
     def abandon(self) -> None:
-        """Let `write` end with an error before its next tensor, or before it checks its file."""
+        """Make `write` fail before its next tensor, or before it checks its file."""
         self._planner.abandon()
 
     def finish(self, written: Callable[[], Written]) -> Sequence[FileRecord]:
-        """Write the metadata, once `write` has ended everywhere; `written` returns or raises what it did. Collective.
+        """Write the metadata once `write` has ended on all ranks; `written` returns its result or raises its error.
 
-        Returns this rank's files. Raises CheckpointSaveError on all ranks if it failed on any.
+        Collective.
+
+        Returns this rank's files. Raises CheckpointSaveError on all ranks if a write failed on any.
         """
         with self._failing_as_save():
             self._ranks.all_reduce("write", lambda: written().results, self._finish_everybodys)
@@ -101,7 +103,7 @@ class PlannedWrite:
 
 
 class _Planner(MCoreSavePlanner):
-    """Megatron's, for a write that may be given up half-way."""
+    """Megatron's planner, for a write that may be abandoned."""
 
     def __init__(self) -> None:
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -120,5 +122,5 @@ class _Planner(MCoreSavePlanner):
 
 
 def reason_of(error: CheckpointException) -> str:
-    """Return what lies behind an error of PyTorch, which wraps one per failing rank."""
+    """Return the causes of a PyTorch error, which wraps one per failing rank."""
     return "; ".join(sorted({f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()}))

@@ -1,8 +1,7 @@
 """Module buffers under names that hold at every parallel layout: global layers and experts in place of local ones.
 
-Owns: those names, and one value a name out of several ranks' values. Megatron saves the persistent buffers itself;
-the others (the routers' counters of an iteration) are in no rank's sharded state dict. Must not: write files or talk to
-other ranks.
+Owns: those names, and merging the values of several ranks. Megatron saves the persistent buffers itself; the others
+(the routers' counters of an iteration) are in no rank's sharded state dict. Must not: write files or communicate.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moe_ckpt.megatron.transformer_engine import named_scaling
 
 
 def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's buffers, and what its FP8 layers keep beside buffers, in place."""
+    """Yield a model's buffers, and the scales of its FP8 layers, in place."""
     yield from model.named_buffers()
     yield from named_scaling(model)
 
@@ -28,7 +27,7 @@ def buffers_by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor
 
 
 def restore_buffers_by_name(chunks: Sequence[torch.nn.Module], saved: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `buffers_by_name` returned, on the ranks that have the layers now.
+    """Restore the result of `buffers_by_name`, on the ranks that have the layers now.
 
     Raises CheckpointLoadError for a buffer that was not saved.
     """
@@ -41,8 +40,9 @@ def restore_buffers_by_name(chunks: Sequence[torch.nn.Module], saved: Mapping[st
 def merge_buffers(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the buffers of all parts together.
 
-    Raises CheckpointLoadError for one that differs between them: it belongs to a rank and not to the model, and no rank
-    of another layout could go on with it. Megatron's are alike, or zero, whenever an iteration is done.
+    Raises CheckpointLoadError for a buffer that differs between parts: it belongs to a rank and not to the model, and a
+    rank of another layout could not continue with it. Megatron's buffers are equal, or zero, at the end of an
+    iteration.
     """
     merged: dict[str, torch.Tensor] = {}
     for part in parts:

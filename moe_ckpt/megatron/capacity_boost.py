@@ -1,10 +1,10 @@
-"""Experts that lost tokens take more than their capacity until these are made up (MoEtion, section 6).
+"""Experts that lost tokens process more than their capacity until the loss is made up (MoEtion, section 6).
 
-Owns: a router class for Megatron's `MoESubmodules.router`, which is Megatron's own, bit for bit, in layers where no
-expert recovers; and who may make up how much in an iteration. Must not: add up over ranks, or know why what was lost.
+Owns: a router class for Megatron's `MoESubmodules.router`, which equals Megatron's bit for bit in layers without a
+recovering expert; and the shares of the deficit in an iteration. Must not: sum over ranks, or know the fault.
 
-A deficit is the stage's, a capacity one rank's in one micro-batch: each rank keeps to its share of the deficit in each
-micro-batch, so all together never make up more than was lost. Unused capacity is dealt out again next time.
+A deficit belongs to the stage, a capacity to one rank and micro-batch: each rank stays within its share of the deficit
+in each micro-batch, so all ranks together never make up more than was lost. Unused shares are distributed again.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ IntArray = npt.NDArray[np.int64]
 
 
 class BoostedRouter(TopKRouter):
-    """Megatron's router, with more room for experts while they have shares of a deficit.
+    """Megatron's router, with more capacity for experts that have shares of a deficit.
 
-    It has no further parameters or buffers. Evaluation goes by Megatron's equal capacities.
+    It has no further parameters or buffers. Evaluation uses Megatron's equal capacities.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -48,9 +48,9 @@ class BoostedRouter(TopKRouter):
         self._capacity = self._extra = self._nothing()
 
     def boost(self, shares: IntArray | None, factor: float = 0.0) -> None:
-        """Let experts take up to their share, and `factor` of the capacity, more of each micro-batch to come.
+        """Let experts process up to their share, and `factor` of the capacity, more of each following micro-batch.
 
-        `shares` are int64 [micro-batches, experts]; None for Megatron's own routing. Counts from zero.
+        `shares` are int64 [micro-batches, experts]; None restores Megatron's routing. Resets the counts.
         """
         self._shares, self._factor = shares, factor
         self._num_forwards = self._num_recomputed = 0
@@ -58,18 +58,18 @@ class BoostedRouter(TopKRouter):
 
     @property
     def capacity(self) -> IntArray:
-        """The tokens that each expert could take, int64 [experts], in all micro-batches since it was boosted."""
+        """The tokens that each expert could process, int64 [experts], in all micro-batches since `boost`."""
         return self._capacity
 
     def take_extra(self) -> IntArray:
-        """Return how many of them were beyond the capacity of Megatron's and were taken, since last asked."""
+        """Return the tokens beyond Megatron's capacity that experts have processed since the last call."""
         extra, self._extra = self._extra, self._nothing()
         return extra
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return probabilities and who goes where, [tokens, experts]: Megatron's at each expert's own capacity."""
+        """Return probabilities and the routing map, [tokens, experts]: Megatron's at each expert's own capacity."""
         if self._shares is None or not self.training:
             return super().routing(logits, padding_mask=padding_mask)
         with self._without_capacity():
@@ -80,7 +80,7 @@ class BoostedRouter(TopKRouter):
 
     @contextlib.contextmanager
     def _without_capacity(self) -> Iterator[None]:
-        """Keep Megatron from dropping tokens, and from counting those for the bias that will be dropped."""
+        """Keep Megatron from dropping tokens, and from counting tokens for the bias that will be dropped."""
         config, counts = self.config, self.enable_expert_bias
         self.config = copy.copy(config)
         self.config.moe_expert_capacity_factor = None
@@ -91,7 +91,7 @@ class BoostedRouter(TopKRouter):
             self.config, self.enable_expert_bias = config, counts
 
     def _capacity_for(self, wanted: torch.Tensor) -> IntArray:
-        """Return what each expert may take of this micro-batch, the same when its activations are recomputed."""
+        """Return each expert's capacity for this micro-batch; the same when its activations are recomputed."""
         num_tokens, num_experts = wanted.shape
         equal = get_capacity(num_tokens * self.topk, num_experts, cast("float", self.config.moe_expert_capacity_factor))
         demand = wanted.sum(dim=0).cpu().numpy()
@@ -99,13 +99,13 @@ class BoostedRouter(TopKRouter):
         capacity = boosted_capacity(demand, share, capacity=equal, factor=self._factor)
         if not is_recomputed:
             self._capacity = self._capacity + capacity
-            self._extra = self._extra + capacity - equal  # a capacity is raised for tokens that are there only
+            self._extra = self._extra + capacity - equal  # a higher capacity is no use without tokens for it
         return capacity
 
     def _next_share(self) -> tuple[IntArray, bool]:
-        """Return the share for this micro-batch, and whether it is seen for the second time.
+        """Return the share for this micro-batch, and whether the router sees it for the second time.
 
-        Backward takes micro-batches in the order of forward, so recomputation comes across them in that order, too.
+        Backward takes micro-batches in the order of forward, so recomputation meets them in that order, too.
         """
         is_recomputed = torch._C._current_graph_task_id() != -1
         micro_batch = self._num_recomputed if is_recomputed else self._num_forwards
@@ -116,7 +116,7 @@ class BoostedRouter(TopKRouter):
         return self._shares[micro_batch], is_recomputed
 
     def _keep(self, probabilities: torch.Tensor, wanted: torch.Tensor, capacity: IntArray) -> torch.Tensor:
-        """Return which tokens each expert keeps: what Megatron itself would let it keep at that capacity."""
+        """Return the tokens that each expert keeps: those that Megatron would keep at that capacity."""
         num_tokens, num_experts = wanted.shape
         kept = torch.zeros_like(wanted)
         for tokens in np.unique(capacity):
@@ -135,11 +135,11 @@ class BoostedRouter(TopKRouter):
 
 
 class CapacityBoost:
-    """The tokens that the experts of this rank's stage have yet to make up, and the routers that let them.
+    """The tokens that the experts of this rank's stage have yet to make up, and the routers that process them.
 
-    `begin_iteration`, forward and backward, `end_iteration`; what that returns, summed over the ranks of the stage,
-    goes to `make_up` before the next one begins. So the deficit is the same on all of them, int64 [layers, experts].
-    Extra tokens of a micro-batch are rounded down: of a capacity below 1 / `factor` there are none.
+    Call `begin_iteration`, forward and backward, `end_iteration`; the sum of its results over the ranks of the stage
+    goes to `make_up` before the next iteration. So the deficit is the same on all ranks, int64 [layers, experts]. Extra
+    tokens of a micro-batch are rounded down: a capacity below 1 / `factor` has none.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class CapacityBoost:
 
     @classmethod
     def find(cls, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10) -> CapacityBoost:
-        """Return the boost of this rank's model, with the layers of experts from front to back; no expert recovers yet.
+        """Return the boost of this rank's model, with the MoE layers from front to back; no expert recovers yet.
 
-        `num_micro_batches` are those of a rank in an iteration. Raises ConfigError where Megatron's experts have a
-        capacity that cannot be raised.
+        `num_micro_batches` are those of a rank in an iteration. Raises ConfigError if the capacity of Megatron's
+        experts cannot be raised.
         """
         found = dict(_routers(state))
         config = cast("Any", state.model[0]).config
@@ -172,23 +172,23 @@ class CapacityBoost:
 
     @property
     def is_capacity_limited(self) -> bool:
-        """Whether there is a capacity to raise; where there is none the deficit stays 0 and no method does anything."""
+        """Whether experts have a capacity; without one the deficit stays 0 and no method has an effect."""
         return bool(self._routers)
 
     @property
     def note(self) -> str:
-        """One line for people: what becomes of lost tokens."""
+        """One line for the log: the treatment of lost tokens."""
         if self.is_capacity_limited:
             return f"experts take up to {self._factor:.0%} more than their capacity until lost tokens are made up"
         return "experts take all tokens (model.moe_capacity_factor=null): nothing to boost, lost tokens stay lost"
 
     @property
     def deficit(self) -> IntArray:
-        """The lost tokens of each expert that are yet to be made up, over all ranks. Not to be written to."""
+        """The lost tokens of each expert that are yet to be made up, over all ranks. Read-only."""
         return self._deficit
 
     def recover(self, deficit: IntArray) -> None:
-        """Make up for these tokens, in place of the tokens that were left, from the next `begin_iteration` on."""
+        """Set the deficit to these tokens, from the next `begin_iteration` on."""
         if not self.is_capacity_limited:
             return
         assert deficit.shape == self._deficit.shape, (deficit.shape, self._deficit.shape)
@@ -197,14 +197,14 @@ class CapacityBoost:
         self._release()
 
     def begin_iteration(self) -> None:
-        """Give this rank's shares of the deficit to the routers; what an abandoned attempt has counted is forgotten."""
+        """Give this rank's shares of the deficit to the routers; drop the counts of an abandoned attempt."""
         self._release()
         self._recovering = np.flatnonzero(self._deficit.any(axis=1)).tolist()
         for layer in self._recovering:
             self._routers[layer].boost(_shares_of_rank(self._deficit[layer], self._num_micro_batches), self._factor)
 
     def end_iteration(self) -> IntArray:
-        """Return the tokens beyond capacity that this rank has sent to each expert, int64 as the deficit."""
+        """Return the tokens beyond capacity that this rank has sent to each expert, shaped as the deficit."""
         extra = np.zeros_like(self._deficit)
         for layer in self._recovering:
             extra[layer] = self._routers[layer].take_extra()
@@ -215,7 +215,7 @@ class CapacityBoost:
         self._deficit = made_up(self._deficit, extra)
 
     def boosted(self, iteration: int) -> CapacityBoosted | None:
-        """Return what the iteration that ended last has given experts, None where none in this stage recovered."""
+        """Return the capacities of the last iteration, or None if no expert of this stage recovered."""
         if not self._recovering:
             return None
         return CapacityBoosted(
@@ -226,16 +226,16 @@ class CapacityBoost:
         )
 
     def _release(self) -> None:
-        """Let all routers do as Megatron's."""
+        """Restore Megatron's routing in all routers."""
         for router in self._routers:
             router.boost(None)
         self._recovering = []
 
 
 def use_router(block: TransformerBlockSubmodules, router: type[TopKRouter]) -> None:
-    """Let the layers of a block's specification be built with this router, in place of Megatron's.
+    """Build the layers of a block's specification with this router, in place of Megatron's.
 
-    Megatron-core 0.16 describes a layer of experts by a ModuleSpec, 0.17 and later by a partial of its class.
+    Megatron-core 0.16 describes an MoE layer by a ModuleSpec, 0.17 and later by a partial of its class.
     """
     for layer in block.layer_specs or []:
         mlp = cast("Any", layer.submodules).mlp
@@ -253,7 +253,7 @@ def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, Router]]:
 
 
 def _check_can_be_boosted(config: Any) -> None:
-    """Raise ConfigError for what fixes an expert's tokens, or hides from a router which micro-batch it sees."""
+    """Raise ConfigError for settings that fix an expert's tokens, or hide the current micro-batch from a router."""
     why = "where the capacity of experts is raised after a recovery"
     padded, graphs = config.moe_pad_expert_input_to_capacity, config.cuda_graph_impl
     some = config.num_microbatches_with_partial_activation_checkpoints
@@ -263,7 +263,7 @@ def _check_can_be_boosted(config: Any) -> None:
 
 
 def _shares_of_rank(deficit: IntArray, num_micro_batches: int) -> IntArray:
-    """Return what this rank may make up in each micro-batch, int64 [micro-batches, experts].
+    """Return the shares of this rank in each micro-batch, int64 [micro-batches, experts].
 
     The remainder goes to the first micro-batch of the first ranks of the stage, then to the second.
     """

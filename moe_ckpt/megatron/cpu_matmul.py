@@ -1,8 +1,8 @@
 """Products of bfloat16 and float16 matrices on processors that have no instructions for them.
 
-Owns: replacing PyTorch's own loops, which are some fifty times slower than its float32 products there (AVX2: 1 and 57
-GFLOPS a core), by float32 products whose result is rounded once, for this process. Sums are float32 in both, in
-another order. Must not: touch a processor, or a number format, that PyTorch has fast products for.
+Owns: replacing PyTorch's own loops, which are some fifty times slower there than its float32 products (AVX2: 1 and 57
+GFLOPS a core), by float32 products whose result is rounded once, in this process. Both sum in float32, in different
+orders. Must not: touch a processor, or a number format, for which PyTorch has fast products.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def slow_formats() -> frozenset[torch.dtype]:
 
 
 def multiply_in_float32(formats: frozenset[torch.dtype]) -> None:
-    """From now on compute CPU products of these formats in float32; all others stay as they are. Once a process."""
+    """From now on compute CPU products of these formats in float32; other formats stay as they are. Once a process."""
     global _library
     if not formats or _library is not None:
         return
@@ -39,7 +39,7 @@ def multiply_in_float32(formats: frozenset[torch.dtype]) -> None:
 
 
 def _widened(product: Callable[..., torch.Tensor], formats: frozenset[torch.dtype]) -> Callable[..., torch.Tensor]:
-    """Return a product of its last two tensors that is computed as `product`, which takes `out`, or in float32."""
+    """Return a function that multiplies its last two tensors as `product` does, or in float32 for these formats."""
 
     def multiply(*tensors: torch.Tensor, **scalars: Any) -> torch.Tensor:
         left, right = tensors[-2:]

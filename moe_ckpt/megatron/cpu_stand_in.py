@@ -1,9 +1,8 @@
-"""CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls without asking whether a GPU is there.
+"""CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls without checking for a GPU.
 
-Owns: making an unmodified Megatron-Core model train on CPU tensors with gloo. Active only where CUDA is absent; on a
-machine with a GPU `enable` only mends one name that a missing Transformer Engine leaves undefined. Must not: know
-anything about models, or change what a computation returns, but for the order in which products are summed where the
-processor is slow at them (`cpu_matmul`).
+Owns: training an unmodified Megatron-Core model on CPU tensors with gloo. Active only without CUDA; on a machine with a
+GPU `enable` only mends one name that a missing Transformer Engine leaves undefined. Must not: know models, or change
+the result of a computation, but for the order of sums in products on processors that are slow at them (`cpu_matmul`).
 
 The "CUDA" generator is the default CPU generator here: Megatron's RNG tracker forks and restores that one.
 """
@@ -33,7 +32,7 @@ class _CudaNamesOnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _DEVICE_METHODS:  # few of the thousand calls of an iteration
+        if func in _DEVICE_METHODS:  # called in few of the thousand calls of an iteration
             if func is torch.Tensor.cuda:
                 return args[0]
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -56,7 +55,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Stream:
-    """The stand-in of streams and events on a CPU: work is done when a call returns, so waits end at once."""
+    """The stand-in of streams and events on a CPU: work is complete when a call returns, so waits end at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -116,16 +115,16 @@ _CUDA_STAND_INS: Final[dict[str, Any]] = {
 
 
 def enable() -> bool:
-    """Install the stand-in in this process and thread where CUDA is absent; return whether it is active.
+    """Install the stand-in in this process and thread if there is no CUDA; return whether it is active.
 
-    Call before the process groups are formed, from the thread that trains. Idempotent.
+    Call before the process groups are formed, from the training thread. Idempotent.
     """
     global _active
     _skip_missing_transformer_engine()
     if torch.cuda.is_available():
         return False
     if _active is None:
-        torch.compiler.set_stance("force_eager")  # else half a second of deciding to compile nothing
+        torch.compiler.set_stance("force_eager")  # else Megatron spends half a second on deciding to compile nothing
         for path, stand_in in _CUDA_STAND_INS.items():
             _replace(path, stand_in)
         _take_plain_split_sizes()
@@ -145,7 +144,7 @@ def _replace(path: str, value: Any) -> None:
 
 
 def _take_plain_split_sizes() -> None:
-    """The alltoall dispatcher leaves split sizes in CPU tensors where it would copy them from a GPU."""
+    """Let the alltoall dispatcher keep split sizes in CPU tensors, which it would copy from a GPU."""
     original = torch.distributed.all_to_all_single
 
     def all_to_all_single(
@@ -166,14 +165,14 @@ def _as_list(sizes: Any) -> Any:
 
 
 def _skip_missing_transformer_engine() -> None:
-    """Where Transformer Engine is absent, moe_utils tests a name for None that its failed import left undefined."""
+    """Define a name that moe_utils compares with None and that its failed import leaves undefined."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _stay_active_in_backward() -> None:
-    """`Tensor.backward` passes through the mode, which is off meanwhile; recomputation in backward needs it."""
+    """Keep the mode active in `Tensor.backward`, which switches it off: recomputation in backward needs it."""
     functions = torch.autograd.function.BackwardCFunction
     original = functions.apply
 
@@ -186,7 +185,7 @@ def _stay_active_in_backward() -> None:
 
 
 def for_a_hook() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a hook of backward finds the stand-in, if it is active: the mode is off meanwhile."""
+    """Return a context that activates the stand-in in a hook of backward, where the mode is off."""
     return _active or contextlib.nullcontext()
 
 

@@ -1,12 +1,12 @@
 """The training state as a directory in Megatron's `dist_checkpointing` format (torch_dist).
 
-Owns: one save at a time, in step with all ranks, and loading. Must not: name directories, decide when to save, or mark
-anything as committed.
+Owns: one save at a time, in step with all ranks, and loading. Must not: name directories, decide when to save, or
+commit a checkpoint.
 
 Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in this process: Megatron's own
-writer forks processes, which costs seconds on a CPU, and waits for ever for one that is killed. PyTorch's tells all
-ranks of a failure on any. An asynchronous save copies the state to host memory; a thread without
-collectives writes and checks it while training goes on.
+writer forks processes, which costs seconds on a CPU, and waits for ever for a killed one. PyTorch's writer tells all
+ranks of a failure on any. An asynchronous save copies the state to host memory; a thread without collectives writes and
+checks it while training continues.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Save:
-    """A save in flight: what all ranks have planned, and what this one has written, or will have."""
+    """A save in flight: the plan of all ranks, and the result of this rank's write."""
 
     planned: PlannedWrite
     writing: Future[Written]
@@ -131,7 +131,7 @@ class MegatronDurableState:
         return int(loaded["iteration"])
 
     def _refuse_without_space(self, directory: Path, my_size_bytes: int) -> None:
-        """Refuse, on all ranks together, what cannot fit."""
+        """Raise on all ranks if the checkpoint does not fit on the disk."""
         size_bytes = torch.tensor(my_size_bytes, dtype=torch.int64)
         dist.all_reduce(size_bytes, group=self._group)
         needed_bytes = int(size_bytes.item()) + _METADATA_RESERVE_BYTES
@@ -167,14 +167,14 @@ def _as_dcp(sharded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:
-    """Copy the tensors, so that training may change the originals; objects are serialized right away anyway."""
+    """Copy the tensors, so that training may change the originals; objects are serialized at once anyway."""
     for entry in _tensors_to_write(sharded):
         entry.data = entry.data.detach().to("cpu", copy=True)
     return sharded
 
 
 def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
-    """Return what this rank writes: of several copies, only one rank's."""
+    """Return the tensors that this rank writes: of several copies, only one rank's."""
     tensors = (entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor))
     return [entry for entry in tensors if entry.data is not None and is_main_replica(entry.replica_id)]
 
@@ -186,7 +186,7 @@ def _now(call: Callable[[], T]) -> Future[T]:
 
 
 def _in_background(call: Callable[[], T]) -> Future[T]:
-    """Call in a thread of its own, which no other save and no end of the process waits for."""
+    """Call in a separate thread, for which neither another save nor the end of the process waits."""
     outcome: Future[T] = Future()
     device = torch.cuda.current_device()
 
@@ -200,7 +200,7 @@ def _in_background(call: Callable[[], T]) -> Future[T]:
 
 
 def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
-    """Call; what it raises is raised where the result is asked for."""
+    """Call; an error is raised when the result is read."""
     try:
         outcome.set_result(call())
     except BaseException as error:  # the top of a thread

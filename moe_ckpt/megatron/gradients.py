@@ -1,7 +1,7 @@
 """A step of torch's Adam as numbers with which another process can take the same step.
 
-Owns: the numbers of the step that is about to be taken, and the gradients that it was taken with. Must not: take it.
-Megatron moves learning rate and weight decay on right after a step; clipped gradients stay until the next iteration.
+Owns: the numbers of the coming step, and its gradients. Must not: take it. Megatron advances learning rate and weight
+decay right after a step; clipped gradients stay until the next iteration.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.snapshot.adam_update import AdamStep
 
 _CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
-"""Options of torch's Adam that change what is computed, or how."""
+"""Options of torch's Adam that change its arithmetic."""
 
 
 class AdamSteps:
-    """The steps of all inner optimizers that are torch's Adam or AdamW; of others, fused ones say, none is known."""
+    """The steps of all inner optimizers that are torch's Adam or AdamW; those of other optimizers are unknown."""
 
     def __init__(self, state: TrainingState) -> None:
         self._optimizers = [torch_optimizer(optimizer) for optimizer in state.inner_optimizers]
         self._iteration: int | None = None
         self._numbers: list[list[Mapping[str, Any]]] = []  # by optimizer, by group
-        self._known: Mapping[int, AdamStep] | None = None  # of that iteration, once requested
+        self._known: Mapping[int, AdamStep] | None = None  # of that iteration, on request
 
     def note(self, iteration: int, *, overflow: bool) -> None:
-        """The step of `iteration` is about to be taken, or left out."""
+        """The step of `iteration` follows, or is skipped because of an `overflow`."""
         self._iteration, self._known = None if overflow else iteration, None
         self._numbers = [
             [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]

@@ -1,7 +1,7 @@
 """All local experts of a layer in one module, on a CPU: the stand-in for Transformer Engine's grouped linear layers.
 
-Owns: one weight an expert, by the names that `TEGroupedMLP` of Megatron-Core and its checkpoints use, and a product for
-each expert's tokens. Must not: know what an expert is; biases and tensor parallelism are not there.
+Owns: one weight an expert, under the names of Megatron-Core's `TEGroupedMLP` and its checkpoints, and a product for
+each expert's tokens. Must not: know experts; biases and tensor parallelism are not supported.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GroupedLinear(torch.nn.Module):
 
 
 def group_experts(block: TransformerBlockSubmodules) -> None:
-    """Let the layers of a block's specification hold their local experts in one module."""
+    """Build the layers of a block's specification with their local experts in one module."""
     grouped = ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear))
     for layer in block.layer_specs or []:
         submodules: Any = cast("Any", layer.submodules).mlp.submodules

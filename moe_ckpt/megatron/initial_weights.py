@@ -1,6 +1,6 @@
 """The collective part of Megatron's model building, for a model that each rank has built by itself.
 
-Owns: making the initial weights those that building together gives. Collective.
+Owns: making the initial weights equal to those of a collective build. Collective.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_ckpt.megatron.state import TrainingState
 
 @torch.no_grad()
 def synchronize_fresh(state: TrainingState) -> None:
-    """Give all replicas one set of initial weights, and both ends of the pipeline one embedding where they share it."""
+    """Give all replicas one set of initial weights, and both ends of the pipeline one embedding if they share it."""
     _share_embedding(state)
     for chunk in state.model:
         cast("Any", chunk).broadcast_params()

@@ -1,7 +1,7 @@
-"""From the sparse snapshots of one window to a dense state: what to load, what to activate, what to run.
+"""Converts one window's sparse snapshots into a dense state: operators to load, iterations to run.
 
-Pure: a plan of names and numbers. Loading, replaying with logged inputs and norms, and comparing are the runtime's.
-MoEvement, section 3.3, Figures 7 and 8:
+Pure: a plan of names and numbers. `engine.stage_recovery` loads, replays with the logged inputs and norms, and compares
+digests. MoEvement, section 3.3, Figures 7 and 8:
 
     load 10: E1 E2 active    run 11    load 11: E3 E4 too    run 12    load 12: all active    run 13
 """
@@ -34,8 +34,9 @@ class SnapshotContents:
 class ReplayStep:
     """Load a snapshot, then train one iteration.
 
-    `load_iteration` is None where there is nothing left to load, `run_iteration` where there is nothing left to run.
-    `activate` get their whole state from the snapshot, `frozen` their compute weights; all others are active already.
+    `load_iteration` is None once all snapshots are loaded; `run_iteration` is None in a last step that only loads.
+    `activate` names the operators whose whole state is in the snapshot, `frozen` those with compute weights only; all
+    other operators are active already.
     """
 
     load_iteration: int | None
@@ -45,12 +46,12 @@ class ReplayStep:
 
 
 def plan_conversion(snapshots: Sequence[SnapshotContents], target_iteration: int) -> tuple[ReplayStep, ...]:
-    """Return the steps that end with every operator active, at the state after `target_iteration`.
+    """Return the steps after which every operator is active, at the state after `target_iteration`.
 
-    The snapshots are those of one window, in any order. Iterations count from 1; snapshot s is loaded, then iteration
-    s + 1 runs: snapshots 10, 11, 12 and target 14 make (10, 11), (11, 12), (12, 13), (None, 14), target 12 makes
-    (10, 11), (11, 12), (12, None). Raises CheckpointLoadError where the snapshots are no complete window that ends at
-    or before the target. MoEvement, section 3.3.
+    The snapshots are those of one window, in any order. Iterations count from 1; snapshot s is loaded, then iteration s
+    + 1 runs: snapshots 10, 11, 12 and target 14 make (10, 11), (11, 12), (12, 13), (None, 14), target 12 makes (10,
+    11), (11, 12), (12, None). Raises CheckpointLoadError if the snapshots do not make a complete window that ends at or
+    before the target. MoEvement, section 3.3.
     """
     window = sorted(snapshots, key=lambda snapshot: snapshot.slot)
     _check_window(window)
@@ -78,7 +79,7 @@ def _load(snapshot: SnapshotContents, target_iteration: int) -> ReplayStep:
 
 
 def _check_window(window: Sequence[SnapshotContents]) -> None:
-    """Raise unless there is every slot of one window once, and their iterations follow each other."""
+    """Raise unless the snapshots hold every slot of one window once, at consecutive iterations."""
     if not window:
         raise CheckpointLoadError("conversion: got no snapshots, wanted those of one window")
     windows = sorted({(snapshot.window_start, snapshot.num_slots) for snapshot in window})
@@ -96,7 +97,7 @@ def _check_window(window: Sequence[SnapshotContents]) -> None:
 
 
 def _check_operators(window: Sequence[SnapshotContents]) -> None:
-    """Raise unless every operator is whole in one slot and there with compute weights in all slots before."""
+    """Raise unless every operator is whole in one slot and present with compute weights in all slots before it."""
     times = Counter(name for snapshot in window for name in snapshot.full)
     for name, count in times.items():
         if count > 1:

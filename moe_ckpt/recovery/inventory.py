@@ -1,4 +1,4 @@
-"""The sources of a recovery: windows in ranks' own and others' memory, and boundary logs. Pure."""
+"""The sources of a recovery: windows in a rank's own memory and in its peers' memory, and boundary logs. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowRef:
-    """A complete, verified sparse window, with the step log that belongs to it, in some memory.
+    """A complete, verified sparse window in the memory of some rank, with the step log that belongs to it.
 
-    It begins with the state after iteration `start`; its rank can be rebuilt from it at every iteration from `end` to
-    `steps_to`. `cut` tells which operators are in which slot: all ranks of a stage need the same.
+    The window begins with the state after iteration `start`; its rank can be rebuilt from it at every iteration from
+    `end` to `steps_to`. `cut` identifies the assignment of operators to slots: all ranks of a stage need the same one.
     """
 
     start: int
@@ -29,11 +29,11 @@ class WindowRef:
 
     @property
     def states(self) -> range:
-        """The iterations after which its snapshots were taken: windows that are used together have the same."""
+        """The iterations after which the snapshots were taken. Windows that are used together have equal `states`."""
         return range(self.start, self.start + self.num_slots)
 
     def is_of(self, other: WindowRef) -> bool:
-        """Whether ranks of one stage can use the two together."""
+        """Whether two ranks of one stage can use these two windows together."""
         return (self.states, self.cut) == (other.states, other.cut)
 
     def __str__(self) -> str:
@@ -42,10 +42,10 @@ class WindowRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """One rank's sources: its own `windows`, copies `held` for ranks without, by owner, and its boundary log.
+    """The sources on one rank: its own `windows`, the copies `held` for other ranks (by owner), and its boundary log.
 
-    It keeps no two windows of the same owner and start. The log holds all of iterations `logged_from` to `logged_to`;
-    it is empty where the first is past the second.
+    No two windows of one owner have the same start. The log covers all iterations from `logged_from` to `logged_to`; it
+    is empty if `logged_from` exceeds `logged_to`.
     """
 
     global_rank: int
@@ -61,20 +61,21 @@ class Inventory:
             assert len({window.start for window in windows}) == len(windows), self
 
     def leads_to(self, iteration: int | None) -> bool:
-        """Whether this rank can be rebuilt from a window of its own at an iteration, or anywhere at all (None)."""
+        """Whether a window of this rank's own can rebuild it at `iteration`, or at any iteration (None)."""
         return any(iteration is None or window.end <= iteration <= window.steps_to for window in self.windows)
 
 
 Memories = Mapping[int, Mapping[int, tuple[WindowRef, ...]]]
-"""By owner: by the rank whose memory it is, the windows that are there for that owner."""
+"""Windows by the rank that they belong to, then by the rank in whose memory they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageInventory:
-    """The sources that the ranks of a stage have in common.
+    """The sources that all ranks of a stage have in common.
 
-    `windows`, by their states: those that each rank has in some memory, with the steps that all have for them. Where
-    that is so for several cuts, the one that leads furthest. All their boundary logs hold `logged_from` to `logged_to`.
+    `windows`, by their states: the windows that each rank can get from some memory, with the steps that all ranks have
+    for them; among several cuts, the one with the most steps. The boundary logs of all ranks cover `logged_from` to
+    `logged_to`.
     """
 
     windows: Mapping[range, WindowRef]
@@ -82,12 +83,15 @@ class StageInventory:
     logged_to: int
 
     def has_logged(self, first: int, last: int) -> bool:
-        """Whether all ranks logged the iterations from `first` to `last`: none if that is `first` - 1."""
+        """Whether all ranks logged the iterations from `first` to `last`.
+
+        An empty range (`last` = `first` - 1) is logged.
+        """
         return first > last or self.logged_from <= first <= last <= self.logged_to
 
 
 def find_memories(inventories: Iterable[Inventory]) -> Memories:
-    """Return the holders of each rank's windows."""
+    """Return the ranks whose memory holds windows of each rank, with these windows."""
     memories = {inventory.global_rank: {inventory.global_rank: inventory.windows} for inventory in inventories}
     for inventory in inventories:
         for owner, windows in inventory.held.items():
@@ -96,10 +100,10 @@ def find_memories(inventories: Iterable[Inventory]) -> Memories:
 
 
 def combine_stages(inventories: Sequence[Inventory], memories: Memories) -> tuple[StageInventory, ...]:
-    """Return what each stage has, from the first to the last.
+    """Return the common sources of each stage, from the first stage to the last.
 
-    Rank 0 with a window of 10 to 12 and steps to 14, rank 1 of the same stage with a copy of its own in rank 5's memory
-    and steps to 13: the stage has the window, with steps to 13.
+    Rank 0 has a window of 10 to 12 and steps to 14; rank 1 of the same stage has a copy of its own window in rank 5's
+    memory, with steps to 13: the stage has the window, with steps to 13.
     """
     num_stages = 1 + max(inventory.stage for inventory in inventories)
     return tuple(_combine([i for i in inventories if i.stage == stage], memories) for stage in range(num_stages))
@@ -117,6 +121,6 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
 
 
 def _longest(memories: Mapping[int, tuple[WindowRef, ...]]) -> dict[tuple[range, str], WindowRef]:
-    """Return a rank's windows in whichever memory has the most steps for each."""
+    """Return each window of a rank from the memory that has the most steps for it."""
     windows = [window for memory in memories.values() for window in memory]
     return {(window.states, window.cut): window for window in sorted(windows, key=lambda window: window.steps_to)}

@@ -1,6 +1,8 @@
-"""The plan of a recovery: stages, their windows, and ranks that fetch. Pure. MoEvement, section 3.4 and Appendix A.
+"""The plan of a recovery: stages that roll back, their windows, and ranks that fetch. Pure.
 
-inventories -> the fewest stages that logs lead to the target, else the whole model -> who fetches from whom
+MoEvement, 3.4 and Appendix A.
+
+    inventories -> the fewest stages that logs lead to the target, else the whole model -> fetches
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Rollback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch:
-    """A rank gets its window, and the step log that belongs to it, from a rank that holds a copy."""
+    """A rank copies its window and the step log of that window from a rank that holds a copy."""
 
     global_rank: int
     source_rank: int
@@ -60,7 +62,7 @@ class Fetch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryPlan:
-    """Stages that roll back, from the first on, and ranks that fetch, from the first on. All end at the target."""
+    """Rollbacks in the order of stages, and fetches in the order of ranks. All ranks end at the target iteration."""
 
     target_iteration: int
     num_stages: int
@@ -68,7 +70,7 @@ class RecoveryPlan:
     fetches: tuple[Fetch, ...]
 
     def lines(self) -> list[str]:
-        """Return the plan for people to read, a line for each fact."""
+        """Return a readable description of the plan, one fact a line."""
         rolling = {stage for rollback in self.rollbacks for stage in rollback.segment.stages}
         sending = {
             stage
@@ -95,7 +97,7 @@ class RecoveryPlan:
 
 
 def plan_segments(stages: Collection[int]) -> tuple[Segment, ...]:
-    """Return the runs of neighbours among stages, from the first to the last: 1, 2 and 5 make 1 to 2 and 5."""
+    """Return the runs of neighbours among stages, in order: stages 1, 2 and 5 make the segments 1 to 2 and 5."""
     firsts = sorted(stage for stage in set(stages) if stage - 1 not in stages)
     lasts = sorted(stage for stage in set(stages) if stage + 1 not in stages)
     return tuple(Segment(first_stage=first, last_stage=last) for first, last in zip(firsts, lasts, strict=True))
@@ -108,15 +110,18 @@ def plan_recovery(
     target_iteration: int | None,
     boundary_log: bool,
 ) -> RecoveryPlan:
-    """Return how as few stages as possible get to the target, from the newest windows. `inventories`: of all ranks.
+    """Return a plan in which as few stages as possible roll back, each to its newest window.
 
-    Each run of neighbouring lost stages recovers on its own, next to stages that logged what it needs: stages 1, 2 and
-    5 of 8 as 1 to 2 and 5. If stage 3 did not log that, 1 to 3 roll back, next to stage 4. Where no logs lead there,
-    without `boundary_log`, or where no rank has state (`target_iteration` None), all stages roll back to the newest
-    window that all ranks can have. It may lead elsewhere: one of 10 to 12, with steps to 13, leads to 13 where 14 was
-    wanted, and to 12 where 11 or None was. After a further loss, plan again. MoEvement, Appendix A.
+    `inventories`: of all ranks.
 
-    Raises NothingLeftError, with what there was, if there is no such window.
+    Each run of neighbouring lost stages recovers on its own, fed by the logs of the stages next to it: stages 1, 2 and
+    5 of 8 recover as 1 to 2 and as 5. If stage 3 did not log the boundary, 1 to 3 roll back, fed by stage 4. All stages
+    roll back to the newest window that all ranks can get if logs do not suffice, without `boundary_log`, or if no rank
+    has state (`target_iteration` is None). The job may then end up at another iteration: a window of 10 to 12 with
+    steps to 13 leads to 13 if 14 was the target, and to 12 if 11 or None was. After a further loss, plan again.
+    MoEvement, Appendix A.
+
+    Raises NothingLeftError, with a list of the sources, if no such window exists.
     """
     ranks = sorted(inventories, key=lambda inventory: inventory.global_rank)
     memories = find_memories(ranks)
@@ -138,10 +143,11 @@ def plan_recovery(
 
 
 def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -> tuple[Rollback, ...] | None:
-    """Return the rollbacks of the fewest stages that reach the target by logs, or None if there are none.
+    """Return the rollbacks of the fewest stages that reach the target by logs, or None if logs do not suffice.
 
-    There is nothing to choose: what a segment's newest window needs of a log, all its older ones need, and so do all
-    larger segments, which have no newer one. So a neighbour whose log does not reach has to roll back in any case.
+    There is no choice to make: if a log does not cover the newest window of a segment, it does not cover older windows
+    either, nor those of larger segments, which have no newer window. So a neighbour whose log is too short must roll
+    back.
     """
     rolling = set(lost)
     while True:
@@ -159,13 +165,13 @@ def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -
 
 
 def _missing_logs(rollback: Rollback, stages: Sequence[StageInventory], target: int) -> set[int]:
-    """Return the neighbours that did not log all that the segment replays."""
+    """Return the neighbouring stages whose logs do not cover the iterations that the segment replays."""
     neighbours, first = rollback.segment.neighbours(len(stages)), rollback.window_start + 1
     return {stage for stage in neighbours if not stages[stage].has_logged(first, target)}
 
 
 def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
-    """Return the states of the windows that all these stages have, with the iteration to which all have the steps."""
+    """Return the windows that all these stages have, by states, with the last iteration of their common steps."""
     shared = set(stages[0].windows).intersection(*(stage.windows for stage in stages))
     return {states: min(stage.windows[states].steps_to for stage in stages) for states in shared}
 
@@ -185,7 +191,7 @@ def _plan_fetches(
     rollbacks: Iterable[Rollback],
     target: int,
 ) -> tuple[Fetch, ...]:
-    """Return who has to fetch its window or the steps to the target, each from the holder that was asked least."""
+    """Return the fetches of ranks that lack their window or steps up to the target, each from the least used holder."""
     states = {stage: rollback.states for rollback in rollbacks for stage in rollback.segment.stages}
     asked: Counter[int] = Counter()
     fetches = []
@@ -203,7 +209,7 @@ def _plan_fetches(
 
 
 def _holders(wanted: WindowRef, memories: Mapping[int, Collection[WindowRef]], target: int) -> list[int]:
-    """Return the ranks whose memory has the window and the steps to the target."""
+    """Return the ranks whose memory holds the window and the steps up to the target."""
     return [
         holder
         for holder, windows in memories.items()

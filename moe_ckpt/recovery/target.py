@@ -1,10 +1,10 @@
-"""The target iteration of all ranks after a fault, and the stages that cannot reach it alone. Pure.
+"""The target iteration of all ranks after a fault, and the stages that cannot reach it by themselves. Pure.
 
-    gradients complete everywhere -> everyone says so -> local update -> parameter all-gather
-          prepared                      the vote           reached            whole
+    gradients complete on all ranks -> vote of all ranks -> local update -> parameter all-gather
+          prepared                                             reached            whole
 
-Once a rank took the step, every live rank was prepared for it: the highest iteration that a rank reached is
-within reach of all ranks that have state.
+A rank steps only after all ranks have voted, so if one rank took a step, every live rank was prepared for it: the
+highest iteration that a rank has reached is within reach of all ranks that have state.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """Where one rank is as a generation starts.
+    """The position of one rank as a generation starts.
 
-    `reached`: the optimizer steps that its state has taken; None without state (a fresh process, or half rolled back).
-    `prepared`: it holds the complete gradients of iteration `reached` + 1 and has said so in the vote. `whole`: its
-    weights have been gathered from its peers since its last step.
+    `reached`: the number of optimizer steps in its state; None without state (a fresh process, or a rollback that was
+    cut off). `prepared`: the rank holds the complete gradients of iteration `reached` + 1 and has voted for its step.
+    `whole`: the rank has gathered its weights from its peers since its last step.
     """
 
     stage: int
@@ -28,11 +28,11 @@ class Standing:
     whole: bool
 
     def gets_to(self, iteration: int) -> bool:
-        """Whether it is at `iteration`, or can take the last step to it by itself."""
+        """Whether the rank is at `iteration`, or can take the last step to it without other ranks."""
         return self.reached == iteration or (self.reached == iteration - 1 and self.prepared)
 
     def is_done_with(self, iteration: int) -> bool:
-        """Whether it is at `iteration` and has nothing left to do for it."""
+        """Whether the rank is at `iteration` and its weights are gathered."""
         return self.reached == iteration and self.whole
 
 
@@ -40,8 +40,8 @@ class Standing:
 class Target:
     """The target iteration of all ranks, and the stages that have work to do to reach it.
 
-    `lost_stages` have to be rebuilt. `finishing_stages` have all that they need: ranks that are behind take the step,
-    then all of the stage gather their weights.
+    `lost_stages` must be rebuilt. `finishing_stages` have all that they need: the ranks that are behind take the step,
+    then the whole stage gathers its weights.
     """
 
     iteration: int
@@ -50,10 +50,10 @@ class Target:
 
 
 def plan_target(standings: Sequence[Standing]) -> Target | None:
-    """Return the target of a recovery, or None where no rank has state. `standings` are those of all ranks.
+    """Return the target of a recovery, or None if no rank has state. `standings` are those of all ranks.
 
-    Stage 0 at 7 and 8, stage 1 at 8 and dead, stage 2 at 8 and 8: with the first rank prepared for 8 the target is 8,
-    stage 1 is lost and stage 0 finishing; had it not been prepared, stage 0 would be lost, too.
+    Example: stage 0 is at 7 and 8, stage 1 at 8 and dead, stage 2 at 8 and 8. If the first rank is prepared for 8, the
+    target is 8, stage 1 is lost and stage 0 is finishing; if it is not, stage 0 is lost as well.
     """
     reached = [standing.reached for standing in standings if standing.reached is not None]
     if not reached:

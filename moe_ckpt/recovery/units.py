@@ -1,8 +1,9 @@
-"""From what is left of partial checkpoints to a version that all ranks can have, and where each finds its units. Pure.
+"""A plan to restore partial checkpoints: the version that all ranks load, and the place of each unit. Pure.
 
-The core of all ranks is of one iteration, or parameters would not fit each other; any other unit may be older, but all
-ranks that have a piece of it take the same version of it. Two levels: who has lost memory brings units from elsewhere,
-and only these units are as old as they are there (MoC, section 5.1).
+The cores of all ranks are of one iteration, since parameters of different iterations do not fit each other. Any other
+unit may be older, but all ranks that have a piece of it take the same version. Recovery has two levels: a rank that has
+lost its memory takes units from peers or disk, and only those units may be as old as their copies there (MoC, section
+5.1).
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 from moe_ckpt.types import CORE, Version
 
 Units = Mapping[str, Collection[Version]]
-"""By name: the versions that there are of a unit."""
+"""Versions of each unit, by the unit's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitInventory:
-    """One rank's units by place, the nearest place first.
+    """The units of one rank by place, the nearest place first.
 
-    `needed`: by version of the core, the names of the units that the rank needs with it.
+    `needed`: for each version of the core, the names of the units that the rank needs with it.
     """
 
     global_rank: int
@@ -28,24 +29,27 @@ class UnitInventory:
     needed: Mapping[Version, frozenset[str]]
 
     def versions(self, name: str) -> frozenset[Version]:
-        """Return the versions of a unit that are in any place."""
+        """Return the versions of a unit in all places."""
         return frozenset(version for units in self.places.values() for version in units.get(name, ()))
 
     def place_of(self, name: str, version: Version) -> str:
-        """Return the nearest place with a version of a unit."""
+        """Return the nearest place that has a version of a unit."""
         return next(place for place, units in self.places.items() if version in units.get(name, ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitRecovery:
-    """All ranks go back to `version`. `units`: by name, which version; `sources`: by rank and name, from where."""
+    """All ranks go back to `version`.
+
+    `units`: the version of each unit by name; `sources`: its place, by rank and name.
+    """
 
     version: Version
     units: Mapping[str, Version]
     sources: Mapping[int, Mapping[str, str]]
 
     def lines(self) -> list[str]:
-        """Return for people what is loaded from where."""
+        """Return a readable description of the versions and their places."""
         old = {name: version for name, version in self.units.items() if version != self.version}
         places = sorted({place for sources in self.sources.values() for place in sources.values()})
         older = ""
@@ -56,10 +60,10 @@ class UnitRecovery:
 
 
 def plan_units(inventories: Sequence[UnitInventory]) -> UnitRecovery | None:
-    """Return the newest version that all ranks can have, or None. `inventories` are those of all ranks.
+    """Return the newest version that all ranks can load, or None. `inventories` are those of all ranks.
 
-    Rank 0 has the core at 6 and 9 and expert 3 at 4 and 8; rank 1, whose memory is lost, has on disk the core at 6, and
-    of expert 3, which both have a piece of, versions 2 and 4: all go back to 6, with expert 3 at 4.
+    Rank 0 has the core at 6 and 9 and expert 3 at 4 and 8. Rank 1 has lost its memory; its disk has the core at 6 and
+    expert 3, of which both ranks have a piece, at 2 and 4. All ranks go back to 6, with expert 3 at 4.
     """
     cores = frozenset[Version].intersection(*(inventory.versions(CORE) for inventory in inventories))
     for version in sorted(cores, reverse=True):
@@ -70,7 +74,7 @@ def plan_units(inventories: Sequence[UnitInventory]) -> UnitRecovery | None:
 
 
 def newest_line(inventories: Sequence[UnitInventory]) -> int:
-    """Return the highest number of a line of which there is anything, 0 for none."""
+    """Return the highest epoch number among all versions, 0 if there are none."""
     lines = (
         version.lineage
         for inventory in inventories
@@ -82,7 +86,7 @@ def newest_line(inventories: Sequence[UnitInventory]) -> int:
 
 
 def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery | None:
-    """Return how all ranks get to a version that all have a core of; None where a unit is nowhere to be had."""
+    """Return the plan for a version whose core all ranks have; None if a unit that it needs has no common version."""
     units: dict[str, Version] = {}
     for name in sorted({name for inventory in inventories for name in inventory.needed[version]}):
         needing = [inventory for inventory in inventories if name in inventory.needed[version]]

@@ -1,7 +1,7 @@
-"""The worker's end of the socket to its own daemon.
+"""The worker's end of the socket to the replica daemon of its rank.
 
-Owns: which copies have been asked for and not been answered. Must not: wait for the daemon on the training thread. A
-daemon that is gone fails what was asked of it; the next request connects to its successor.
+Owns: the requests that have no answer yet. Must not: wait for the daemon on the training thread. When a daemon dies,
+its unanswered requests fail; the next request connects to its successor.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ _log = logging.getLogger(__name__)
 
 
 def daemon_socket(rank_folder: Path) -> Path:
-    """Return where the daemon of a rank listens for its worker."""
+    """Return the path of the socket at which the daemon of a rank serves its worker."""
     return rank_folder / "daemon.sock"
 
 
 class DaemonClient:
-    """Asks the daemon of `rank_folder`, from any thread; `timeout_s` bounds what handing over a request may take.
+    """Sends requests to the daemon of `rank_folder`, from any thread.
 
-    Requests are carried out in their order.
+    `timeout_s` limits the time to hand over a request.
+
+    The daemon executes requests in their order.
     """
 
     def __init__(self, rank_folder: Path, *, timeout_s: float) -> None:
@@ -46,28 +48,31 @@ class DaemonClient:
         self._is_closed = False
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
-        """Let the daemon, and its successors, copy to these from now on; waits for a daemon that is being replaced.
+        """Let the daemon, and its successors, copy to these addresses from now on.
 
-        Raises CheckpointSaveError if there is none in time.
+        Waits for a daemon that is being replaced.
+
+        Raises CheckpointSaveError if no daemon answers in time.
         """
         with self._lock:
             self._peers = UsePeers(addresses=tuple(map(str, addresses)))
             try:
                 self._connected(wait_s=self._timeout_s).send(self._peers)
-            except CheckpointSaveError:  # that of a daemon that had just died
+            except CheckpointSaveError:  # the connection to a daemon that has just died
                 self._connected(wait_s=self._timeout_s)
 
     def copy(self, keys: Sequence[str]) -> Future[None]:
         """Start copying own blobs to all peers.
 
-        The future is done when all of them hold all of it, or failed with a CheckpointSaveError.
+        The future is done once all peers hold all of the blobs, or fails with a CheckpointSaveError.
         """
         return self._ask(lambda number: Copy(number=number, keys=tuple(keys)))
 
     def persist(self, keys: Sequence[str], stale: Sequence[str], path: Path, limit_bytes: int | None) -> Future[None]:
-        """Start copying own blobs to a folder on disk, after dropping what is stale there.
+        """Start copying own blobs to a folder on disk; blobs named in `stale` are deleted there first.
 
-        The future is done when they are on disk, or failed with a CheckpointSaveError. One is carried out at a time.
+        The future is done once the blobs are on disk, or fails with a CheckpointSaveError. One request is executed at a
+        time.
         """
         request = functools.partial(
             Persist, keys=tuple(keys), stale=tuple(stale), path=str(path), limit_bytes=limit_bytes
@@ -75,7 +80,7 @@ class DaemonClient:
         return self._ask(lambda number: request(number=number))
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Let all peers drop their copies, after what was asked for before; a failure is logged."""
+        """Let all peers drop their copies, after all earlier requests. A failure is logged."""
         with self._lock:
             try:
                 self._connected().send(Forget(keys=tuple(keys)))
@@ -83,14 +88,14 @@ class DaemonClient:
                 _log.warning("copies stay that are not needed any more: %s", error)
 
     def close(self) -> None:
-        """Close the socket for good: unanswered requests fail, and so do all later ones.
+        """Close the socket for good: unanswered and later requests fail.
 
-        The daemon still carries out what it was asked for.
+        The daemon still executes the requests that it has received.
         """
         with self._lock:
             self._is_closed = True
             connection, self._connection = self._connection, None
-        if connection:  # without the lock: callbacks of requests that fail now may ask for more
+        if connection:  # without the lock: callbacks of requests that fail now may send more requests
             connection.close()
 
     def _ask(self, request: Callable[[int], Message]) -> Future[None]:
@@ -124,7 +129,7 @@ class _Connection:
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._numbers = count()
-        self._unanswered: dict[int, Future[None]] | None = {}  # by number; None once the connection is over
+        self._unanswered: dict[int, Future[None]] | None = {}  # by number; None once the connection is closed
         self._thread = Thread(target=self._read_all, args=(link.twin(),), name="daemon-client", daemon=True)
         self._thread.start()
 
@@ -134,7 +139,7 @@ class _Connection:
             return self._unanswered is None
 
     def ask(self, request: Callable[[int], Message], future: Future[None]) -> None:
-        """Ask for something by a new number. Raises CheckpointSaveError only if the future will not be set."""
+        """Send a request with a new number. Raises CheckpointSaveError only if the future will not be set."""
         number = next(self._numbers)
         with self._lock:
             if self._unanswered is None:
@@ -144,7 +149,7 @@ class _Connection:
             self.send(request(number))
 
     def send(self, message: Message) -> None:
-        """Hand over a request. Raises CheckpointSaveError; then the connection is over."""
+        """Send a message. Raises CheckpointSaveError; the connection is then closed."""
         try:
             self._link.allow(self._timeout_s)
             self._link.send(message)
@@ -160,7 +165,7 @@ class _Connection:
     def _read_all(self, link: Connection) -> None:
         reason: Exception | None = None
         try:
-            while link.is_readable(None):  # a process of this machine that ends, however it does, is noticed
+            while link.is_readable(None):  # the kernel closes the socket of any local process that ends
                 link.allow(self._timeout_s)
                 self._finish(link.expect(Copied))
         except Exception as error:  # the top of a thread: waiting callers get the error
@@ -187,7 +192,7 @@ class _Connection:
 
 
 def _dial(path: Path, wait_s: float, timeout_s: float) -> Connection:
-    """Connect to the daemon; with `wait_s`, try again so long if there is none."""
+    """Connect to the daemon. If there is none, try again for `wait_s` seconds."""
     until_s = time.monotonic() + wait_s
     while True:
         connection = socket.socket(socket.AF_UNIX)

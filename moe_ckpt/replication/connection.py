@@ -1,7 +1,6 @@
 """One connection: messages and streams of bytes, each within the time that is left.
 
-Owns: framing, checksums of all bytes, and that no wait is longer than its caller allowed. Must not: interpret
-messages, or unpickle.
+Owns: framing, checksums of all bytes, and the limit on every wait. Must not: interpret messages, or unpickle.
 
     length, 4 bytes | its complement | XXH3 of the message, 8 bytes | JSON      a message
     bytes of an agreed number                                                   a stream; both ends compute its XXH3
@@ -28,11 +27,11 @@ _ALL_BITS = 0xFFFFFFFF
 
 M = TypeVar("M", bound=Message)
 Pace = Callable[[int], None]
-"""Called before each chunk of a stream with its bytes: may wait, allow more time, or raise."""
+"""Called before each chunk of a stream with its size in bytes. It may wait, allow more time, or raise."""
 
 
 class RefusedError(Exception):
-    """The other side refused; `garbled` if the bytes did not arrive as they were sent, so that another try may help."""
+    """The other side refused. `garbled`: the bytes arrived damaged, so that another attempt may succeed."""
 
     def __init__(self, reason: str, *, garbled: bool) -> None:
         super().__init__(reason)
@@ -42,25 +41,25 @@ class RefusedError(Exception):
 class Connection:
     """One end of a connection, for one thread; another thread may use a `twin` for the other direction.
 
-    A failure raises OSError (TimeoutError when the time that `allow` gave is over) and leaves the connection useless.
+    A failure raises OSError (TimeoutError after the time that `allow` set) and makes the connection unusable.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small, and waited for
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests must not wait
         self._socket = connection
         self._until_s = time.monotonic()
 
     def twin(self) -> Connection:
-        """Return another end of the same connection, with a time of its own."""
+        """Return another end of the same connection, with its own time limit."""
         return Connection(self._socket.dup())
 
     def allow(self, timeout_s: float) -> None:
-        """Let what follows take so many seconds, counted from now."""
+        """Limit the following operations to this many seconds from now."""
         self._until_s = time.monotonic() + timeout_s
 
     def is_readable(self, timeout_s: float | None) -> bool:
-        """Wait for something to read, or for the end of the connection, `timeout_s` seconds or without end."""
+        """Wait for bytes or for the end of the connection, for `timeout_s` seconds or, with None, without limit."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
@@ -74,7 +73,7 @@ class Connection:
         self._send(memoryview(head + body))
 
     def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> Message:
-        """Return the next message, of at most `most_bytes`: memory for it is allocated after that check."""
+        """Return the next message, of at most `most_bytes`. Its memory is allocated after that check."""
         length, complement, wanted = _HEAD.unpack(self._receive(_HEAD.size))
         if length != complement ^ _ALL_BITS or length > most_bytes:
             raise ConnectionError(f"got no message, or one of more than {most_bytes} bytes")
@@ -97,7 +96,10 @@ class Connection:
         return message
 
     def ask(self, request: Message, kind: type[M]) -> M:
-        """Send a request and return its answer, which must be of this kind. Raises RefusedError if it is refused."""
+        """Send a request and return its answer, which must be of this kind.
+
+        Raises RefusedError if the request is refused.
+        """
         self.send(request)
         return self.expect(kind)
 
@@ -122,7 +124,7 @@ class Connection:
         return digest.intdigest()
 
     def shut_down(self) -> None:
-        """End the connection, from any thread; its waits raise."""
+        """End the connection, from any thread; operations that wait on it raise."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

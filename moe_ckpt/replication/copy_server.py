@@ -1,12 +1,12 @@
-"""Serves one rank's folder to other ranks: keeps copies for them, and gives blobs to those that lost theirs.
+"""Serves one rank's folder to other ranks: stores copies for them, and returns blobs to ranks that lost theirs.
 
-Owns: answering requests; what it knows is in the file system only, which may be deleted under it at any time. Must not:
-send anything unasked, or serve a client that has not proved to have the run's token.
+Owns: the answers to requests. Its only state is the file system, where the folder may be deleted at any time. Must not:
+send anything without a request, or serve a client that has not proved that it has the run's token.
 
     own/              this rank's blobs: read only
     held/rank0001/    copies for rank 1
 
-A checkpoint server (`serves_itself`) makes states of gradients for its own rank, too: those are held as any other's.
+A checkpoint server (`serves_itself`) computes states from gradients for its own rank, too, and stores them as copies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moe_ckpt.snapshot.adam_update import apply_update, is_update
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
 
 _ADMISSION_S = 10.0  # a client that is not admitted by then is disconnected
-_MOST_STRANGERS = 64  # connections that are not admitted yet; each has a thread
+_MOST_STRANGERS = 64  # connections before admission; each has a thread
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 class CopyServer:
     """Serves `rank_folder` at a free port of `host`, to clients with the ticket, until `close`.
 
-    A connection on which nothing moves for `timeout_s` is closed; its other end connects anew when it needs to.
+    A connection without traffic for `timeout_s` is closed; its client connects again when necessary.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CopyServer:
         self._listener = ConnectionServer(listening, self._serve)
 
     def close(self) -> None:
-        """End all connections, however far they are."""
+        """End all connections at once."""
         self._listener.close(self._timeout_s)
 
     def _serve(self, link: Connection) -> None:
@@ -138,14 +138,17 @@ class CopyServer:
         link.send(Done())
 
     def _folder(self, owner_rank: int, keys: Sequence[str] = ()) -> BlobFolder:
-        """Return the folder of a rank's blobs, to read."""
+        """Return the folder of a rank's blobs, for reading."""
         if owner_rank != self._global_rank:
             return self._held_folder(owner_rank, keys)
         _require_keys(keys)
         return self._own
 
     def _held_folder(self, owner_rank: int, keys: Sequence[str] = ()) -> ReplicaFolder:
-        """Return the folder of the copies for a rank; of a daemon's life, the first to ask adopts it."""
+        """Return the folder of the copies for a rank.
+
+        The first request of a daemon's lifetime adopts existing files.
+        """
         _require_keys(keys)
         if owner_rank == self._global_rank and not self._serves_itself:
             raise RefusedError(f"rank {owner_rank} keeps no copies for itself", garbled=False)

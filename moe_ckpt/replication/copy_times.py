@@ -1,4 +1,4 @@
-"""How long copies of one rank's snapshots take to reach all peers.
+"""The time that copies of one rank's snapshots take to reach all peers.
 
 Must not: copy, or decide what is copied. Copies may end on any thread.
 """
@@ -17,7 +17,7 @@ _RECENT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentCopy:
-    """The price of sending some snapshots: `seconds` out of `span_s`, which ended `ago_s` ago."""
+    """The time spent on sending some snapshots: `seconds` out of `span_s`, which ended `ago_s` ago."""
 
     size_bytes: int
     seconds: float
@@ -27,7 +27,7 @@ class SentCopy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Copy:
-    """A copy, or several without a pause between them."""
+    """A copy, or several copies without a pause between them."""
 
     size_bytes: int
     since_s: float
@@ -35,7 +35,7 @@ class _Copy:
 
 
 class CopyTimes:
-    """When copies that have ended began and ended, by the key of the copied blob."""
+    """The start and end of each finished copy, by the key of its blob."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -43,25 +43,25 @@ class CopyTimes:
         self._busy: deque[_Copy] = deque(maxlen=_RECENT)
 
     def ended(self, key: str, size_bytes: int, *, since_s: float) -> None:
-        """All peers have this now, which was asked for at `since_s`."""
+        """A copy that was requested at `since_s` has reached all peers."""
         copy = _Copy(size_bytes=size_bytes, since_s=since_s, until_s=self._now())
         self._copies[key] = copy
-        if self._busy and since_s < self._busy[-1].until_s:  # it waited its turn, or took others'
+        if self._busy and since_s < self._busy[-1].until_s:  # it shared the link with other copies
             before = self._busy.pop()
             since_s, size_bytes = min(since_s, before.since_s), size_bytes + before.size_bytes
         self._busy.append(_Copy(size_bytes=size_bytes, since_s=since_s, until_s=copy.until_s))
 
     def forget(self, key: str) -> None:
-        """It is copied no longer."""
+        """The blob is not copied any more."""
         self._copies.pop(key, None)
 
     def bytes_per_s(self) -> float:
-        """Return how fast copies have been lately while there were any, what all waited for included; inf for none."""
+        """Return the recent rate of copies while any was in progress, including waits; inf without copies."""
         rates = [each.size_bytes / max(each.until_s - each.since_s, 1e-9) for each in self._busy]
         return statistics.median(rates) if rates else math.inf
 
     def of(self, keys: Iterable[str]) -> SentCopy | None:
-        """Return what it took to send these, as far as they were; None for none of them."""
+        """Return the time spent on sending these blobs, or on those of them that were sent; None for none of them."""
         copies = [copy for key in keys if (copy := self._copies.get(key))]
         if not copies:
             return None
@@ -75,7 +75,7 @@ class CopyTimes:
 
 
 def _covered_s(copies: Iterable[_Copy]) -> float:
-    """Return how long at least one of them was going on: 1 to 3, 2 to 4 and 6 to 7 make 4."""
+    """Return the time in which at least one copy was in progress: 1 to 3, 2 to 4 and 6 to 7 make 4."""
     covered_s, reached_s = 0.0, -math.inf
     for copy in sorted(copies, key=lambda each: each.since_s):
         covered_s += max(0.0, copy.until_s - max(copy.since_s, reached_s))

@@ -1,7 +1,7 @@
-"""The daemon of one rank: a process that lives as long as the supervisor, and so longer than workers and their memory.
+"""The replica daemon of one rank: a process that lives as long as the supervisor, and so longer than any worker.
 
 Owns: the rank's server of copies, the threads that send copies of its own blobs, and the socket for its worker. Must
-not: train, touch a process group, or hold state of its own: that is in the rank's folder, which may be deleted.
+not: train, touch a process group, or keep state in its memory: all state is in the rank's folder, which may be deleted.
 
     supervisor --fork--> daemon <--Unix socket-- worker 0, 1, ...     daemon <--TCP--> daemons and workers of other
     ranks
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 class DaemonSettings:
     """A daemon's settings and time limits: for progress on a connection, and for a whole copy.
 
-    `serves_itself`: it is a checkpoint server of its own rank as well.
+    `serves_itself`: the daemon is also a checkpoint server of its own rank.
     """
 
     rank_folder: Path
@@ -67,14 +67,14 @@ class DaemonSettings:
 def run_daemon(
     place: DaemonSettings, *, supervisor_pid: int, may_send: Callable[[], bool], announce: Callable[[Address], None]
 ) -> NoReturn:
-    """Be the daemon, until the supervisor is gone: then the kernel ends this process, which the supervisor has forked.
+    """Run the daemon until the supervisor ends: the kernel then ends this process, which the supervisor has forked.
 
-    `announce` is called once, with the address of the server, when all that a worker needs is there. Raises OSError
-    where nothing can be listened to.
+    `announce` is called once, with the server's address, when the daemon is ready for its worker. Raises OSError if it
+    cannot listen.
     """
     die_with_parent(signal.SIGKILL, parent=supervisor_pid)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # the supervisor's handlers are not for this process
+        signal.signal(number, signal.SIG_DFL)  # this process must not run the supervisor's signal handlers
     deadline_s = place.copy_deadline_s
     server = CopyServer(
         place.rank_folder,
@@ -99,7 +99,7 @@ def run_daemon(
         time.sleep(_LOOK_EVERY_S)
         try:
             door.keep_open()
-        except OSError as error:  # the folder is being deleted right now, or there is no room
+        except OSError as error:  # the folder is being deleted right now, or the disk is full
             _log.warning("rank %d's daemon cannot listen to its worker yet: %s", place.global_rank, error)
 
 
@@ -120,7 +120,7 @@ class WorkerServer:
         self.keep_open()
 
     def keep_open(self) -> None:
-        """Listen at the path, anew where its folder was deleted. Raises OSError if that cannot be."""
+        """Listen at the path, again if its folder was deleted. Raises OSError if that fails."""
         if self._inode is not None and self._inode == _inode(self._path):
             return
         self.close()
@@ -129,7 +129,7 @@ class WorkerServer:
         self._listener = ConnectionServer(listening, self._serve)
 
     def close(self) -> None:
-        """End all connections; what was asked for goes on."""
+        """End all connections; accepted requests are still executed."""
         if self._listener:
             self._listener.close(self._timeout_s)
             self._listener, self._inode = None, None
@@ -137,7 +137,7 @@ class WorkerServer:
     def _serve(self, link: Connection) -> None:
         worker = _Worker(link.twin(), self._timeout_s)
         try:
-            while link.is_readable(None):  # a process of this machine that ends, however it does, is noticed
+            while link.is_readable(None):  # the kernel closes the socket of any local process that ends
                 link.allow(self._timeout_s)
                 self._carry_out(worker, link.receive())
         finally:
@@ -148,7 +148,7 @@ class WorkerServer:
             case Copy(number=number, keys=keys):
                 self._replicator.copy(keys).add_done_callback(lambda copied: worker.answer(number, copied))
             case Persist(number=number, keys=keys, stale=stale, path=path, limit_bytes=limit_bytes):
-                # nothing to write: a recovery waits until all else is there, and nothing of training is in its way
+                # nothing to write: a recovery waits for all earlier requests, and no training runs meanwhile
                 (self._disk.apply if keys else self._disk.lift)()
                 persisted = self._disk_thread.submit(
                     persist, self._own, Path(path), keys, stale, limit_bytes, self._disk
@@ -163,7 +163,7 @@ class WorkerServer:
 
 
 class _Worker:
-    """The way back to one worker, for the threads that send copies."""
+    """The answers to one worker, for the threads that send copies."""
 
     def __init__(self, link: Connection, timeout_s: float) -> None:
         self._link = link

@@ -1,6 +1,6 @@
-"""Gets blobs back from a peer's daemon: what a worker does that has replaced a dead one and found its memory gone.
+"""Fetches blobs from a peer's daemon, for a replacement worker whose node has lost its memory.
 
-Owns: one conversation with one daemon, within a deadline. Must not: choose the peer or what to fetch.
+Owns: the exchange with one daemon, within a deadline. Must not: choose the peer or the blobs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 
 def list_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float) -> list[str]:
-    """Return the keys of all blobs of a rank that a daemon has, sorted.
+    """Return the sorted keys of all blobs of a rank that a daemon has.
 
-    Raises CheckpointLoadError if it does not say so in time.
+    Raises CheckpointLoadError if the daemon does not answer in time.
     """
     with _calling(address, ticket) as caller:
         return list(_keys(caller, owner_rank, time.monotonic() + timeout_s))
@@ -40,8 +40,8 @@ def fetch_blobs(
 ) -> int:
     """Copy a rank's blobs from a daemon into `folder` and publish them there; return their bytes.
 
-    Raises CheckpointLoadError for the first of `keys` that cannot be had; those before it are published then. Without
-    `keys` all come that the daemon can read: whether that is enough is for who asks to see.
+    Raises CheckpointLoadError for the first of `keys` that cannot be fetched; those before it are published by then.
+    Without `keys`, all blobs that the daemon can read are fetched: the caller must check that they suffice.
     """
     until_s = time.monotonic() + timeout_s
     with _calling(address, ticket) as caller:
@@ -52,9 +52,9 @@ def fetch_blobs(
 
 
 def clear_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float) -> None:
-    """Let a daemon drop all it holds of a rank.
+    """Let a daemon drop all blobs that it holds for a rank.
 
-    Raises CheckpointLoadError if it does not confirm that in time.
+    Raises CheckpointLoadError if the daemon does not confirm that in time.
     """
     request = Clear(owner_rank=owner_rank)
     with _calling(address, ticket) as caller:
@@ -95,4 +95,4 @@ def _fetch_if_given(caller: RetryingClient, request: Get, folder: BlobFolder, un
 
 
 def _at_once(_: int) -> None:
-    """A recovery yields to nothing."""
+    """A recovery has priority over all other traffic."""

@@ -1,7 +1,7 @@
 """One rank's gradients on their way to its checkpoint servers, which take the optimizer's steps themselves.
 
-Owns: which iterations the servers have been given, which of them they have completed, and how far they may lag. Must
-not: know parameters, or agree with other ranks. FlowCheck, sections 4 and 5.
+Owns: the iterations that servers have received and completed, and the limit on their lag. Must not: know parameters, or
+agree with other ranks. FlowCheck, sections 4 and 5.
 
     reduction          tap: gradients into shared memory
     step committed     hand over: header, Adam's numbers, buffers -> replica daemon -> servers: state t - 1 -> state t
@@ -22,12 +22,12 @@ from moe_ckpt.snapshot.adam_update import AdamStep, buffer_parts, follows_from_g
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader
 
 NOTHING = -1
-"""Where an iteration that servers have completed is meant."""
+"""No completed iteration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The newest iteration that all servers of a rank have, `NOTHING` for none, and why the stream is cut, if it is."""
+    """The newest iteration that all servers of a rank have, or `NOTHING`, and the reason if the stream is cut."""
 
     completed: int
     lost: str
@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandedOver:
-    """Gradients that servers were sent: their bytes, the seconds that copying them took, and the lag so far."""
+    """Gradients sent to servers: their bytes, the seconds that copying them took, and the servers' lag at that time."""
 
     size_bytes: int
     tap_s: float
@@ -44,7 +44,7 @@ class HandedOver:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Tapped:
-    """Gradients in shared memory, of these master weights, with room for the buffers behind them."""
+    """Gradients in shared memory, of these master weights, followed by space for the buffers."""
 
     masters: tuple[PartKey, ...]
     packed: torch.Tensor
@@ -53,15 +53,15 @@ class _Tapped:
 
 
 class GradientStream:
-    """For one thread. With `max_lag_iters` 0 training waits for the servers in every iteration.
+    """For one thread. With `max_lag_iters` 0, training waits for the servers in every iteration.
 
-    Servers that lag by more iterations are passed over: the stream is cut, and begins again with a whole snapshot.
+    If servers lag by more iterations, the stream is cut, and begins again with a whole snapshot.
     """
 
     def __init__(self, publisher: Publisher, max_lag_iters: int) -> None:
         self._publisher = publisher
         self._max_lag_iters = max_lag_iters
-        self._keys: dict[int, str] = {}  # of states that servers may have, by iteration
+        self._keys: dict[int, str] = {}  # keys of states that servers may have, by iteration
         self._tapped: _Tapped | None = None
         self._base: int | None = None
         self._completed = NOTHING
@@ -69,48 +69,48 @@ class GradientStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a state that gradients can follow."""
+        """Whether servers have a state to which gradients can be applied."""
         return self._base is not None
 
     @property
     def lag_iters(self) -> int:
-        """How many iterations the slowest server is behind."""
+        """The number of iterations by which the slowest server is behind."""
         return 0 if self._base is None else max(self._keys) - max(self._completed, self._base - 1)
 
     @property
     def num_states(self) -> int:
-        """How many states a server of this rank may hold."""
+        """The most states that a server of this rank may hold."""
         return len(self._keys)
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of gradients on their way to servers, with memory to use again."""
+        """Bytes of gradients on their way to servers, including memory for reuse."""
         return self._publisher.update_bytes
 
     def begin(self, base: Snapshot) -> None:
-        """Servers have this snapshot, or are being sent it: gradients of the next iteration follow."""
+        """Servers have this snapshot, or will receive it: gradients of the next iteration follow."""
         self._base = base.header.iteration
         self._keys[self._base] = self._publisher.begin_states(base)
 
     def cut(self, reason: str) -> None:
-        """The stream lacks an iteration: nothing follows until it begins again."""
+        """An iteration is missing from the stream: nothing follows until it begins again."""
         self._lost = self._lost or reason
         self._release()
 
     def reset(self) -> None:
-        """A whole snapshot is being taken: the stream begins with it. Older states stay until servers have it."""
+        """A whole snapshot is being taken, with which the stream begins. Older states stay until servers have it."""
         self._release()
         self._base, self._completed, self._lost = None, NOTHING, ""
 
     def clear(self) -> None:
-        """Other ranks were lost: a survey finds the servers' states anew."""
+        """Other ranks were lost: a survey determines the servers' states again."""
         self.reset()
         self._keys.clear()
 
     def tap(self, gradients: Mapping[PartKey, torch.Tensor], buffer_bytes: int) -> None:
-        """Copy the gradients of an iteration, float32, flattened, into shared memory, as they leave the reduction.
+        """Copy the gradients of an iteration (float32, flat) into shared memory as they leave the reduction.
 
-        `buffer_bytes`: how many bytes follow them. Waits for servers where it has to.
+        `buffer_bytes`: the bytes of buffers that follow them. Waits for servers if they lag too far.
         """
         self._release()
         self._keep_up()
@@ -131,9 +131,9 @@ class GradientStream:
     def hand_over(
         self, header: SnapshotHeader, steps: Mapping[PartKey, AdamStep], buffers: Mapping[PartKey, torch.Tensor]
     ) -> HandedOver | None:
-        """Let servers make the state of `header`, without checksum, of the tapped gradients.
+        """Let servers compute the state of `header`, without a checksum, from the tapped gradients.
 
-        None where that cannot be; then the stream is cut.
+        Returns None if that fails; the stream is then cut.
         """
         tapped, self._tapped = self._tapped, None
         if tapped is None or self._base is None:
@@ -157,7 +157,7 @@ class GradientStream:
         return Progress(completed=self._completed, lost=self._lost)
 
     def drop_before(self, iteration: int) -> None:
-        """Let servers drop older states: the servers of all ranks have the one of `iteration`."""
+        """Let servers drop states older than `iteration`, which the servers of all ranks have."""
         old = [each for each in self._keys if each < iteration]
         self._publisher.drop_states([self._keys.pop(each) for each in old])
 
@@ -175,7 +175,10 @@ class GradientStream:
             self.cut(f"a server lags by {self.lag_iters} iterations, wanted at most ckpt.max_lag_iters")
 
     def _look(self, *, wait: bool) -> None:
-        """Count the states that all servers have, in order. Raises CheckpointSaveError for one that cannot be had."""
+        """Count the states that all servers have, in order.
+
+        Raises CheckpointSaveError for a state that servers cannot compute.
+        """
         assert self._base is not None
         while (following := max(self._completed + 1, self._base)) in self._keys:
             if not self._publisher.has_state(self._keys[following], following, wait=wait):
@@ -189,7 +192,7 @@ class GradientStream:
         steps: Mapping[PartKey, AdamStep],
         buffers: Mapping[PartKey, torch.Tensor],
     ) -> str:
-        """Return the key of the state that servers make. Raises CheckpointSaveError if they cannot."""
+        """Return the key of the state that servers compute. Raises CheckpointSaveError if they cannot."""
         try:
             _require_complete(tapped, header, steps, buffers)
             offset = tapped.gradient_bytes
@@ -209,7 +212,7 @@ class GradientStream:
 
 
 def _copy_all(gradients: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-    """Copy gradients one after another into host memory; return once that is done."""
+    """Copy gradients one after another into host memory; return when all copies are complete."""
     places = packed.split([gradient.numel() for gradient in gradients])
     for gradient, place in zip(gradients, places, strict=True):
         place.copy_(gradient, non_blocking=True)

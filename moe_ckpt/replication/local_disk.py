@@ -1,7 +1,7 @@
-"""A rank's newest windows on a local disk: what is left when all processes and all memory are gone.
+"""A rank's newest windows on a local disk, for a start after all processes and all memory are gone.
 
-Owns: the blobs of one rank in one folder, synced, and how many bytes they may take. Must not: decide what goes there.
-It is the daemon that writes, so that the death of a worker tears nothing.
+Owns: the blobs of one rank in one folder, synced, and the limit on their bytes. Must not: choose the blobs. The replica
+daemon writes, so that the death of a worker leaves no torn file.
 
     persist    drop what all ranks have newer of ---> copy blob after blob, each synced before its entry appears
     restore    copy all blobs back into shared memory
@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LocalDisk:
-    """A worker's way there: writing through its daemon, reading by itself."""
+    """A worker's access to the disk: it writes through its daemon and reads by itself."""
 
     def __init__(self, folder: Path, global_rank: int, daemon: DaemonClient, limit_bytes: int | None) -> None:
         self.path = folder / f"rank{global_rank:04d}"
@@ -31,16 +31,16 @@ class LocalDisk:
         self._limit_bytes = limit_bytes
 
     def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
-        """Start `persist`; the future is done when it is, or failed with a CheckpointSaveError."""
+        """Start `persist`. The future is done when it has ended, or fails with a CheckpointSaveError."""
         return self._daemon.persist(keys, stale, self.path, self._limit_bytes)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until no write is on its way there, by any thread's request; without a cap: a recovery waits for it."""
-        with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the daemon is gone: so is what it was doing
+        """Wait until all requested writes have ended, without the cap on traffic: a recovery waits for them."""
+        with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the daemon has died, and its writes with it
             self.persist([], []).result(timeout_s)
 
     def restore(self, own: BlobFolder) -> int:
-        """`restore`."""
+        """Call `restore` for this rank's folder on disk."""
         return restore(self.path, own)
 
 
@@ -52,10 +52,10 @@ def persist(
     limit_bytes: int | None,
     throttle: Throttle | None = None,
 ) -> None:
-    """Drop what is stale on disk, then let these blobs be there, once each may pass `throttle`.
+    """Drop stale blobs on disk, then copy these blobs there, each once `throttle` lets it pass.
 
-    Raises CheckpointSaveError if there is no room, or `limit_bytes` is not enough for what is there and what is to
-    come, and CheckpointLoadError for one that was withdrawn meanwhile; then nothing has been added.
+    Raises CheckpointSaveError if the disk is full or old and new blobs exceed `limit_bytes`, and CheckpointLoadError
+    for a blob that was withdrawn meanwhile. Nothing has been added then.
     """
     if not keys:
         return
@@ -65,14 +65,14 @@ def persist(
         disk.discard(key)
     before = disk.keys()
     found = {key: own.get(key) for key in keys}
-    blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}  # those are small
+    blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}  # these are small
     _check_room(disk, blobs, limit_bytes)
     try:
         for key, blob in blobs.items():
             _copy(key, blob, own, disk, throttle or unlimited())
     except CheckpointSaveError:
         for key in set(blobs).difference(before):
-            with contextlib.suppress(OSError):  # it is told what came first
+            with contextlib.suppress(OSError):  # the future gets the first error
                 disk.discard(key)
         raise
 
@@ -80,7 +80,7 @@ def persist(
 def restore(path: Path, own: BlobFolder) -> int:
     """Copy all blobs on disk into shared memory; return their bytes.
 
-    Raises CheckpointLoadError for the first that is damaged, and CheckpointSaveError if there is no room.
+    Raises CheckpointLoadError for the first damaged blob, and CheckpointSaveError if there is no room.
     """
     disk = BlobFolder(path)
     return copy_blobs(disk, own, disk.keys())
@@ -89,7 +89,7 @@ def restore(path: Path, own: BlobFolder) -> int:
 def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> int:
     """Copy blobs from a folder of this node into another; return their bytes.
 
-    Raises CheckpointLoadError for the first that is damaged, and CheckpointSaveError if there is no room.
+    Raises CheckpointLoadError for the first damaged blob, and CheckpointSaveError if there is no room.
     """
     return sum(_copy(key, source.get(key), source, target, unlimited()) for key in keys)
 
@@ -104,7 +104,7 @@ def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle
             throttle.wait(chunk.stop - chunk.start)
             payload[chunk].copy_(blob.payload[chunk])
     try:
-        if not source.is_current(key, blob):  # its memory may have been in other use already
+        if not source.is_current(key, blob):  # its memory may have been reused already
             raise CheckpointSaveError(f"blob {key} was withdrawn while it was copied")
         target.deposit(key, blob.header, payload, blob.payload_bytes)
     except CheckpointSaveError:

@@ -1,6 +1,6 @@
 """The messages between daemons and workers: values, and their form as JSON.
 
-Owns: which messages there are, and reading them strictly. Must not: send, or carry out what they ask for.
+Owns: the kinds of messages, and strict reading. Must not: send messages, or execute their requests.
 
     worker -> its daemon   Copy, Forget, UsePeers, Persist        answers: Copied
     a daemon -> a client    Challenge                              answer: Hello; then Welcome, Refused
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where a daemon's server listens."""
+    """The address of a daemon's server."""
 
     host: str
     port: int
@@ -32,7 +32,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Return the address that `str` gave. Raises ValueError."""
+    """Return the address from its `str` form. Raises ValueError."""
     host, _, port = text.rpartition(":")
     return Address(host=host, port=int(port))
 
@@ -75,7 +75,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Put(Message):
-    """Hold a copy for a rank; the blob follows."""
+    """Store a copy for a rank; the blob follows."""
 
     owner_rank: int
     key: str
@@ -83,7 +83,7 @@ class Put(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop(Message):
-    """Hold these no more."""
+    """Drop these copies."""
 
     owner_rank: int
     keys: tuple[str, ...]
@@ -91,21 +91,21 @@ class Drop(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clear(Message):
-    """Hold nothing of a rank."""
+    """Drop all copies of a rank's blobs."""
 
     owner_rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListKeys(Message):
-    """Say what is held of a rank; of the server's own rank, what it has published."""
+    """List the copies of a rank's blobs; for the server's own rank, its published blobs."""
 
     owner_rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Get(Message):
-    """Send a blob of a rank, held or own."""
+    """Send a blob of a rank, from the copies or from the own blobs."""
 
     owner_rank: int
     key: str
@@ -120,7 +120,7 @@ class Keys(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found(Message):
-    """A blob of this size, whose bytes follow once the other side says Done; without a payload at all if None."""
+    """A blob of this size, whose bytes follow after the other side's Done. None: the blob has no payload."""
 
     header_bytes: int
     payload_bytes: int | None
@@ -136,12 +136,12 @@ class Sent(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done(Message):
-    """The request is done."""
+    """The request has been executed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused(Message):
-    """The request is refused; `garbled` if the bytes did not arrive as they were sent."""
+    """The request is refused. `garbled`: its bytes arrived damaged."""
 
     reason: str
     garbled: bool
@@ -149,7 +149,7 @@ class Refused(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy(Message):
-    """Copy these blobs of the worker's rank to all peers; the answer bears the same number."""
+    """Copy these blobs of the worker's rank to all peers; the answer has the same number."""
 
     number: int
     keys: tuple[str, ...]
@@ -157,7 +157,7 @@ class Copy(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Persist(Message):
-    """Let these blobs be in a folder on disk, and `stale` no more; the answer bears the same number."""
+    """Copy these blobs to a folder on disk, and delete `stale` there; the answer has the same number."""
 
     number: int
     keys: tuple[str, ...]
@@ -168,7 +168,7 @@ class Persist(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied(Message):
-    """The copies are confirmed by all peers, or on disk, or why they are not."""
+    """All peers have confirmed the copies, or the blobs are on disk; else the reason of the failure."""
 
     number: int
     failure: str | None
@@ -176,7 +176,7 @@ class Copied(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forget(Message):
-    """Let all peers drop their copies of these."""
+    """Let all peers drop their copies of these blobs."""
 
     keys: tuple[str, ...]
 
@@ -198,7 +198,7 @@ _KINDS: dict[str, type[Message]] = {
 
 
 def message_to_json(message: Message) -> bytes:
-    """Return a message as an object with one field: its kind, and its fields."""
+    """Return a message as a JSON object with one field: its kind, with its fields."""
     return json.dumps({type(message).__name__: asdict(message)}, separators=(",", ":")).encode()
 
 

@@ -1,14 +1,14 @@
-"""Which ranks keep copies for which. Pure. A node is `ranks_per_node` consecutive ranks, which fail together.
+"""The ranks that hold each rank's copies. Pure. A node is `ranks_per_node` consecutive ranks, which fail together.
 
-`copy_holders` places the memory of every rank: groups of nodes, the last one a ring (Gemini, SOSP '23, section 4.1),
-among data-parallel peers where it is told who these are (MoEtion, section 5.1, Algorithm 2). All ranks compute the
-same. Must not: know who is alive.
+`copy_holders` places the memory of every rank in groups of nodes, the last of them a ring (Gemini, SOSP '23, section
+4.1), among data-parallel peers if these are given (MoEtion, section 5.1, Algorithm 2). All ranks compute the same
+placement. Must not: know which ranks are alive.
 """
 
 from __future__ import annotations
 
 LISTED_NODES = 16
-"""Of more nodes than this, `placement_lines` gives all groups but the last one line together."""
+"""For more nodes than this, `placement_lines` describes all groups but the last in one line."""
 
 
 def num_nodes(world_size: int, ranks_per_node: int) -> int:
@@ -19,18 +19,19 @@ def num_nodes(world_size: int, ranks_per_node: int) -> int:
 def copy_holders(
     global_rank: int, *, world_size: int, ranks_per_node: int, replicas: int, peers: int | None = None
 ) -> tuple[int, ...]:
-    """Return the ranks that keep this rank's copies: the rank in its place on each of `replicas` nodes of its group.
+    """Return the ranks that hold this rank's copies: the rank in its place on each of `replicas` nodes of its group.
 
-    8 ranks, 2 a node, 1 replica: nodes 0 and 1 keep each other's copies, and so do 2 and 3; rank 3 is kept by rank 1.
-    5 nodes, 1 replica: nodes 0 and 1 keep each other's, 2 is kept by 3, 3 by 4, 4 by 2. Needs replicas < nodes and
-    nodes of equal size. Gemini, section 4.1, mixed strategy, whose m counts the owner's own copy: m = replicas + 1.
-    Every rank keeps `replicas` others' copies; any `replicas` nodes may be lost, and most sets of one more.
+    8 ranks, 2 a node, 1 replica: nodes 0 and 1 hold each other's copies, and so do 2 and 3; rank 1 holds those of rank
+    3. 5 nodes, 1 replica: nodes 0 and 1 hold each other's copies, 3 those of 2, 4 those of 3, 2 those of 4. Needs
+    replicas < nodes and nodes of equal size. Gemini, section 4.1, mixed strategy, whose m counts the owner's own copy:
+    m = replicas + 1. Every rank holds the copies of `replicas` other ranks; any `replicas` nodes may be lost, and most
+    sets of one more.
 
-    `peers`: as many consecutive ranks train one stage, data-parallel peers of each other; groups stay among them where
-    they fill more than `replicas` nodes. 6 nodes, 3 a stage, 1 replica: nodes 0 to 2 are a ring, and 3 to 5. MoEtion,
-    section 5.1, Algorithm 2, as its text means it, where each rank brings a shard of its own. As printed, the algorithm
-    calls a pipeline a data-parallel group, knows no nodes, lets the lowest worker of a group keep all others' copies,
-    and outside of groups leaves the last worker without one.
+    `peers`: this many consecutive ranks train one stage as data-parallel peers; groups stay among them if they fill
+    more than `replicas` nodes. 6 nodes, 3 a stage, 1 replica: nodes 0 to 2 form a ring, and so do 3 to 5. This is
+    MoEtion, section 5.1, Algorithm 2, as its text describes it: each rank contributes a shard. The printed algorithm
+    differs: it calls a pipeline a data-parallel group, ignores nodes, lets the lowest worker of a group hold all copies
+    of the others, and outside of groups leaves the last worker without a copy.
     """
     first, near = _near(global_rank, world_size, ranks_per_node, replicas, peers)
     nodes = _equal_nodes(near, ranks_per_node, replicas)
@@ -42,17 +43,18 @@ def copy_holders(
 def ring_holders(global_rank: int, *, world_size: int, ranks_per_node: int, replicas: int) -> tuple[int, ...]:
     """Return the ranks in this rank's place on each of the next `replicas` nodes, with all nodes in one ring.
 
-    8 ranks, 2 a node, 2 replicas: rank 3 is kept by ranks 5 and 7, rank 7 by 1 and 3. Needs what `copy_holders` needs.
-    Gemini, section 4.1, ring strategy: of the sets of replicas + 1 nodes, all that are adjacent take a state with them.
+    8 ranks, 2 a node, 2 replicas: ranks 5 and 7 hold the copies of rank 3, ranks 1 and 3 those of rank 7. The
+    conditions are those of `copy_holders`. Gemini, section 4.1, ring strategy: the loss of replicas + 1 adjacent nodes
+    loses a state.
     """
     nodes = _equal_nodes(world_size, ranks_per_node, replicas)
     return _next_in_ring(global_rank, nodes, ranks_per_node, replicas)
 
 
 def placement_lines(*, world_size: int, ranks_per_node: int, replicas: int, peers: int | None = None) -> list[str]:
-    """Return a table of `copy_holders` for people: a line a node, the first rank of a range kept by the first of each.
+    """Return a readable table of `copy_holders`: a line a node, the first rank of a range held by the first of each.
 
-    Of more than LISTED_NODES nodes, all groups but the last, which may be a ring, share a line. Where groups stay among
+    For more than LISTED_NODES nodes, all groups but the last, which may be a ring, share a line. If groups stay among
     data-parallel peers, the first stage stands for all.
     """
     _, near = _near(0, world_size, ranks_per_node, replicas, peers)
@@ -75,7 +77,7 @@ def placement_lines(*, world_size: int, ranks_per_node: int, replicas: int, peer
 
 
 def _near(global_rank: int, world_size: int, ranks_per_node: int, replicas: int, peers: int | None) -> tuple[int, int]:
-    """Return the first of the ranks among which this one's copies stay, and how many there are."""
+    """Return the first of the ranks among which this rank's copies stay, and their number."""
     if peers is None or peers % ranks_per_node or num_nodes(peers, ranks_per_node) <= replicas:
         return 0, world_size
     return global_rank // peers * peers, peers
@@ -88,9 +90,9 @@ def _equal_nodes(world_size: int, ranks_per_node: int, replicas: int) -> range:
 
 
 def _group(node: int, nodes: range, replicas: int) -> range:
-    """Return the nodes that `node` shares copies with: replicas + 1 in a row, and what is left over in the last group.
+    """Return the nodes that `node` shares copies with: replicas + 1 in a row; the last group takes the remaining nodes.
 
-    The last group has up to 2 * replicas + 1 nodes. A ring suits all: it reaches all others of a group that is full.
+    The last group has up to 2 * replicas + 1 nodes. A ring fits all sizes: in a full group it reaches all others.
     """
     size = replicas + 1
     last = len(nodes) // size - 1

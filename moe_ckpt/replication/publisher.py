@@ -1,8 +1,8 @@
 """The part of a rank's host memory that outlives its worker: snapshots and step log, in shared memory and copied.
 
-Owns: which blob is what, and which copies have been confirmed. Must not: keep snapshots or steps itself
-(`snapshot.windows` and `snapshot.step_log` do), or decide how long. The boundary log is not here: a rank that was lost
-replays, and logs again what it sent.
+Owns: the keys of blobs, and the set of confirmed copies. Must not: store snapshots or steps itself (`snapshot.windows`
+and `snapshot.step_log` do), or decide how long they stay. The boundary log is not part of it: a lost rank replays, and
+logs again what it sent.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class Copies(Protocol):
     """Copies own blobs to peers, in the background."""
 
     def copy(self, keys: list[str]) -> Future[None]:
-        """Start copying; done when all peers have all of them."""
+        """Start copying; the future is done when all peers have all of the blobs."""
         ...
 
     def forget(self, keys: list[str]) -> None:
-        """Let peers drop theirs."""
+        """Let peers drop their copies."""
         ...
 
 
 class NoCopies:
-    """No peer keeps copies: blobs in this node's memory count as kept."""
+    """No peer holds copies: blobs in this node's memory count as copied."""
 
     def copy(self, keys: list[str]) -> Future[None]:  # noqa: ARG002
         return _done()
@@ -74,7 +74,7 @@ class NoCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FolderContents:
-    """The contents of a folder: snapshots in any order, and by iteration its start and its record."""
+    """The contents of a folder: snapshots in any order, and the start and the record of each iteration."""
 
     snapshots: tuple[Snapshot, ...]
     starts: Mapping[int, Mapping[str, torch.Tensor]]
@@ -82,12 +82,12 @@ class FolderContents:
 
 
 class Publisher:
-    """Keeps one rank's snapshots and steps in `folder`; snapshots for any thread, all else for one.
+    """Publishes one rank's snapshots and steps in `folder`. Any thread may add snapshots; all else is for one thread.
 
     A copy may take `copy_s` seconds.
 
-    Peers hear nothing until `begin_copying` and after `stop_copying`: what they hold may be the last of its kind.
-    `on_wait` is told when it begins (True) and ends (False) to wait for them.
+    Peers receive nothing before `begin_copying` and after `stop_copying`: their copies may be the last ones. `on_wait`
+    is called when a wait for peers begins (True) and ends (False).
     """
 
     def __init__(self, folder: BlobFolder, copies: Copies, copy_s: float, on_wait: Callable[[bool], None]) -> None:
@@ -98,19 +98,19 @@ class Publisher:
         self._lock = RLock()
         self._times = CopyTimes()
         self.num_peers = 0
-        self._keys: dict[int, str] = {}  # of snapshots, by the payload's id
+        self._keys: dict[int, str] = {}  # keys of snapshots, by the payload's id
         self._copying: dict[str, Future[None]] | None = None
-        self._changed: set[str] = set()  # since copying stopped: under these names peers may hold something else
-        self._stale: set[str] = set()  # what peers hold and are to forget, once they hold what is kept
+        self._changed: set[str] = set()  # since copying stopped: peers may hold other contents under these keys
+        self._stale: set[str] = set()  # keys that peers hold and drop once they hold the folder's blobs
         self._copies_fail = False
-        self._newest: dict[str | None, str] = {}  # by unit: the key that peers were sent last
+        self._newest: dict[str | None, str] = {}  # by unit: the key that peers received last
         self._packed_in = HostBuffers(folder)  # gradients, on their way to peers
         self._packed: dict[str, torch.Tensor] = {}  # by the update's key
 
     def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
-        """Keep a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError.
+        """Publish a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError.
 
-        Peers that have the unit of the iteration before are sent `gradients` only.
+        Peers that have the unit of the previous iteration receive `gradients` only.
         """
         header = snapshot.header
         kind = _SNAPSHOT if header.unit is None or header.unit.on_peers else _LOCAL
@@ -125,9 +125,9 @@ class Publisher:
                 self._copy(key, header.payload_bytes, sent)
 
     def _publish_update(self, base: str, key: str, header: SnapshotHeader, gradients: Gradients) -> str:
-        """Publish what makes the snapshot `key` of `base`, and return its key.
+        """Publish the update that leads from `base` to the snapshot `key`, and return its key.
 
-        It is `key` itself where peers were not sent the base, or what there is cannot be made of it.
+        Returns `key` itself if peers did not receive the base, or if the snapshot cannot be computed from it.
         """
         if self._copying is None or base not in self._copying or not can_be_updated(header):
             return key
@@ -148,16 +148,16 @@ class Publisher:
         return self._packed_in.acquire(nbytes)
 
     def release_update(self, packed: torch.Tensor) -> None:
-        """Use memory that was acquired, and is not handed over, for the next."""
+        """Release memory that was acquired and not handed over, for reuse."""
         self._packed_in.release(packed)
 
     @property
     def update_bytes(self) -> int:
-        """Bytes of updates on their way to peers, with memory to use again."""
+        """Bytes of updates on their way to peers, including memory for reuse."""
         return self._packed_in.total_bytes
 
     def begin_states(self, base: Snapshot) -> str:
-        """The states that peers make follow from this snapshot, which is kept here; return its key."""
+        """Begin the states that peers compute, from this snapshot, which is published here; return its key."""
         with self._lock:
             key = self._newest[None] = self._keys[id(base.payload)]
             return key
@@ -165,9 +165,9 @@ class Publisher:
     def hand_over(
         self, header: SnapshotHeader, steps: Sequence[AdamStep | None], packed: torch.Tensor, packed_bytes: int
     ) -> str:
-        """Let peers make the state of `header`, which is not kept here, of the one before; return its key.
+        """Let peers compute the state of `header`, which is not stored here, from the one before; return its key.
 
-        `packed` was acquired, and is released once they have it. Raises CheckpointSaveError; then it is released.
+        `packed` was acquired, and is released once peers have it. Raises CheckpointSaveError; it is then released.
         """
         key = _new_key(_SNAPSHOT, header)
         with self._lock:
@@ -188,7 +188,7 @@ class Publisher:
     def has_state(self, key: str, iteration: int, *, wait: bool) -> bool:
         """Return whether peers have a state, and the start of the iteration after it; with `wait`, wait for both.
 
-        Raises CheckpointSaveError if they cannot have it.
+        Raises CheckpointSaveError if peers cannot compute it.
         """
         keys = (key, f"{_START}{iteration + 1}")
         with self._lock:
@@ -210,11 +210,11 @@ class Publisher:
             self._on_wait(False)
 
     def drop_states(self, keys: list[str]) -> None:
-        """Let peers drop states that they have made."""
+        """Let peers drop states that they have computed."""
         self._drop(keys)
 
     def _drop_update(self, key: str) -> None:
-        """Use its memory for the next."""
+        """Release the memory of an update for reuse."""
         with self._lock:
             self.folder.withdraw(key)
             packed = self._packed.pop(key, None)
@@ -222,35 +222,35 @@ class Publisher:
             self._packed_in.release(packed)
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """Keep it no longer: its memory is about to be used again."""
+        """Withdraw a snapshot: its memory is about to be reused."""
         with self._lock:
             key = self._keys.pop(id(snapshot.payload))
             self._times.forget(key)
             self._drop([key])
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
-        """Keep what an iteration starts from."""
+        """Publish the state that an iteration starts from."""
         self._put(f"{_START}{iteration}", save(dict(start)))
 
     def add_record(self, record: StepRecord) -> None:
-        """Keep an iteration's facts."""
+        """Publish an iteration's record."""
         tensors = {} if record.tied_gradient is None else {_TIED: record.tied_gradient}
         facts = {"gradients": json.dumps(asdict(record.gradients))}
         self._put(f"{_RECORD}{record.iteration}", save(tensors, metadata=facts))
 
     def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None:
-        """Keep these no longer."""
+        """Withdraw the starts and records of these iterations."""
         self._drop([f"{_START}{i}" for i in starts] + [f"{_RECORD}{i}" for i in records])
 
     def has_copies_of_step(self, iteration: int) -> bool:
-        """Wait until peers hold what `iteration` started from and its record; return whether they do.
+        """Wait until peers hold the start and the record of `iteration`; return whether they do.
 
-        Where copies have failed since they were begun, training does not wait for them again: every iteration would.
+        If a copy has failed since copying began, training does not wait again: every iteration would.
         """
         return not self._copies_fail and self._are_copied([f"{_START}{iteration}", f"{_RECORD}{iteration}"])
 
     def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
-        """Wait until peers hold these snapshots, and what the iteration after each starts from; return if they do."""
+        """Wait until peers hold these snapshots and the start of the iteration after each; return whether they do."""
         return self._are_copied(self._copied_keys_of(snapshots))
 
     def awaits_copies(self, snapshots: Iterable[Snapshot]) -> bool:
@@ -260,9 +260,9 @@ class Publisher:
         return any(copy is not None and not copy.done() for copy in copies)
 
     def persist(self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None) -> Future[None]:
-        """Start copying a window to disk, with the steps that belong to it.
+        """Start copying a window to disk, with its steps.
 
-        Of the folder's windows only the one that starts at `keep` stays; None: all of them.
+        Of the windows on disk only the one that starts at `keep` stays; None: all of them stay.
         """
         last = snapshots[-1].header.iteration
         records = [f"{_RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
@@ -276,7 +276,7 @@ class Publisher:
     ) -> Future[None]:
         """Start copying units of a partial checkpoint to disk.
 
-        Of the folder's other blobs only `also` stays; None: all of them.
+        Of the other blobs on disk only `also` stays; None: all of them stay.
         """
         keys = self._keys_of(units)
         there = BlobFolder(disk.path).keys()
@@ -284,7 +284,7 @@ class Publisher:
         return disk.persist(keys, [key for key in there if key not in needed])
 
     def wait_for(self, persisted: Future[None]) -> None:
-        """Wait for what `persist` has started. Raises CheckpointSaveError if it failed, or takes too long."""
+        """Wait for a write that `persist` has started. Raises CheckpointSaveError if it failed, or takes too long."""
         self._on_wait(True)
         try:
             persisted.result(self._copy_s)
@@ -294,15 +294,15 @@ class Publisher:
             self._on_wait(False)
 
     def copy_bytes_per_s(self) -> float:
-        """Return how fast snapshots have reached all peers lately, what they waited included; inf for no peers."""
+        """Return the recent rate at which snapshots reached all peers, including waits; inf without peers."""
         return self._times.bytes_per_s()
 
     def sent(self, snapshots: Iterable[Snapshot]) -> SentCopy | None:
-        """Return what it took until all peers had these; None where there are none, or an earlier life sent them."""
+        """Return the time until all peers had these snapshots; None without peers, or for an earlier worker's."""
         return self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
 
     def num_copies(self, snapshots: Iterable[Snapshot], held: Iterable[Collection[str]]) -> int:
-        """Return how many peers have all of these snapshots. `held`: the keys that each of them has."""
+        """Return the number of peers that have all of these snapshots. `held`: the keys that each peer has."""
         wanted = set(self._copied_keys_of(snapshots))
         return sum(wanted.issubset(keys) for keys in held)
 
@@ -312,9 +312,9 @@ class Publisher:
             self._copying, self._stale = None, set()
 
     def begin_copying(self, held: Sequence[Collection[str]], *, forget: bool) -> None:
-        """Let peers hold what is kept here; `forget`: and, as soon as they do, nothing else.
+        """Copy the folder's blobs to peers; `forget`: peers drop all others once they have them.
 
-        `held`: the keys that each of them has. Where a copy fails they keep what they have until copies begin again.
+        `held`: the keys that each peer has. If a copy fails, peers keep what they have until copying begins again.
         """
         with self._lock:
             self.num_peers = len(held)
@@ -330,12 +330,12 @@ class Publisher:
                 self._forget_later(self._copying)
 
     def _forget_later(self, copying: Mapping[str, Future[None]]) -> None:
-        """Let peers drop what is stale once all of these copies are there: until then it may be all that is left."""
+        """Let peers drop stale blobs once these copies are complete: until then a stale blob may be the last source."""
         copies = list(copying.values())
 
         def forget(copied: Future[None]) -> None:
             if copied.exception():
-                return  # from a thread for which the holder of the lock may wait
+                return  # on a thread for which the holder of the lock may wait
             with self._lock:
                 if self._copying is copying and all(copy.done() and not copy.exception() for copy in copies):
                     self._copies.forget(sorted(self._stale))
@@ -345,7 +345,7 @@ class Publisher:
             copy.add_done_callback(forget)
 
     def adopt(self) -> FolderContents:
-        """Return what is in the folder, left there by an earlier process or fetched from a peer.
+        """Return the contents of the folder, left there by an earlier process or fetched from a peer.
 
         Blobs that an earlier process had fetched in part are dropped.
         """
@@ -353,15 +353,15 @@ class Publisher:
             self.folder.clear()
             self._unfinished.unlink()
         for key in filter(is_update, self.folder.keys()):
-            self.folder.discard(key)  # of its process, which has not lived to see it arrive
+            self.folder.discard(key)  # of a process that died before it saw the copy complete
         blobs = self.folder.adopt()
         self._keys = {id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)}
         return _kept(blobs)
 
     def replace(self, fetch: Callable[[BlobFolder], int]) -> int:
-        """Keep what `fetch` puts into the folder, in place of all that was there; return what that returns.
+        """Replace the folder's contents by those that `fetch` puts there; return the result of `fetch`.
 
-        It counts only once it is complete. Raises what `fetch` raises; then nothing is kept.
+        The new contents count only once they are complete. Raises what `fetch` raises; the folder is then empty.
         """
         assert self._copying is None, "peers would forget what is being fetched"
         self.folder.path.mkdir(parents=True, exist_ok=True)
@@ -392,13 +392,13 @@ class Publisher:
     def _put(self, key: str, content: bytes) -> None:
         try:
             self.folder.publish(key, content, None, 0)
-        except CheckpointSaveError as error:  # a failing save never stops training
+        except CheckpointSaveError as error:  # a failed save never stops training
             _log.warning("%s is not kept: %s", key, error)
             return
         self._copy(key)
 
     def _copy(self, key: str, measured_bytes: int = 0, by: str | None = None) -> None:
-        """Let peers have a blob; `by` sending them another one, which is of no use after that."""
+        """Copy a blob to peers; `by`: send this other blob instead, which is dropped afterwards."""
         began_s, sent = time.monotonic(), by or key
 
         def finish(copied: Future[None]) -> None:
@@ -411,7 +411,7 @@ class Publisher:
             if self._copying is None:
                 self._changed.add(key)
                 return
-            self._stale.discard(key)  # or the answer to another copy would let peers forget what they get now
+            self._stale.discard(key)  # else the answer to another copy would let peers drop what they receive now
             copy = self._copying[key] = self._copies.copy([sent])
         copy.add_done_callback(finish)
 
@@ -446,7 +446,7 @@ def _new_key(kind: str, header: SnapshotHeader) -> str:
 
 
 def newest_snapshot(keys: Iterable[str]) -> int | None:
-    """Return the newest iteration that a snapshot is of, whole or not; None for none."""
+    """Return the newest iteration of any snapshot, complete or not; None for none."""
     places = (key.split("-") for key in keys if _is_snapshot(key))
     return max((int(start) + int(slot) for _, start, slot, _ in places), default=None)
 
@@ -456,14 +456,14 @@ def _is_snapshot(key: str) -> bool:
 
 
 def belongs_to(key: str, window_start: int) -> bool:
-    """Return whether a blob is of the window that starts there, or of an iteration after that."""
+    """Return whether a blob belongs to the window that starts there, or to an iteration after that."""
     kind, _, rest = key.partition("-")
     number = int(rest.split("-")[0])
     return number == window_start if f"{kind}-" == _SNAPSHOT else number > window_start
 
 
 def holds_records(keys: Iterable[str]) -> bool:
-    """Return whether a record of an iteration is among these."""
+    """Return whether these keys include the record of an iteration."""
     return any(key.startswith(_RECORD) for key in keys)
 
 
@@ -474,7 +474,7 @@ def _done() -> Future[None]:
 
 
 def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
-    """Return the units of partial checkpoints in a rank's folder, by key, with headers undamaged; it may change."""
+    """Return a rank's units of partial checkpoints by key, with intact headers; the folder may change meanwhile."""
     units: dict[str, Snapshot] = {}
     for key in filter(_is_snapshot, folder.keys()):
         with contextlib.suppress(CheckpointLoadError):
@@ -486,7 +486,7 @@ def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
 
 
 def read_kept(folder: BlobFolder) -> FolderContents:
-    """Return the undamaged contents of another rank's folder; it may change meanwhile."""
+    """Return the intact contents of another rank's folder, which may change meanwhile."""
     blobs: dict[str, Blob] = {}
     for key in folder.keys():  # noqa: SIM118 - not a mapping
         with contextlib.suppress(CheckpointLoadError):

@@ -1,6 +1,6 @@
-"""The copies that a rank holds for another, in memory that is used again: new pages cost more than what fills them.
+"""The copies that a rank holds for another, in reused memory: new pages cost more than their contents.
 
-Owns: which memory is free, never more than was in use at the same time. Must not: trust that free memory has files.
+Owns: the pool of free memory, never more than was in use at one time. Must not: rely on files of free memory.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from moe_ckpt.snapshot.blobs import BlobFolder
 
 
 class ReplicaFolder(BlobFolder):
-    """A folder of deposited blobs that keeps their memory, for what comes next. It adopts what is there."""
+    """A folder of deposited blobs that keeps their memory for later blobs. It adopts existing files."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._free: dict[int, torch.Tensor] = {}  # by id; what is free for longest comes first
+        self._free: dict[int, torch.Tensor] = {}  # by id; the memory that has been free for longest comes first
         adopted = self.adopt().items()
         self._payloads = {key: blob.payload for key, blob in adopted if blob.payload is not None}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return shared memory: uint8, [nbytes], of any content.
+        """Return shared memory: uint8, [nbytes], of arbitrary contents.
 
         Raises CheckpointSaveError if the file system has no room.
         """

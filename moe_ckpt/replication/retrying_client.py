@@ -1,6 +1,6 @@
-"""Requests to one server, over a connection that is made anew where it breaks.
+"""Requests to one server, over a connection that is opened again after a failure.
 
-Owns: the connection, and how often and how long to try. Must not: know what is asked for.
+Owns: the connection, and the number and time of attempts. Must not: know the requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Ticket
 
-_DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)  # before each attempt; a daemon that is being replaced is there after a fork
+_DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)  # before each attempt; the successor of a daemon is ready after a fork
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class RetryingClient:
         self._closing = Event()
 
     def call(self, what: str, act: Callable[[Connection], T], until_s: float) -> T:
-        """Return what `act` does over a connection; it is done again where that breaks or garbles what passes.
+        """Return the result of `act` over a connection. It is repeated if the connection breaks or garbles bytes.
 
         There are at most 5 attempts, and none after `until_s` (of `time.monotonic`). Raises `failure`.
         """
@@ -55,13 +55,13 @@ class RetryingClient:
         raise self._failure(f"{what}, {self.address}: {reason}, after {num_attempts} attempts") from reason
 
     def shut_down(self) -> None:
-        """End what is under way, from any thread; nothing can be called any more."""
+        """End the operation in progress, from any thread; later calls fail."""
         self._closing.set()
         if link := self._link:
             link.shut_down()
 
     def close(self) -> None:
-        """Close the connection, from the thread that calls."""
+        """Close the connection, from the calling thread."""
         if self._link:
             self._link.close()
             self._link = None
@@ -72,12 +72,12 @@ class RetryingClient:
             raise ConnectionAbortedError("closed on this side")
 
     def _must_stop(self, delay_s: float, until_s: float) -> bool:
-        """Wait before another attempt; return whether there is to be none."""
+        """Wait before another attempt; return whether there will be none."""
         return self._closing.wait(delay_s) or time.monotonic() >= until_s
 
     def _attempt(self, act: Callable[[Connection], T], until_s: float) -> T:
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self.close)  # whatever is under way on it, the other end gives it up
+            on_failure.callback(self.close)  # the other end ends its operation, too
             link = self._connected(until_s)
             link.allow(until_s - time.monotonic())
             done = act(link)
@@ -91,5 +91,5 @@ class RetryingClient:
             raise TimeoutError("no time is left")
         if self._link is None:
             self._link = open_connection(self.address, self._ticket, left_s)
-        self.pause(0)  # who shut down while there was no link has not ended this one
+        self.pause(0)  # a thread that called `shut_down` before this connection existed has not ended it
         return self._link

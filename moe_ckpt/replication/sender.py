@@ -1,7 +1,7 @@
 """Copies one rank's blobs to its peers while training goes on.
 
-Owns: a sending thread per peer, its order, yielding to training traffic, and waits for a cap. Must not: decide what is
-copied, or keep a payload mapped for longer than a copy takes. Gemini, section 5: chunks between training's traffic.
+Owns: a sending thread per peer, its order, yielding to training traffic, and waits for the cap. Must not: choose the
+blobs, or keep a payload mapped longer than its copy takes. Gemini, section 5: chunks between training's traffic.
 
     copy a, copy b, forget a     in this order to each peer, each peer at its own speed; confirmed when all have it
 """
@@ -26,17 +26,17 @@ from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
 
 _LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
 _YIELD_S = 0.001
-_LOOK_EVERY_S = 0.1  # while a chunk waits for tokens: whether its snapshot is still wanted
-_MOST_REFUSED = 3  # a peer whose arithmetic differs never comes to the same state
+_LOOK_EVERY_S = 0.1  # while a chunk waits for tokens: how often to check that its snapshot is still wanted
+_MOST_REFUSED = 3  # a peer whose arithmetic differs never computes the same state
 
 _log = logging.getLogger(__name__)
 
 
 class Replicator:
-    """Copies blobs of `own`, those of rank `owner_rank`, to the peers that `use_peers` named last; for any thread.
+    """Copies blobs of `own`, those of rank `owner_rank`, to the peers of the last `use_peers`; for any thread.
 
-    A copy that is not confirmed `deadline_s` after it was asked for has failed. While `may_send()` is False, every
-    chunk waits up to 20 ms. Bytes to all peers together wait for tokens of `throttle`.
+    A copy without confirmation `deadline_s` after its request has failed. While `may_send()` is False, every chunk
+    waits up to 20 ms. Bytes to all peers together wait for tokens of `throttle`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Replicator:
         self._peers: dict[Address, _Peer] | None = None
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
-        """Copy to these from now on; what is under way or asked for already to others fails."""
+        """Copy to these addresses from now on; copies to others fail, including those in progress."""
         with self._lock:
             before = self._peers or {}
             self._peers = {address: before.get(address) or self._peer(address) for address in addresses}
@@ -68,7 +68,7 @@ class Replicator:
             peer.close()
 
     def copy(self, keys: Sequence[str]) -> Future[None]:
-        """Start copying; the future is done when all peers hold all of it, or failed with a CheckpointSaveError."""
+        """Start copying; the future is done when all peers hold all of it, or fails with a CheckpointSaveError."""
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
             if self._peers is None:
@@ -76,14 +76,14 @@ class Replicator:
             return _all_done([peer.copy(keys, until_s) for peer in self._peers.values()])
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Let all peers drop their copies, after what was asked for before; a failure is logged."""
+        """Let all peers drop their copies, after all earlier requests. A failure is logged."""
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
             for peer in (self._peers or {}).values():
                 peer.forget(keys, until_s).add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """End everything; what is not confirmed fails, and so does what is asked for from now on."""
+        """End all threads; unconfirmed and later requests fail."""
         self.use_peers([])
         with self._lock:
             self._peers = None
@@ -116,7 +116,7 @@ class _Peer:
     def close(self) -> None:
         self._caller.shut_down()
         self._thread.submit(self._caller.close)
-        self._thread.shutdown(wait=False)  # it may be connecting, until its deadline
+        self._thread.shutdown(wait=False)  # the thread may be connecting, until its deadline
 
     def _copy_all(self, keys: Sequence[str], until_s: float) -> None:
         for key in keys:
@@ -131,7 +131,7 @@ class _Peer:
             self._send(link, key)
             return
         update = update_from_bytes(self._own.get(key).header)
-        if update.seals:  # the state that it makes is nowhere else
+        if update.seals:  # the state that this update leads to is nowhere else
             self._send(link, key)
         elif not self._has_updated(link, key, update.unit):
             self._send(link, update.target)
@@ -162,7 +162,7 @@ class _Peer:
         link.expect(Done)
 
     def _sleep(self, seconds: float, key: str, blob: Blob) -> bool:
-        """Sleep, unless this peer is given up or the blob is dropped: then raise, with the other tokens unused."""
+        """Sleep; raise if this peer is given up or the blob is dropped, and return the unused tokens."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
             self._caller.pause(min(left_s, _LOOK_EVERY_S))
@@ -184,7 +184,7 @@ def _failed(error: CheckpointSaveError) -> Future[None]:
 
 
 def _all_done(parts: Sequence[Future[None]]) -> Future[None]:
-    """Return a future that is done once all are, and fails with all the reasons if any of them has failed."""
+    """Return a future that is done once all parts are, and fails with all reasons if any part has failed."""
     whole: Future[None] = Future()
     whole.set_running_or_notify_cancel()  # no caller can cancel it from here on
     lock, num_left = Lock(), len(parts)

@@ -1,6 +1,6 @@
 """Accepts connections and serves each in a thread of its own.
 
-Owns: the listening socket, the threads and their links. Must not: know what is said on a link.
+Owns: the listening socket, the threads and their connections. Must not: know the messages on a connection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ConnectionServer:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End all connections, and wait for their threads so long each."""
+        """End all connections, and wait up to `timeout_s` for each of their threads."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -48,7 +48,7 @@ class ConnectionServer:
             try:
                 connection, _ = self._listening.accept()
                 self._start(Connection(connection))
-            except (OSError, RuntimeError) as error:  # out of descriptors or threads, or gone before it came
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads, or the client has gone
                 if not self._closed.wait(_RETRY_S):
                     _log.warning("a connection was not accepted: %s", error)
 
@@ -63,7 +63,7 @@ class ConnectionServer:
             self._serve(link)
         except OSError as error:
             _log.info("a connection ended: %s", error)
-        except Exception:  # the top of a thread: one connection's failure is not to be another's
+        except Exception:  # the top of a thread: the failure of one connection must not affect another
             _log.exception("a connection ended")
         finally:
             with self._lock:

@@ -1,7 +1,7 @@
-"""One blob over a link: from mapped memory to mapped memory, with checksums.
+"""One blob over a connection: from mapped memory to mapped memory, with checksums.
 
-Owns: the order of the bytes, and that no torn, garbled or withdrawn blob is ever kept. Must not: connect, or choose
-blobs.
+Owns: the order of the bytes, and the rule that no torn, garbled or withdrawn blob is ever stored. Must not: connect, or
+choose blobs.
 
     sender    Found          header | payload    Sent, or Refused if it was withdrawn meanwhile
     receiver        Done                                                                        keep
@@ -33,15 +33,15 @@ def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: 
     payload_xxh3 = link.send_stream(_bytes_of(blob.payload, blob.payload_bytes), pace)
     if folder.is_current(key, blob):
         link.send(Sent(header_xxh3=header_xxh3, payload_xxh3=payload_xxh3))
-    else:  # its memory may have been in other use already
+    else:  # its memory may have been reused already
         link.send(Refused(reason=f"blob {key} was withdrawn while it was sent", garbled=False))
 
 
 def receive_blob(link: Connection, found: Found, folder: BlobFolder, key: str, keep: Keep, pace: Pace) -> int:
-    """Receive a blob into memory of `folder` and keep it under a key; return its bytes.
+    """Receive a blob into memory of `folder` and store it under a key; return its bytes.
 
     Raises RefusedError if it arrived garbled, was withdrawn meanwhile or has too large a header, and
-    CheckpointSaveError if there is no room; then nothing is kept.
+    CheckpointSaveError if there is no room. Nothing is stored then.
     """
     if found.header_bytes > MOST_HEADER_BYTES:
         reason = f"blob {key}: got a header of {found.header_bytes} bytes, wanted at most {MOST_HEADER_BYTES}"

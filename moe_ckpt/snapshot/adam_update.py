@@ -1,13 +1,13 @@
 """Copies by gradient: a peer that holds the state before a step takes the step itself.
 
-Owns: the content of an update, and taking the step on the peer's side. Must not: send. MoEtion, section 5.2 and
-Algorithm 3; FlowCheck, section 5.
+Owns: the contents of an update, and the step on the peer's side. Must not: send. MoEtion, section 5.2 and Algorithm 3;
+FlowCheck, section 5.
 
     owner   state t-1 -> Adam -> state t      header of t, gradients, Adam's numbers of the step, buffers
     peer    copy of t-1 -> the same step -> copy of t
 
-Where the owner has a snapshot of t (`ckpt=moetion`) the header has its checksum, and another result is refused. Where
-the peer alone makes t (`ckpt=flowcheck`, a checkpoint server) the update `seals` it: the peer computes the checksum.
+If the owner has a snapshot of t (`ckpt=moetion`), the header has its checksum, and any other result is refused. If only
+the peer computes t (`ckpt=flowcheck`, a checkpoint server), the update `seals` it: the peer computes the checksum.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _UPDATE = "update-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamStep:
-    """A step of torch's Adam, or, `decoupled`, of AdamW, after `steps` others.
+    """A step of torch's Adam, or, if `decoupled`, of AdamW, after `steps` earlier ones.
 
-    The gradient is multiplied by `scale` first: below 1 it clips a gradient that was handed over before that.
+    The gradient is first multiplied by `scale`: below 1 it clips a gradient that was handed over before clipping.
     """
 
     learning_rate: float
@@ -54,16 +54,16 @@ class AdamStep:
 
 
 Gradients = Mapping[PartKey, tuple[torch.Tensor, AdamStep]]
-"""By the master weights that took the step: the gradient, float32, of as many elements, and the numbers of the step."""
+"""By master weight: the gradient (float32, of as many elements) and the numbers of Adam's step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """The head of an update: the keys of the copy that it is for and of the one that it makes, and the latter's header.
+    """The head of an update: the keys of the copies before and after the step, and the header of the latter.
 
-    `steps` are those of the header's master weights, in its order, None for one that takes none. The payload has the
-    gradients of those that take a step, float32, one after another, and then the bytes of the header's buffers.
-    `seals`: the header has no checksum yet.
+    `steps` are those of the header's master weights, in its order; None for a weight that takes no step. The payload
+    holds the gradients of the weights that take a step (float32, one after another), then the bytes of the header's
+    buffers. `seals`: the header has no checksum yet.
     """
 
     base: str
@@ -79,7 +79,7 @@ class Update:
 
     @property
     def stepping(self) -> list[tuple[Part, AdamStep]]:
-        """The master weights that take a step, with it."""
+        """The master weights that take a step, each with its step."""
         masters = zip(_masters(self.header), self.steps, strict=True)
         return [(part, step) for part, step in masters if step]
 
@@ -101,12 +101,12 @@ def update_key(target: str) -> str:
 
 
 def can_be_updated(header: SnapshotHeader) -> bool:
-    """Return whether a step of torch's Adam changes all of a snapshot: it holds whole FP32 state and nothing else."""
+    """Return whether a step of torch's Adam determines all of a snapshot: whole FP32 state and nothing else."""
     return not buffer_parts(header) and follows_from_gradients(header)
 
 
 def follows_from_gradients(header: SnapshotHeader) -> bool:
-    """Return whether all of a snapshot but its buffers is whole FP32 state, which a step of torch's Adam changes."""
+    """Return whether all of a snapshot but its buffers is whole FP32 state, which a step of torch's Adam determines."""
     parts = _state_parts(header)
     tensors = {(part.key.operator, part.key.tensor) for part in parts}
     keys = {part.key for part in parts}
@@ -143,7 +143,7 @@ def pack_gradients(
 ) -> tuple[torch.Tensor, int]:
     """Return a buffer with the gradients of a header's master weights, in its order, and their bytes.
 
-    Raises what `acquire` raises, which gives a buffer of at least so many bytes.
+    `acquire` returns a buffer of at least so many bytes; its errors are raised.
     """
     flat = [gradients[part.key][0].reshape(-1) for part in _masters(header)]
     nbytes = 4 * sum(gradient.numel() for gradient in flat)
@@ -153,17 +153,17 @@ def pack_gradients(
 
 
 def steps_of(header: SnapshotHeader, steps: Mapping[PartKey, AdamStep]) -> tuple[AdamStep | None, ...]:
-    """Return the steps of a header's master weights, in its order; None for one that takes none."""
+    """Return the steps of a header's master weights, in its order; None for a weight that takes none."""
     return tuple(steps.get(part.key) for part in _masters(header))
 
 
 def apply_update(
     folder: BlobFolder, key: str, head: bytes, gradients: torch.Tensor | None, gradient_bytes: int
 ) -> None:
-    """Let the copy that an update makes be in `folder`, beside the one that it is for.
+    """Compute the copy that an update leads to, and store it in `folder` beside the copy before the step.
 
-    `gradients` is memory of the folder, which is freed. Raises CheckpointLoadError, naming the iterations, where the
-    copy before the step is not there, and where the result is not what the owner has; then nothing has changed.
+    `gradients` is memory of the folder, which is freed. Raises CheckpointLoadError, naming the iterations, if the copy
+    before the step is missing or the result differs from the owner's state; the folder is then unchanged.
     """
     update = update_from_bytes(head)
     base, wanted = _base_of(update, folder), update.header
@@ -176,7 +176,7 @@ def apply_update(
     try:
         made = Snapshot(header=wanted, payload=payload)
         _copy_state(base, made)
-        if update.seals:  # after the copy: what was damaged before it is seen, and later damage does not matter
+        if update.seals:  # after the copy: this finds earlier damage, and later damage has no effect
             _sealed(base, is_new=False)
         _take_steps(made, update, gradients)
         header = _sealed(made, is_new=update.seals)
@@ -188,9 +188,9 @@ def apply_update(
 
 
 def _sealed(made: Snapshot, *, is_new: bool) -> SnapshotHeader:
-    """Return the header with the checksum of the payload: a new one, or its own.
+    """Return the header with the checksum of the payload: a new one if `is_new`, else its own.
 
-    Raises CheckpointLoadError where its own is that of another payload.
+    Raises CheckpointLoadError if its own checksum belongs to another payload.
     """
     wanted = made.header
     found = checksum(made.payload, wanted.payload_bytes)
@@ -213,7 +213,7 @@ def _base_of(update: Update, folder: BlobFolder) -> Snapshot:
         raise CheckpointLoadError(f"gradients for {wanted}: {reason}") from error
     version = wanted.version
     follows = header.version.lineage == version.lineage and header.iteration == version.iteration - 1
-    same = _shapes(header) == _shapes(wanted)  # buffers come with the update: their type may have changed
+    same = _shapes(header) == _shapes(wanted)  # the update carries the buffers: their type may have changed
     if not follows or blob.payload is None or not same or not follows_from_gradients(wanted):
         raise CheckpointLoadError(f"gradients for {wanted}: got {header} to apply them to, wanted the iteration before")
     return Snapshot(header=header, payload=blob.payload)

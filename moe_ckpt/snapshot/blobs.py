@@ -1,8 +1,8 @@
 """Named blobs in a folder of shared memory, which outlive the process that wrote them.
 
-Owns: the files of one folder, which of them are blobs, and how this process maps them. One process writes, any may
-read, and the folder may vanish at any time. Must not: look into headers and payloads (a payload's checksum belongs into
-its header), or talk to a peer.
+Owns: the files of one folder, the index of its blobs, and their mappings in this process. One process writes, any
+process may read, and the folder may vanish at any time. Must not: look into headers and payloads (the checksum of a
+payload belongs into its header), or communicate with a peer.
 
     buffers/000001       a blob's payload, or memory that is being filled
     index/snapshot.blob  names the buffer and holds the header; written as .tmp and renamed
@@ -36,7 +36,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blob:
-    """A header and a payload: uint8, [at least payload_bytes], or None. `serial` tells it from others of its key."""
+    """A header and a payload: uint8, [at least payload_bytes], or None.
+
+    `serial` distinguishes blobs of the same key.
+    """
 
     header: bytes
     payload: torch.Tensor | None
@@ -45,26 +48,26 @@ class Blob:
 
 
 def own_path(rank_folder: Path) -> Path:
-    """Return where a rank's own blobs lie."""
+    """Return the folder of a rank's own blobs."""
     return rank_folder / "own"
 
 
 def held_path(rank_folder: Path, owner_rank: int) -> Path:
-    """Return where a rank holds the copies of another's blobs."""
+    """Return the folder in which a rank holds the copies of another rank's blobs."""
     return rank_folder / "held" / f"rank{owner_rank:04d}"
 
 
 def is_key(text: str) -> bool:
-    """Return whether a blob may be called this."""
+    """Return whether a text is a valid key."""
     return _KEY.fullmatch(text) is not None
 
 
 class BlobFolder:
-    """The blobs of one folder, for any thread of a process. Keys pass `is_key`; the folder is made when it is needed.
+    """The blobs of one folder, for any thread of a process. Keys pass `is_key`; the folder is created on demand.
 
-    Memory is that of who allocates it, until it is freed or, by `deposit`, left to the blob. `pinned` asks for
-    page-locked memory, where there is a GPU to copy from; `synced`, in a folder on disk, that a blob is on it before it
-    is visible.
+    Memory belongs to the caller that allocates it, until it is freed or, by `deposit`, left to a blob. `pinned`
+    requests page-locked memory if there is a GPU to copy from; `synced`, for a folder on disk: a blob is written to the
+    device before it becomes visible.
     """
 
     def __init__(self, path: Path, *, pinned: bool = False, synced: bool = False) -> None:
@@ -72,12 +75,12 @@ class BlobFolder:
         self._pinned = pinned and torch.cuda.is_available()
         self._synced = synced
         self._lock = RLock()
-        self._mapped: dict[str, torch.Tensor] = {}  # by the buffer's name: what was allocated or adopted here
+        self._mapped: dict[str, torch.Tensor] = {}  # by the buffer's name: memory that was allocated or adopted here
         self._names: dict[int, str] = {}  # by the tensor's id
         self._numbers = count(1 + max((int(buffer.name) for buffer in self._buffers()), default=0))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return new shared memory: uint8, [nbytes], of any content.
+        """Return new shared memory: uint8, [nbytes], of arbitrary contents.
 
         Raises CheckpointSaveError if the file system has no room.
         """
@@ -88,14 +91,14 @@ class BlobFolder:
             return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give back memory, the very object that was allocated or adopted. It must not be used any more."""
+        """Free memory: the same object that was allocated or adopted. It must not be used afterwards."""
         with self._lock:
             self._buffer_path(self._let_go(tensor)).unlink(missing_ok=True)
 
     def publish(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
-        """Make a blob visible, at once and whole, in the place of one of the same key; `payload` was allocated here.
+        """Make a blob visible, atomically, in place of one of the same key; `payload` was allocated here.
 
-        Its first `payload_bytes` bytes stay unchanged until it is withdrawn or replaced. Raises CheckpointSaveError.
+        Its first `payload_bytes` bytes must not change before it is withdrawn or replaced. Raises CheckpointSaveError.
         """
         assert payload_bytes <= (0 if payload is None else payload.numel()), (key, payload_bytes)
         with self._lock:
@@ -104,9 +107,9 @@ class BlobFolder:
             self._write(IndexEntry(key=key, buffer=name, payload_bytes=payload_bytes, serial=serial, header=header))
 
     def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
-        """Publish a blob and leave `payload` to it: this process lets go of it, and `discard` or another blob frees it.
+        """Publish a blob and leave `payload` to it: this process unmaps it, and `discard` or a newer blob frees it.
 
-        Raises CheckpointSaveError; then the memory is still the caller's.
+        Raises CheckpointSaveError; the memory then still belongs to the caller.
         """
         with self._lock:
             replaced = self._buffer_of(key)
@@ -116,18 +119,18 @@ class BlobFolder:
             self._unlink_buffer(replaced)
 
     def withdraw(self, key: str) -> None:
-        """From now on there is no such blob; its memory is again only that of who allocated it."""
+        """Remove a blob from the index; its memory belongs to the caller that allocated it."""
         self._entry_path(key).unlink(missing_ok=True)
 
     def discard(self, key: str) -> None:
-        """Withdraw a blob that was deposited, and free its memory."""
+        """Remove a deposited blob, and free its memory."""
         with self._lock:
             name = self._buffer_of(key)
             self.withdraw(key)
             self._unlink_buffer(name)
 
     def clear(self) -> None:
-        """Discard everything."""
+        """Remove all blobs, and free their memory."""
         with self._lock:
             for key in self.keys():
                 self.discard(key)
@@ -140,26 +143,26 @@ class BlobFolder:
     def get(self, key: str) -> Blob:
         """Return a blob. Its payload is mapped from the file, or is the tensor that was allocated or adopted here.
 
-        Raises CheckpointLoadError if it is missing or damaged.
+        Raises CheckpointLoadError if the blob is missing or damaged.
         """
         with self._lock:
             return self._blob(self._read(key), hold=False)
 
     def is_current(self, key: str, blob: Blob) -> bool:
-        """Return whether a blob is still published, so that its payload is as it was."""
+        """Return whether a blob is still published, so that its payload has not changed."""
         try:
             return self._read(key).serial == blob.serial
         except CheckpointLoadError:
             return False
 
     def adopt(self) -> dict[str, Blob]:
-        """Take over from a process that died: sweep, and return all blobs, with their memory as if allocated here."""
+        """Take over from a process that died: sweep, and return all blobs; their memory counts as allocated here."""
         with self._lock:
             self.sweep()
             return {key: self._blob(self._read(key), hold=True) for key in self.keys()}
 
     def sweep(self) -> None:
-        """Remove blobs that are damaged, and what a writer left unfinished. Only the one writer may."""
+        """Remove damaged blobs and unfinished files. Only the one writer may call this."""
         with self._lock:
             for key in self.keys():
                 self._drop_if_damaged(key)
@@ -207,7 +210,7 @@ class BlobFolder:
         unfinished = path.with_suffix(_UNFINISHED)
         try:
             if entry.buffer is not None:
-                self._buffer_path(entry.buffer).stat()  # the folder may have been deleted since
+                self._buffer_path(entry.buffer).stat()  # the folder may have been deleted meanwhile
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(entry_to_bytes(entry))
             if self._synced:
@@ -249,7 +252,7 @@ class BlobFolder:
         return payload
 
     def _buffer_of(self, key: str) -> str | None:
-        """Return the name of a blob's buffer; None for a blob without one, a damaged one, or none."""
+        """Return the name of a blob's buffer; None if the blob has none, is damaged, or does not exist."""
         try:
             return self._read(key).buffer
         except CheckpointLoadError:
@@ -296,7 +299,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _map(fd: int, *, pinned: bool) -> torch.Tensor:
-    """Return a whole file as a tensor that shares its memory; by descriptor, as the name may be gone already."""
+    """Return a whole file as a tensor that shares its memory; by descriptor, since its name may be deleted already."""
     nbytes = os.fstat(fd).st_size
     tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
     if pinned:

@@ -1,7 +1,7 @@
 """The tensors that a stage sent to its neighbours, kept by the sender in host memory (MoEvement, section 3.4).
 
 Owns: copies of activations sent downstream and gradients sent upstream, by iteration and, in the order of sending, by
-micro-batch; dropping what no window needs any more. Must not: send anything, or decide what is still needed.
+micro-batch; dropping entries that no window needs. Must not: send, or decide which entries are needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Direction(Enum):
-    """Which way a tensor crosses a stage boundary."""
+    """The direction in which a tensor crosses a stage boundary."""
 
     ACTIVATION = "activations sent downstream"
     GRADIENT = "gradients sent upstream"
@@ -32,7 +32,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoggedEnds:
-    """The logs of a replayed iteration: bytes by micro-batch from each neighbour, None where it is live."""
+    """The logs of a replayed iteration: bytes by micro-batch from each neighbour, None from one that replays."""
 
     from_previous: Sequence[torch.Tensor] | None
     from_next: Sequence[torch.Tensor] | None
@@ -55,7 +55,7 @@ class _Iteration:
 
 
 class BoundaryLog:
-    """One rank's log. Records only between `begin` and `end`, so evaluations leave no trace."""
+    """One rank's log. It records only between `begin` and `end`, so evaluations are not logged."""
 
     def __init__(self, copier: HostCopier, buffers: HostBuffers) -> None:
         self._copier = copier
@@ -66,11 +66,11 @@ class BoundaryLog:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all that is logged."""
+        """The bytes of all logged tensors."""
         return sum(entry.size_bytes for log in self._iterations.values() for entry in log.entries())
 
     def begin(self, iteration: int) -> None:
-        """Log tensors that are sent from now on under `iteration`, in place of those of an abandoned pass."""
+        """Log the tensors sent from now on under `iteration`, in place of those of an abandoned pass."""
         self._drop(iteration)
         self._current = self._iterations[iteration] = _Iteration()
 
@@ -79,11 +79,11 @@ class BoundaryLog:
         self._current = None
 
     def record(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Log a tensor that is being sent: the next micro-batch's in this direction."""
+        """Log a tensor that is being sent: the next micro-batch in this direction."""
         if self._current is None:
             return
         started_s = time.monotonic()
-        source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron swaps the storage of tensors that it has sent
+        source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron replaces the storage of sent tensors
         try:
             buffer = self._buffers.acquire(source.numel())
         except CheckpointSaveError as error:
@@ -109,14 +109,14 @@ class BoundaryLog:
         return [entry.buffer[: entry.size_bytes] for entry in entries]
 
     def _give_up(self, error: CheckpointSaveError) -> None:
-        """Log nothing more of this iteration, and keep nothing of it: a recovery sees the gap. Training goes on."""
+        """Drop this iteration's log and stop logging it: a recovery sees the gap. Training continues."""
         (iteration,) = (number for number, log in self._iterations.items() if log is self._current)
         self._current = None
         self._drop(iteration)
         _log.warning("boundary log: iteration %d is not logged, training goes on: %s", iteration, error)
 
     def usable_from(self, last: int) -> int:
-        """Return the first iteration from which on to `last` the log holds everything undamaged; last + 1 for none."""
+        """Return the first iteration from which the log is complete and intact up to `last`; else last + 1."""
         first = last + 1
         while first - 1 in self._iterations and self._is_intact(first - 1):
             first -= 1
@@ -129,7 +129,7 @@ class BoundaryLog:
         return intact
 
     def drop_up_to(self, iteration: int) -> None:
-        """Drop `iteration` and all before it."""
+        """Drop `iteration` and all earlier ones."""
         for old in [logged for logged in self._iterations if logged <= iteration]:
             self._drop(old)
 
@@ -150,5 +150,5 @@ class BoundaryLog:
 
 
 def _is_as_recorded(entry: _Entry) -> bool:
-    recorded = entry.checksum.result()  # the copy is over by then, for better or worse
+    recorded = entry.checksum.result()  # the copy has ended by then, or failed
     return entry.copied.exception() is None and checksum(entry.buffer, entry.size_bytes) == recorded

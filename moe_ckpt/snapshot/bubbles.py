@@ -1,7 +1,7 @@
-"""When this rank waits for its neighbour stages: known to the thread that copies, and measured.
+"""Pipeline bubbles: the times in which this rank waits for its neighbour stages, for the copying thread, and measured.
 
-Owns: whether a bubble is open now, and how long all of an iteration were. Must not: copy, or decide what is copied when
-(`moe_ckpt.policies.bubble_copies` does). MoEtion, section 5.3.
+Owns: whether a bubble is open now, and the total length of an iteration's bubbles. Must not: copy, or decide which
+copies wait for bubbles (`moe_ckpt.policies.bubble_copies` does). MoEtion, section 5.3.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 
 class _Mark(Protocol):
-    """A moment in what the device does, as a `torch.cuda.Event` that was recorded."""
+    """A moment in the device's work, as a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 
 class _HostMark:
-    """Implements `_Mark` where the host computes: it has come to this moment."""
+    """Implements `_Mark` for computation on the host, which has reached this moment already."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
@@ -39,9 +39,10 @@ class _HostMark:
 
 
 class PipelineBubbles:
-    """Opened by the thread that trains wherever it waits for what a neighbour computes; another thread may wait for it.
+    """The training thread opens a bubble while it waits for a neighbour's result; another thread may wait for bubbles.
 
-    With CUDA a bubble begins when the device has done what was asked of it, and ends when what was sent is there.
+    With CUDA a bubble begins when the device has finished its queued work, and ends when the neighbour's tensor is
+    there.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class PipelineBubbles:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Within the context training waits."""
+        """Training waits within this context."""
         began = _mark()
         with self._changed:
             self._began, self._ended = began, None
@@ -72,7 +73,7 @@ class PipelineBubbles:
             self._spans.append((began, ended))
 
     def take_seconds(self) -> float:
-        """Return how long bubbles were in all, since this was called last; wait for those that are open on a device."""
+        """Return the total length of bubbles since the last call; wait for bubbles that are open on a device."""
         spans, self._spans = self._spans, []
         return sum(_elapsed_s(began, ended) for began, ended in spans)
 
@@ -87,7 +88,7 @@ class PipelineBubbles:
         self._is_hurried = False
 
     def wait(self) -> bool:
-        """Wait for the next bubble, unless one is open, and return True; or False as soon as there is a hurry."""
+        """Wait for the next bubble, unless one is open, and return True; return False as soon as `hurry` is called."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_hurried or self._is_opening())
             began = self._began

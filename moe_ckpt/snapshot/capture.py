@@ -1,6 +1,6 @@
 r"""Takes one rank's snapshots into host memory while training goes on (MoEvement, sections 3.2 and 4).
 
-Owns: one capture from start to where it is kept. Must not: decide what is taken, or how long it is kept.
+Owns: one capture, from its start to its publication. Must not: decide what is captured, or how long it is kept.
 
     training   capture: copy buffers ---- forward, backward ---- release ---- optimizer step ---- collect
     copier        \--- lay out, take a host buffer, copy --- checksum, hand to the daemon -------/
@@ -28,13 +28,13 @@ from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 _COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
 
 Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
-"""Something to take: what it is, the tensor, and its range in the flattened whole."""
+"""A tensor to capture: its key, the tensor, and its range in the flattened whole tensor."""
 
 
 class SnapshotRequest(NamedTuple):
-    """A snapshot to take: its header without parts, size and checksum, its pieces, and those that change at once.
+    """A snapshot to take: its header without parts, size and checksum, its pieces, and the pieces that change at once.
 
-    `gradients` are those of the step to it from the iteration before, where peers are to take that step themselves.
+    `gradients` are those of the last step, if peers take that step themselves.
     """
 
     header: SnapshotHeader
@@ -53,7 +53,7 @@ class _Unsealed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedBytes:
-    """Seconds that copying took, and the bytes of it that were copied while training waited for other stages."""
+    """The seconds that copying took, and the bytes that were copied while training waited for other stages."""
 
     seconds: float
     bubble_bytes: int
@@ -61,7 +61,7 @@ class CopiedBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Captured:
-    """Snapshots of one state, complete."""
+    """Complete snapshots of one state."""
 
     snapshots: Sequence[Snapshot]
     copied: CopiedBytes
@@ -74,9 +74,9 @@ class _Capture:
 
 
 class SnapshotEngine:
-    """At most one capture at a time. The daemon, if there is one, hears of each as soon as it is finished.
+    """Takes at most one capture at a time. The daemon, if there is one, receives each finished snapshot at once.
 
-    With `bubbles`, what fits into them waits for them.
+    With `bubbles`, copies that fit into them wait for them.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class SnapshotEngine:
         self._capture: _Capture | None = None
 
     def capture(self, wanted: Sequence[SnapshotRequest], *, bubble_bytes: float = 0.0) -> None:
-        """Start taking snapshots of one state, all or none of them. Earlier snapshots are collected first.
+        """Start taking snapshots of one state, all or none of them. Earlier snapshots must be collected first.
 
-        Their pieces are asked for from another thread, and must not change until `release` returns; those that change
-        may do so as soon as this returns. Bubbles have room for `bubble_bytes` until then.
+        Another thread reads the pieces, which must not change until `release` returns; pieces that change at once may
+        change as soon as this method returns. Bubbles have room for `bubble_bytes` until then.
         """
         assert self._capture is None, self._capture
         if self._bubbles:
@@ -106,9 +106,9 @@ class SnapshotEngine:
         self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish_all(*copied.result())))
 
     def release(self) -> None:
-        """Wait until the state that is being taken may change.
+        """Wait until the captured state may change.
 
-        Raises CheckpointSaveError if it could not be taken; then there is nothing to collect.
+        Raises CheckpointSaveError if the capture failed; there is nothing to collect then.
         """
         capture = self._capture
         if capture is None:
@@ -121,9 +121,9 @@ class SnapshotEngine:
             raise CheckpointSaveError(f"the snapshot could not be copied: {error}") from error
 
     def collect(self, *, wait: bool) -> Captured | None:
-        """Return what has been taken, once; None while there is nothing, or, without `wait`, while it is unfinished.
+        """Return the captured snapshots, once; None if there are none or, without `wait`, if they are unfinished.
 
-        Raises CheckpointSaveError if it could not be taken or kept; then there is nothing to collect any more.
+        Raises CheckpointSaveError if the capture or its publication failed; there is nothing to collect then.
         """
         capture = self._capture
         if capture is None or not (wait or capture.finished.done()):
@@ -133,7 +133,7 @@ class SnapshotEngine:
         return capture.finished.result()
 
     def discard_torn(self) -> None:
-        """Drop the capture in flight if it is not copied yet: the state under it has changed."""
+        """Drop the capture in flight if its copy is unfinished: the state under it has changed."""
         capture = self._capture
         if capture is None or capture.copied.done():
             return
@@ -144,7 +144,7 @@ class SnapshotEngine:
 
     @contextlib.contextmanager
     def uncapped(self) -> Iterator[None]:
-        """Copy without a cap inside: a recovery waits for it, or for memory that is of no use any more."""
+        """Lift the cap within this context: a recovery waits for the copy, or for memory that is no longer needed."""
         self._copier.throttle.lift()
         try:
             yield
@@ -152,7 +152,7 @@ class SnapshotEngine:
             self._copier.throttle.apply()
 
     def apply_cap(self) -> None:
-        """Copy under the cap from now on, where there is one."""
+        """Apply the cap from now on, if there is one."""
         self._copier.throttle.apply()
 
     def _hurry(self) -> None:
@@ -189,7 +189,7 @@ class SnapshotEngine:
         return snapshot, copies
 
     def _copy(self, copies: Sequence[Copy], bubble_bytes: float) -> CopiedBytes:
-        """Copy what has room in bubbles in these, as far as they come, and the others at once (Algorithm 4)."""
+        """Copy as many bytes as fit into bubbles when they open, and all others at once (Algorithm 4)."""
         bubbles = self._bubbles
         if bubbles is None:
             return CopiedBytes(seconds=self._copier.copy_now(copies), bubble_bytes=0)

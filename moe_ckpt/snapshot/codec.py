@@ -1,7 +1,7 @@
 """The form of one rank's sparse snapshot in host memory: a header of values and one tensor of bytes.
 
-Owns: where each tensor lies in the payload, the header's JSON, checksums, and whether a snapshot is of this run and
-shard. Must not: allocate, talk to a device or a peer, keep snapshots, or unpickle. MoEvement, section 3.2.
+Owns: the place of each tensor in the payload, the header's JSON, checksums, and the check that a snapshot belongs to
+this run and shard. Must not: allocate, access a device or a peer, keep snapshots, or unpickle. MoEvement, section 3.2.
 
     payload | 8-byte elements | 4-byte elements | 2-byte | 1-byte | left over from an earlier use of the buffer |
             0                                                payload_bytes
@@ -43,7 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float8_e5m2": torch.float8_e5m2,
     "bool": torch.bool,
 }
-"""Tensors are stored as training holds them; one that has a scale has it in a part of its own."""
+"""Tensors are stored in the dtype of training. The scale of a tensor is a part of its own."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -51,12 +51,12 @@ T = TypeVar("T")
 
 
 def scale_of(role: str) -> str:
-    """Return the role of the scale, float32 [1], that a part's values are to be multiplied with."""
+    """Return the role of the scale (float32, [1]) that multiplies a part's values."""
     return f"{role}{_SCALE}"
 
 
 def scaled_role(role: str) -> str:
-    """Return the role that a scale belongs to; another role is its own."""
+    """Return the role that a scale belongs to; any other role is returned unchanged."""
     return role.removesuffix(_SCALE)
 
 
@@ -98,8 +98,8 @@ class PartKey:
 class Part:
     """One tensor of a snapshot, and its place in the payload.
 
-    `shape` is the stored tensor's; its elements are [range_start, range_end) of the flattened whole tensor, the piece
-    that this rank owns.
+    `shape` is that of the stored tensor; its elements are [range_start, range_end) of the flattened whole tensor: the
+    piece that this rank owns.
     """
 
     key: PartKey
@@ -122,9 +122,10 @@ class Part:
 class UnitTag:
     """The unit of a snapshot in a partial checkpoint: its `name`, and the epoch `lineage` of the run.
 
-    `seen_tokens` are those that its expert had been trained with. `on_peers`, `on_disk`: where it is kept beside own
-    memory. `complete_with`, of the core: the names of all units that make a checkpoint of this rank; `taken_with`: how
-    many units of this rank are of one snapshot with it, itself included, in own memory, on peers and on disk.
+    `seen_tokens`: the tokens that its expert had been trained with. `on_peers`, `on_disk`: the levels that keep it
+    beside own memory. Only the core has the last two: `complete_with`, the names of all units that make a checkpoint of
+    this rank, and `taken_with`, the number of this rank's units in the same snapshot, the core included, in own memory,
+    on peers and on disk.
     """
 
     name: str
@@ -138,7 +139,7 @@ class UnitTag:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotHeader:
-    """Everything about a snapshot but its bytes: the state after `iteration`, which is slot `slot` of a window.
+    """All of a snapshot but its bytes: the state after `iteration`, which is slot `slot` of a window.
 
     The snapshot of slot k is that of iteration `window_start` + k. `full` and `compute` name operators; `adam_steps`
     holds the step count of each inner optimizer; `checksum` is that of the first `payload_bytes` bytes. `unit` is set
@@ -189,11 +190,11 @@ def part_view(payload: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def layout_parts(items: Sequence[tuple[PartKey, torch.Tensor, tuple[int, int]]]) -> tuple[tuple[Part, ...], int]:
-    """Place tensors one after another; return the parts in that order and the bytes that they take.
+    """Place tensors one after another; return the parts in that order and their total bytes.
 
-    An item is a key, a tensor, and the range of the whole flattened tensor that it is. Larger elements come first, so
-    that each part is aligned to its elements without padding: 1 x bool, 2 x bf16, 1 x fp32 lie at bytes 8, 4 and 0.
-    Raises CheckpointSaveError for a precision that has no name in DTYPES.
+    An item is a key, a tensor, and its range in the whole flattened tensor. Larger elements come first, so that each
+    part is aligned to its elements without padding: 1 x bool, 2 x bf16, 1 x fp32 are at bytes 8, 4 and 0. Raises
+    CheckpointSaveError for a dtype that DTYPES does not name.
     """
     assert len({key for key, _, _ in items}) == len(items), "two parts have the same key"
     parts: list[Part] = []
@@ -216,9 +217,9 @@ def checksum(payload: torch.Tensor, nbytes: int) -> int:
 
 
 def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -> None:
-    """Check that a snapshot is what this run saved of this shard.
+    """Check that a snapshot belongs to this run and this shard, and is intact.
 
-    Raises CheckpointLoadError naming the snapshot and what differs: run, model, layout, shard, size or checksum.
+    Raises CheckpointLoadError naming the snapshot and the difference: run, model, layout, shard, size or checksum.
     """
     header = snapshot.header
     _expect(header, "run id", header.identity.run_id, identity.run_id)
@@ -235,7 +236,7 @@ def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -
 def header_to_json(header: SnapshotHeader) -> bytes:
     """Return a header as two lines of JSON: the format's version with the CRC-32 of the second line, and the fields.
 
-    Two lines, so that a reader can check the bytes of the second before it makes anything of them.
+    There are two lines so that a reader can check the bytes of the second before it parses them.
     """
     body = _dump(header)
     return _dump({"format": FORMAT_VERSION, "crc32": zlib.crc32(body)}) + b"\n" + body
@@ -244,7 +245,7 @@ def header_to_json(header: SnapshotHeader) -> bytes:
 def header_from_json(data: bytes) -> SnapshotHeader:
     """Return the header that `header_to_json` wrote.
 
-    Raises CheckpointLoadError if the bytes are anything else, or describe parts that cannot lie in one payload.
+    Raises CheckpointLoadError if the bytes are anything else, or describe parts that do not fit into one payload.
     """
     try:
         head, _, body = data.partition(b"\n")
@@ -358,7 +359,7 @@ def _key_from(content: object) -> PartKey:
 
 
 def _read(content: object, readers: dict[str, Callable[[object], Any]]) -> dict[str, Any]:
-    """Return the fields of a JSON object, each through its reader; none may be missing and none more be there."""
+    """Return the fields of a JSON object, each parsed by its reader. All fields must be present, and no others."""
     fields_read = _typed(dict, content)
     if fields_read.keys() != readers.keys():
         raise ValueError(f"got fields {reprlib.repr(sorted(fields_read))}, wanted {sorted(readers)}")
@@ -381,7 +382,7 @@ def _text(value: object) -> str:
 
 
 def _count(value: object) -> int:
-    if not 0 <= _typed(int, value) < 2**63:  # what a tensor's size can be
+    if not 0 <= _typed(int, value) < 2**63:  # the limit of a tensor's size
         raise ValueError(f"got {reprlib.repr(value)}, wanted a number from 0 to 2**63 - 1")
     return _typed(int, value)
 

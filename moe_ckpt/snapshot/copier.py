@@ -1,6 +1,6 @@
-"""Copies tensors to host memory while training goes on: a thread, with a side stream where there is CUDA.
+"""Copies tensors to host memory while training goes on: a thread, with a side stream if there is CUDA.
 
-Owns: the thread, the stream, and the order of copies. Must not: allocate buffers, or know what is copied.
+Owns: the thread, the stream, and the order of copies. Must not: allocate buffers, or know the contents of copies.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(host target, source): flat, of the same type and number of elements."""
 
-_CHUNK_BYTES = 1 << 20  # copies under a cap: large enough to cost nothing, small enough to wait for tokens evenly
+_CHUNK_BYTES = 1 << 20  # of a chunk under a cap: large enough to cost nothing, small enough for even waits
 
 
 class HostCopier:
-    """One queue of work a rank; what is submitted first is done first. Copies wait for tokens of `throttle`."""
+    """One queue of work per rank, executed in order. Copies wait for tokens of `throttle`."""
 
     def __init__(self, throttle: Throttle | None = None) -> None:
         self.throttle = throttle or unlimited()
@@ -32,7 +32,7 @@ class HostCopier:
         self._stream = None if self._device is None else torch.cuda.Stream()
 
     def run(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work`, which may call `copy_now`, in the thread; it sees what the calling thread has computed so far."""
+        """Run `work`, which may call `copy_now`, in the thread, after the device work that the caller has queued."""
         if self._stream is None:
             return self._thread.submit(work)
         computed = torch.cuda.Event()
@@ -40,11 +40,11 @@ class HostCopier:
         return self._thread.submit(self._run_on_stream, work, computed)
 
     def then(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work`, which copies nothing from a device, once everything submitted so far is done."""
+        """Run `work`, which copies nothing from a device, after all earlier work."""
         return self._thread.submit(work)
 
     def copy_now(self, copies: Iterable[Copy]) -> float:
-        """Copy, within `run`; return the seconds it took. Targets are complete and sources free to change then."""
+        """Copy, within `run`; return the seconds it took. Afterwards targets are complete and sources may change."""
         started_s = time.monotonic()
         for target, source in self._throttled(copies):
             target.copy_(source, non_blocking=True)
@@ -53,12 +53,12 @@ class HostCopier:
         return time.monotonic() - started_s
 
     def close(self) -> None:
-        """Finish what is queued, without a cap, and end the thread."""
+        """Finish the queue, without a cap, and end the thread."""
         self.throttle.lift()
         self._thread.shutdown()
 
     def _throttled(self, copies: Iterable[Copy]) -> Iterator[Copy]:
-        """Yield copies, in chunks where there is a cap, each once it may pass."""
+        """Yield copies as tokens admit them, in chunks if there is a cap."""
         for target, source in copies:
             if not self.throttle.has_cap:
                 yield target, source

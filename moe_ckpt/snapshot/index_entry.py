@@ -1,6 +1,6 @@
 """The form of a blob's entry in the index of its folder.
 
-Owns: the bytes of an entry, and finding damage to them. Must not: touch files, or look into the header.
+Owns: the bytes of an entry, and the detection of damage. Must not: access files, or look into the header.
 
     XXH3 of all that follows, 8 bytes | a line of JSON: key, buffer, payload_bytes, serial | header
 """

@@ -1,7 +1,7 @@
 """The step log: the small facts of an iteration that a stage cannot recompute alone.
 
-Owns: for each iteration its start and the numbers that crossed stages in it. Must not: know Megatron; the
-tensors in a record are opaque, named, on the host.
+Owns: the start of each iteration, and the numbers that crossed stages in it. Must not: know Megatron; the tensors in a
+record are opaque, named, on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class StepRecord:
     """The facts that the update of `iteration` needs beside this stage's gradients.
 
-    `tied_gradient` is this rank's piece of the gradient that first and last stage share, where they tie embeddings.
+    `tied_gradient` is this rank's piece of the gradient that first and last stage share if they tie embeddings.
     """
 
     iteration: int
@@ -31,7 +31,7 @@ class StepRecord:
 
 
 class StepPublisher(Protocol):
-    """Told of all that is logged and dropped, to keep it elsewhere as well."""
+    """Receives every entry that is logged or dropped, to store it elsewhere as well."""
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None: ...
 
@@ -41,7 +41,7 @@ class StepPublisher(Protocol):
 
 
 class StepLog:
-    """One rank's log, by iteration: what each started from (generators, scalers, schedule), and its record."""
+    """One rank's log by iteration: its start (generators, scalers, schedule), and its record."""
 
     def __init__(self, daemon: StepPublisher | None = None) -> None:
         self._daemon = daemon
@@ -50,7 +50,7 @@ class StepLog:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors that are logged."""
+        """The bytes of all logged tensors."""
         tensors = [tensor for start in self._starts.values() for tensor in start.values()]
         tied = [record.tied_gradient for record in self._records.values()]
         return sum(tensor.nbytes for tensor in [*tensors, *tied] if tensor is not None)
@@ -61,12 +61,12 @@ class StepLog:
         return {iteration: record.gradients for iteration, record in self._records.items()}
 
     def adopt(self, starts: Mapping[int, Mapping[str, torch.Tensor]], records: Mapping[int, StepRecord]) -> None:
-        """Take over what an earlier process had logged, and its daemon has."""
+        """Take over the entries of an earlier process from its daemon."""
         self._starts |= starts
         self._records |= records
 
     def fill(self, facts: Mapping[int, ReadyGradients]) -> None:
-        """Add records of iterations that there are none of."""
+        """Add the records of iterations that have none."""
         for iteration, gradients in facts.items():
             if iteration not in self._records:
                 self.add(StepRecord(iteration=iteration, gradients=gradients, tied_gradient=None))
@@ -88,21 +88,21 @@ class StepLog:
             self._daemon.add_record(record)
 
     def has_start(self, iteration: int) -> bool:
-        """Return whether it is logged what an iteration starts from."""
+        """Return whether the start of an iteration is logged."""
         return iteration in self._starts
 
     def start(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return what an iteration started from. Raises CheckpointLoadError if that is not logged."""
+        """Return the start of an iteration. Raises CheckpointLoadError if it is not logged."""
         return _found(self._starts, iteration)
 
     def record(self, iteration: int) -> StepRecord:
-        """Return an iteration's record. Raises CheckpointLoadError if there is none."""
+        """Return the record of an iteration. Raises CheckpointLoadError if it is not logged."""
         return _found(self._records, iteration)
 
     def reaches(self, first: int) -> int:
-        """Return the last iteration to which, from `first` on, all can be run again; `first` - 1 for none.
+        """Return the last iteration up to which all iterations from `first` on can be replayed; `first` - 1 for none.
 
-        Of `first` it must be logged what it starts from, or nothing can: then `first` - 2.
+        Without the start of `first` not even the state before it can be restored: the result is then `first` - 2.
         """
         if first not in self._starts:
             return first - 2
@@ -112,11 +112,11 @@ class StepLog:
         return last
 
     def drop_up_to(self, iteration: int) -> None:
-        """Drop `iteration` and all before it."""
+        """Drop `iteration` and all earlier ones."""
         self._drop(lambda logged: logged <= iteration)
 
     def drop_after(self, iteration: int) -> None:
-        """Drop all after `iteration`: a rollback has led there, and what came next is to happen again."""
+        """Drop all entries after `iteration`: a rollback leads there, and later iterations happen again."""
         self._drop(lambda logged: logged > iteration)
 
     def _drop(self, is_dropped: Callable[[int], bool]) -> None:

@@ -1,11 +1,11 @@
 """Caps on checkpoint traffic: `ckpt.max_bytes_per_s` for host copies, copies to peers and writes to the local disk.
 
-Owns: when bytes may pass (`TokenBucket`, pure logic over a clock), and waits for that which another thread can end
+Owns: the times at which bytes may pass (`TokenBucket`, pure logic over a clock), and waits that another thread can end
 (`Throttle`). Must not: move bytes.
 
-A bucket never holds training longer than a link of that rate would. The training thread takes no tokens itself: it
-waits for the thread that copies, and that thread waits `nbytes / bytes_per_s` at most where no other thread takes
-tokens. A copy that is given up returns the tokens that it has not used, so the next copy does not wait for them.
+A bucket never delays training longer than a link of that rate would. The training thread takes no tokens itself: it
+waits for the copying thread, which waits at most `nbytes / bytes_per_s` while no other thread takes tokens. An
+abandoned copy returns its unused tokens, so the next copy does not wait for them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class TokenBucket:
         self._bytes_per_s = bytes_per_s
         self._now = now
         self._lock = Lock()
-        self._free_s = now()  # when all tokens taken so far have come in: 3 s from now on, with 6 bytes taken at 2 B/s
+        self._free_s = now()  # all tokens taken so far have come in by then: 3 s ahead for 6 bytes at 2 B/s
 
     def take(self, nbytes: int) -> float:
-        """Take tokens for bytes that are about to pass; return after how many seconds they may."""
+        """Take tokens for bytes; return the seconds after which these bytes may pass."""
         with self._lock:
             now_s = self._now()
             self._free_s = max(self._free_s, now_s - BURST_S) + nbytes / self._bytes_per_s
@@ -58,7 +58,10 @@ class Throttle:
         return self._bucket is not None and not self._lifted.is_set()
 
     def wait(self, nbytes: int, sleep: Callable[[float], bool] | None = None) -> None:
-        """Return once so many bytes may pass. `sleep` waits so many seconds, and returns True, or raises, to end it."""
+        """Return once so many bytes may pass.
+
+        `sleep` waits the given seconds; it returns True, or raises, to end the wait.
+        """
         if self._bucket is None or self._lifted.is_set():
             return
         is_over = True
@@ -69,11 +72,11 @@ class Throttle:
                 self._bucket.give_back(nbytes)
 
     def lift(self) -> None:
-        """Let bytes pass at once, now and until `apply`: a recovery or the end of the job waits for them."""
+        """Let bytes pass at once until `apply`: a recovery or the end of the job waits for them."""
         self._lifted.set()
 
     def apply(self) -> None:
-        """The cap counts again."""
+        """Apply the cap again."""
         self._lifted.clear()
 
 

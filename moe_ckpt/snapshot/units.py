@@ -1,11 +1,11 @@
-"""The partial checkpoints of one rank in host memory: of every unit the newest snapshot, and what other places need.
+"""The partial checkpoints of one rank in host memory: the newest snapshot of every unit, and older ones.
 
-Owns: which units make which checkpoint, and when a buffer is free again. Must not: look into payloads, copy, or talk to
-other ranks. MoC, section 5.1: modules are kept and found by name.
+Owns: the units of each checkpoint, and the time at which a buffer is free again. Must not: look into payloads, copy, or
+communicate. MoC, section 5.1: modules are stored and found by name.
 
-A checkpoint of a version has each unit as it was at that iteration, or as it was last taken before, on the same line.
-Versions on peers or disks are kept here for as long as these need them: ranks that come back from there and ranks that
-do not must agree on the version of every unit.
+A checkpoint of a version has each unit of that iteration or, if it was not taken then, its last snapshot before, in the
+same epoch. Versions on peers or disks stay in memory for as long as these levels need them: ranks that recover from
+there and ranks that do not must agree on the version of every unit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_ckpt.types import CORE, Version
 
 
 class StorageLevel(IntEnum):
-    """Where units are kept, in the order in which `UnitTag.taken_with` counts them."""
+    """The levels that store units, in the order of `UnitTag.taken_with`."""
 
     IN_MEMORY = 0
     ON_PEERS = 1
@@ -30,7 +30,7 @@ class StorageLevel(IntEnum):
 
 @dataclass(kw_only=True, slots=True)
 class _Flight:
-    """A snapshot that is being taken of `num_units` units."""
+    """A snapshot of `num_units` units that is being taken."""
 
     version: Version
     num_units: int
@@ -40,8 +40,8 @@ class _Flight:
 class UnitMemory:
     """Implements `snapshot.windows.Memory` for snapshots that are tagged as units; for one thread.
 
-    A snapshot that is added belongs to the memory, which lets `daemon` drop it and releases its buffer once no
-    checkpoint needs it.
+    An added snapshot belongs to the memory. Once no checkpoint needs it, the memory tells `daemon` to drop it, and
+    releases its buffer.
     """
 
     def __init__(self, buffers: HostBuffers, daemon: SnapshotPublisher | None = None) -> None:
@@ -52,37 +52,37 @@ class UnitMemory:
         self._needed: set[Version] = set()
 
     def begin(self, version: Version, num_units: int) -> None:
-        """Start a snapshot; one that is still in flight will never be completed and is dropped."""
+        """Start a snapshot; one that is still in flight is dropped."""
         self.abandon()
         self._flight = _Flight(version=version, num_units=num_units)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Put a finished unit into the snapshot in flight."""
+        """Add a finished unit to the snapshot in flight."""
         flight = self._flight
         assert flight is not None, f"{snapshot.header}: nothing is in flight"
         assert snapshot.header.version == flight.version, f"{snapshot.header}: in flight is {flight.version}"
         flight.taken.append(snapshot)
 
     def in_flight(self) -> Window | None:
-        """Return the units that are being taken, so far."""
+        """Return the units of the snapshot in flight so far."""
         flight = self._flight
         return None if flight is None else _window(flight.version, flight.taken, flight.num_units)
 
     def windows(self) -> list[Window]:
-        """Return the checkpoints that are kept, each with its own and its older units, the newest first."""
+        """Return the stored checkpoints, each with its own and its older units, the newest first."""
         complete = (_window(version, self.checkpoint(version)) for version in sorted(self._needed, reverse=True))
         return [window for window in complete if window.snapshots]
 
     def snapshots(self) -> list[Snapshot]:
-        """Return all units, in whatever version."""
+        """Return all units in all versions."""
         return [*self._kept, *(self._flight.taken if self._flight else [])]
 
     def checkpoint(self, version: Version) -> tuple[Snapshot, ...]:
-        """Return the units of a checkpoint; none if it is not complete here."""
+        """Return the units of a checkpoint; an empty tuple if it is not complete here."""
         return compose(self._kept, version)
 
     def confirm(self, also: Collection[Version] = ()) -> None:
-        """All ranks, and peers, have the snapshot in flight: keep its checkpoint, and those of versions on disk."""
+        """All ranks and their peers have the snapshot in flight: keep its checkpoint, and those of versions on disk."""
         flight = self._flight
         assert flight is not None, "nothing is in flight"
         assert len(flight.taken) == flight.num_units, flight
@@ -104,7 +104,7 @@ class UnitMemory:
         self._release(flight.taken if flight else [])
 
     def adopt(self, snapshots: Sequence[Snapshot]) -> None:
-        """Keep what an earlier process has kept."""
+        """Take over the snapshots of an earlier process."""
         assert not self._kept, self._kept
         for snapshot in snapshots:
             self._buffers.adopt(snapshot.payload)
@@ -113,18 +113,18 @@ class UnitMemory:
         self._needed = {snapshot.header.version for snapshot in whole if name_of(snapshot) == CORE}
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drop all snapshots."""
         self.abandon()
         gone, self._kept = self._kept, []
         self._needed.clear()
         self._release(gone)
 
     def oldest_needed_iteration(self) -> int | None:
-        """Return where the oldest checkpoint starts; None as long as there is none."""
+        """Return the start of the oldest checkpoint; None without checkpoints."""
         return min((version.iteration for version in self._needed), default=None)
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Return the bytes kept as optimizer state, as compute weights, and as buffers."""
+        """Return the bytes of optimizer state, of compute weights, and of buffers."""
         totals = dict.fromkeys(BYTES_OF_ROLE.values(), 0)
         for snapshot in self.snapshots():
             for part in snapshot.header.parts:
@@ -132,7 +132,7 @@ class UnitMemory:
         return totals
 
     def _land(self) -> None:
-        """Keep the snapshot that was in flight; drop versions that no place needs."""
+        """Keep the snapshot that was in flight; drop versions that no level needs."""
         assert self._flight is not None
         held = [*self._kept, *self._flight.taken]
         self._flight = None
@@ -148,15 +148,16 @@ class UnitMemory:
 
 
 def name_of(snapshot: Snapshot) -> str:
-    """Return which unit a snapshot is."""
+    """Return the name of a snapshot's unit."""
     assert snapshot.header.unit is not None, snapshot.header
     return snapshot.header.unit.name
 
 
 def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Snapshot]:
-    """Return what there is in a place without cores of which the snapshot has never come there as a whole.
+    """Return the snapshots on a level without cores whose snapshot never arrived there completely.
 
-    A rank that dies while it publishes a snapshot leaves some of its units: beside that core the others would be older.
+    A rank that dies while it publishes a snapshot leaves only some of its units: the others would be older than their
+    core.
     """
     found = {(snapshot.header.version, name_of(snapshot)) for snapshot in snapshots}
     numbers = Counter(version for version, _ in found)
@@ -168,7 +169,7 @@ def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Sna
 
 
 def compose(snapshots: Iterable[Snapshot], version: Version) -> tuple[Snapshot, ...]:
-    """Return the units that make the checkpoint of a version; none where one is missing."""
+    """Return the units of a version's checkpoint; an empty tuple if one is missing."""
     newest = _newest(snapshots, version)
     core = newest.get(CORE)
     if core is None or core.header.version != version or core.header.unit is None:
@@ -178,13 +179,13 @@ def compose(snapshots: Iterable[Snapshot], version: Version) -> tuple[Snapshot, 
 
 
 def _told(core: Snapshot, place: StorageLevel) -> int:
-    """Return how many units of the core's snapshot belong into a place."""
+    """Return the number of units of the core's snapshot that belong on a level."""
     assert core.header.unit is not None, core.header
     return core.header.unit.taken_with[place]
 
 
 def _needed_for(snapshots: Sequence[Snapshot], version: Version) -> list[Snapshot]:
-    """Return what a checkpoint needs in own memory, on peers, and on disk: in each place the newest that is there."""
+    """Return the snapshots that a checkpoint needs in own memory, on peers, and on disk: the newest on each level."""
     places: list[Callable[[Snapshot], bool]] = [
         lambda _: True,
         lambda snapshot: snapshot.header.unit is not None and snapshot.header.unit.on_peers,
@@ -194,7 +195,7 @@ def _needed_for(snapshots: Sequence[Snapshot], version: Version) -> list[Snapsho
 
 
 def _newest(snapshots: Iterable[Snapshot], version: Version) -> dict[str, Snapshot]:
-    """Return the newest snapshot of each unit on a version's line, up to its iteration."""
+    """Return the newest snapshot of each unit in a version's epoch, up to its iteration."""
     fitting = [
         snapshot
         for snapshot in snapshots

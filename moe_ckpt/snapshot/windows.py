@@ -1,7 +1,7 @@
-"""The sparse snapshots of one rank in host memory: one persisted window, and the one being taken.
+"""The sparse snapshots of one rank in host memory: the persisted windows, and the one being taken.
 
-Owns: the buffers that payloads live in, which window is which, and when a buffer is free again. Must not: look into
-payloads, copy, or talk to other ranks. MoEvement, section 3.2, "Persisting Snapshots".
+Owns: the buffers of payloads, the windows, and the time at which a buffer is free again. Must not: look into payloads,
+copy, or communicate. MoEvement, section 3.2, "Persisting Snapshots".
 
     begin    add slot 0 .. slot W-1    confirm                    the next window
     in flight ---------- complete ---> persisted (older released) ---- begin, add, ... confirm ---> released
@@ -26,22 +26,24 @@ BYTES_OF_ROLE = {role: _BYTES.get(scaled_role(role), "buffer_bytes") for role in
 
 
 class HostMemory(Protocol):
-    """Where buffers come from, for any thread."""
+    """Allocates buffers, for any thread."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return new memory: uint8, [nbytes], contiguous, of any content; the caller's until it is freed.
+        """Return new memory: uint8, [nbytes], contiguous, of arbitrary contents.
+
+        It belongs to the caller until it is freed.
 
         Raises CheckpointSaveError if there is no such memory.
         """
         ...
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Take back memory, the very object that was allocated. Neither it nor a view of it may be used any more."""
+        """Free memory: the same object that was allocated. Neither it nor a view of it may be used afterwards."""
         ...
 
 
 class PrivateMemory:
-    """Memory that ends with the process. `pinned` asks for page-locked memory, where there is a GPU to copy from."""
+    """Memory that ends with the process. `pinned` requests page-locked memory if there is a GPU to copy from."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pin_memory = pinned and torch.cuda.is_available()
@@ -53,15 +55,15 @@ class PrivateMemory:
             raise CheckpointSaveError(f"no host memory for a snapshot of {nbytes} bytes: {error}") from error
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: the memory goes with its last tensor."""
+        """Nothing to do: the memory ends with its last tensor."""
 
 
 class HostBuffers:
     """A pool of uint8 buffers in host memory, for any thread.
 
-    Free buffers are kept only up to the most bytes that were ever in use at the same time: a run whose sizes repeat
-    finds every size again and allocates nothing after its first windows, and one whose sizes drift gives back the
-    buffers that were of no use for longest.
+    Free and used buffers together never exceed the most bytes that were in use at one time. So a run with recurring
+    sizes finds a buffer of every size and allocates nothing after its first windows, and a run whose sizes drift frees
+    the buffers that were unused for longest.
     """
 
     def __init__(self, memory: HostMemory, limit_bytes: int | None = None) -> None:
@@ -69,7 +71,7 @@ class HostBuffers:
         self._limit_bytes = limit_bytes
         self._lock = Lock()
         self._in_use: dict[int, torch.Tensor] = {}  # by id
-        self._free: list[torch.Tensor] = []  # the one that was released first comes first
+        self._free: list[torch.Tensor] = []  # the one released first comes first
         self._peak_bytes = 0
 
     @property
@@ -83,7 +85,9 @@ class HostBuffers:
             return self._total_bytes()
 
     def acquire(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of at least `nbytes` bytes, whose content is anything; the caller's until it is released.
+        """Return a buffer of at least `nbytes` bytes of arbitrary contents.
+
+        It belongs to the caller until it is released.
 
         Raises CheckpointSaveError if that would exceed `limit_bytes`, or the machine has no such memory.
         """
@@ -95,13 +99,13 @@ class HostBuffers:
             return buffer
 
     def adopt(self, buffer: torch.Tensor) -> None:
-        """Count a buffer that the memory has handed out already as acquired, whatever the limit."""
+        """Count a buffer that the memory has handed out already as acquired, regardless of the limit."""
         with self._lock:
             assert id(buffer) not in self._in_use, "adopted a buffer in use"
             self._use(buffer)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer, the very object that was acquired. Neither it nor a view of it may be read any more."""
+        """Release a buffer: the same object that was acquired. Neither it nor a view of it may be read afterwards."""
         with self._lock:
             assert id(buffer) in self._in_use, "released a tensor that is not a buffer in use"
             self._free.append(self._in_use.pop(id(buffer)))
@@ -111,9 +115,9 @@ class HostBuffers:
         self._peak_bytes = max(self._peak_bytes, _total(self._in_use.values()))
 
     def _take_free(self, nbytes: int) -> torch.Tensor | None:
-        """Return the smallest free buffer that is large enough, unless a snapshot would waste too much of it.
+        """Return the smallest free buffer that is large enough, unless the snapshot would waste too much of it.
 
-        Under a limit nothing is wasted: what is forecast counts exact sizes.
+        Under a limit no byte is wasted: forecasts count exact sizes.
         """
         most_bytes = 1.25 * nbytes + 4096 if self._limit_bytes is None else nbytes
         fitting = [buffer for buffer in self._free if nbytes <= buffer.numel() <= most_bytes]
@@ -134,7 +138,7 @@ class HostBuffers:
         return self._memory.allocate(nbytes)
 
     def _drop_free(self, allowed_bytes: int) -> None:
-        """Drop free buffers, the longest free first, until the pool is that small or all of it is in use."""
+        """Drop free buffers, the longest free first, until the pool has the allowed size or all of it is in use."""
         while self._free and self._total_bytes() > allowed_bytes:
             self._memory.free(self._free.pop(0))
 
@@ -143,7 +147,7 @@ class HostBuffers:
 
 
 class WindowState(Enum):
-    """Where a window is on its way."""
+    """The progress of a window."""
 
     IN_FLIGHT = "in flight"
     PERSISTED = "persisted"
@@ -167,25 +171,25 @@ class Window:
 
 
 class SnapshotPublisher(Protocol):
-    """Keeps snapshots elsewhere as well, for as long as this process has them; for any thread."""
+    """Stores snapshots elsewhere as well, for as long as this process has them; for any thread."""
 
     def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
-        """A snapshot has been taken; `gradients` are those of the step to it from the iteration before.
+        """A snapshot has been taken; `gradients` are those of the step that led to it.
 
-        Raises CheckpointSaveError if it cannot be kept.
+        Raises CheckpointSaveError if it cannot be stored.
         """
         ...
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """It is not needed any more, and its memory about to be used again."""
+        """The snapshot is not needed any more, and its memory is about to be reused."""
         ...
 
 
 class SnapshotMemory:
-    """Which snapshots of this rank are held, for one thread; payloads are buffers acquired from `buffers`.
+    """The snapshots of this rank, for one thread; payloads are buffers acquired from `buffers`.
 
-    A snapshot that is added belongs to the memory, which lets `daemon` drop it and releases its buffer with its window.
-    Windows that were handed out may be read only until the next call that changes anything.
+    An added snapshot belongs to the memory. With its window, the memory tells `daemon` to drop it and releases its
+    buffer. Windows that a method returned may be read only until the next call that changes the memory.
     """
 
     def __init__(self, buffers: HostBuffers, keep_windows: int, daemon: SnapshotPublisher | None = None) -> None:
@@ -202,7 +206,7 @@ class SnapshotMemory:
         return window is not None and window.complete
 
     def in_flight(self) -> Window | None:
-        """Return the window that is being taken, with the snapshots so far."""
+        """Return the window in flight, with its snapshots so far."""
         return next((window for window in self._windows if window.state is WindowState.IN_FLIGHT), None)
 
     def windows(self) -> list[Window]:
@@ -210,20 +214,20 @@ class SnapshotMemory:
         return [window for window in self._windows if window.state is WindowState.PERSISTED]
 
     def oldest_needed_iteration(self) -> int | None:
-        """Return where the oldest persisted window starts: logs of later iterations are still needed.
+        """Return the start of the oldest persisted window: logs of later iterations are still needed.
 
-        None as long as there is none: a recovery would begin before anything that is held here.
+        None without windows: a recovery would then begin before all snapshots in this memory.
         """
         return min((window.start for window in self.windows()), default=None)
 
     def begin(self, window_start: int, num_slots: int) -> None:
-        """Start a window; one that is still in flight will never be completed and is dropped."""
+        """Start a window; one that is still in flight is dropped."""
         assert num_slots >= 1, num_slots
         window = Window(start=window_start, num_slots=num_slots, state=WindowState.IN_FLIGHT)
         self._hold([window, *self.windows()])
 
     def add(self, snapshot: Snapshot) -> None:
-        """Put a finished snapshot into the window in flight, in the place of one of the same slot."""
+        """Add a finished snapshot to the window in flight, in place of one of the same slot."""
         window, header = self.in_flight(), snapshot.header
         assert window is not None, f"{header}: no window is in flight"
         assert (header.window_start, header.num_slots) == (window.start, window.num_slots), f"{header}: not of {window}"
@@ -234,7 +238,7 @@ class SnapshotMemory:
         self._hold([replace(window, snapshots=snapshots), *self.windows()])
 
     def adopt(self, snapshots: Sequence[Snapshot]) -> None:
-        """Hold what an earlier process has kept: its complete windows; all else is dropped.
+        """Take over the complete windows of an earlier process; all other snapshots are dropped.
 
         Their buffers count as acquired from the pool.
         """
@@ -246,13 +250,13 @@ class SnapshotMemory:
         self._hold([complete[start] for start in sorted(complete, reverse=True)])
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Drop all snapshots."""
         self._hold([])
 
     def confirm(self) -> None:
-        """The window in flight became persisted: keep it and the newest before it, `keep_windows` in all.
+        """The window in flight is persisted: keep it and the newest before it, `keep_windows` in all.
 
-        Held windows that start no earlier were taken before a rollback to where it starts, and are dropped.
+        Windows with the same or a later start were taken before a rollback, and are dropped.
         """
         window = self.in_flight()
         assert window is not None, "no window is in flight"
@@ -266,7 +270,7 @@ class SnapshotMemory:
         self._hold(self.windows())
 
     def keep_complete(self) -> None:
-        """Hold the window in flight beside the others if it is complete: other ranks may have confirmed it already."""
+        """Keep the window in flight beside the others if it is complete: other ranks may have confirmed it already."""
         window, others = self.in_flight(), self.windows()
         if window is None or not window.complete or any(other.start == window.start for other in others):
             self.abandon()
@@ -275,17 +279,17 @@ class SnapshotMemory:
         self._hold(sorted(windows, key=lambda window: window.start, reverse=True))
 
     def keep_only(self, starts: Sequence[int]) -> None:
-        """Keep the persisted windows that start there, of them the first `keep_windows`; drop all others."""
+        """Keep the first `keep_windows` of the persisted windows with these starts; drop all others."""
         self._hold([window for window in self.windows() if window.start in starts[: self._keep_windows]])
 
     def drop(self, window_start: int) -> None:
-        """Drop what turned out damaged: every window, persisted or in flight, that starts there."""
+        """Drop every window, persisted or in flight, with this start: it is damaged."""
         kept = [window for window in self._windows if window.start != window_start]
         assert len(kept) < len(self._windows), f"no window starts at iteration {window_start}"
         self._hold(kept)
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Return the bytes held as full state, as compute weights of frozen operators, and as module buffers."""
+        """Return the bytes of full state, of compute weights of frozen operators, and of module buffers."""
         totals = dict.fromkeys(BYTES_OF_ROLE.values(), 0)
         for snapshot in _snapshots(self._windows):
             for part in snapshot.header.parts:
@@ -293,7 +297,7 @@ class SnapshotMemory:
         return totals
 
     def _hold(self, windows: list[Window]) -> None:
-        """Hold these windows from now on, and release the buffers of all snapshots that are in none of them."""
+        """Keep exactly these windows, and release the buffers of all snapshots that are in none of them."""
         kept = {id(snapshot.payload) for snapshot in _snapshots(windows)}
         gone = [snapshot for snapshot in _snapshots(self._windows) if id(snapshot.payload) not in kept]
         self._windows = windows
@@ -304,7 +308,7 @@ class SnapshotMemory:
 
 
 def group_windows(snapshots: Iterable[Snapshot]) -> list[Window]:
-    """Return windows with all these snapshots, each slot at most once in a window."""
+    """Return windows that together hold all these snapshots, each slot at most once in a window."""
     groups: dict[tuple[int, int, int], dict[int, Snapshot]] = {}
     for snapshot in snapshots:
         header, copy = snapshot.header, 0
