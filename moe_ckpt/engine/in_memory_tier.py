@@ -1,16 +1,15 @@
-"""The in-memory tier: snapshots of a part of the state or all of it, and the logs that make parts enough.
+"""The in-memory tier: snapshots of a part of the state or all of it, and the logs that make parts sufficient.
 
-Owns: what happens at each hook of the loop, on every rank alike, so that windows line up over the whole job. Must not:
+Owns: the work at each hook of the loop, the same on every rank, so that windows line up over the whole job. Must not:
 decide which operators a snapshot takes (the policy does), or recover (`engine.stage_recovery` does, from these
-snapshots and logs).
-MoEvement, sections 3.2 to 3.5.
+snapshots and logs). MoEvement, sections 3.2 to 3.5.
 
-    started(t)           note what t starts from; logs and counts of t begin
-    ready(t)             the copy of snapshot t-1 is done: the step may change the state; facts of t are logged
+    started(t)           log the start of t; logs and counts of t begin
+    ready(t)             the copy of snapshot t-1 is complete: the step may change the state; facts of t are logged
     committed(t), take   snapshot t starts; a window is kept once all ranks, and their peers, have all of it
 
-Where ranks do not recover locally nothing is logged but what the iteration after a snapshot starts from, and a window
-may take until the next one to reach peers.
+If ranks do not recover locally, only the start of the iteration after a snapshot is logged, and a window may take until
+the next one to reach peers.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ _UNKNOWN = -1.0  # where seconds are meant
 class TierStores:
     """The parts of a rank's host memory, and the engine that fills them.
 
-    `boundary` is None where stages keep no log, `publisher` where nothing outlives the process, `disk` where no local
-    disk is used, `bubbles` where copies do not wait for any.
+    `boundary` is None if stages keep no log, `publisher` if no memory outlives the process, `disk` without a local
+    disk, `bubbles` if copies do not wait for bubbles.
     """
 
     copiers: Sequence[HostCopier]
@@ -80,7 +79,7 @@ class TierStores:
         return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
 
     def clear(self) -> None:
-        """Keep nothing: training goes on from a state that nothing here leads to."""
+        """Drop everything: training continues from a state that no snapshot here leads to."""
         self.memory.clear()
         self.steps.clear()
         if self.boundary:
@@ -88,7 +87,7 @@ class TierStores:
 
 
 class _Found(IntEnum):
-    """How much of a window a rank has; over all ranks the least counts."""
+    """The progress of a window on a rank; over all ranks the least counts."""
 
     NOTHING = 0  # and it never will
     NOT_YET = 1
@@ -155,7 +154,7 @@ class InMemoryTier:
         self._meter.iteration_started(is_quiet=self._is_idle())
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
-        """All gradients are there, no parameter has changed yet."""
+        """All gradients are complete, and no parameter has changed yet."""
         self._meter.paused()
         self.stop_observing()
         if self._stores.bubbles:
@@ -193,7 +192,7 @@ class InMemoryTier:
             self.note_start(iteration + 1)
 
     def _make_up(self, iteration: int) -> None:
-        """Take what all ranks of the stage have made up in this iteration off what experts have lost."""
+        """Subtract the extra tokens of all ranks of the stage in this iteration from the experts' deficits."""
         extra, self._made_up = self._made_up, None
         if self._boost is None or self._account is None or extra is None:
             return
@@ -206,12 +205,12 @@ class InMemoryTier:
             self._events.append(boosted)
 
     def note_start(self, iteration: int) -> None:
-        """The state is what `iteration` starts from."""
+        """Log the current state as the start of `iteration`."""
         self._stores.steps.note_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
 
     def take(self, plan: SlotPlan | PartialPlan, *, to_disk: bool = False) -> None:
-        """Start taking of the state what the plan for it says; `to_disk`: the window that begins goes there, too."""
+        """Start the snapshot of a plan. `to_disk`: the window that begins with it also goes to disk."""
         if self._servers:
             if self._servers.goes_on:
                 self._hand_over(self._servers, plan)
@@ -236,9 +235,11 @@ class InMemoryTier:
             self._capture(plan)
 
     def take_base(self, plan: SlotPlan | PartialPlan, *, to_disk: bool = False) -> None:
-        """Take everything; where a rank keeps nothing else, wait until it is kept: a fault can come at any time.
+        """Take a snapshot of everything.
 
-        Where servers make further states of a snapshot that all ranks have been given back, there is nothing to take.
+        If a rank has no other window, wait until it is kept: a fault can come at any time.
+
+        Servers that continue from a snapshot that all ranks have restored need no further snapshot.
         """
         if self._servers and self._servers.adopt(plan.window_start):
             return
@@ -253,7 +254,7 @@ class InMemoryTier:
             self._meter.forget_snapshot()  # no other has training wait for all of it
 
     def _hand_over(self, servers: ServerStates, plan: SlotPlan | PartialPlan) -> None:
-        """Let servers make the state that the plan names, of the gradients that led to it."""
+        """Let servers compute the state that the plan names, from the gradients that led to it."""
         self._collect(wait=True)  # the stream may begin with it
         self.note_start(plan.window_start + 1)
         kept = [self._stores.memory.in_flight(), *self._stores.memory.windows()]
@@ -262,15 +263,15 @@ class InMemoryTier:
             servers.hand_over(self._store.wanted(plan)[0], whole[0] if whole else None)
 
     def stop_observing(self) -> None:
-        """The pass over the batch is over: what follows is neither logged nor counted."""
+        """The pass over the batch has ended: later transfers and tokens are neither logged nor counted."""
         if self._stores.boundary:
             self._stores.boundary.end()
         self._counted = self._counts.end() if self._counts else None
 
     def measure(self) -> Measured:
-        """Return what a policy wants to know at the start of a window, and count popularity anew from then on.
+        """Return the measurements for the start of a window, and count popularity anew from then on.
 
-        Where a window has just ended, the ranks have agreed on it with its end: they had to meet anyway.
+        If a window has just ended, the ranks agreed on these measurements in the same reduction as on its end.
         """
         if self._measured is None:
             self._agree(wait=False)
@@ -284,7 +285,7 @@ class InMemoryTier:
         return measured
 
     def lose(self) -> None:
-        """This rank's state is gone: what was being taken of it is torn, its boundary log died with the process."""
+        """This rank's state is lost: a snapshot in progress is torn, and the boundary log dies with the process."""
         self._stores.engine.discard_torn()
         if self._stores.boundary:
             self._stores.boundary.clear()
@@ -302,18 +303,18 @@ class InMemoryTier:
         self._stores.memory.keep_complete()
 
     def settle(self) -> None:
-        """Finish what is being taken, without a cap: the state under it may change then."""
+        """Finish the snapshot in progress, without a cap: its state may change then."""
         with self._stores.engine.uncapped():
             self._collect(wait=True)
 
     def close(self) -> None:
-        """Finish, and end the thread that copies."""
+        """Finish the snapshot in progress, and end the copying thread."""
         self.settle()
         for copier in self._stores.copiers:
             copier.close()
 
     def retake(self, iteration: int) -> None:
-        """The state is that after `iteration` steps again: take what the fault tore of it."""
+        """The state is again that after `iteration` steps: take the snapshots that the fault tore."""
         self._expert_events.interrupted()
         plan, window = self._newest, self._stores.memory.in_flight()
         if plan is None or window is None or plan.window_start + plan.slot != iteration:
@@ -353,9 +354,9 @@ class InMemoryTier:
         )
 
     def _confirm(self, *, wait: bool) -> None:
-        """Keep the window if every rank of the job has all of it: windows line up, or recovery could not use them.
+        """Keep the window if every rank of the job has all of it: recovery needs windows that line up.
 
-        Without `wait`, and where some ranks do not have it yet, nothing happens.
+        Without `wait`, nothing happens while a rank still lacks a part of it.
         """
         with self._meter.waiting():
             self._collect(wait=wait)
@@ -373,12 +374,12 @@ class InMemoryTier:
             raise CheckpointSaveError("ckpt.strict=true: a snapshot is not complete on every rank")
 
     def finish_persisting(self) -> None:
-        """Wait until what is on its way to disk is there."""
+        """Wait for the write to disk in progress."""
         with self._meter.waiting():
             self._disk.finish()
 
     def _keep(self) -> None:
-        """Keep the window in flight, and let it go to disk, if it is to; the one before it is there then.
+        """Keep the window in flight, and start its write to disk if it is selected; the write before it has ended then.
 
         On disk a window stays until all ranks have a newer one there: they need the same.
         """
@@ -400,7 +401,7 @@ class InMemoryTier:
             )
 
     def _agree(self, *, wait: bool) -> _Found:
-        """Measure, and return how much of the window in flight is there, on all ranks alike."""
+        """Measure, and return how much of the window in flight is complete, on all ranks alike."""
         found = self._find(wait=wait)  # first: what is on disk may be more then
         cost_s = self._meter.snapshot_cost_s()
         times = [self._meter.iteration_s(), _UNKNOWN if cost_s is None else cost_s, self._meter.iters_since_quiet()]
@@ -455,7 +456,7 @@ class InMemoryTier:
             return _Found.ALL if publisher.has_copies(window.snapshots) else _Found.NOTHING
 
     def _is_idle(self) -> bool:
-        """Return whether nothing of this rank is being copied."""
+        """Return whether this rank copies nothing."""
         return self._stores.memory.in_flight() is None and not self._disk.is_under_way
 
     def _drop_old_logs(self) -> None:
@@ -471,7 +472,10 @@ class InMemoryTier:
             self._stores.boundary.begin(iteration)
 
     def _log_iters(self) -> int:
-        """Return after how many iterations logs end, even where no window is ever complete: longer than any needs."""
+        """Return the age in iterations at which logs are dropped even if no window is ever complete.
+
+        No recovery needs older logs.
+        """
         longest = max([self._longest_iters, *(window.num_slots for window in self._stores.memory.windows())])
         return 2 * ((self._config.keep_windows + 1) * longest + self._config.profile_iters)
 
@@ -500,14 +504,14 @@ class InMemoryTier:
         return min(measured, self._cap.host or math.inf)
 
     def _peer_bytes_per_s(self) -> float:
-        """Return the rate to each peer: the cap is for all of them."""
+        """Return the rate to each peer. The cap is for all peers together."""
         publisher = self._stores.publisher
         if publisher is None or not publisher.num_peers:
             return math.inf
         return min(publisher.copy_bytes_per_s(), (self._cap.peers or math.inf) / publisher.num_peers)
 
     def _disk_bytes_per_s(self) -> float:
-        """Return the cap of the disk where every snapshot goes there, before the next one is taken."""
+        """Return the cap of the disk if every snapshot goes there before the next one is taken."""
         waits = isinstance(self._config, WholeSnapshotsConfig) and self._config.disk_every_iters == 1
         return self._cap.disk or math.inf if waits else math.inf
 

@@ -1,8 +1,8 @@
 """A rank's measurements while it trains: seconds of iterations, the cost of snapshots, rates, popularity.
 
-Must not: agree with other ranks, or decide anything. A snapshot costs time in three ways: training waits for copies,
-stands still while a snapshot begins, and iterations are slower while copies are made in the background. An iteration is
-quiet if nothing is being copied in it.
+Must not: communicate, or decide anything. A snapshot costs time in three ways: training waits for copies, stands still
+while a snapshot begins, and iterations are slower while copies are made in the background. An iteration is quiet if
+nothing is copied in it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ENOUGH_SNAPSHOTS = 3
 class Measurements:
     """This rank's measurements so far, which a recovery does not change.
 
-    `popularity` is by expert of its stage; `copy_rates` are bytes a second, `bubbles_s` the seconds of an iteration in
-    which this rank waited for other stages. The first iterations of a process, which are slower, do not count.
+    `popularity` is by expert of its stage; `copy_rates` are bytes a second; `bubbles_s` are the seconds of an iteration
+    in which this rank waited for other stages. The first iterations of a process, which are slower, do not count.
     """
 
     def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -83,7 +83,7 @@ class Measurements:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Training waits for copies, as sizes and rates foretell it."""
+        """Training waits for copies, as sizes and rates predict."""
         since_s = self._now()
         try:
             yield
@@ -91,18 +91,18 @@ class Measurements:
             self._wait_s += self._now() - since_s
 
     def copied(self, size_bytes: int, seconds: float) -> None:
-        """A snapshot is in host memory."""
+        """A snapshot has reached host memory."""
         self._added.copied(size_bytes)
         if size_bytes:
             self.copy_rates.append(size_bytes / max(seconds, 1e-9))
 
     def replayed(self, num_iters: int, seconds: float) -> None:
-        """This rank's stage has run iterations again."""
+        """This rank's stage has replayed iterations."""
         if num_iters:
             self._replayed_s.append(seconds / num_iters)
 
     def snapshot_began(self) -> None:
-        """All waits, stalls and busy iterations until the next one are those of this snapshot, or window of them."""
+        """Assign all waits, stalls and busy iterations until the next call to this snapshot, or window of snapshots."""
         if self._counts and self._quiet:
             quiet_s = statistics.fmean(self._quiet)
             self._costs.append(self._stall_s + self._wait_s + sum(seconds - quiet_s for seconds in self._busy))
@@ -112,12 +112,12 @@ class Measurements:
         self._busy.clear()
 
     def forget_snapshot(self) -> None:
-        """Leave the last snapshot out of the cost statistics: it was a one-off."""
+        """Leave the last snapshot out of the cost statistics: it does not recur."""
         self._counts = False
         self._added.forget()
 
     def forget_counts(self) -> None:
-        """The state is that of an earlier iteration, or another: what was counted since comes to nothing."""
+        """Drop the counts: the state is that of an earlier iteration, or of another run."""
         self.popularity = np.zeros_like(self.popularity)
 
     def iteration_s(self) -> float:
@@ -125,13 +125,13 @@ class Measurements:
         return statistics.median(self._recent) if self._recent else 0.0
 
     def bubble_bytes(self) -> float:
-        """Return what is copied in the bubbles of an iteration; 0 while that is not known."""
+        """Return the bytes that are copied in the bubbles of an iteration; 0 while that is unknown."""
         if not self.bubbles_s or not self.copy_rates:
             return 0.0
         return statistics.median(self.bubbles_s) * statistics.median(self.copy_rates)
 
     def snapshot_cost_s(self) -> float | None:
-        """Return what a snapshot has added to training on average; None before enough have been measured."""
+        """Return the mean seconds that a snapshot adds to training; None before enough have been measured."""
         return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= _ENOUGH_SNAPSHOTS else None
 
     def snapshot_costs_s(self, dense_bytes: int) -> tuple[float, float] | None:
@@ -151,5 +151,5 @@ class Measurements:
         return statistics.median(self._replayed_s) if self._replayed_s else None
 
     def iters_since_quiet(self) -> int:
-        """Return how old the newest quiet iteration is: what iterations take by themselves may have changed since."""
+        """Return the age of the newest quiet iteration: the time of iterations may have changed since."""
         return self._num_since_quiet

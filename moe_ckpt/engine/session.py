@@ -1,8 +1,8 @@
 """One run's checkpointing, as the training loop sees it: resume, hooks, finish.
 
-Owns: asking the policy after every iteration and carrying out its plan, in the durable tier and in the sparse one, and
-recovering where state was lost; a save that fails is reported and training goes on, unless the configuration is strict.
-Must not: decide what to save, or touch Megatron.
+Owns: asking the policy after every iteration and executing its plan, in the durable tier and in the in-memory tier, and
+recovering lost state. A failed save is reported and training continues, unless the configuration is strict. Must not:
+decide which state is saved, or touch Megatron.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 class InMemoryParts:
     """The parts of a session with snapshots in host memory; `notes` forecast its cost, for the log.
 
-    `rejoin` is None where the loss of a process ends the job, `recovery` where no state can be lost but by that.
-    `recovers_locally`: ranks that live keep their state.
+    `rejoin` is None if the loss of a process ends the job, `recovery` if only the loss of a process can lose state.
+    `recovers_locally`: surviving ranks keep their state.
     """
 
     tier: InMemoryTier
@@ -48,7 +48,7 @@ class InMemoryParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Parts:
-    """The parts that all ranks build anew when ranks were replaced, so that all decide from the same start."""
+    """The parts that all ranks build anew after a replacement, so that all decide from the same start."""
 
     policy: Policy
     sparse: InMemoryParts | None
@@ -57,7 +57,7 @@ class Parts:
 class Session:
     """Implements `ports.TrainingHooks`. Every method is collective over all ranks.
 
-    `enter` comes first, and again in every generation of an elastic job.
+    Call `enter` first, and again in every generation of an elastic job.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Session:
         return self.sparse.notes if self.sparse else ()
 
     def enter(self) -> None:
-        """Meet the other ranks, some of which may be new."""
+        """Meet the other ranks, some of which may be replacements."""
         if self.sparse:
             self.sparse.tier.abort()
             self._durable.abandon()
@@ -106,10 +106,10 @@ class Session:
         self._has_base = False
 
     def rejoin(self) -> RecoveredState:
-        """Bring all ranks to one state from the surviving sources; its iteration is None for a run that never saved.
+        """Bring all ranks to one state from the remaining sources; its iteration is None for a run that never saved.
 
-        Then the caller starts from the beginning or a checkpoint: `resume`. Where what is left in memory leads nowhere,
-        all go back to what is newest on disk. Raises CheckpointLoadError on all ranks if there is nothing, either.
+        Then the caller starts from the beginning or from a checkpoint: `resume`. If memory leads to no common state,
+        all ranks go back to the newest state on disk. Raises CheckpointLoadError on all ranks if there is none.
         """
         assert self.sparse is not None
         assert self.sparse.rejoin is not None
@@ -123,7 +123,7 @@ class Session:
                 self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
         if rejoined.iteration is None:
             self._suspects.clear()
-        else:  # first: a window of one slot is of no use without, and peers are about to drop what came before it
+        else:  # first: a window of one slot needs it, and peers are about to drop earlier blobs
             self.sparse.tier.note_start(rejoined.iteration + 1)
         self.sparse.rejoin.copies.resume_copying()
         return rejoined
@@ -133,7 +133,7 @@ class Session:
         self._state.be_at(iteration)
 
     def resume(self, source: Path | None) -> int:
-        """Load what is newest on disk of this run, or the checkpoint at `source`; return the iteration of the state.
+        """Load the newest state of this run on disk, or the checkpoint at `source`; return its iteration.
 
         Raises CheckpointLoadError on all ranks.
         """
@@ -149,7 +149,7 @@ class Session:
         return loaded.iteration if loaded else 0
 
     def has_snapshots_on_disk(self) -> bool:
-        """Whether there are snapshots on local disks, of whatever. Collective."""
+        """Whether local disks hold any snapshots. Collective."""
         rejoin = self._rejoin
         return rejoin is not None and any(newest is not None for newest in rejoin.look_at_disks().of_each)
 
@@ -213,19 +213,19 @@ class Session:
         self._enter_phase(Phase.BETWEEN)
 
     def wait_for_saves(self) -> None:
-        """Wait for what is still being written."""
+        """Wait for writes in progress."""
         if self.sparse:
             self.sparse.tier.finish_persisting()
         self._attempt(lambda: self._durable.poll(wait=True))
 
     def finish(self) -> None:
-        """Wait for what is still being written, and end the threads that copy."""
+        """Wait for writes in progress, and end the copying threads."""
         self.wait_for_saves()
         if self.sparse:
             self.sparse.tier.close()
 
     def _go_back_to_disk(self, error: NothingLeftError) -> int:
-        """Return the iteration that all ranks are at then; raises `error` on all ranks if there is none."""
+        """Load the newest state on disk; return its iteration. Raises `error` on all ranks if there is none."""
         found = self._fallback.look(self._rejoin)
         self._state.lose()
         loaded = self._fallback.load(found, self._rejoin, [f"{HOST_MEMORY}: {error}"])
@@ -235,7 +235,7 @@ class Session:
         return loaded.iteration
 
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
-        """Put all ranks at the next best state, and none at `bad` again; return it, or None if there is no other.
+        """Load the next best state, and never `bad` again; return it, or None if there is no other.
 
         States of the iterations `since` it was loaded are no better: they descend from it.
         """
@@ -264,9 +264,10 @@ class Session:
             self.sparse.tier.note_start(loaded.iteration + 1)
 
     def _vote(self, sparse: InMemoryParts, iteration: int, gradients: ReadyGradients) -> None:
-        """Return once every rank has complete gradients: then no rank that lives can be left behind by the others.
+        """Return once every rank has complete gradients: then all surviving ranks can take the step.
 
-        Peers know by then what each rank started the iteration from, or a rank whose memory is lost could not replay.
+        By then peers have the start of the iteration from each rank; else a rank that loses its memory could not
+        replay.
         """
         if sparse.stores.publisher:
             sparse.stores.publisher.has_copies_of_step(iteration)
@@ -298,13 +299,16 @@ class Session:
             sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
 
     def _log_choice(self, iteration: int, chosen: WindowChoice) -> None:
-        """Log a window and its expected costs where it is another one than the last."""
+        """Log a window and its expected costs if it differs from the last one."""
         before, self._logged_window = self._logged_window, (chosen.num_slots, chosen.pause_iters)
         if self._ranks.rank == 0 and chosen.snapshot_share is not None and before != self._logged_window:
             _log.info("iteration %d: ckpt.window=auto is %s", iteration, chosen.describe())
 
     def _recover(self, sparse: InMemoryParts, target_iteration: int, *, undo: bool) -> bool:
-        """Return whether something was lost; then all ranks are at the state after the target iteration."""
+        """Recover lost state; return whether any was lost.
+
+        Then all ranks are at the state after the target iteration.
+        """
         lost = sparse.losses.take()
         if lost is None:
             return False

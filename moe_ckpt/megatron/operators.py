@@ -1,9 +1,9 @@
-"""The operators of one rank's Megatron-Core GPT: where they are, and reading and writing the pieces this rank owns.
+"""The operators of one rank's Megatron-Core GPT: their places, and reading and writing the pieces this rank owns.
 
-Owns: which parameter and buffer belongs to which operator (by global layer and expert), which piece of each this rank
-snapshots, and putting pieces back so that all copies are whole again. Of a parameter that several ranks hold, each
-snapshots the piece whose master weights it keeps (the distributed optimizer's own shard), or an even share where the
-optimizer is not sharded: every byte is taken once. Must not: copy to host memory, or decide what is taken when.
+Owns: the operator of each parameter and buffer (by global layer and expert), the piece of each that this rank
+snapshots, and loading pieces so that all copies are whole again. If several ranks hold a parameter, each snapshots the
+piece whose master weights it keeps (the distributed optimizer's own shard), or an even share if the optimizer is not
+sharded: every byte is taken once. Must not: copy to host memory, or decide when a piece is taken.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OwnedParameter:
         return self.parameter.data.view(-1)
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return what this rank holds of master weights and moments, flattened, by role: its shard, or all of it."""
+        """Return this rank's master weights and moments, flattened, by role: its shard, or all of them."""
         if self.is_sharded and self.start == self.end:
             return {}
         return stored_state(self.optimizer, self.parameter)
@@ -84,7 +84,7 @@ class OwnedParameter:
     def pieces(self, *, full: bool) -> Iterator[Piece]:
         """Yield the owned piece of the whole state, or of the compute weights.
 
-        The whole state has compute weights too where they are not the rounding of the stored master weights.
+        The whole state includes compute weights if they are not the rounding of the stored master weights.
         """
         if full:
             yield from self._state_pieces()
@@ -92,9 +92,9 @@ class OwnedParameter:
             yield from self._compute_pieces()
 
     def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
-        """Put the owned piece of a snapshot in place: the whole state, after so many steps, or the compute weights.
+        """Load the owned piece of a snapshot: the whole state, after so many steps, or the compute weights.
 
-        Raises CheckpointLoadError for a part that is missing or differs.
+        Raises CheckpointLoadError for a part that is missing or differs in size.
         """
         full = steps is not None
         if full:
@@ -122,8 +122,8 @@ class OwnedParameter:
         return master.grad.view(-1)[self._held()], steps[id(master)]
 
     def reduced_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of the owned piece, float32, flattened; None where there is none."""
-        if self.start == self.end:  # a sharded optimizer knows it on another rank only
+        """Return the gradient of the owned piece, float32, flattened; None if there is none."""
+        if self.start == self.end:  # with a sharded optimizer only another rank knows it
             return None
         master = updated_tensor(self.optimizer, self.parameter)
         if master.grad is None:
@@ -132,17 +132,17 @@ class OwnedParameter:
         return master.grad.view(-1)[self._held()]
 
     def clipped_by(self, total_norm: float | None) -> float:
-        """Return what Megatron multiplies the gradient with before the step, for a norm over all ranks."""
+        """Return the factor by which Megatron multiplies the gradient before the step, for a norm over all ranks."""
         most = self.optimizer.config.clip_grad
         scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
         return scale if scale < 1.0 else 1.0
 
     def forward_values(self) -> torch.Tensor:
-        """Return all weights that forward passes compute with, flattened."""
+        """Return all weights with which forward passes compute, flattened."""
         return fp8_linear.forward_values(self.parameter).view(-1)
 
     def _held(self) -> slice:
-        """Return where the owned piece is in what this rank holds of the optimizer's state."""
+        """Return the range of the owned piece within this rank's part of the optimizer's state."""
         return slice(None) if self.is_sharded else slice(self.start, self.end)
 
     def _state_pieces(self) -> Iterator[Piece]:
@@ -167,7 +167,7 @@ class OwnedParameter:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedBuffer:
-    """A module buffer: every rank snapshots its own."""
+    """A module buffer, of which every rank snapshots its own copy."""
 
     operator: OperatorId
     name: str
@@ -179,7 +179,7 @@ class OwnedBuffer:
 
 
 class RankOperators:
-    """All operators of this rank's model chunks, and the table of its stage group's. Built collectively."""
+    """All operators of this rank's model chunks, and the table of its stage group. The constructor is collective."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -195,11 +195,14 @@ class RankOperators:
         self.table = _gather_table(self)
 
     def meet(self) -> None:
-        """Gather the table again: others of the stage may be new, or this process had been alone. Collective in it."""
+        """Gather the table again: ranks of the stage may be new, or this process was alone before.
+
+        Collective in the stage.
+        """
         self.table = _gather_table(self)
 
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
-        """Return what to take of the operators at these positions of the table: whole state, or compute weights."""
+        """Return the pieces of the operators at these positions of the table: whole state, or compute weights."""
         wholes = {self.table.operators[position]: position in full for position in (*full, *compute)}
         found: list[Piece] = []
         for owned in self.parameters:
@@ -217,24 +220,25 @@ class RankOperators:
         return tuple(step_count(optimizer) for optimizer in self._state.inner_optimizers)
 
     def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
-        """The step of `iteration` is about to be taken with these gradients."""
+        """The step of `iteration` with these gradients follows."""
         self._steps.note(iteration, overflow=gradients.overflow)
         self._total_norm = gradients.total_norm
 
     def require_steps(self) -> None:
-        """Raise ConfigError unless steps can be told to servers that take them, too."""
+        """Raise ConfigError unless servers can repeat the optimizer's steps."""
         self._steps.require_known()
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
         """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
 
-        By the master weights, flattened, float32, in the order of `pieces`; without those that take no step.
+        Keys are those of the master weights; tensors are flat float32, in the order of `pieces`. Pieces that take no
+        step are left out.
         """
         found = {each.key(MASTER): each.reduced_gradient() for each in self.parameters}
         return {key: gradient for key, gradient in found.items() if gradient is not None}
 
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
-        """Return the steps that followed in `iteration`, by the same keys; none where it was skipped."""
+        """Return Adam's step of `iteration` for each piece, by the same keys; empty if the step was skipped."""
         steps, found = self._steps.known(iteration), dict[PartKey, AdamStep]()
         for each in self.parameters if steps else ():
             if each.reduced_gradient() is not None:
@@ -243,7 +247,7 @@ class RankOperators:
         return found
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
-        """Return what this rank's pieces of these operators took the step of `iteration` with; None if not known."""
+        """Return the gradients and steps of these operators' pieces in `iteration`; None if unknown."""
         steps = self._steps.known(iteration)
         owned = (each for position in full for each in self._owned[self.table.operators[position]])
         found = {each.key(MASTER): each.gradient(steps) for each in owned}
@@ -256,10 +260,10 @@ class RankOperators:
         compute: Collection[str],
         adam_steps: Sequence[float],
     ) -> None:
-        """Put this rank's pieces of a snapshot in place, then make all copies whole. Collective in the stage group.
+        """Load this rank's pieces of a snapshot, then make all copies whole. Collective in the stage group.
 
         Operators in `full` get master weights, moments, step count and compute weights; those in `compute` only the
-        latter; both get their buffers. Raises CheckpointLoadError for a piece that is not there or has another size.
+        last; both get their buffers. Raises CheckpointLoadError for a piece that is missing or has another size.
         """
         loaded = [owned for owned in self.parameters if str(owned.operator) in {*full, *compute}]
         for owned in loaded:
@@ -283,10 +287,10 @@ class RankOperators:
     def freeze(self, frozen: Collection[str]) -> None:
         """Let the weights of these operators skip their gradients, and all others compute them.
 
-        The embedding always computes its own, so that every rank runs backward through all its layers: exchanges of
-        tokens in there are collective. Grouped experts skip theirs only all together. Where gradients are reduced while
-        backward passes are never skipped: Megatron waits for all of them. The optimizer skips all frozen ones in any
-        case: see `drop_frozen_gradients`.
+        The embedding always computes its own, so that every rank runs backward through all its layers: the exchanges of
+        tokens there are collective. Grouped experts skip theirs only all together. If gradients are reduced during
+        backward, none is skipped: Megatron waits for all of them. The optimizer skips all frozen operators in any case:
+        see `drop_frozen_gradients`.
         """
         self._frozen = frozenset(frozen)
         overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
@@ -296,7 +300,7 @@ class RankOperators:
             owned.parameter.requires_grad_(overlapped or computes)
 
     def drop_frozen_gradients(self) -> None:
-        """Let the optimizer's next step leave out frozen operators: it skips what has no gradient (section 3.3)."""
+        """Drop the gradients of frozen operators: the optimizer's next step then skips them (section 3.3)."""
         for owned in self.parameters:
             if str(owned.operator) in self._frozen and owned.start < owned.end:
                 updated = updated_tensor(owned.optimizer, owned.parameter)
@@ -306,7 +310,7 @@ class RankOperators:
 
 
 def shard_identity() -> ShardIdentity:
-    """Return which shard of the job this rank holds."""
+    """Return the shard of the job that this rank holds."""
     return ShardIdentity(
         global_rank=dist.get_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -330,9 +334,10 @@ def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def locate(model: torch.nn.Module, name: str) -> OperatorId:
-    """Return the operator that a parameter or buffer of a bare GPT model belongs to.
+    """Return the operator of a parameter or buffer of a bare GPT model.
 
-    Raises ConfigError for a name that is in none, and for experts that share one weight (Megatron's legacy GroupedMLP).
+    Raises ConfigError for a name that belongs to none, and for experts that share one weight (Megatron's legacy
+    GroupedMLP).
     """
     root = name.partition(".")[0]
     if root in _EDGES:
@@ -440,7 +445,7 @@ def _buffers(state: TrainingState) -> Iterator[OwnedBuffer]:
 
 
 def _gather_table(operators: RankOperators) -> OperatorTable:
-    """Agree on the stage group's operators and on who owns how much of them. Collective in the stage group."""
+    """Agree on the stage group's operators and on the share of each rank. Collective in the stage group."""
     mine: dict[OperatorId, list[int]] = defaultdict(lambda: [0, 0, 0])  # in full, compute weights, moments
     for owned in operators.parameters:
         sizes = mine[owned.operator]
@@ -476,7 +481,7 @@ def _copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torc
 
 
 def _widen(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
-    """Let a buffer be float32 if it was when it was taken: Megatron widens those of a new model in its first pass."""
+    """Make a buffer float32 if the saved one was: Megatron widens the buffers of a new model in its first pass."""
     part = parts.get(key)
     if part is not None and part.dtype == torch.float32 and buffer.dtype in (torch.bfloat16, torch.float16):
         buffer.data = buffer.data.float()
@@ -496,7 +501,7 @@ def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None
 
 
 def _merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup) -> None:
-    """Put together tensors of which each rank holds one range: a sum of bytes, zero where a rank owns nothing."""
+    """Merge tensors of which each rank holds one range: a sum of bytes, zero outside the own range."""
     for tensor, start, end in pieces:
         tensor[:start].zero_()
         tensor[end:].zero_()
@@ -508,5 +513,5 @@ def _merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup
 
 
 def _grouped_name(owned: OwnedParameter) -> str:
-    """Return the name without the number of a grouped expert: weights of one name compute gradients all or none."""
+    """Return the name without a grouped expert's number: weights of one name all compute gradients, or none."""
     return re.sub(r"(linear_fc[12]\.(?:weight|bias))\d+$", r"\1", owned.name)

@@ -1,9 +1,9 @@
-"""The optimizer state of Megatron's parameters as it is stored: payloads and scales, in place.
+"""The stored optimizer state of Megatron's parameters: payloads and scales, in place.
 
-Owns: where an inner optimizer keeps master weights, moments, their scales and step counts, and reading and writing them
-as they are: a state that is read as numbers and stored again gets another scale. Must not: know models or snapshots.
+Owns: the places of master weights, moments, their scales and step counts in an inner optimizer, and raw access to them:
+a state that is read as numbers and stored again gets another scale. Must not: know models or snapshots.
 
-Three kinds of optimizers hold them in different places:
+Three kinds of optimizers store them in different places:
 
     torch's Adam, AdamW      FP32 masters of Megatron's; moments and a step count for each parameter in `state`
     a fused Adam             as torch's, but a step count for each group; moments may have scales in `_scales`
@@ -27,7 +27,7 @@ _SCALED = (torch.float16, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.fl
 
 
 def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:
-    """Return the inner optimizer; None on a rank that holds no parameter of this kind."""
+    """Return the inner optimizer; None on a rank without parameters of its kind."""
     return optimizer.optimizer
 
 
@@ -38,7 +38,7 @@ def counts_steps_per_parameter(optimizer: MegatronOptimizer) -> bool:
 
 
 def holds_masters(optimizer: MegatronOptimizer) -> bool:
-    """Return whether the inner optimizer's parameters are compute weights, and their masters are its states."""
+    """Return whether the inner optimizer's parameters are compute weights, with masters among its states."""
     decoupled = getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
     return isinstance(optimizer, DistributedOptimizer) and bool(decoupled)
 
@@ -49,7 +49,7 @@ def is_rounded(optimizer: MegatronOptimizer) -> bool:
 
 
 def updated_tensor(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the tensor of a parameter that the inner optimizer has in its groups: this rank's shard, or the whole."""
+    """Return the tensor of a parameter in the inner optimizer's groups: this rank's shard, or the whole."""
     if isinstance(optimizer, DistributedOptimizer):
         group, position = optimizer.model_param_group_index_map[parameter]
         return cast("Any", optimizer.optimizer).param_groups[group]["params"][position]
@@ -72,7 +72,7 @@ def stored_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) ->
 
 
 def master_values(stored: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the numbers of stored master weights that compute weights are the roundings of, flattened."""
+    """Return the numbers of stored master weights that are rounded to compute weights, flattened."""
     master, scale = stored[MASTER], stored.get(scale_of(MASTER))
     return master if scale is None else decode(master, scale)
 
@@ -87,7 +87,7 @@ def derives_compute(optimizer: MegatronOptimizer) -> bool:
 
 
 def named_tensors(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all that a step depends on, under names that are stable over restarts.
+    """Yield all tensors that a step depends on, under names that are stable over restarts.
 
     These are rates and step counts, as copies, and masters, states and scales, in place.
     """
@@ -112,7 +112,7 @@ def named_tensors(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Ten
 
 
 def step_count(optimizer: MegatronOptimizer) -> float:
-    """Return how many updates an inner optimizer has made; 0 for one that has no parameters on this rank."""
+    """Return the number of updates of an inner optimizer; 0 if it has no parameters on this rank."""
     inner: Any = torch_optimizer(optimizer)
     for group in inner.param_groups if inner else []:
         if group["params"]:  # fused Adams do not count the steps of an empty group
@@ -123,9 +123,9 @@ def step_count(optimizer: MegatronOptimizer) -> float:
 
 
 def write_step_count(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, steps: float) -> None:
-    """Set the number of updates made of a parameter; fused Adams count for all of them together.
+    """Set the number of updates of a parameter; fused Adams count for all of them together.
 
-    It gets a tensor of its own: a load that was cut off may have left the same one to all.
+    The count gets a tensor of its own: a load that was cut off may have given one tensor to all parameters.
     """
     inner: Any = torch_optimizer(optimizer)
     if inner is not None and counts_steps_per_parameter(optimizer):
@@ -159,7 +159,7 @@ def _allocate(inner: Any, updated: torch.Tensor) -> None:
 
 
 def payload_and_scale(inner: Any, updated: torch.Tensor, name: str, role: str) -> dict[str, torch.Tensor]:
-    """Return the memory of a parameter's state `name` under `role` and, where it has a scale, of that."""
+    """Return the memory of a parameter's state `name` under `role` and, if it has one, of its scale."""
     state = inner.state[updated][name]
     if hasattr(state, "_scale_inv"):  # Transformer Engine's Float8Tensor
         return {role: state._data, scale_of(role): state._scale_inv}

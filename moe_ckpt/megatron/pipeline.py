@@ -1,8 +1,8 @@
 """Transfers between pipeline stages, seen through Megatron's seam: a `P2PCommunicator` that its schedules take.
 
-Owns: counting and logging what this rank sends, telling when it waits for what it receives, and, in a replay, giving
-the schedule what the neighbours once sent in place of receiving it. The schedules call `_communicate` for every
-transfer, whatever the schedule, so this is the one place to look. Must not: keep or fetch logs.
+Owns: counting and logging what this rank sends, measuring its waits for neighbours, and, in a replay, giving the
+schedule the logged tensors of neighbours in place of receiving them. Every schedule calls `_communicate` for every
+transfer, so one override suffices. Must not: keep or fetch logs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_ckpt.snapshot.bubbles import PipelineBubbles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Bytes that a rank has sent to its neighbour stages, and seconds of logging, since the communicator was made."""
+    """Bytes sent to neighbour stages, and seconds of logging, since the communicator was made."""
 
     activation_bytes: int
     gradient_bytes: int
@@ -36,7 +36,7 @@ class _Replay:
 
 
 class StageCommunicator(P2PCommunicator):
-    """Megatron's communicator, which counts and logs what it sends and can replay what it received."""
+    """Megatron's communicator, which counts and logs sent tensors and can replay received ones."""
 
     def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
@@ -56,14 +56,14 @@ class StageCommunicator(P2PCommunicator):
         )
 
     def tensor_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that cross a stage boundary for a micro-batch of so many tokens."""
+        """Return the bytes that cross a stage boundary for a micro-batch of this many tokens."""
         config: Any = self.config
         num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return num_tokens // num_shards * config.hidden_size * config.pipeline_dtype.itemsize
 
     @contextlib.contextmanager
     def replaying(self, ends: LoggedEnds) -> Iterator[None]:
-        """Within the context, transfers with a logged end take what is logged, in order, and send nothing there."""
+        """Within the context, transfers at a logged end take the logged tensors, in order, and send nothing there."""
         before, after = (None if end is None else deque(end) for end in (ends.from_previous, ends.from_next))
         self._replay = _Replay(before, after)
         try:
@@ -111,7 +111,7 @@ class StageCommunicator(P2PCommunicator):
                 self.log.record(direction, tensor)
 
     def _logged(self, queue: deque[torch.Tensor], shape: Any) -> torch.Tensor:
-        """Return the next logged tensor as if it had been received: on the device, a leaf that gathers a gradient."""
+        """Return the next logged tensor as if received: on the device, a leaf that accumulates a gradient."""
         stored = queue.popleft()
         tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
         tensor.view(-1).view(torch.uint8).copy_(stored)

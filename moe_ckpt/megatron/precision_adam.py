@@ -126,7 +126,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Store float32 values as a state: the scale is theirs, and may differ from the one they were read with."""
+        """Store float32 values as a state with a scale of their own, which may differ from that of the read state."""
         if name not in self.state[param]:
             self.initialize_state(param)
         payload = self.state[param][name]
@@ -196,9 +196,9 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Let Megatron-Core use this Adam in this process from now on, as if Transformer Engine's were there. Idempotent.
+    """Let Megatron-Core use this Adam in this process from now on, as if it were Transformer Engine's. Idempotent.
 
-    Raises RuntimeError where Transformer Engine is installed: its own is to be used there.
+    Raises RuntimeError if Transformer Engine is installed: its own must be used then.
     """
     optimizer = importlib.import_module("megatron.core.optimizer")
     sharded = importlib.import_module("megatron.core.optimizer.distrib_optimizer")

@@ -1,9 +1,9 @@
-"""One iteration of one stage run again, alone or with its neighbours, through the same schedule (MoEvement, 3.3, 3.4).
+"""Replays one iteration of one stage, alone or with its neighbours, through the same schedule (MoEvement, 3.3, 3.4).
 
-Owns: what an iteration starts from, what crosses stages in it beside activations and gradients, and the update with
-logged facts in place of collectives over all stages. Must not: decide which iterations run, or fetch what they need.
+Owns: the start of an iteration, the values that cross stages in it beside activations and gradients, and the update
+with logged facts in place of collectives over all stages. Must not: decide which iterations run, or fetch their inputs.
 
-    begin       generators, loss scalers, schedule position, buffers          -> put back if the iteration is backed out
+    begin       generators, loss scalers, schedule position, buffers          -> restored if the iteration is undone
     gradients   forward, backward, reduced; tied embeddings' shared gradient  -> logged, or taken from the log
     finish      norm, overflow                                                -> logged, or taken from the log
 """
@@ -45,7 +45,7 @@ from moe_ckpt.types import ReadyGradients
 
 
 class StageReplay:
-    """Notes what this rank's stage needs to run an iteration again, and runs it again.
+    """Records the facts that this rank's stage needs to replay an iteration, and replays it.
 
     `forward_backward` runs the loop's schedule over the batch of an iteration, with the communicator given here.
     """
@@ -68,17 +68,17 @@ class StageReplay:
 
     @property
     def tied_gradient_bytes(self) -> int:
-        """Bytes of a shared embedding's gradient that an iteration's record holds."""
+        """The bytes of a shared embedding's gradient in an iteration's record."""
         return self._tied.size_bytes
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return what `iteration` starts from beside parameters and moments; buffers are remembered here."""
+        """Return the state that `iteration` starts from beside parameters and moments; buffers are remembered here."""
         self._began, self._buffers = iteration, buffers(self._state)
         self._modes = {module: module.training for chunk in self._state.model for module in chunk.modules()}
         return small_state(self._state)
 
     def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
-        """Put back what an iteration started from; to `undo` one also the buffers, which it has changed since."""
+        """Restore the start of an iteration; with `undo`, also the buffers that this iteration has changed since."""
         restore_small_state(self._state, start)
         if undo is not None:
             assert self._began == undo, f"asked for the buffers before iteration {undo}, got those of {self._began}"
@@ -93,7 +93,7 @@ class StageReplay:
     ) -> None:
         """Run the record's iteration again, from the state before it. Collective over the stages that replay together.
 
-        `whole_model`: all stages replay; then nothing but the update's facts comes from a log.
+        `whole_model`: all stages replay; then only the update's facts come from a log.
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
@@ -112,27 +112,27 @@ class StageReplay:
         advance_scalers(self._state, record.gradients)
 
     def abandon_pass(self) -> None:
-        """Forget what a pass that was cut off has left: in Megatron's globals, and modules that were to evaluate."""
+        """Clean up after a pass that was cut off: Megatron's globals, and modules in evaluation mode."""
         for module, training in self._modes.items():
             module.training = training
         forget_pass()
         tensor_parallel.random._unset_checkpointing()  # it sets and unsets a flag around what it recomputes later
 
     def update(self, gradients: ReadyGradients) -> None:
-        """Take the step whose gradients are there, on this rank alone."""
+        """Take the step with complete gradients, on this rank alone."""
         apply_update(self._state, gradients)
         advance_schedule(self._state, gradients)
 
     def gather(self) -> None:
-        """Make the weights whole after a step. Collective in the stage; may be repeated."""
+        """Gather the weights after a step. Collective in the stage; may be repeated."""
         gather_parameters(self._state)
 
 
 class _TiedEmbedding:
     """The gradient of a word embedding that first and last stage share, which Megatron sums over both.
 
-    It is summed after each stage has reduced its own, in the function that Megatron's schedules call when all
-    micro-batches are done: that function is wrapped here.
+    It is summed after each stage has reduced its own, in the function that Megatron's schedules call at the end of all
+    micro-batches: that function is wrapped here.
     """
 
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
@@ -151,7 +151,7 @@ class _TiedEmbedding:
 
     @contextlib.contextmanager
     def replaying(self, logged: torch.Tensor | None) -> Iterator[None]:
-        """Within the context, take the sum from a log and leave the other stage alone; None: as always."""
+        """Within the context, take the sum from a log and do not communicate with the other stage; None: no change."""
         self._logged = logged
         try:
             yield
@@ -179,7 +179,7 @@ class _TiedEmbedding:
 
 
 def _tied_parameter(state: TrainingState, operators: RankOperators) -> OwnedParameter | None:
-    """Return this rank's copy of the word embedding, if another stage holds one, too."""
+    """Return this rank's copy of the word embedding if another stage holds one, too."""
     group: Any = parallel_state.get_embedding_group(check_initialized=False)
     if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
         return None
@@ -197,7 +197,7 @@ def _shares_embedding(model: Any) -> bool:
 
 
 def require_replayable(state: TrainingState) -> None:
-    """Raise ConfigError for what crosses stages, or changes state, in a way that nothing here logs or puts back."""
+    """Raise ConfigError for options that cross stages, or change state, in a way that no log here covers."""
     config = cast("Any", state.model[0]).config
     ddp_config = cast("Any", state.model[0]).ddp_config
     require(

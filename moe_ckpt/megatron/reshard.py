@@ -1,14 +1,14 @@
-"""A state that ranks of another parallel layout have saved, as ranks of this one load it.
+"""Loads a state that was saved by ranks of another parallel layout.
 
-Owns: what has another form at each layout beside the tensors that `dist_checkpointing` cuts anew - how many optimizers
-Megatron chains, whose buffers are where, the padding of the vocabulary, the seeds of the generators. Must not: know
-directories that hold no checkpoint, or what a run is.
+Owns: the parts that have another form at each layout beside the tensors that `dist_checkpointing` cuts anew: the number
+of optimizers that Megatron chains, the places of buffers, the padding of the vocabulary, the seeds of the generators.
+Must not: know directories without a checkpoint, or runs.
 
     saved by rank       here
-    0  optimizer 0, 1   step count, loss scaler -> all that there are here   (experts have their own where EP > 1)
-    r  buffers          by global layer -> the ranks that have the layer     (rank 0 reads all, and tells)
-    r  generators       stay behind: seeded as at a run's start, for the iteration
-    r  stored states    stay behind: scales belong to shards; numbers are stored again with the scales of those here
+    0  optimizer 0, 1   step count, loss scaler -> all optimizers here       (experts have their own where EP > 1)
+    r  buffers          by global layer -> the ranks that have the layer     (rank 0 reads all, and broadcasts)
+    r  generators       not loaded: seeded as at a run's start, for the iteration
+    r  stored states    not loaded: scales belong to shards; numbers are stored again with the scales of those here
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Reshard:
         self._num_ranks = num_ranks
 
     def template(self) -> dict[str, Any]:
-        """Return what to ask `dist_checkpointing` for.
+        """Return the request for `dist_checkpointing`.
 
-        Raises CheckpointLoadError on all ranks where the vocabulary is padded to another size than it was.
+        Raises CheckpointLoadError on all ranks if the vocabulary was padded to another size.
         """
         gather_results(TorchRanks(), lambda: _require_same_padding(self._here, self._directory), CheckpointLoadError)
         asked = {key: part for key, part in self._here.items() if key not in _NOT_AS_SAVED}
@@ -56,7 +56,7 @@ class Reshard:
         return asked
 
     def adapt(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Return what `load_sharded_state` takes, without generators, from what was loaded.
+        """Return the argument of `load_sharded_state`, without generators, from the loaded state.
 
         Raises CheckpointLoadError on all ranks for buffers that differed between the ranks that saved them.
         """
@@ -68,9 +68,9 @@ class Reshard:
 
 
 def reseed(run_seed: int, iteration: int) -> None:
-    """Seed all generators of this rank as at a run's start, but for going on after `iteration`.
+    """Seed all generators of this rank as at a run's start, but for continuing after `iteration`.
 
-    `run_seed` is what the loop has seeded this rank's generators with: alike on a stage, different between stages.
+    `run_seed` is the seed that the loop has given this rank's generators: equal in a stage, different between stages.
     """
     seed = int.from_bytes(hashlib.sha256(f"{run_seed} {iteration}".encode()).digest()[:4]) >> 1  # Megatron adds to it
     random.seed(seed)
@@ -84,7 +84,7 @@ def _all_buffers(num_ranks: int) -> dict[int, ShardedObject]:
 
 
 def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
-    """Refuse what Megatron would load with zeros, or cut off: rows that pad a vocabulary take part in every loss."""
+    """Refuse a padding that Megatron would change: rows that pad a vocabulary take part in every loss."""
     padded = [entry for entry in nested_values(cast("Any", here)) if getattr(entry, "allow_shape_mismatch", False)]
     saved = load_tensors_metadata(directory) if padded else {}
     for entry in padded:
@@ -97,21 +97,21 @@ def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
 
 
 def _unsharded(template: Any) -> Any:
-    """Return what a sharded optimizer state consists of beside tensors: groups and their settings, loss scalers."""
+    """Return the parts of a sharded optimizer state beside tensors: groups and their settings, loss scalers."""
     _, persistent = extract_nonpersistent(template)
     return extract_sharded_base(persistent)[1]
 
 
 def _chained(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a saved optimizer; Megatron chains without a list where there is but one."""
+    """Return the parts of a saved optimizer; Megatron stores a single one without a list."""
     return [optimizer[index] for index in sorted(optimizer)] if 0 in optimizer else [optimizer]
 
 
 def _take_over_counts(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
-    """Give these optimizers the step count and the loss scaler of those that were saved.
+    """Give these optimizers the step count and the loss scaler of the saved ones.
 
-    Steps are counted alike by all of them. Where two become one, the first's scaler stays: it is what losses are
-    multiplied by, the experts' merely divides.
+    All of them count steps alike. If two become one, the first one's scaler stays: losses are multiplied by it, while
+    the experts' scaler only divides.
     """
     for index, part in enumerate(mine):
         saved = theirs[min(index, len(theirs) - 1)]

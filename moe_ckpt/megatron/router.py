@@ -1,8 +1,8 @@
-"""How many tokens the routers of this rank's stage give to each expert (MoEvement, section 3.5 and Appendix B).
+"""Counts the tokens that the routers of this rank's stage give to each expert (MoEvement, section 3.5 and Appendix B).
 
-Owns: forward hooks on Megatron's routers and the counts of the running iteration. Must not: rank experts, or add up
-over ranks. Recomputed forwards are not counted again. Soft counts sum the gate's probabilities of all experts: those
-that a router returns are zero off the top k, and with k = 1 would count what hard counts do.
+Owns: forward hooks on Megatron's routers and the counts of the running iteration. Must not: rank experts, or sum over
+ranks. Recomputed forwards are not counted again. Soft counts sum the gate's probabilities of all experts: those that a
+router returns are zero outside the top k, and with k = 1 would equal hard counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable
 
 
 class RouterCounts:
-    """Counts of the experts of a stage's table, in the table's order, from the tokens that this rank has seen.
+    """Counts of the experts of a stage's table, in the table's order, from the tokens on this rank.
 
-    Soft counts are zero unless they are asked for: they take another pass over the gate's scores.
+    Soft counts are zero unless requested: they take another pass over the gate's scores.
     """
 
     def __init__(self, state: TrainingState, table: OperatorTable, *, soft: bool) -> None:
@@ -43,7 +43,7 @@ class RouterCounts:
         self._counting = True
 
     def end(self) -> ExpertCounts:
-        """Stop counting and return what was counted."""
+        """Stop counting and return the counts."""
         self._counting = False
         return ExpertCounts(hard=self._in_table_order(self._hard), soft=self._in_table_order(self._soft))
 
@@ -51,7 +51,7 @@ class RouterCounts:
         return lambda _, __, routed: self._count(self._hard, gate, lambda: routed[1])
 
     def _watch_scores(self, gate: OperatorId, router: Router) -> None:
-        """Count what the gate computes, before the router takes the top k of it: no hook of Megatron's sees that."""
+        """Count the gate's scores before the router takes the top k: no hook of Megatron's sees them."""
         gating: Callable[[torch.Tensor], torch.Tensor] = router.gating
 
         def watched(hidden: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _probabilities(scores: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def router_top_k(state: TrainingState) -> int:
-    """Return to how many experts of a layer a token goes."""
+    """Return the number of experts of a layer to which a token is routed."""
     return int(cast("Any", state.model[0]).config.moe_router_topk)
 
 

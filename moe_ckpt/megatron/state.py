@@ -1,8 +1,8 @@
-"""The state of one rank's Megatron-Core training: what it consists of, its digest, its sharded form.
+"""The state of one rank's Megatron-Core training: its parts, its digest, its sharded form.
 
-Owns: knowing every tensor and number that the next iteration depends on - parameters, FP32 master weights, Adam moments
-and step counts, module buffers (persistent or not), loss scaler, learning-rate schedule, RNG states. Must not: write
-files or talk to other ranks, except through Megatron's own gathering of a sharded optimizer.
+Owns: the list of every tensor and number that the next iteration depends on - parameters, FP32 master weights, Adam
+moments and step counts, module buffers (persistent or not), loss scaler, learning-rate schedule, RNG states. Must not:
+write files or communicate, except through Megatron's own gathering of a sharded optimizer.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def allocate_optimizer_state(state: TrainingState) -> None:
 def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
     """Return the state as a sharded state dict for `dist_checkpointing`. Collective.
 
-    Model and optimizer are in Megatron's own form, which its other tools load; what Megatron leaves out and exactness
-    needs is in per-rank objects beside it.
+    Model and optimizer are in Megatron's own form, which its other tools load; values that Megatron leaves out and
+    exactness needs are in per-rank objects beside it.
     """
     model = {key: module.sharded_state_dict(metadata=_SHARDING_METADATA) for key, module in _keyed_modules(state)}
     _count_steps_without_parameters(state)
@@ -116,9 +116,9 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _stored_states(state: TrainingState) -> dict[str, ShardedObject]:
-    """Return optimizer states as they are stored, where Megatron saves the numbers that they stand for.
+    """Return optimizer states in their stored form; Megatron saves the numbers that they represent.
 
-    Numbers that are stored again get another scale: only at the same layout, with these, is a state the same.
+    Numbers that are stored again get another scale: only at the same layout, with these, does a state stay the same.
     """
     if not any(optimizer_state.is_rounded(optimizer) for optimizer in state.inner_optimizers):
         return {}
@@ -137,9 +137,9 @@ def _restore_stored_states(state: TrainingState, stored: Mapping[str, torch.Tens
 
 
 def _count_steps_without_parameters(state: TrainingState) -> None:
-    """Tell torch's Adam its step count on a rank where it has no parameters: the experts' on a stage of dense layers.
+    """Set the step count of torch's Adam on a rank where it has no parameters: the experts' on a stage of dense layers.
 
-    Megatron reads the count off a parameter, and what rank 0 reads is saved for all ranks.
+    Megatron reads the count off a parameter, and saves rank 0's for all ranks.
     """
     num_steps = state.scheduler.num_steps // state.schedule_increment
     for optimizer in state.inner_optimizers:
@@ -149,7 +149,7 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
 
 
 def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
-    """Put a loaded sharded state dict back in place; without generators in it, they stay as they are."""
+    """Load a sharded state dict; generators that it lacks stay as they are."""
     for key, module in _keyed_modules(state):
         module.load_state_dict(loaded[key])
     parts = loaded["optimizer"]
@@ -178,8 +178,9 @@ def _per_rank(name: str, value: Any) -> ShardedObject:
 def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
     """Load one inner optimizer around three faults of Megatron's with torch's Adam, whose step count is a tensor.
 
-    It hands the same tensor to all parameters, which Adam would then count up once for each; it looks for step counts
-    among a sharded optimizer's tensors, where it did not save them; and it does not save an unsharded one's count of 0.
+    Megatron hands the same tensor to all parameters, which Adam would then count up once for each; it looks for step
+    counts among a sharded optimizer's tensors, where it did not save them; and it does not save an unsharded one's
+    count of 0.
     """
     sharded, inner = part.pop("param_state", None), torch_optimizer(optimizer)
     if sharded is None and inner and counts_steps_per_parameter(optimizer):
@@ -205,7 +206,7 @@ def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `small_state` returned; learning rates follow from the position in the schedule."""
+    """Restore the result of `small_state`; learning rates follow from the position in the schedule."""
     _restore_rng_tensors(
         {name.removeprefix("rng."): tensor for name, tensor in saved.items() if name.startswith("rng.")}
     )
@@ -241,7 +242,7 @@ def buffers(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def restore_buffers(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `buffers` returned."""
+    """Restore the result of `buffers`."""
     for index, chunk in enumerate(state.model):
         for name, buffer in named_buffers(chunk):
             buffer.copy_(saved[f"{index}.{name}"])

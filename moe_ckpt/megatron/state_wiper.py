@@ -1,6 +1,6 @@
 """Loses a rank's training state on purpose, as if the process had been replaced (`fault=state_loss`).
 
-Owns: overwriting everything that is trained or counted with values that training never has, at a chosen moment of an
+Owns: overwriting all state that is trained or counted with values that training never has, at a chosen moment of an
 iteration. Snapshots in host memory stay: they outlive a worker.
 """
 
@@ -19,7 +19,7 @@ from moe_ckpt.megatron.operators import bare_model
 from moe_ckpt.megatron.optimizer_state import named_tensors, torch_optimizer
 from moe_ckpt.megatron.state import TrainingState, restore_small_state, small_state
 
-_LOST_STD = 0.02  # like fresh weights: what flows on from a stage that lost its state stays finite
+_LOST_STD = 0.02  # like fresh weights: values that reach other stages from a stage that lost its state stay finite
 
 
 class StateWiper:
@@ -30,12 +30,14 @@ class StateWiper:
         self._layer = bare_model(state.model[0]).get_submodule("decoder.layers.0")
 
     def wipe(self) -> None:
-        """Do it now."""
+        """Overwrite the state now."""
         _wipe(self._state)
 
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
-        """Call back once: before the first micro-batch enters the stage's first layer (`forward`), or when the first
-        gradient comes back to that layer's output (`backward`).
+        """Call back once, in the next forward or backward pass.
+
+        `forward`: before the first micro-batch enters the stage's first layer; `backward`: when the first gradient
+        comes back to that layer's output.
         """
 
         def entered(*_: Any) -> None:

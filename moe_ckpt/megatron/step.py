@@ -1,11 +1,11 @@
-"""Megatron's optimizer step, split where fault tolerance needs to look in.
+"""Megatron's optimizer step, split at the points that fault tolerance needs.
 
     finish_gradients    unscale, look for overflow, total gradient norm           (communicates)
     apply_update        clip by that norm, Adam, master -> own compute weights    (local)
-    gather_parameters   compute weights that other ranks have updated             (communicates; may be done again)
+    gather_parameters   compute weights that other ranks have updated             (communicates; may be repeated)
 
-Called back to back they do what `MegatronOptimizer.step` does, bit for bit. A replay calls `apply_update` with a logged
-norm instead of measuring one.
+Called one after another they equal `MegatronOptimizer.step`, bit for bit. A replay calls `apply_update` with a logged
+norm in place of a measured one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def clear_gradients(state: TrainingState) -> None:
 
 
 def finish_gradients(state: TrainingState) -> ReadyGradients:
-    """Bring reduced gradients into their final form and measure them. Collective over all ranks."""
+    """Finish the reduced gradients and measure them. Collective over all ranks."""
     loss_scale = float(state.optimizer.get_loss_scale().item())
     overflows = tuple(bool(cast("Any", optimizer).prepare_grads()) for optimizer in state.inner_optimizers)
     total_norm = None if any(overflows) else float(state.optimizer.get_grad_norm())
@@ -55,9 +55,9 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
 
 @torch.no_grad()
 def gather_parameters(state: TrainingState) -> None:
-    """Get the compute weights that other ranks have updated. Collective in the stage; may be repeated.
+    """Gather the compute weights that other ranks have updated. Collective in the stage; may be repeated.
 
-    Does nothing where no optimizer is sharded, or where the next forward gathers them.
+    Does nothing if no optimizer is sharded, or if the next forward gathers them.
     """
     sharded: list[Any] = [inner for inner in state.inner_optimizers if isinstance(inner, DistributedOptimizer)]
     for optimizer in sharded:
@@ -69,14 +69,14 @@ def gather_parameters(state: TrainingState) -> None:
 
 
 def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Move the learning rate on after an update; a skipped one leaves it where it is."""
+    """Advance the learning rate after an update; a skipped update leaves it unchanged."""
     if not gradients.overflow:
         state.scheduler.step(increment=state.schedule_increment)
 
 
 @torch.no_grad()
 def unscale_gradients(state: TrainingState) -> None:
-    """Bring reduced gradients into their final form, unmeasured: no communication, loss scalers stay as they are."""
+    """Finish the reduced gradients without measuring them: no communication, loss scalers stay as they are."""
     for optimizer in state.inner_optimizers:
         inner: Any = optimizer
         scaler = getattr(inner, "grad_scaler", None)

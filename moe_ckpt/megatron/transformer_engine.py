@@ -1,10 +1,10 @@
 """The state of FP8 layers between iterations: the scales and histories of delayed scaling.
 
-Owns: where they are (`fp8_meta` of each module), that they are there before the first forward pass, and what a pass
-that was cut off leaves of them. The CPU reference (`fp8_linear.DelayedScaling`) keeps its own in the same places; the
-code is written against Transformer Engine 2.9 and later. Must not: know snapshots, which take these tensors as buffers.
+Owns: its place (`fp8_meta` of each module), its allocation before the first forward pass, and cleaning up after a pass
+that was cut off. The CPU reference (`fp8_linear.DelayedScaling`) keeps its state in the same places; the code is
+written against Transformer Engine 2.9 and later. Must not: know snapshots, which take these tensors as buffers.
 
-Recipes that take a scale from the tensor itself (tensorwise, blockwise, MXFP8) keep nothing.
+Recipes that take a scale from the tensor itself (tensorwise, blockwise, MXFP8) have no such state.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def named_scaling(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def allocate_scaling(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let Transformer Engine's layers make now what the first forward pass would make.
+    """Let Transformer Engine's layers allocate now what the first forward pass would allocate.
 
-    A snapshot taken before that pass would lack it, and a history that was longer would be cut in place.
+    A snapshot taken before that pass would lack it, and a longer history would be cut in place.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -59,14 +59,14 @@ def allocate_scaling(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _num_products(module: torch.nn.Module) -> int:
-    """Return how many matrix products a layer makes: 2 of a fused MLP, one an expert of a grouped layer."""
+    """Return the number of matrix products of a layer: 2 of a fused MLP, one an expert of a grouped layer."""
     return getattr(module, "num_gemms", 2 if hasattr(module, "fc2_weight") else 1)
 
 
 def forget_pass() -> None:
-    """Drop the scales that a pass, now cut off, had put aside for activations that are computed again in backward.
+    """Drop the scales that a pass, now cut off, had stored for activations that are computed again in backward.
 
-    The next pass would take them for its own.
+    The next pass would use them as its own.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return

@@ -1,6 +1,6 @@
-"""How much more than their capacity experts may take after a recovery, until their lost tokens are made up.
+"""The capacities of experts after a recovery, until their lost tokens are made up.
 
-Pure arithmetic on one layer's counts, int64 [experts]; which tokens go where is the router's. MoEtion, section 6.
+Pure arithmetic on one layer's counts, int64 [experts]; the router assigns tokens. MoEtion, section 6.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ IntArray = npt.NDArray[np.int64]
 
 
 def boosted_capacity(demand: IntArray, deficit: IntArray, *, capacity: int, factor: float = 0.10) -> IntArray:
-    """Return the tokens that each expert may take of a batch, int64 [experts]: `capacity`, or more where it recovers.
+    """Return the tokens that each expert may process of a batch, int64 [experts]: `capacity`, or more if it recovers.
 
-    `demand` are the tokens routed to each, `deficit` the lost ones that it has yet to make up (0: it does not recover).
-    A recovering expert gets up to `factor` more where it has the demand and the deficit for it, out of capacity that
-    others leave unused; where that is too little, the largest deficits go first, of equals the lowest expert. So no
-    more tokens are processed than at equal capacities, and no other expert is cut short. 100 each, 20 % at most,
+    `demand` are the tokens routed to each expert, `deficit` its lost tokens still to be made up (0: it does not
+    recover). A recovering expert gets up to `factor` more if demand and deficit allow, out of capacity that other
+    experts leave unused; if that is too little, the largest deficits go first, and of equals the lowest expert. So no
+    more tokens are processed than at equal capacities, and no other expert loses capacity. 100 each, 20 % at most,
     demands 150, 95, 130 and a deficit of 40 for the first make 105, 100, 100: the second leaves 5.
     """
     assert demand.shape == deficit.shape, (demand.shape, deficit.shape)
@@ -35,7 +35,7 @@ def boosted_capacity(demand: IntArray, deficit: IntArray, *, capacity: int, fact
 
 
 def share_of(deficit: IntArray, *, index: int, num_shares: int) -> IntArray:
-    """Return one share of a deficit that is dealt out token by token, the first shares first, int64 as `deficit`.
+    """Return one share of a deficit that is distributed token by token, the first shares first, int64 as `deficit`.
 
     All shares together are the deficit, so no share makes up too much: 7 in 3 are 3, 2 and 2.
     """
@@ -44,7 +44,7 @@ def share_of(deficit: IntArray, *, index: int, num_shares: int) -> IntArray:
 
 
 def made_up(deficit: IntArray, extra: IntArray) -> IntArray:
-    """Return the lost tokens that are left after `extra` ones were processed beyond the capacity, never below 0.
+    """Return the deficit after `extra` tokens were processed beyond the capacity, never below 0.
 
     40 less 5 are 35, 3 less 5 are 0.
     """

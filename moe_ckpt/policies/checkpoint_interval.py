@@ -1,4 +1,4 @@
-"""How many iterations lie between two checkpoints of the whole state. Pure arithmetic over seconds."""
+"""The number of iterations between two checkpoints of the whole state. Pure arithmetic over seconds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 
 
 def expected_ettr(*, iteration_s: float, checkpoint_s: float, every_iters: int, mtbf_s: float) -> float:
-    """Return the share of time spent on useful training, where a fault costs half an interval on average.
+    """Return the share of time spent on useful training if a fault costs half an interval on average.
 
-    `checkpoint_s` is what a checkpoint adds to the iterations that it overlaps. MoEvement, Appendix C.
+    `checkpoint_s` are the seconds that a checkpoint adds to the iterations that it overlaps. MoEvement, Appendix C.
     """
     interval_s = every_iters * iteration_s
     return 1 / (1 + checkpoint_s / interval_s) / (1 + interval_s / 2 / mtbf_s)
@@ -30,7 +30,7 @@ def best_interval(*, iteration_s: float, checkpoint_s: float, mtbf_s: float) -> 
 
 
 def capped_interval(*, iteration_s: float, checkpoint_s: float, overhead: float) -> int:
-    """Return the fewest iterations between checkpoints that keep what these add within `overhead`, a share of time.
+    """Return the fewest iterations between checkpoints with which these add at most `overhead`, a share of time.
 
     CheckFreq, section 4.3, as MoEvement describes it (section 5.2).
     """
@@ -38,5 +38,5 @@ def capped_interval(*, iteration_s: float, checkpoint_s: float, overhead: float)
 
 
 def copying_interval(*, iteration_s: float, copy_s: float) -> int:
-    """Return the iterations that copying a checkpoint takes: the next one is not to wait for it."""
+    """Return the iterations that copying a checkpoint takes: the next one must not wait for it."""
     return max(1, math.ceil(copy_s / iteration_s))

@@ -31,7 +31,7 @@ class EveryInterval:
 
 
 def make_policy(config: NoneConfig | DenseConfig, *, last_iteration: int) -> Policy:
-    """Return the decider that a configuration of whole checkpoints, or of none, names."""
+    """Return the policy of a configuration with whole checkpoints or none."""
     match config:
         case NoneConfig():
             return Never()

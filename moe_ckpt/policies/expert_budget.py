@@ -1,7 +1,7 @@
-"""How many experts of each layer a link can carry in an iteration: budgets, and their division among the layers.
+"""The number of experts of each layer that a link can carry in an iteration: budgets, and their division among layers.
 
-Pure. A budget belongs to one link (to host memory, to peers), the popularity to the experts that go over it: their
-tokens since they last went there, so each destination has its own. Which experts are taken is selection.most_popular.
+Pure. A budget belongs to one link (to host memory, to peers), a popularity to the experts on that link: their tokens
+since they were last copied there, so each destination has its own. `expert_selection.most_popular` chooses the experts.
 MoEtion, sections 4.2 and 4.3, Algorithm 1.
 """
 
@@ -21,12 +21,12 @@ def budget_bytes(bytes_per_s: float, iteration_s: float) -> int:
 
 
 def affordable_experts(budget: int, *, expert_bytes: int, other_bytes: int, setting: str) -> int:
-    """Return how many experts a budget in bytes has room for, beside what every snapshot holds of the rest.
+    """Return how many experts fit into a budget in bytes, beside the rest that every snapshot holds.
 
     100 bytes, experts of 30 and 35 others make 2. Algorithm 1 as printed (S_total = B / C_expert) has no `other_bytes`;
-    but section 4.2 makes the budget the limit of the whole checkpoint, which always holds all that is no expert
-    (section 4.1), so that training would stall. Pass 0 where peers keep that anyway (section 5.1).
-    Raises ConfigError naming `setting`, from which the budget comes, where there is no room for one.
+    but section 4.2 makes the budget the limit of the whole checkpoint, which always holds all state but experts
+    (section 4.1), so training would stall. Pass 0 if peers keep that state anyway (section 5.1). Raises ConfigError
+    naming `setting`, the source of the budget, if not even one fits.
     """
     assert expert_bytes > 0, expert_bytes
     least = other_bytes + expert_bytes
@@ -40,9 +40,9 @@ def allocate(popularity: IntArray, num_total: int) -> IntArray:
     """Return how many experts of each layer to take, int64 [layers]: `num_total` in all, or every expert there is.
 
     In proportion to the token risk, a layer's sum of `popularity` (int64 [layers, experts]), rounded down; the largest
-    remainders get what is left, of equals the first layers. A layer that is due all its experts or more gets those, and
-    the others share the excess; layers without risk share equally what no other takes. Of 7, risks of 50, 30 and 20 get
-    4, 2 and 1. Algorithm 1, ComputeS, which leaves open how to adjust the sum, and what a full layer is.
+    remainders get the rest, of equals the first layers. A layer that is due all its experts or more gets those, and the
+    others share the excess; layers without risk share equally what is left. Of 7, risks of 50, 30 and 20 get 4, 2 and
+    1. Algorithm 1, ComputeS, which does not define how to adjust the sum, nor a full layer.
     """
     num_layers, num_experts = popularity.shape
     left = min(num_total, popularity.size)

@@ -1,7 +1,7 @@
-"""How popular each expert is: what it counts, and when it has changed enough to order operators anew.
+"""The popularity of each expert, and the change after which operators are ordered anew.
 
-Pure arithmetic on counts that routers report; collecting them and summing them over ranks is the caller's.
-MoEvement, section 3.5 and Appendix B.
+Pure arithmetic on counts that routers report; the caller collects them and sums them over ranks. MoEvement, section 3.5
+and Appendix B.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def accumulate(kind: str, so_far: Array, hard: Counts, soft: Counts, *, decay: f
 
 
 def carried_over(kind: str, popularity: Array) -> Array:
-    """Return what a new window starts to count from: zeros, but for `decayed` the average so far (float64, a copy)."""
+    """Return the start of a new window's counts: zeros, or with `decayed` the average so far (float64, a copy)."""
     assert kind in KINDS, kind
     return popularity.copy() if kind == "decayed" else np.zeros_like(popularity)
 

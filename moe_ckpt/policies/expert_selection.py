@@ -1,9 +1,9 @@
-"""Which experts a partial snapshot takes, and how many of each layer may be taken.
+"""The experts that a partial snapshot takes, and how many of each layer.
 
-Pure: all ranks choose the same from the same turn or the same summed counts. A `Selection` has the ascending numbers of
-the experts taken, for each MoE layer by its place among the MoE layers. The experts of a layer lie in blocks of equal
-size on the EP ranks. Must not: know what a snapshot is made of, or where it goes.
-MoC, sections 3.2, 4.3 and 5.3; `most_popular` is MoEtion, Algorithm 1, lines 10-13, too.
+Pure: all ranks choose the same from the same turn or the same summed counts. A `Selection` holds the ascending numbers
+of the chosen experts, for each MoE layer by its place among the MoE layers. The experts of a layer lie in blocks of
+equal size on the EP ranks. Must not: know the contents of a snapshot, or its destination. MoC, sections 3.2, 4.3 and
+5.3; `most_popular` is MoEtion, Algorithm 1, lines 10-13, too.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def within_links(tokens: IntArray, num_taken: Sequence[int], expert_bytes: IntAr
 
 
 def sent_by_gradient(before: Selection, now: Selection) -> Selection:
-    """Return those whose gradients are all that peers need: they got the same expert by the snapshot before.
+    """Return the experts of which peers need gradients only: they received the same expert with the snapshot before.
 
-    It takes a snapshot of every iteration. MoEtion, Algorithm 3.
+    Requires a snapshot of every iteration. MoEtion, Algorithm 3.
     """
     return tuple(tuple(sorted({*old} & {*new})) for old, new in zip(before, now, strict=True))
 
@@ -161,11 +161,11 @@ def limit_per_k(limit: float, *, first_k: int, num_experts: int) -> float:
 
 
 def next_k(k: int, *, num_experts: int, plt_since: float, limit: float) -> int:
-    """Return the k after a recovery: doubled, up to all experts, where it has cost more than its limit.
+    """Return the k after a recovery: doubled, up to all experts, if the current k has cost more than its limit.
 
-    `plt_since` is the PLT of all faults since k was last changed: what is attributable to this k. (With that of the
-    whole run, one above the limit would double k at every later fault, even if its own faults cost nothing.) 1 stays 1
-    at 0.009 of 0.01 and becomes 2 at 0.011. MoC, section 5.3: Dynamic-K.
+    `plt_since` is the PLT of all faults since k was last changed: the part attributable to this k. (With that of the
+    whole run, a PLT above the limit would double k at every later fault, even if its own faults cost nothing.) 1 stays
+    1 at 0.009 of 0.01 and becomes 2 at 0.011. MoC, section 5.3: Dynamic-K.
     """
     return min(2 * k, num_experts) if plt_since > limit else k
 

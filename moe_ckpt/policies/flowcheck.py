@@ -1,7 +1,7 @@
-"""`ckpt=flowcheck`: every iteration's state on checkpoint servers, which make it of gradients (FlowCheck).
+"""`ckpt=flowcheck`: every iteration's state on checkpoint servers, which compute it from gradients (FlowCheck).
 
-Owns: the plan, which is everything in every iteration, and the host memory that this takes. Every rank
-decides for itself and comes to the same. Must not: know how a state reaches the servers.
+Owns: the plan, which is everything in every iteration, and the host memory for it. All ranks compute the same plan.
+Must not: know how a state reaches the servers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan
 
 GRADIENT_SHARE = 3
-"""FP32 masters and moments are so many times the bytes of FP32 gradients."""
+"""The bytes of FP32 masters and moments, as a multiple of those of FP32 gradients."""
 
 
 class ServerSnapshots:
     """Each rank's state is on its own node's server and on those of `num_copies` other nodes.
 
-    Raises ConfigError where the memory budget does not allow that, with the numbers.
+    Raises ConfigError, with the numbers, if the memory budget does not allow that.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ServerSnapshots:
         return self._forecast(self._own_stage)
 
     def notes(self) -> list[str]:
-        """Return the costs, line by line, for people."""
+        """Return the costs, line by line, for the log."""
         lag = self._config.max_lag_iters
         return [
             f"each iteration servers make a rank's state of its gradients: its own node's and {self._num_servers - 1} "
@@ -62,9 +62,9 @@ class ServerSnapshots:
         ]
 
     def _forecast(self, stage: int) -> MemoryForecast:
-        """Return the memory of a rank: two whole snapshots at most, and gradients under way to servers that lag.
+        """Return the memory of a rank: at most two whole snapshots, and gradients on their way to servers that lag.
 
-        A server holds the states from the newest that all servers have to its own newest, and the one it makes.
+        A server holds the states from the newest that all servers have to its own newest, and the one in progress.
         """
         size, largest = self._stages[stage].dense_bytes, max(each.dense_bytes for each in self._stages)
         under_way = self._config.max_lag_iters + 1

@@ -1,7 +1,7 @@
 """`ckpt=gemini` and `ckpt=checkfreq`: the whole state into host memory every few iterations.
 
-Owns: the interval and when it changes. Every rank decides for itself and comes to the same: from sizes known from the
-start, and from measurements that ranks agree on. Must not: measure.
+Owns: the interval and its changes. All ranks compute the same plan, from sizes known at the start and from measurements
+that ranks agree on. Must not: measure.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ _STALE_ITERS = 64
 
 
 class WholeSnapshots:
-    """A snapshot of everything at first, then one at every interval. `num_copies` others' snapshots are kept, too.
+    """A snapshot of everything at first, then one at every interval.
 
-    Raises ConfigError where the memory budget does not allow that, with the numbers.
+    Snapshots of `num_copies` other ranks are kept, too.
+
+    Raises ConfigError, with the numbers, if the memory budget does not allow that.
     """
 
     def __init__(
@@ -43,11 +45,11 @@ class WholeSnapshots:
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return what to take of the state after `iteration` steps: everything, or nothing.
+        """Return the plan for the state after `iteration` steps: everything, or nothing.
 
-        Asks for measurements where a snapshot is due and every_iters=auto. Until what a snapshot costs is known, there
-        is one every `profile_iters` iterations. Where something was being copied in all of the last _STALE_ITERS, the
-        next comes an iteration later: what iterations take by themselves may have changed.
+        Asks for measurements if a snapshot is due and every_iters=auto. Until the cost of a snapshot is known, one is
+        taken every `profile_iters` iterations. If copies were made in all of the last _STALE_ITERS iterations, the next
+        snapshot comes an iteration later: the time of an iteration without copies may have changed.
         """
         every = self._config.durable_every_iters
         durable = self._next is not None and every > 0 and iteration % every == 0
@@ -61,15 +63,15 @@ class WholeSnapshots:
         return self._take(iteration, choice, durable=durable, rest_iters=rest_iters)
 
     def forecast(self) -> MemoryForecast:
-        """Return the host memory that the rank with the most of it needs."""
+        """Return the host memory of the rank that needs the most."""
         return max(map(self._forecast_of, range(len(self._stages))), key=lambda forecast: forecast.total_bytes)
 
     def own_forecast(self) -> MemoryForecast:
-        """Return the host memory that the rank with the most of it needs in this rank's stage."""
+        """Return the host memory of the rank of this stage that needs the most."""
         return self._forecast_of(self._own_stage)
 
     def notes(self) -> list[str]:
-        """Return what this will cost, line by line, for people."""
+        """Return the costs, line by line, for the log."""
         every = f"every {self._every_iters} iterations"
         if self._is_auto:
             every = f"at the interval that {self._aim}"
@@ -97,7 +99,7 @@ class WholeSnapshots:
         return SnapshotPlan(durable=durable, sparse=plan, interval=choice, to_disk=to_disk)
 
     def _choose(self, measured: Measured) -> IntervalChoice | None:
-        """Set the interval by what was measured; None, and no interval, while that is nothing."""
+        """Set the interval by measurements; without any, return None and set no interval."""
         cost_s = measured.snapshot_cost_s
         if measured.iteration_s <= 0 or cost_s is None:
             return None

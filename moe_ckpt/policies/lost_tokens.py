@@ -1,7 +1,7 @@
-"""Which tokens the experts have lost: exact counts along a run's line of iterations, and the papers' shares of them.
+"""The tokens that experts have lost: exact counts along a run's iterations, and the papers' shares of them.
 
-Owns the arithmetic; counting what routers send and storing the arrays is the caller's. Pure, int64 [layers, experts].
-MoC, section 3.1.2 and equation (7): PLT. MoEtion, section 4.1 and equation (6): MLT.
+Owns the arithmetic; the caller counts tokens and stores the arrays. Pure, int64 [layers, experts]. MoC, section 3.1.2
+and equation (7): PLT. MoEtion, section 4.1 and equation (6): MLT.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ IntArray = npt.NDArray[np.int64]
 class TokenLoss:
     """The change of each expert by a recovery, int64 [layers, experts], nothing below zero.
 
-    `lost` tokens the state to go on from had seen, the restored one has not. `repeated` ones the restored state has
-    seen and will be given again: an expert from a later snapshot than the rest of the model.
+    `lost`: tokens that the state before the fault had seen and the restored one has not. `repeated`: tokens that the
+    restored state has seen and will process again, of an expert from a later snapshot than the rest of the model.
     """
 
     lost: IntArray
@@ -28,10 +28,10 @@ class TokenLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenLedger:
-    """The tokens of each expert after an iteration, int64 [layers, experts]; arrays are never written to.
+    """The tokens of each expert after an iteration, int64 [layers, experts]; arrays are read-only.
 
-    `processed` were given to it in the iterations that led here, those of rolled-back iterations not among them; `seen`
-    are those that its present state has been trained with. Without a loss they are equal.
+    `processed` are its tokens in the iterations that led here, without rolled-back iterations; `seen` are the tokens
+    that its present state has been trained with. Without a loss they are equal.
     """
 
     processed: IntArray
@@ -43,12 +43,12 @@ class TokenLedger:
 
     @classmethod
     def at_start(cls, num_layers: int, num_experts: int) -> TokenLedger:
-        """Return the ledger of a run that has not begun."""
+        """Return the ledger at the start of a run."""
         return cls.from_array(np.zeros((2, num_layers, num_experts), np.int64))
 
     @classmethod
     def from_array(cls, array: IntArray) -> TokenLedger:
-        """Return what `as_array` was made from."""
+        """Return the ledger of an `as_array`."""
         processed, seen = array
         return cls(processed=processed, seen=seen)
 
@@ -57,7 +57,7 @@ class TokenLedger:
         return np.stack([self.processed, self.seen])
 
     def after(self, tokens: IntArray) -> TokenLedger:
-        """Return the ledger after one more iteration, in which each expert was trained with `tokens` of its own."""
+        """Return the ledger after one more iteration, in which each expert was trained with its `tokens`."""
         return TokenLedger(processed=self.processed + tokens, seen=self.seen + tokens)
 
     def restored(self, seen_in_state: IntArray) -> tuple[TokenLedger, TokenLoss]:

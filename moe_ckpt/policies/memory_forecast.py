@@ -1,4 +1,4 @@
-"""How much host memory snapshots and logs will take. Pure arithmetic over sizes (MoEvement, section 3.2)."""
+"""The host memory that snapshots and logs will take. Pure arithmetic over sizes (MoEvement, section 3.2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MemoryForecast:
     double_buffered_dense_bytes: int
 
     def lines(self) -> list[str]:
-        """Return a line for each part, for people."""
+        """Return a readable line for each part."""
         parts = {
             "snapshots, persisted and in flight": self.snapshots_bytes,
             "boundary logs": self.boundary_log_bytes,
@@ -45,13 +45,12 @@ def forecast(
     num_copies: int = 0,
     largest_window_bytes: int = 0,
 ) -> MemoryForecast:
-    """Return what a rank's snapshots and logs will take once `keep_windows` are persisted and one is nearly complete.
+    """Return the bytes of a rank's snapshots and logs once `keep_windows` are persisted and one is nearly complete.
 
-    A window begins every `period_iters` iterations. Logs reach back to the start of the oldest window, and forward to
-    the iteration that runs. With 2 bytes of compute
-    weights and 12 of full state a parameter and W equal slots, a window takes 12 + (W - 1) bytes a parameter: W = 3 and
-    one kept window make 28, where two dense checkpoints take 24 (MoEvement, section 3.2). A rank also keeps all that
-    for `num_copies` others, whose windows take up to `largest_window_bytes`.
+    A window begins every `period_iters` iterations. Logs reach from the start of the oldest window to the current
+    iteration. With 2 bytes of compute weights and 12 of full state a parameter and W equal slots, a window takes 12 +
+    (W - 1) bytes a parameter: W = 3 and one kept window make 28, where two dense checkpoints take 24 (MoEvement,
+    section 3.2). A rank also keeps all that for `num_copies` others, whose windows take up to `largest_window_bytes`.
     """
     num_windows = keep_windows + 1
     num_logged = num_windows * period_iters + 1
@@ -70,7 +69,7 @@ def forecast(
 
 
 def require_budget(budget_bytes: int | None, needed: MemoryForecast) -> None:
-    """Raise ConfigError where a rank may need more than it may take."""
+    """Raise ConfigError if a rank may need more than its budget."""
     if budget_bytes is not None and needed.total_bytes > budget_bytes:
         wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
         raise ConfigError(f"ckpt.memory_budget_bytes: got {budget_bytes}, wanted {wanted}")

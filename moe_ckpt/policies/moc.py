@@ -1,6 +1,6 @@
 """`ckpt=moc`: K_snapshot experts of each layer to host memory, K_persist of them to storage (MoC, sections 3 and 5).
 
-Owns: which experts in which snapshot, and K. Every rank decides for itself and comes to the same. Must not: measure.
+Owns: the experts of each snapshot, and K. All ranks compute the same plan. Must not: measure.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ _SEQUENTIAL = "sequential"
 
 
 class PartialExperts:
-    """A checkpoint of everything at first, then partial ones; experts take turns, or those with most at stake go first.
+    """A checkpoint of everything at first, then partial ones.
 
-    Snapshots that go to storage and those that do not take turns apart: storage would never get some experts, where it
+    Experts take turns, or those with the most unsaved tokens first.
+
+    Snapshots with storage and those without have separate turns: otherwise storage would never get some experts if it
     takes as long as a multiple of snapshots. Raises ConfigError.
     """
 
@@ -65,7 +67,7 @@ class PartialExperts:
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return what to take of the state after `iteration` steps; at first everything, to memory and storage."""
+        """Return the plan for the state after `iteration` steps; at first everything, to memory and storage."""
         durable = self._rhythm.is_durable(iteration)
         if not self._rhythm.is_due(iteration):
             return SnapshotPlan(durable=durable)
@@ -85,10 +87,10 @@ class PartialExperts:
         return float(self._k), self._lost_before_k_iters
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
-        """All have gone back to `iteration`, where this was known; `plt` is what all faults have cost by then.
+        """All ranks have gone back to `iteration`, with these facts; `plt` is the loss of all faults so far.
 
-        With Dynamic-K the number of experts doubles where faults since it last did have cost too much: what was lost
-        before counts in iterations' worth of tokens, as PLT falls while training goes on.
+        With Dynamic-K the number of experts doubles if faults since its last change have cost too much: earlier losses
+        count in iterations' worth of tokens, as PLT falls while training continues.
         """
         k, self._lost_before_k_iters = facts
         self._k = int(k)
@@ -109,13 +111,13 @@ class PartialExperts:
         return forecast_units(self._stage, 0)
 
     def notes(self) -> list[str]:
-        """Return what this will cost, line by line, for people."""
+        """Return the costs, line by line, for the log."""
         k = "as many as fit" if self._config.k_snapshot == AUTO else str(self._k)
         what = f"{k} of {self._num_experts} experts a layer, {self._config.k_persist} of them to storage"
         return [f"host memory of the largest rank, {what}:", *self.forecast().lines(), *self._sharding_notes()]
 
     def _sharding_notes(self) -> list[str]:
-        """Return what the rank that saves most of a snapshot saves, and what it would by the paper's ways to share."""
+        """Return the bytes of the rank that saves most of a snapshot, here and by the paper's ways to share."""
         stage, num_ranks = self._stage, len(self._stage.core_bytes)
         if not stage.num_layers:
             return []
@@ -157,7 +159,7 @@ class PartialExperts:
         return most_unsaved_of(memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep)
 
     def _k_of(self, measured: Measured) -> int:
-        """Return K_snapshot: what was asked for, or Dynamic-K has come to; for auto at least what is copied in time."""
+        """Return K_snapshot: the configured one, or that of Dynamic-K; for auto at least what is copied in time."""
         if self._config.k_snapshot != AUTO or measured.iteration_s <= 0:
             return self._k
         rate, overlap_s = measured.copy_bytes_per_s, measured.iteration_s
@@ -166,7 +168,7 @@ class PartialExperts:
 
     @cached_property
     def _bottlenecks(self) -> list[IntArray]:
-        """By number of experts, what the rank with the most of it copies, of each stage with experts."""
+        """By number of experts, the most bytes that a rank copies, for each stage with experts."""
         sequential = self._config.selection == _SEQUENTIAL
         stages = (stage for stage in self._stages if stage.num_layers)
         return [

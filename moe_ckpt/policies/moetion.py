@@ -1,8 +1,8 @@
 """`ckpt=moetion`: the experts with the most tokens at risk, as many as each link carries (MoEtion, section 4).
 
-Owns: which experts in which snapshot, and where they go. Every rank of a stage decides for itself and comes to the
-same. As many as all links of a stage carry together are divided among its layers; of these each rank's link takes only
-as many as it carries by itself. Must not: measure.
+Owns: the experts of each snapshot, and their destinations. All ranks of a stage compute the same plan. The experts that
+all links of a stage carry together are divided among its layers; of these, each rank's link takes only as many as it
+carries by itself. Must not: measure.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PopularExperts:
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return what to take of the state after `iteration` steps; at first everything, everywhere."""
+        """Return the plan for the state after `iteration` steps; at first everything, to all destinations."""
         durable = self._rhythm.is_durable(iteration)
         if not self._rhythm.is_due(iteration):
             return SnapshotPlan(durable=durable)
@@ -83,7 +83,7 @@ class PopularExperts:
         return self._forecast(self._stage)
 
     def notes(self) -> list[str]:
-        """Return what this will cost, line by line, for people."""
+        """Return the costs, line by line, for the log."""
         asked = {"in memory": self._config.experts, "on peers": self._config.remote_experts}
         said = [f"{'as many as fit' if num == AUTO else num} {where}" for where, num in asked.items()]
         return [f"host memory of the largest rank, experts a layer: {', '.join(said)}:", *self.forecast().lines()]
@@ -116,7 +116,7 @@ class PopularExperts:
         return self._config.send_gradients and self._config.every_iters == 1
 
     def _select(self, place: str, among: Selection, measured: Measured) -> Selection:
-        """Return the experts for a place: of `among`, those whose tokens since they last went there are most."""
+        """Return the experts for a destination: of `among`, those with the most tokens since their last copy there."""
         is_memory = place == "memory"
         asked = self._config.experts if is_memory else self._config.remote_experts
         rate = measured.host_bytes_per_s if is_memory else measured.peer_bytes_per_s
@@ -134,9 +134,9 @@ class PopularExperts:
         return budget_bytes(bytes_per_s, measured.iteration_s * self._config.every_iters)
 
     def _affordable(self, bytes_per_s: float, measured: Measured, place: str) -> int:
-        """Return how many experts of the stage are copied by the next snapshot; all while that is not known.
+        """Return how many experts of the stage the next snapshot can copy; all while that is unknown.
 
-        Raises ConfigError the first time where there is a stage that has no room for one: later one is taken.
+        Raises ConfigError the first time if a stage has no room for one; later one is taken.
         """
         if _is_unknown(bytes_per_s, measured):
             return self._stage.num_layers * self._stage.num_experts
@@ -157,7 +157,7 @@ def _is_unknown(bytes_per_s: float, measured: Measured) -> bool:
 
 
 def _affordable(stage: MoeStage, budget: int, setting: str) -> int:
-    """Return how many experts a stage has room for, where each of its ranks has a budget of so many bytes."""
+    """Return how many experts fit into a stage if each of its ranks has a budget of this many bytes."""
     return affordable_experts(
         budget * len(stage.core_bytes),
         expert_bytes=int(stage.expert_bytes.sum(axis=0).max()),

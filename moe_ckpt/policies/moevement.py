@@ -1,8 +1,7 @@
-"""`ckpt=moevement`: which operators each iteration's snapshot takes (MoEvement, section 3.5 and Algorithm 1).
+"""`ckpt=moevement`: the operators that each iteration's snapshot takes (MoEvement, section 3.5 and Algorithm 1).
 
-Owns: the window, the pause after it, its order, and when these change. Every rank decides for itself and comes to the
-same: from the sizes of all stages' operators, known from the start, and from measurements that ranks agree on. Must
-not: measure.
+Owns: the window, the pause after it, its order, and their changes. All ranks compute the same plan, from the sizes of
+all stages' operators and from measurements that ranks agree on. Must not: measure.
 """
 
 from __future__ import annotations
@@ -70,9 +69,9 @@ class SparseWindows:
         return self._sizes.max_slots
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return what to take of the state after `iteration` steps: everything at first, then slot after slot.
+        """Return the plan for the state after `iteration` steps: everything at first, then slot after slot.
 
-        Asks for measurements where a window begins, and for window=auto at first: where nothing has been measured yet,
+        Asks for measurements at the start of a window, and for window=auto also at first: without earlier measurements,
         windows begin after `profile_iters` iterations. An iteration that does not follow the last begins a window, too.
         """
         if self._next_iteration is None:
@@ -103,19 +102,19 @@ class SparseWindows:
         return SnapshotPlan(durable=durable, sparse=plan, window=choice, to_disk=to_disk)
 
     def forecast(self, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
-        """Return the host memory that the rank with the most of it needs."""
+        """Return the host memory of the rank that needs the most."""
         return self._sizes.forecast(num_slots, pause_iters)
 
     def forecast_of(self, stage: int, num_slots: int) -> MemoryForecast:
-        """Return the host memory that the rank with the most of one stage needs."""
+        """Return the host memory of the rank of one stage that needs the most."""
         return self._sizes.forecast_of(stage, num_slots)
 
     def own_forecast(self) -> MemoryForecast:
-        """Return the host memory that the rank with the most of it needs in this rank's stage."""
+        """Return the host memory of the rank of this stage that needs the most."""
         return self._sizes.forecast_of(self._own_stage, self.max_slots, self._pause_iters)
 
     def notes(self) -> list[str]:
-        """Return what this will cost, line by line, for people."""
+        """Return the costs, line by line, for the log."""
         slots, later = self.max_slots, ""
         if self._config.window == AUTO:
             slots, later = 1, f", up to {slots} once iterations have been measured"
@@ -154,7 +153,7 @@ class SparseWindows:
         )
 
     def _choose(self, fitting: int, measured: Measured) -> WindowTerms | None:
-        """Set the slots and the pause; return what they are expected to cost, once that is known."""
+        """Set the slots and the pause; return their expected costs, once these are known."""
         if self._config.paper_exact:
             is_first = self._window is None
             kept = schedule.refit(self._num_slots, fitting, drift=self._config.window_drift)
@@ -224,7 +223,7 @@ class SparseWindows:
         return True
 
     def _is_within_forecast(self, order: npt.NDArray[np.int64]) -> bool:
-        """Return whether a budget allows an order: windows of one may take more than the forecast for another."""
+        """Return whether the budget allows an order: its windows may be larger than the forecast for another order."""
         if self._config.memory_budget_bytes is None:
             return True
         taken, forecast = (
@@ -243,7 +242,7 @@ class SparseWindows:
 
 
 def _paper_window(table: OperatorTable, measured: Measured) -> int:
-    """Return W of Algorithm 1 for the rank with the most, whose operators all count as equal in size."""
+    """Return W of Algorithm 1 for the rank with the most bytes, with all operators of equal size."""
     num_operators = len(table.operators)
     window, _ = schedule.paper_window(
         num_operators=num_operators,

@@ -1,6 +1,6 @@
 """The common part of partial policies: a stage as MoE layers and the rest, and plans of its units. Pure.
 
-The core is all that is no expert, in every snapshot; every expert is a unit of its own.
+The core is all state but experts, in every snapshot; every expert is a unit of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTIAL_STATE = ("both", "weights", "moments")
 
 
 class MoeStage:
-    """The operators of a stage: experts by MoE layer, and all else; sizes in bytes of full state.
+    """The operators of a stage: experts by MoE layer, and all others; sizes in bytes of full state.
 
     `expert_bytes` is int64 [ranks, layers, experts], `core_bytes` int64 [ranks].
     """
@@ -46,7 +46,7 @@ class MoeStage:
 
     @property
     def module_bytes(self) -> IntArray:
-        """Bytes of all that is no expert, int64 [ranks, operators]."""
+        """Bytes of all operators but experts, int64 [ranks, operators]."""
         return self.table.full_bytes[:, list(self._others)]
 
     @property
@@ -59,7 +59,7 @@ class MoeStage:
         return ((),) * self.num_layers
 
     def plan(self, iteration: int, places: ExpertChoice, *, core_on_disk: bool, facts: Sequence[float]) -> PartialPlan:
-        """Return the plan of a snapshot; the core goes to peers wherever there are any."""
+        """Return the plan of a snapshot; the core goes to peers if there are any."""
         return PartialPlan(
             iteration=iteration,
             units=(self._core(on_disk=core_on_disk), *self._expert_units(places)),
@@ -68,7 +68,7 @@ class MoeStage:
         )
 
     def snapshot_bytes(self, selection: Selection) -> IntArray:
-        """Return what each rank takes with these experts, int64 [ranks]."""
+        """Return the bytes of a snapshot with these experts on each rank, int64 [ranks]."""
         taken = marked(selection, (self.num_layers, self.num_experts))
         return self.core_bytes + (self.expert_bytes * taken).sum(axis=(1, 2))
 
@@ -105,14 +105,14 @@ class MoeStage:
 
     @cached_property
     def _checkpoint(self) -> tuple[UnitPlan, ...]:
-        """All units, which no snapshot changes."""
+        """All units, the same for every snapshot."""
         nothing = self.nothing
         in_memory = ExpertChoice(memory=self.everything, on_peers=nothing, on_disk=nothing, by_gradient=nothing)
         return (self._core(on_disk=False), *self._expert_units(in_memory))
 
 
 class SnapshotRhythm:
-    """When partial snapshots are due, which of them go to disk, and when whole checkpoints are due."""
+    """The iterations of partial snapshots, those of them that go to disk, and the iterations of whole checkpoints."""
 
     def __init__(self, config: PartialConfig) -> None:
         self._config = config
@@ -128,23 +128,23 @@ class SnapshotRhythm:
         return is_due(iteration, self._newest, self._config.every_iters)
 
     def is_durable(self, iteration: int) -> bool:
-        """Return whether a whole checkpoint is due: not at the first snapshot, which comes after a load, too."""
+        """Return whether a whole checkpoint is due: not at the first snapshot, which also follows a load."""
         every = self._config.durable_every_iters
         return self.has_begun and every > 0 and iteration % every == 0
 
     def goes_to_disk(self, iteration: int, measured: Measured) -> bool:
-        """Return whether a snapshot goes to disk, too: where that is due, and no rank still writes the one before."""
+        """Return whether a snapshot goes to disk: if one is due there, and no rank still writes the one before."""
         return is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
 
     def took(self, iteration: int, *, to_disk: bool) -> None:
-        """There is a snapshot of this iteration."""
+        """A snapshot of this iteration was taken."""
         self._newest = iteration
         if to_disk:
             self._newest_on_disk = iteration
 
 
 def require_at_most_all(config: PartialConfig, names: Sequence[str], num_experts: int) -> None:
-    """Raise ConfigError where a setting asks for more experts of a layer than there are."""
+    """Raise ConfigError if a setting asks for more experts of a layer than there are."""
     for name in names:
         got = getattr(config, name)
         wanted = f"at most {num_experts}, the experts of a layer"
@@ -159,7 +159,7 @@ def require_experts(stages: Sequence[StageProfile], policy: str) -> None:
 
 
 def counted(stage: MoeStage, tokens: np.ndarray) -> IntArray:
-    """Return tokens of the experts in the table's order as int64 [layers, experts]."""
+    """Return token counts in the table's order as int64 [layers, experts]."""
     return tokens.astype(np.int64).reshape(stage.num_layers, stage.num_experts)
 
 
@@ -172,10 +172,11 @@ def marked(selection: Selection, shape: tuple[int, int]) -> np.ndarray:
 
 
 def forecast_units(stage: MoeStage, num_copies: int, *, by_gradient: bool = False) -> MemoryForecast:
-    """Return the most host memory that a rank of a stage can need: three of everything.
+    """Return the most host memory that a rank of a stage can need: three copies of everything.
 
-    Of each unit the newest, the one in flight, and the one on disk or on peers (MoC, section 5.2: three buffers); for
-    `num_copies` others the newest and the one that comes; `by_gradient`: the gradients of all experts on their way.
+    These are the newest of each unit, the one in flight, and the one on disk or on peers (MoC, section 5.2: three
+    buffers); for `num_copies` other ranks the newest and the next; with `by_gradient` the gradients of all experts on
+    their way.
     """
     dense_bytes = int((stage.core_bytes + stage.expert_bytes.sum(axis=(1, 2))).max())
     gradient_bytes = int(stage.expert_bytes.sum(axis=(1, 2)).max()) // 3 if by_gradient and num_copies else 0

@@ -1,8 +1,8 @@
-"""Shares of state that data-parallel ranks hold alike: each rank's bytes, and those of the slowest rank.
+"""The division of state that data-parallel ranks hold alike: each rank's bytes, and those of the slowest rank.
 
 Pure arithmetic over sizes. DP rank r holds the experts of EP rank r mod ep, in EP group r // ep. State of one rank
-alone (optimizer state under ZeRO) is not shared out: pass its bytes as part of a rank's load. All ranks compute the
-same. MoC, sections 3.1.1 and 4: equations (5), (6) and (8), Figure 7.
+alone (optimizer state under ZeRO) is not divided: pass its bytes as part of a rank's load. All ranks compute the same.
+MoC, sections 3.1.1 and 4: equations (5), (6) and (8), Figure 7.
 """
 
 from __future__ import annotations
@@ -123,10 +123,11 @@ def adaptive_modules(module_bytes: IntArray, loads: IntArray) -> list[Share]:
 def shared_out(
     expert_bytes: IntArray, module_bytes: IntArray, selection: Sequence[Sequence[int]], *, dp: int, ep: int
 ) -> dict[str, int]:
-    """Return the bytes of the rank that saves most, by who saves the selected experts and all modules.
+    """Return the bytes of the rank that saves most, by the division of the selected experts and all modules.
 
-    "first": EP group 0 the experts, rank 0 the modules; "equal": both equally; "adaptive": modules by what experts
-    leave to each. `expert_bytes` is int64 [layers, experts], `module_bytes` int64 [modules]. MoC, section 4, Figure 7.
+    "first": EP group 0 saves the experts, rank 0 the modules; "equal": both equally; "adaptive": modules by the bytes
+    that experts leave to each rank. `expert_bytes` is int64 [layers, experts], `module_bytes` int64 [modules]. MoC,
+    section 4, Figure 7.
     """
     first = rank_bytes(first_group_experts(expert_bytes, selection, ep=ep), dp)
     equal = rank_bytes(equal_experts(expert_bytes, selection, dp=dp, ep=ep), dp)
@@ -157,7 +158,7 @@ def partial_checkpoint_bytes(
 def ideal_rank_bytes(
     *, other_params: int, expert_params: int, weight_bytes: int, optimizer_bytes: int, dp: int
 ) -> float:
-    """Return what each rank saves if all save alike: an even part of equation (5), which equal sharding aims at."""
+    """Return each rank's bytes if all save alike: an even part of equation (5), the aim of equal sharding."""
     full = full_checkpoint_bytes(
         other_params=other_params,
         expert_params=expert_params,

@@ -11,7 +11,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProfile:
-    """A stage before training: its operators, and the bytes that one of its ranks logs an iteration."""
+    """A stage before training: its operators, and the bytes that one of its ranks logs in an iteration."""
 
     table: OperatorTable
     boundary_log_bytes: int
@@ -19,10 +19,10 @@ class StageProfile:
 
     @property
     def dense_bytes(self) -> int:
-        """The whole state of the rank with the most."""
+        """The whole state of the rank with the most bytes."""
         return int(self.table.full_bytes.sum(axis=1).max())
 
 
 def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:
-    """Return whether what is to happen every `every_iters` iterations (0: never) happens now."""
+    """Return whether an action every `every_iters` iterations (0: never) is due now."""
     return every_iters > 0 and (newest is None or iteration - newest >= every_iters)

@@ -1,4 +1,4 @@
-"""The share of time that a job is expected to lose by its windows: snapshots while nothing fails, replays after faults.
+"""The share of time that a job is expected to lose by its windows: snapshots without faults, replays after faults.
 
 Pure arithmetic over sizes and measured seconds. A longer window makes snapshots smaller and a replay longer; a pause
 between two windows makes both snapshots and replays rarer and longer.
@@ -17,10 +17,10 @@ Array = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobCost:
-    """Seconds and rates of a job, of the slowest rank each.
+    """Seconds and rates of a job, each of the slowest rank.
 
-    A snapshot adds `per_snapshot_s + per_byte_s * bytes` to training beside what training waits for copies;
-    `replay_share` is what a lost stage takes for an iteration, as a share of `iteration_s`.
+    A snapshot adds `per_snapshot_s + per_byte_s * bytes` to training beside waits for copies; `replay_share` is the
+    time of a replayed iteration as a share of `iteration_s`.
     """
 
     iteration_s: float
@@ -34,7 +34,7 @@ class JobCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSize:
-    """Bytes of each slot and of a whole window, on the ranks with the most of each, and the pauses allowed."""
+    """Bytes of each slot and of a whole window, on the ranks with the most of each, and the allowed pauses."""
 
     slot_bytes: tuple[int, ...]
     window_bytes: int
@@ -61,13 +61,13 @@ class WindowTerms:
 
 
 def window_terms(size: WindowSize, job: JobCost, pause_iters: int) -> WindowTerms:
-    """Return what windows of one size with pauses of so many iterations cost.
+    """Return the costs of windows of one size with pauses of this many iterations.
 
     With W slots and a pause of G iterations, W snapshots are taken in W + G iterations. A fault finds the newest
     complete window between W and 2 W + G iterations old, from its start: 1.5 W + G / 2 on average. Training waits for
     copies to host memory that take longer than an iteration, and for copies to peers that take longer than the period.
     10 ms a snapshot, W = 2, G = 8, iterations of 1 s: 0.002; at an MTBF of 1000 s replays add 0.007. MoEvement,
-    Appendix C, with a pause and with what snapshots were measured to add.
+    Appendix C, with a pause and with the measured costs of snapshots.
     """
     snapshot_shares, replay_shares = _shares(size, job, np.array([pause_iters]))
     return WindowTerms(
@@ -79,9 +79,9 @@ def window_terms(size: WindowSize, job: JobCost, pause_iters: int) -> WindowTerm
 
 
 def cheapest_window(sizes: Iterable[WindowSize], job: JobCost, *, overhead: float) -> WindowTerms:
-    """Return the window and pause that lose the least, of those whose snapshots take at most `overhead`, a share.
+    """Return the window and pause that lose the least, among those whose snapshots take at most `overhead`, a share.
 
-    Where none keeps to `overhead`, the one whose snapshots take the least. Of equals the shorter window and pause.
+    If none stays within `overhead`, the one whose snapshots take the least. Of equals the shorter window and pause.
     """
     terms = [best for size in sizes for best in _candidates(size, job, overhead)]
     allowed = [each for each in terms if each.snapshot_share <= overhead]
@@ -108,7 +108,7 @@ def shortest_pause(size: WindowSize, job: JobCost, *, overhead: float) -> int:
 
 
 def _candidates(size: WindowSize, job: JobCost, overhead: float) -> list[WindowTerms]:
-    """Return the pause that loses the least within `overhead`, and that whose snapshots take the least."""
+    """Return the pause that loses the least within `overhead`, and the pause whose snapshots take the least."""
     pauses = np.arange(size.least_pause_iters, size.most_pause_iters + 1)
     snapshot_shares, replay_shares = _shares(size, job, pauses)
     lost = np.where(snapshot_shares <= overhead, snapshot_shares + replay_shares, np.inf)

@@ -1,8 +1,8 @@
-"""Which operators each iteration of a window snapshots: their order, the slots, and how many slots fit.
+"""The operators of each snapshot of a window: their order, the slots, and how many slots fit.
 
 Pure: all ranks of a stage group compute the same schedule from the same table and the same summed counts. Arrays, not
-lists, so that a million operators take a fraction of a second.
-MoEvement, Algorithm 1, section 3.5 and Appendix E; paper_window and paper_schedule are Algorithm 1 to the letter.
+lists, so that a million operators take a fraction of a second. MoEvement, Algorithm 1, section 3.5 and Appendix E;
+paper_window and paper_schedule are Algorithm 1 to the letter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ AS_GOOD = 1.01  # a worst slot that is at most this much larger is no reason for
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FixedOrder:
-    """The part that popularity does not change: positions in the OperatorTable, both int64 [number].
+    """The part of the order that popularity does not change: positions in the OperatorTable, both int64 [number].
 
-    `experts` in the order of the table; `others` in the order in which they are snapshotted.
+    `experts` in the order of the table; `others` in the order of their snapshots.
     """
 
     experts: IntArray
@@ -53,10 +53,11 @@ class WindowSchedule:
 
 
 def fixed_order(operators: Sequence[OperatorId]) -> FixedOrder:
-    """Return the experts of a table, and in snapshot order its other operators.
+    """Return the experts of a table, and its other operators in snapshot order.
 
     These are the gates from the last to the first, then the rest from back to front, so that the fewest operators are
-    active behind the one whose gradient is wanted. A dense model has only the rest. MoEvement, section 3.5, Appendix E.
+    active behind the operator whose gradient is needed. A dense model has only the rest. MoEvement, section 3.5,
+    Appendix E.
     """
     special = (OperatorKind.EXPERT, OperatorKind.GATE)
     experts = [position for position, operator in enumerate(operators) if operator.kind is OperatorKind.EXPERT]
@@ -66,9 +67,9 @@ def fixed_order(operators: Sequence[OperatorId]) -> FixedOrder:
 
 
 def order_operators(fixed: FixedOrder, popularity: Array) -> IntArray:
-    """Return the positions of all operators (int64) in the order in which they are snapshotted.
+    """Return the positions of all operators (int64) in snapshot order.
 
-    Experts by ascending popularity (float64 [experts], as in `fixed.experts`; equals stay in that order), so that the
+    Experts by ascending popularity (float64 [experts], as in `fixed.experts`; equals stay in that order), so that
     popular ones stay frozen longest in a replay; then the others. Popularities 5, 1, 5 of experts at 2, 3, 4 and others
     1, 0 make 3, 2, 4, 1, 0. MoEvement, section 3.5: OrderOperators.
     """
@@ -142,7 +143,7 @@ def fitting_window(table: OperatorTable, order: IntArray, budget_bytes: float, *
 
 
 def refit(current: int, fitting: int, *, drift: float) -> int:
-    """Return the slots to go on with: `fitting` where it is off by more than `drift` of `current`, else `current`.
+    """Return the next number of slots: `fitting` if it is off by more than `drift` of `current`, else `current`.
 
     With a drift of 0.25, 8 slots stay 8 until 5 or 11 would fit.
     """
@@ -172,7 +173,7 @@ def paper_window(
 
 
 def paper_schedule(order: IntArray, *, num_slots: int, num_active: int) -> WindowSchedule:
-    """Give every slot the next `num_active` operators of the order, the last one what is left.
+    """Give every slot the next `num_active` operators of the order, and the last slot the remaining ones.
 
     5 operators, 2 active: slots of 2, 2 and 1. MoEvement, Algorithm 1: GenerateSchedule.
     """

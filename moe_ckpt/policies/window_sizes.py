@@ -1,4 +1,4 @@
-"""Bytes of windows over all stages: what each number of slots copies and keeps, and which windows a budget allows.
+"""Bytes of windows over all stages: copies and memory for each number of slots, and the windows that a budget allows.
 
 Pure: every rank computes the same from the profiles of all stages. Sizes are those of the order without popularity.
 MoEvement, section 3.2.
@@ -25,10 +25,10 @@ MOST_PAUSE_ITERS = 1024  # a longer pause saves less than a thousandth of a snap
 
 
 class WindowSizes:
-    """Bytes of the windows of all stages; `num_copies` other ranks' windows are kept, too.
+    """Bytes of the windows of all stages. The windows of `num_copies` other ranks are kept, too.
 
-    Raises ConfigError where the configured window has more slots than the largest stage has operators, or where the
-    memory budget allows no window.
+    Raises ConfigError if the configured window has more slots than the largest stage has operators, or if the memory
+    budget allows no window.
     """
 
     def __init__(self, config: MoevementConfig, stages: Sequence[StageProfile], num_copies: int) -> None:
@@ -45,7 +45,7 @@ class WindowSizes:
         return schedule.cut_slots(order, table, num_slots)
 
     def window_bytes(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> int:
-        """Return the bytes of a window of one stage on the rank with the most."""
+        """Return the bytes of a window of one stage on the rank with the most bytes."""
         return int(schedule.window_bytes(table, self.cut(order, table, num_slots)).max())
 
     @cached_property
@@ -55,20 +55,20 @@ class WindowSizes:
 
     @cached_property
     def dense_bytes(self) -> int:
-        """The whole state of the rank with the most."""
+        """The whole state of the rank with the most bytes."""
         return max(stage.dense_bytes for stage in self._stages)
 
     def size(self, num_slots: int) -> WindowSize:
-        """Return the size of windows of so many slots."""
+        """Return the size of windows of this many slots."""
         return next((each for each in self.candidates if each.num_slots == num_slots), None) or self._size(num_slots)
 
     def forecast(self, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
-        """Return the host memory that the rank with the most of it needs."""
+        """Return the host memory of the rank that needs the most."""
         forecasts = (self.forecast_of(stage, num_slots, pause_iters) for stage in range(len(self._stages)))
         return max(forecasts, key=lambda forecast: forecast.total_bytes)
 
     def forecast_of(self, stage: int, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
-        """Return the host memory that the rank with the most of one stage needs."""
+        """Return the host memory of the rank of one stage that needs the most."""
         profile = self._stages[stage]
         windows = [
             self.window_bytes(order, each.table, num_slots)
@@ -100,10 +100,10 @@ class WindowSizes:
         )
 
     def _pauses(self, num_slots: int) -> tuple[int, int]:
-        """Return the shortest and the longest pause: what is configured, or what memory allows.
+        """Return the shortest and the longest pause: the configured one, or those that memory allows.
 
-        A budget says how much. Without one, logs may take as much as the whole state of the rank, so that a long pause
-        never needs more host memory than a second dense snapshot would.
+        The budget sets the limit. Without one, logs may take as much as the whole state of the rank, so that a long
+        pause never needs more host memory than a second dense snapshot would.
         """
         if self._config.pause_iters != AUTO:
             return int(self._config.pause_iters), int(self._config.pause_iters)
