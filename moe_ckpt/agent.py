@@ -1,7 +1,7 @@
 """The agent that started this process, and ending with it.
 
-Owns: the pid of torchrun's agent as it was at the very first; once the agent is gone the kernel names another parent.
-Must not: import anything slow, as it is called before anything slow is imported.
+Owns: the pid of torchrun's agent at the start of this process; once the agent has ended the kernel reports another
+parent. Must not: import slow modules, as it is called before them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def end_with_agent() -> None:
 
 
 def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when its parent dies; at once if that was dead already."""
+    """Let the kernel send this process a signal when its parent dies; at once if it is dead already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)

@@ -77,12 +77,12 @@ def attach(
     elastic: ElasticContext | None = None,
     suspect_iters: int = 2,
 ) -> Session:
-    """Return the session that checkpoints `state` as `ckpt` says, with checkpoints in `folder`. Call on every rank.
+    """Return the session that checkpoints `state` under the policy `ckpt`, in `folder`. Call on every rank.
 
-    A state that was loaded is not trusted any more where the loss is not finite in one of the first `suspect_iters`
-    iterations after that. `losses` are inflicted on purpose. With `elastic` the session outlives the loss of ranks; a
-    rank may attach by itself then, and the caller enters the session once all are together. Raises ConfigError for what
-    cannot work.
+    A loaded state is put into quarantine if the loss is not finite in one of the first `suspect_iters` iterations after
+    the load. `losses` are losses of state on purpose. With `elastic` the session outlives the loss of ranks; a rank may
+    then attach by itself, and the caller enters the session once all ranks are together. Raises ConfigError for
+    settings that cannot work.
     """
     allocate_optimizer_state(state)
     allocate_scaling(state.model)
@@ -140,7 +140,7 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
 
 
 def _notes_of_servers(ckpt: InMemoryConfig) -> list[str]:
-    """Return what a user has to know of servers that do not compute where training does."""
+    """Return notes on servers that compute on another device than training."""
     if not isinstance(ckpt, FlowcheckConfig) or not torch.cuda.is_available():
         return []
     return ["servers take the optimizer's steps on CPUs: after a fault all ranks have their states, not the GPUs' bits"]

@@ -1,4 +1,4 @@
-"""The seam to collective communication: all that the engine asks of a group of ranks, and torch's implementation.
+"""The seam to collective communication: the operations that the engine needs, and torch's implementation.
 
 Every method but `send` and `receive` is collective over the group. The engine calls `torch.distributed` nowhere else:
 the ranks of a job can be threads of one process as well.
@@ -23,8 +23,8 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.R
 class Ranks(Protocol):
     """One rank's connection to the ranks of its group.
 
-    Tensors are on the device that the group communicates on. Ranks are counted within the group. Every method raises
-    PeersLostError where a rank of the group is lost.
+    Tensors are on the device on which the group communicates. Ranks are counted within the group. Every method raises
+    PeersLostError if a rank of the group is lost.
     """
 
     @property

@@ -11,7 +11,7 @@ from moe_ckpt.errors import ConfigError
 
 
 def require(condition: bool, setting: str, got: object, wanted: str) -> None:
-    """Raise ConfigError naming the setting, what it holds and what it may hold, unless the condition holds."""
+    """Raise ConfigError naming the setting, its value and its allowed values, unless the condition holds."""
     if not condition:
         raise ConfigError(f"{setting}: got {got!r}, wanted {wanted}")
 
@@ -51,10 +51,11 @@ class SavingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaxBytesPerS:
-    """`ckpt.max_bytes_per_s`: caps on what each rank copies, in bytes a second; None: no cap.
+    """`ckpt.max_bytes_per_s`: caps on the copies of each rank, in bytes a second; None: no cap.
 
-    Of snapshots to its host memory, of its blobs to all peers together, and of these to its local disk. Recoveries and
-    whole checkpoints have no cap, nor have boundary logs, whose copies keep buffers of the accelerator in use.
+    The caps apply to snapshots to host memory, to blobs to all peers together, and to blobs to the local disk.
+    Recoveries and whole checkpoints have no cap, nor have boundary logs, whose copies keep buffers of the accelerator
+    in use.
     """
 
     host: float | None
@@ -320,7 +321,7 @@ class FlowcheckConfig(RollbackConfig):
 
     @property
     def max_bytes_per_s(self) -> MaxBytesPerS:
-        """No caps: a server that gradients reach late gets a whole snapshot instead, which is more bytes."""
+        """No caps: a server that receives gradients late gets a whole snapshot instead, which is more bytes."""
         return NO_CAPS
 
     @property
@@ -397,9 +398,9 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolderConfig:
-    """The folder that a run asks for. `dir` is None: a new one, outputs/DATE/TIME-`name`.
+    """The run folder's settings. `dir` None: a new one, outputs/DATE/TIME-`name`.
 
-    `configuration` is the text of config.yaml.
+    `configuration`: the text of config.yaml.
     """
 
     dir: str | None
@@ -421,5 +422,5 @@ CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
 
 
 def wants_supervisor(ckpt: CkptConfig, runtime: RuntimeConfig) -> bool:
-    """Return whether ranks are supervised: by default where the policy recovers a lost rank from memory."""
+    """Return whether ranks are supervised: by default if the policy recovers a lost rank from memory."""
     return isinstance(ckpt, InMemoryConfig) if runtime.guard == "auto" else bool(runtime.guard)

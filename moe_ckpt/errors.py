@@ -1,4 +1,4 @@
-"""Every error that moe_ckpt raises on purpose, each also a kind that the standard library knows."""
+"""The errors that moe_ckpt raises on purpose, each derived from a suitable standard error."""
 
 
 class MoeCkptError(Exception):
@@ -14,7 +14,7 @@ class DataError(MoeCkptError, ValueError):
 
 
 class CheckpointSaveError(MoeCkptError, OSError):
-    """A checkpoint could not be written; what was saved before is untouched."""
+    """A checkpoint could not be written; earlier ones are untouched."""
 
 
 class CheckpointLoadError(MoeCkptError, RuntimeError):
@@ -22,11 +22,11 @@ class CheckpointLoadError(MoeCkptError, RuntimeError):
 
 
 class NothingLeftError(CheckpointLoadError):
-    """No host memory that is left leads to a state of the whole job."""
+    """The remaining host memory leads to no state of the whole job."""
 
 
 class RolledBackError(MoeCkptError, RuntimeError):
-    """All ranks are at an earlier state now: whoever trains goes on after `iteration` steps."""
+    """All ranks are at an earlier state: the training loop continues after `iteration` steps."""
 
     def __init__(self, iteration: int) -> None:
         super().__init__(f"all ranks are at iteration {iteration} again")
@@ -34,4 +34,4 @@ class RolledBackError(MoeCkptError, RuntimeError):
 
 
 class PeersLostError(MoeCkptError, RuntimeError):
-    """Other ranks died, or are about to be replaced: nothing that was communicated since can be trusted."""
+    """Other ranks died, or are about to be replaced: results of communication since then must not be used."""

@@ -40,7 +40,7 @@ _JOB = "job"  # what torchrun's store remembers over all lives of the job
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """Where this run's files are, and its identity."""
+    """The paths of this run's files, and its identity."""
 
     path: Path
     run_id: str
@@ -62,9 +62,9 @@ class RunFolder:
         return self.path / "events" / f"rank{global_rank:04d}.jsonl"
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Write result.json, after which others may use the folder.
+        """Write result.json; after that, other jobs may use the folder.
 
-        Raises ConfigError, naming run.dir, where it cannot be written.
+        Raises ConfigError, naming run.dir, if it cannot be written.
         """
         try:
             _write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
@@ -74,9 +74,9 @@ class RunFolder:
 
 
 def require_lasting(run: RunFolderConfig) -> None:
-    """Raise ConfigError where a restart by torchrun could not find the folder: a new name is stored nowhere.
+    """Raise ConfigError if a restart by torchrun could not find the folder: a new name is stored nowhere.
 
-    A store that the job hosts itself is gone with the supervisor of global rank 0.
+    A store that the job hosts itself ends with the supervisor of global rank 0.
     """
     if run.dir is None and not has_agent_store():
         wanted = "a folder that all nodes see, where the job hosts its own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
@@ -84,9 +84,9 @@ def require_lasting(run: RunFolderConfig) -> None:
 
 
 def open_run_folder(run: RunFolderConfig, launch: Launch) -> RunFolder:
-    """Create the run folder, or find the one that an earlier life of this job made; the same on all ranks. Collective.
+    """Create the run folder, or find that of an earlier attempt of this job; the same on all ranks. Collective.
 
-    Raises ConfigError, naming run.dir, where it cannot be written, or belongs to another job that runs.
+    Raises ConfigError, naming run.dir, if it cannot be written, or belongs to another running job.
     """
     remembered = _remembered_folder() if launch.attempt > 0 else None
     return broadcast_result(TorchRanks(), lambda: _create_or_find(run, remembered), ConfigError)
@@ -95,7 +95,7 @@ def open_run_folder(run: RunFolderConfig, launch: Launch) -> RunFolder:
 def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: float) -> RunFolder:
     """Return the run folder without a collective: global rank 0 makes it, others wait `join_s` seconds for its path.
 
-    Raises ConfigError, naming run.dir, where it cannot be written, or belongs to another job that runs.
+    Raises ConfigError, naming run.dir, if it cannot be written, or belongs to another running job.
     """
     remembered = _remembered_folder()
     if remembered:
@@ -110,7 +110,7 @@ def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: 
 
 
 def wait_for_run_folder(timeout_s: float = _FOLDER_TIMEOUT_S) -> Path:
-    """Return where this job's run folder is, once global rank 0 has made it. Raises ConfigError if that takes long."""
+    """Return this job's run folder, once global rank 0 has made it. Raises ConfigError after `timeout_s`."""
     store = agent_store(_JOB)
     assert store is not None
     try:
@@ -142,7 +142,7 @@ def _create_or_find(run: RunFolderConfig, remembered: str | None) -> RunFolder:
 
 
 def read_run_folder(path: Path) -> RunFolder:
-    """Return an existing run folder; raises ConfigError where run.json is missing or damaged."""
+    """Return an existing run folder; raises ConfigError if run.json is missing or damaged."""
     try:
         described = json.loads((path / "run.json").read_text())
         return RunFolder(
@@ -189,7 +189,7 @@ def _version(package: str) -> str | None:
 
 
 def _point_latest(path: Path) -> None:
-    """Let outputs/latest name this run; a run elsewhere is named too, if there is an outputs folder to name it in."""
+    """Let outputs/latest name this run; also for a run elsewhere, if there is an outputs folder."""
     outputs = Path("outputs")
     if not outputs.is_dir():
         return

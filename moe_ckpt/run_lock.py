@@ -1,8 +1,8 @@
 """RUN/lock: one job at a time uses a run's folder.
 
-Owns: the file, which names the process that started the job's global rank 0 (torchrun's agent), so that all lives and
-restarts of its ranks are the same job's. A lock whose process is gone from this machine is taken over; of another
-machine's processes nothing is known here.
+Owns: the file, which names the process that started the job's global rank 0 (torchrun's agent), so that all
+incarnations and restarts of its ranks belong to the same job. A lock whose process has ended on this machine is taken
+over; processes of other machines cannot be checked here.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its agent has ended, for all that this machine knows."""
+        """Whether its agent has ended, as far as this machine can tell."""
         return self.is_here and not is_alive(self.agent_pid, started=self.start_ticks)
 
 
 def take_lock(run: Path, *, is_ours: bool = False) -> None:
-    """Let this job have a run's folder, until it releases it or its agent ends; again for each life of its rank 0.
+    """Lock a run's folder for this job, until it releases it or its agent ends.
 
-    `is_ours`: that this job had the folder before is known, whatever agent its rank 0 is started by now. Raises
-    ConfigError where another job has it, OSError where it cannot be written.
+    Each incarnation of rank 0 calls it. `is_ours`: this job is known to have had the folder before, under any agent.
+    Raises ConfigError if another job has it, OSError if it cannot be written.
     """
     mine = _this_job()
     with _opened(run) as file:
@@ -56,14 +56,14 @@ def take_lock(run: Path, *, is_ours: bool = False) -> None:
 
 
 def release_lock(run: Path) -> None:
-    """Let others have a run's folder, if this job has it. Raises OSError where it cannot be written."""
+    """Release a run's folder if this job has it. Raises OSError if it cannot be written."""
     with _opened(run) as file:
         if _read(file) == _this_job():
             _write(file, None)
 
 
 def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
-    """Return the error that a folder is in use: by the run of `whose`."""
+    """Return the error that a folder is in use by the run of `whose`."""
     wanted = "a folder of its own for every run"
     return ConfigError(f"run.dir: got {str(run)!r}, which the run of {whose} uses, wanted {wanted}{hint}")
 
@@ -76,7 +76,7 @@ def _this_job() -> Holder:
 def _may_take(holder: Holder, mine: Holder) -> bool:
     """Return whether a holder has ended, or is this job before torchrun moved its rank 0 to another agent.
 
-    Where torchrun keeps a store, that tells on this machine what is the same job's; else its name has to.
+    If torchrun keeps a store, that identifies the job on this machine; else its name must.
     """
     if has_agent_store():
         same_job = not holder.is_here and holder.job == mine.job and mine.job not in ("", "none")
@@ -94,7 +94,7 @@ def _described(holder: Holder, run: Path) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _opened(run: Path) -> Iterator[TextIO]:
-    """Give the file, empty where it was missing, to one process at a time: of two that see who is gone, one is next."""
+    """Open the file, empty if it was missing, for one process at a time."""
     with (run / "lock").open("a+") as file:
         with contextlib.suppress(OSError):  # a file system without locks: what is left is a race of microseconds
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Values that every layer above may use. No behaviour beyond what derives from the fields."""
+"""Values that all layers use. No behaviour beyond what follows from the fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """How many ways each axis of parallelism splits the job.
+    """The number of ways in which each axis of parallelism splits the job.
 
     `ep` (expert parallel) divides `dp` (data parallel): experts spread over ranks that see different tokens.
     """
@@ -94,7 +94,7 @@ class OperatorId:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OperatorTable:
-    """The operators of one stage group, from front to back, and what each of its ranks owns of them.
+    """The operators of one stage group, from front to back, and each rank's share of them.
 
     `full_bytes` (master weights, moments, buffers) and `compute_bytes` (weights as forward uses them, buffers) are
     int64 [ranks of the stage group, operators]; every byte is counted on the one rank that snapshots it.
@@ -107,7 +107,7 @@ class OperatorTable:
     moment_bytes: npt.NDArray[np.int64] | None = None
 
     def bytes_of(self, partial_state: str) -> npt.NDArray[np.int64]:
-        """Return what is taken of each operator in full: `both`, or its `weights` or `moments` only."""
+        """Return the bytes of each operator in full: `both`, or its `weights` or `moments` only."""
         moments = 2 * self.full_bytes // 3 if self.moment_bytes is None else self.moment_bytes
         return {"both": self.full_bytes, "weights": self.full_bytes - moments, "moments": moments}[partial_state]
 
@@ -135,9 +135,9 @@ class SlotPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Version:
-    """A state of a run whose recoveries may lose something: after `iteration` steps in the line that `lineage` numbers.
+    """A state of a run whose recoveries may lose tokens: after `iteration` steps in the epoch `lineage`.
 
-    Every recovery begins a new line: states of one iteration on two lines differ.
+    Every recovery begins a new epoch: states of one iteration in two epochs differ.
     """
 
     lineage: int
@@ -149,11 +149,11 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """A part of a partial checkpoint that is kept and replaced by itself: some state of some operators.
+    """A part of a partial checkpoint that is stored and replaced by itself: some state of some operators.
 
-    Numbers are positions in the stage's OperatorTable; of those in `weights` master weights are taken, of those in
-    `moments` moments, of those in `full` both and buffers. Beside own memory it is kept on peers, on disk, or both;
-    `by_gradient`: peers that have it of the iteration before are sent its gradients.
+    Numbers are positions in the stage's OperatorTable: of operators in `weights` master weights are taken, in `moments`
+    moments, in `full` both and buffers. Beside own memory a unit is stored on peers, on disk, or both; `by_gradient`:
+    peers that have the unit of the iteration before receive its gradients.
     """
 
     name: str
@@ -173,8 +173,8 @@ CORE = "core"
 class PartialPlan:
     """One partial snapshot, of the state after `iteration` steps: the core and some of the other `units`.
 
-    `checkpoint` are all units that make a checkpoint together, `facts` what the policy wants to know again after a
-    recovery. It is a window of one slot.
+    `checkpoint` are all units that make a checkpoint together; `facts` are restored to the policy by a recovery. It is
+    a window of one slot.
     """
 
     iteration: int
@@ -197,9 +197,9 @@ class PartialPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowChoice:
-    """How a sparse window came about: its slots and pause, the slots that cause no stall, and if the order is new.
+    """The choice of a sparse window: its slots and pause, the slots that cause no stall, and whether the order is new.
 
-    Shares of time that snapshots and replays are expected to take with it; None where the window is not chosen by them.
+    Shares of time that snapshots and replays are expected to take; None if the window is not chosen by them.
     """
 
     num_slots: int
@@ -221,7 +221,7 @@ class WindowChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChoice:
-    """How the iterations between two whole snapshots came about: those in use, the best, and what that follows from."""
+    """The choice of the iterations between two whole snapshots: the chosen, the best, and the measurements."""
 
     every_iters: int
     best: int
@@ -232,7 +232,7 @@ class IntervalChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertChoice:
-    """Which experts of each of a stage's MoE layers a snapshot takes to memory, and which of them go further.
+    """The experts of each of a stage's MoE layers that a snapshot takes to memory, and those of them that go further.
 
     `by_gradient`: those of `on_peers` that peers have of the iteration before.
     """
@@ -245,9 +245,9 @@ class ExpertChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
-    """The saves that a policy asks for after an iteration; the session carries them out.
+    """The saves that a policy asks for after an iteration; the session executes them.
 
-    `window` is set where one begins, `interval` where it was considered anew, `experts` where only some are taken.
+    `window` is set at the start of a window, `interval` when it was reconsidered, `experts` if only some are taken.
     `to_disk`: the window that begins here goes to the local disk, too.
     """
 
@@ -269,9 +269,10 @@ class CheckpointRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyGradients:
-    """The facts that a step needs beside the gradients, alike on all ranks; an overflow on any rank means no update.
+    """The facts that a step needs beside the gradients, equal on all ranks; an overflow on any rank means no update.
 
-    `overflows`: whether fp16 found inf or NaN, for each of Megatron's chained optimizers, which scale losses apart.
+    `overflows`: whether fp16 found inf or NaN, for each of Megatron's chained optimizers, which scale losses
+    separately.
     """
 
     overflows: tuple[bool, ...]

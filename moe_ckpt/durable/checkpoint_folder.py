@@ -1,8 +1,8 @@
 """Checkpoint directories on a file system that all ranks share.
 
-Owns: names, the commit marker, which checkpoints exist, and dropping old ones. A directory counts only once its marker
-is there; the marker is written last and lists every file with its size and checksum. Must not: know what is inside the
-files, or talk to other ranks.
+Owns: names, the commit marker, the list of checkpoints, and removing old ones. A directory counts only once it has its
+marker, which is written last and lists every file with its size and checksum. Must not: know the contents of the files,
+or communicate.
 
     iter_0000050/            a checkpoint, committed
         COMMITTED.json       identity, iteration, and per file: bytes and CRC-32
@@ -45,7 +45,7 @@ class Manifest:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. Only the rank that writes markers calls the methods that change anything."""
+    """The checkpoints of one run. Only the rank that writes markers calls the methods that change files."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -54,7 +54,7 @@ class CheckpointFolder:
         return self.root / f"iter_{iteration:07d}"
 
     def prepare(self, iteration: int) -> Path:
-        """Return an empty directory for a checkpoint, dropping what a torn save left there."""
+        """Return an empty directory for a checkpoint; files of a torn save there are removed."""
         directory = self.directory(iteration)
         if directory.exists():
             remove_checkpoint(directory)
@@ -70,9 +70,9 @@ class CheckpointFolder:
         return [ref for ref in self._all() if not is_committed(Path(ref.directory))]
 
     def keep_newest(self, count: int, *, up_to: int) -> None:
-        """Drop the committed checkpoints up to iteration `up_to` but the newest `count`, and what failed saves left.
+        """Remove all committed checkpoints up to iteration `up_to` but the newest `count`, and files of failed saves.
 
-        Later ones stay: they are there because they could not be used, which their owner may want to look into.
+        Later checkpoints stay: they could not be used, and their owner may want to look into them.
         """
         old = [ref for ref in self.committed() if ref.iteration <= up_to][count:]
         for ref in old + [ref for ref in self.torn() if ref.iteration < up_to]:
@@ -92,7 +92,7 @@ def is_committed(directory: Path) -> bool:
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """Drop a checkpoint: the marker first, so that a half-dropped one is torn and not damaged."""
+    """Remove a checkpoint: the marker first, so that a half-removed one is torn and not damaged."""
     (directory / MARKER).unlink(missing_ok=True)
     shutil.rmtree(directory)
 
@@ -129,9 +129,9 @@ def commit(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return what the marker says.
+    """Return the contents of the marker.
 
-    Raises CheckpointLoadError if there is no marker or it cannot be understood.
+    Raises CheckpointLoadError if there is no marker or it cannot be parsed.
     """
     try:
         content = json.loads((directory / MARKER).read_text())

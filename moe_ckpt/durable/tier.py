@@ -1,10 +1,10 @@
 """The durable tier: whole checkpoints on the file system that all ranks share.
 
-Owns: one save from empty directory to commit marker, dropping old ones, and loading one that is what it claims to be.
+Owns: one save from empty directory to commit marker, removing old ones, and loading a checkpoint that is verified.
 Every method is collective. Must not: decide when to save or which one to load (`engine.fallback` does), or know the
 format inside a directory (`ports.DurableState` does).
 
-    save      prepare directory -> start writing, with checksums ->(async: training goes on)-> marker -> drop old
+    save      prepare directory -> start writing, with checksums ->(async: training continues)-> marker -> remove old
     resume    marker fits this run? -> checksums -> load
 """
 
@@ -75,8 +75,8 @@ class DurableTier:
     def save(self, iteration: int) -> None:
         """Start saving the state after `iteration` steps; a synchronous state is committed on return.
 
-        There must be no older save in flight, and while one that was abandoned is still being written, by any rank,
-        this one fails. Raises CheckpointSaveError on all ranks; it is in the event log then.
+        No older save may be in flight. While any rank still writes an abandoned save, this one fails. Raises
+        CheckpointSaveError on all ranks; the event log then has it.
         """
         assert self._in_flight is None, self._in_flight
         started_s = time.monotonic()
@@ -90,12 +90,12 @@ class DurableTier:
         self.poll(wait=False)
 
     def abandon(self) -> None:
-        """Give up a save that was cut off: it has no marker, and never will. Not collective; waits for nothing."""
+        """Give up a save that was cut off: it never gets a marker. Not collective; does not wait."""
         self._in_flight = None
         self._state.abandon_save()
 
     def poll(self, *, wait: bool) -> None:
-        """Commit the save in flight if it has been written everywhere; with `wait`, block until it is."""
+        """Commit the save in flight if all ranks have written it; with `wait`, block until they have."""
         flight = self._in_flight
         if flight is None:
             return
@@ -122,7 +122,7 @@ class DurableTier:
         )
 
     def committed(self) -> Sequence[CheckpointRef]:
-        """Return what is committed in the folder, usable or not, the newest first; what is torn is reported."""
+        """Return the committed checkpoints in the folder, usable or not, the newest first; report torn ones."""
         for ref in broadcast_result(self._ranks, self._folder.torn, CheckpointLoadError):
             reason = f"no {MARKER}: the save was not finished"
             self._events.append(CheckpointSkipped(source=ref.directory, reason=reason))
@@ -147,7 +147,7 @@ class DurableTier:
         return iteration
 
     def _require_idle(self) -> None:
-        """Raise CheckpointSaveError while what was abandoned could still get into the directory of another save."""
+        """Raise CheckpointSaveError while an abandoned save could still write into the directory of another one."""
         if self._state.is_writing():
             raise CheckpointSaveError(f"rank {self._ranks.rank} still writes a checkpoint that was abandoned")
 
@@ -157,7 +157,7 @@ class DurableTier:
         return broadcast_result(self._ranks, lambda: self._commit_alone(flight, files), CheckpointSaveError)
 
     def _commit_alone(self, flight: _SaveInFlight, sealed: Sequence[FileRecord]) -> Manifest:
-        """Commit a checkpoint of which all but small files are sealed: they are here as they were where written."""
+        """Commit a checkpoint whose large files are sealed: the small ones are read on the rank that wrote them."""
         present, named = set(file_names(flight.directory)), {file.name for file in sealed}
         if gone := sorted(named - present):
             raise CheckpointSaveError(f"{flight.directory}: {', '.join(gone)}: written, and not there")
@@ -201,7 +201,7 @@ class DurableTier:
 
 @contextlib.contextmanager
 def _reporting(events: EventLog, iteration: int) -> Iterator[None]:
-    """Put a failed save into the event log before the error travels on."""
+    """Write a failed save to the event log before the error propagates."""
     try:
         yield
     except CheckpointSaveError as error:

@@ -28,7 +28,7 @@ _LOOK_AGAIN_S = 0.0001
 _NCCL_NEVER_ENDS_THE_PROCESS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # else the watchdog asks the store of a generation that is over, and sleeps up to a minute in the thread that ends
+    # else the watchdog asks the store of an ended generation, and sleeps up to a minute in the thread that ends
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
@@ -38,37 +38,37 @@ class Mark(Protocol):
     """A point in the work of a device."""
 
     def query(self) -> bool:
-        """Return, at once, whether the device has reached it."""
+        """Return, without waiting, whether the device has reached it."""
         ...
 
 
 class Backend(Protocol):
-    """Forms the inside of groups for one generation after another."""
+    """Forms the inner groups of one generation after another."""
 
     device: torch.device
     can_forget: bool
-    """Whether an operation may wait on after `cut`, so that it must be abandoned."""
+    """Whether an operation may continue to wait after `cut`, so that it must be abandoned."""
     closing_s: float | None
-    """How long to wait for quiet after `cut` before going on without; None: never go on without."""
+    """Seconds to wait for quiet after `cut`, then continue without it; None: never continue without it."""
 
     def begin(self) -> None:
-        """A generation is about to be formed: what is opened from now on belongs to it."""
+        """A generation is about to be formed: connections opened from now on belong to it."""
         ...
 
     def mark(self) -> Mark | None:
-        """Return the point behind the operations that this thread has begun; None where those awaited are done."""
+        """Return the point behind the operations that this thread has begun; None if they are complete."""
         ...
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
-        """Return the inside of one group. Collective over its members; blocks up to `form_s` seconds."""
+        """Return the inner group. Collective over its members; blocks up to `form_s` seconds."""
         ...
 
     def formed(self) -> None:
-        """All groups of this generation are made: nothing more is opened for it."""
+        """All groups of this generation exist: no further connection is opened for it."""
         ...
 
     def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until what was waited for is done on the device, too, or `is_over` says that it does not count.
+        """Wait until awaited operations are complete on the device, too, or `is_over` returns True.
 
         Raises PeersLostError after `timeout_s` seconds.
         """
@@ -79,7 +79,7 @@ class Backend(Protocol):
         ...
 
     def is_quiet(self) -> bool:
-        """Return, after `cut`, whether nothing can arrive in a tensor any more that an operation was given."""
+        """Return, after `cut`, whether no further byte can arrive in a tensor of an operation."""
         ...
 
 
@@ -112,7 +112,7 @@ class GlooBackend:
         self._own = frozenset(_open_sockets()) - self._before
 
     def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        pass  # an operation that was waited for is done
+        pass  # an awaited operation is complete
 
     def cut(self, insides: Sequence[Any]) -> None:  # noqa: ARG002 - gloo offers nothing to call
         for inode, fd in _open_sockets().items():
@@ -125,11 +125,12 @@ class GlooBackend:
 
 
 class NcclBackend:
-    """NCCL. Kernels of aborted communicators finish, with garbage: after a synchronization a caller checks the outcome.
+    """NCCL.
 
-    All communicators are aborted at the same time: one after another they can wait for each other. Calls that may
-    block are in threads, and a device that cannot be used any more ends the process as a death would: a new one gets it
-    back.
+    Kernels of aborted communicators finish, with garbage: after a synchronization the caller checks the outcome.
+
+    All communicators are aborted at the same time: one after another they can wait for each other. Calls that may block
+    run in threads, and an unusable device ends the process as a death would: a new process gets it back.
     """
 
     def __init__(self) -> None:
@@ -200,7 +201,7 @@ class NcclBackend:
         return not self._draining.is_alive()
 
     def _register(self, made: Any, replaces: Any = None) -> None:
-        """Let a cut abort a group that no handle has yet. Raises PeersLostError where that cut was before."""
+        """Let a cut abort a group that no handle has yet. Raises PeersLostError if the cut came before."""
         with self._lock:
             if self._is_cut:
                 raise PeersLostError("forming process groups: other ranks were lost")
@@ -209,22 +210,22 @@ class NcclBackend:
 
 
 def keep_nccl_from_ending_the_process() -> None:
-    """Let errors of NCCL be the caller's to handle; call before the first group of NCCL is made.
+    """Leave errors of NCCL to the caller; call before the first group of NCCL is made.
 
-    torchrun sets the opposite: then torch's watchdog would end those that survive the loss of a peer.
+    torchrun sets the opposite: then torch's watchdog would end the survivors of a peer's loss.
     """
     os.environ.update(_NCCL_NEVER_ENDS_THE_PROCESS)
 
 
 def die(reason: str) -> NoReturn:
-    """End this process as if it had been killed: that is repaired, while an error would end the job."""
+    """End this process as if it had been killed: the supervisor replaces it, while an error would end the job."""
     _log.error("worker ends: %s", reason)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive")
 
 
 def _drain(device: torch.device) -> None:
-    """Wait for all streams of a device: after an abort nothing less is known to write no more."""
+    """Wait for all streams of a device: after an abort, only that proves that no kernel writes any more."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:  # it stays: every call from now on fails
@@ -232,7 +233,7 @@ def _drain(device: torch.device) -> None:
 
 
 def _group_of(backend: Any, store: dist.Store, device: torch.device, kind: Any) -> dist.ProcessGroup:
-    """Return the group that torch makes of a backend: its operations are those that `torch.distributed` calls."""
+    """Return the group that torch makes of a backend, with the operations that `torch.distributed` calls."""
     group = dist.ProcessGroup(store, backend.rank(), backend.size())
     group._set_default_backend(kind)
     group._register_backend(torch.device(device.type), kind, backend)
@@ -240,7 +241,7 @@ def _group_of(backend: Any, store: dist.Store, device: torch.device, kind: Any) 
 
 
 def _open_sockets() -> dict[str, int]:
-    """Return the sockets of this process, by inode: a number of a file is soon another file's."""
+    """Return the sockets of this process, by inode: a file descriptor's number is soon reused."""
     found: dict[str, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile

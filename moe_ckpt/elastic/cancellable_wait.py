@@ -1,7 +1,7 @@
-"""Waiting that another thread can end.
+"""Waits that another thread can end.
 
-A wait inside torch's C++ cannot be interrupted from Python, and gloo forgets operations whose connection dies half-way
-through a transfer. So a helper thread waits in C++, and the thread that wants the result waits for the helper, or for
+A wait inside torch's C++ cannot be interrupted from Python, and gloo never completes operations whose connection dies
+during a transfer. So a helper thread waits in C++, and the thread that needs the result waits for the helper, or for
 the thread that abandons the operation. An abandoned operation keeps its helper until its own timeout ends it.
 """
 
@@ -48,7 +48,7 @@ class WaitResult:
 
 
 class Helper:
-    """A thread that does blocking calls, one after another, for one other thread."""
+    """A thread that makes blocking calls, one after another, for one other thread."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], object], WaitResult] | None] = SimpleQueue()
@@ -60,7 +60,7 @@ class Helper:
         self._jobs.put((call, outcome))
 
     def close(self) -> None:
-        """End the thread after the call that it is in."""
+        """End the thread after its current call."""
         self._jobs.put(None)
 
     def join(self) -> None:

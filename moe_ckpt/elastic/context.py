@@ -16,13 +16,14 @@ from moe_ckpt.types import Phase
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ElasticContext:
-    """One worker's means. `daemon` is None where peers keep no copies; `address_of` is the address of a rank's daemon.
+    """One worker's means.
 
-    `settle` returns once all that this rank has communicated has arrived; it raises PeersLostError if ranks were lost.
+    `daemon` is None if peers keep no copies; `address_of` returns the address of a rank's daemon.
 
-    `copy_s` bounds what a copy of a window, or getting it back, may take. `peers` consecutive ranks train one stage, if
-    copies are to stay among these. `at_end` has an action run, in another thread, at each end of a generation.
-    `serves_itself`: this rank's own daemon is one of those that hold its state.
+    `settle` returns once all communication of this rank is complete; it raises PeersLostError if ranks were lost.
+    `copy_s` limits a copy of a window, and its fetch. `peers` consecutive ranks train one stage, if copies must stay
+    among these. `at_end` runs an action, in another thread, at each end of a generation. `serves_itself`: this rank's
+    own daemon also holds its state.
     """
 
     member: Member
@@ -40,11 +41,11 @@ class ElasticContext:
     serves_itself: bool = False
 
     def enter_phase(self, phase: Phase) -> None:
-        """The training thread begins a phase; what a recovery runs again is all recovery."""
+        """The training thread begins a phase. All phases that a recovery repeats count as recovery."""
         self.page.enter(Phase.RECOVERY if self.page.phase is Phase.RECOVERY else phase)
 
     def use_peers(self) -> None:
-        """Let the daemon copy to the holders' daemons, wherever they are now. Raises CheckpointSaveError."""
+        """Let the daemon copy to the holders' daemons, at their present addresses. Raises CheckpointSaveError."""
         if self.daemon:
             self.page.wait_for_copies(True)
             self.daemon.use_peers([self.address_of(holder) for holder in self.holders])

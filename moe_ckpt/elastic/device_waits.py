@@ -1,8 +1,8 @@
-"""Whether the device waits for other ranks: the host cannot say so where it blocks in an event or in `.item()`.
+"""Whether the device waits for other ranks: the host cannot tell while it blocks in an event or in `.item()`.
 
-Owns: the points behind operations that the device has not reached yet, and the thread that looks at them. A rank whose
-oldest point is late waits for other ranks; a wedged rank has begun no operation, so it has no such point.
-Must not: touch a device from the heartbeat's thread: a driver that blocks there would look like a dead process.
+Owns: the points behind operations that the device has not reached yet, and the thread that polls them. A rank whose
+oldest point is late waits for other ranks; a wedged rank has begun no operation, so it has no such point. Must not:
+touch a device from the heartbeat's thread: a driver that blocks there would look like a dead process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOOK_EVERY_S = 0.1
 class DeviceWaits:
     """Calls `on_wait` when the device begins to wait for other ranks, and when it ends.
 
-    A point that is not reached after `limit_s` seconds counts no more: then the device itself hangs.
+    A point that is not reached within `limit_s` seconds is dropped: then the device itself hangs.
     """
 
     def __init__(self, on_wait: Callable[[bool], None], *, limit_s: float, late_s: float = LATE_S) -> None:
@@ -34,7 +34,7 @@ class DeviceWaits:
         self._waits = False
 
     def add(self, mark: Mark | None) -> None:
-        """Look at a point until the device has reached it; None is no point. Any thread may call."""
+        """Watch a point until the device has reached it; None is no point. Any thread may call."""
         if mark is None:
             return
         with self._lock:

@@ -1,8 +1,8 @@
-r"""Generations: how the ranks of a job end one life of their process groups and begin the next, over a shared store.
+r"""Generations: the protocol by which ranks end one set of process groups and form the next, over a shared store.
 
-Owns: the protocol, in the store that outlives every rank. No rank is special: any rank that notices a loss ends
-the generation, all leave it through the same key, and the next begins when all ranks have arrived, replacements
-included. Must not: know what is done in a generation, or recover anything.
+Owns: the protocol, in the store that outlives every rank. No rank is special: any rank that notices a loss ends the
+generation, all leave it through the same key, and the next begins when all ranks have arrived, replacements included.
+Must not: know the work of a generation, or recover state.
 
     join g ... all here: go ---- form groups ---- train ---- end(g) by any rank --- cut, leave ---- join g + 1
                                                         \--- all done, unless it has ended: finished, for good
@@ -36,10 +36,10 @@ _LATE_S = 0.5  # an error may come before the news of the death that caused it
 _MOST_FRUITLESS = 5
 
 SUPERVISOR = "supervisor"
-"""How the reason of an end begins that a supervisor gives where no worker has died."""
+"""The first word of the reason if a supervisor ends a generation in which no worker has died."""
 
 STORE_LOST, FENCED = 75, 76
-"""Exit statuses of a worker that cannot go on: the store is gone, or another life has taken its place."""
+"""Exit statuses of a worker that cannot continue: the store is gone, or another incarnation has replaced it."""
 
 
 class Generations:
@@ -53,7 +53,7 @@ class Generations:
         return int(self._store.compare_set("generation", "", "1"))
 
     def end(self, generation: int, reason: str) -> bool:
-        """End a generation, if it has not ended yet; return False if it has finished. Any process may call it."""
+        """End a generation unless it has ended; return False if it has finished. Any process may call it."""
         if self._store.compare_set(f"{generation}/outcome", "", _ENDED) == _FINISHED.encode():
             return False
         self._store.compare_set("generation", str(generation), str(generation + 1))  # first: who leaves joins that one
@@ -62,38 +62,38 @@ class Generations:
         return True
 
     def record_death(self, generation: int, death: Death) -> None:
-        """Record that a rank's process died in a generation: all ranks of the next one can read it before it begins."""
+        """Record the death of a rank's process: all ranks of the next generation can read it before that begins."""
         number = self._store.add(f"{generation}/deaths", 1)
         self._store.set(f"{generation}/death/{number}", death.to_json())
         self._store.add("deaths", 1)
 
     def num_deaths(self) -> int:
-        """Return how many processes have died so far, in all generations."""
+        """Return the number of processes that have died so far, in all generations."""
         return self._store.add("deaths", 0)
 
     def deaths(self, generation: int) -> list[Death]:
-        """Return who died in a generation."""
+        """Return the deaths in a generation."""
         numbers = range(1, 1 + self._store.add(f"{generation}/deaths", 0))
         return [death_from_json(self._store.get(f"{generation}/death/{number}").decode()) for number in numbers]
 
     def has_ended(self, generation: int) -> bool:
-        """Return whether a process has ended it."""
+        """Return whether any process has ended the generation."""
         return self._store.check([f"{generation}/end"])
 
     def wait_for_end(self, generation: int) -> str:
-        """Block until a generation has ended, however long; return why."""
+        """Block until a generation has ended, without limit; return the reason."""
         self._store.wait([f"{generation}/end"], _FOR_EVER)
         return self._store.get(f"{generation}/end").decode()
 
     def arrive(self, generation: int, world_size: int) -> None:
-        """One more rank is here; the last one lets all go."""
+        """Count one more arrived rank; the last one decides that the generation begins."""
         if self._store.add(f"{generation}/arrived", 1) == world_size:
             self._store.compare_set(f"{generation}/decision", "", _GO)
 
     def goes(self, generation: int, timeout_s: float) -> bool:
-        """Wait until all ranks have arrived or the generation has ended; return whether it was the former.
+        """Wait until all ranks have arrived or the generation has ended; return whether all have arrived.
 
-        Raises PeersLostError when neither happens in time.
+        Raises PeersLostError if neither happens in time.
         """
         key = f"{generation}/decision"
         try:
@@ -111,21 +111,21 @@ class Generations:
         self._store.get(f"life/{global_rank}")  # `set` has no answer: another connection could still read the old one
 
     def life(self, global_rank: int) -> int:
-        """Return which life of a rank may join; -1 before there was any."""
+        """Return the incarnation of a rank that may join; -1 before the first."""
         return int(self._store.compare_set(f"life/{global_rank}", "", "-1"))
 
     def done(self, generation: int, world_size: int) -> None:
-        """One more rank has nothing left to do; with the last one the generation has finished, unless it has ended."""
+        """Count one more rank without work left; with the last one the generation has finished, unless it has ended."""
         if self._store.add(f"{generation}/done", 1) == world_size:
             self._store.compare_set(f"{generation}/outcome", "", _FINISHED)
 
     def finishes(self, generation: int) -> bool:
-        """Block until a generation has finished or ended, however long; return whether it was the former."""
+        """Block until a generation has finished or ended, without limit; return whether it has finished."""
         self._store.wait([f"{generation}/outcome"], _FOR_EVER)
         return self.has_finished(generation)
 
     def has_finished(self, generation: int) -> bool:
-        """Return whether all ranks were done in a generation: nothing can undo that."""
+        """Return whether all ranks were done in a generation: that is final."""
         key = f"{generation}/outcome"
         return self._store.check([key]) and self._store.get(key) == _FINISHED.encode()
 
@@ -140,9 +140,9 @@ class Member:
 
 
 class Membership:
-    """One worker's way through the generations. All methods belong to the thread that trains.
+    """One worker's way through the generations. All methods belong to the training thread.
 
-    `store` serves that thread, `watched` another one that always waits in it: it needs a connection of its own.
+    `store` serves that thread; `watched` serves another thread that always waits in it, and needs its own connection.
     """
 
     def __init__(
@@ -174,14 +174,14 @@ class Membership:
         self._at_end: list[Callable[[], None]] = []
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Run `action`, which must not wait, in the watching thread whenever a generation ends."""
+        """Run `action`, which must not wait, in the watching thread at each end of a generation."""
         self._at_end.append(action)
 
     def join(self) -> int:
         """Wait for all other ranks, form the groups with them, and return the generation that begins.
 
-        Raises PeersLostError when ranks do not arrive in time, or connections break repeatedly without a death.
-        A rank that has been replaced meanwhile ends here.
+        Raises PeersLostError if ranks do not arrive in time, or connections break repeatedly without a death. A worker
+        that has been replaced meanwhile ends here.
         """
         while True:
             generation = self._generations.current()
@@ -201,10 +201,10 @@ class Membership:
                 return generation
 
     def lost(self, error: BaseException) -> bool:
-        """Return whether an error means that the generation has ended, and with it what was being done.
+        """Return whether an error means that the generation has ended.
 
         An error of communication ends it. Any other error is the caller's own, unless the generation has just ended:
-        then it may come from what an operation that was cut left in its tensors.
+        then it may come from the contents of tensors of an operation that was cut off.
         """
         _forget_frames(error)
         if any(isinstance(cause, PeersLostError) for cause in _chain(error)):
@@ -213,24 +213,24 @@ class Membership:
         return self._ended.wait(_LATE_S)
 
     def deaths(self) -> list[Death]:
-        """Return who died since the last generation that was entered."""
+        """Return the deaths since the last generation that all ranks entered."""
         first = self._reported or self.generation - 1
         return [death for generation in range(first, self.generation) for death in self._generations.deaths(generation)]
 
     def entered(self) -> None:
-        """All ranks are at one state in this generation."""
+        """All ranks have reached one state in this generation."""
         self._reported = self.generation
 
     def num_deaths(self) -> int:
-        """Return how many processes of the job have died so far."""
+        """Return the number of processes of the job that have died so far."""
         return self._generations.num_deaths()
 
     def settle(self) -> None:
-        """Wait until what was communicated has arrived. Raises PeersLostError where others were lost meanwhile."""
+        """Wait until all communication is complete. Raises PeersLostError if ranks were lost meanwhile."""
         self._groups.settle()
 
     def leave(self) -> str:
-        """Leave a generation that has ended; return why it has."""
+        """Leave a generation that has ended; return the reason for its end."""
         self._ended.wait(_END_SEEN_S)
         self._groups.leave()
         self._left.set()
@@ -238,9 +238,9 @@ class Membership:
         return self._reason
 
     def finish(self) -> None:
-        """Return when all ranks have finished: until then a death can still need them all.
+        """Return when all ranks have finished: until then a recovery may need every rank.
 
-        Raises PeersLostError if others were lost meanwhile.
+        Raises PeersLostError if a rank is lost meanwhile.
         """
         self._generations.done(self.generation, self.member.world_size)
         self.page.wait(True)
@@ -251,7 +251,7 @@ class Membership:
         self._left.set()
 
     def _require_progress(self) -> None:
-        """Raise PeersLostError where generation after generation ends without a death or a new iteration."""
+        """Raise PeersLostError if several generations in a row end without a death or a new iteration."""
         died = self._reason.startswith(SUPERVISOR) or self._generations.deaths(self.generation - 1)
         fruitless = self._reason and not died and self.page.iteration <= self._furthest
         self._fruitless = self._fruitless + 1 if fruitless else 0
@@ -278,7 +278,7 @@ class Membership:
         return True
 
     def _watch(self, generation: int, left: threading.Event, ended: threading.Event) -> None:
-        """Wait for the end of a generation; then get the training thread out of it."""
+        """Wait for the end of a generation; then interrupt the training thread."""
         try:
             self._reason = self._watched.wait_for_end(generation)
         except (RuntimeError, OSError) as error:
@@ -297,13 +297,13 @@ class Membership:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Clear the frames that an error went through: groups live as long as a frame refers to them."""
+    """Clear the frames of an error's traceback: groups live as long as a frame refers to them."""
     for cause in _chain(error):
         traceback.clear_frames(cause.__traceback__)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, what caused it, and so on."""
+    """Yield an error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""A worker's heartbeat: a thread that says, in the shared page, that the process is alive. Touches nothing else."""
+"""A worker's heartbeat: a thread that writes signs of life to the status page, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BEAT_EVERY_S = 0.05
 
 
 def start_heartbeat(page: StatusPage) -> None:
-    """Beat for as long as the process lives."""
+    """Write signs of life for as long as the process lives."""
     threading.Thread(target=_beat, args=(page, threading.Event()), name="heartbeat", daemon=True).start()
 
 

@@ -27,7 +27,7 @@ _SAY_S = 10.0
 def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], object]) -> None:
     """Use a store of this job's own, at the address that torchrun has chosen for one.
 
-    On global rank 0, `host` is to start a process that ends with this one and does nothing but keep the store.
+    On global rank 0, `host` must start a process that ends with this one and does nothing but run the store.
     """
     os.environ[_HOSTED] = "True"
     if launch.global_rank == 0:
@@ -43,9 +43,9 @@ def _keep_store() -> NoReturn:
 
 
 def agent_store(part: str, *, own_connection: bool = False) -> dist.Store | None:
-    """Return a part of the store that torchrun keeps over restarts of its workers, or None where it keeps none.
+    """Return a part of the store that torchrun keeps over restarts of its workers, or None if it keeps none.
 
-    All parts share one connection, which serves one thread at a time, unless an own one is asked for.
+    All parts share one connection, which serves one thread at a time, unless `own_connection` is set.
     """
     if not has_agent_store() and _HOSTED not in os.environ:
         return None
@@ -66,9 +66,9 @@ def _connect() -> dist.Store:
 
 
 def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
-    """Return a part of torchrun's store, which all lives of the job share.
+    """Return a part of torchrun's store, which all incarnations of the job share.
 
-    Raises ConfigError where torchrun keeps no store for its workers, or it does not answer.
+    Raises ConfigError if torchrun keeps no store for its workers, or the store does not answer.
     """
     try:
         store = agent_store(part, own_connection=own_connection)
@@ -81,9 +81,9 @@ def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
 
 
 def say_once(message: str) -> None:
-    """Print an error that every rank meets, from the first that comes: torchrun ends the others before they could.
+    """Print an error that every rank meets, only on the first rank: torchrun ends the others before they could.
 
-    Where the store does not answer, every rank prints it: the error may be just that.
+    If the store does not answer, every rank prints it: the error may be just that.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     answers: list[bool] = []

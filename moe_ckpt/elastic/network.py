@@ -1,4 +1,4 @@
-"""Under which address other nodes reach this one."""
+"""The address at which other nodes reach this node."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LONGEST_NAME = 15
 
 
 def own_host(launch: Launch, interface: str | None) -> str:
-    """Return this node's address on an interface; None: on the one that leads to the rendezvous, or the loopback where
-    there are no other nodes.
+    """Return this node's address on an interface.
 
-    Raises ConfigError for an interface that has no IPv4 address, naming those that do.
+    None: the interface that leads to the rendezvous, or the loopback without other nodes. Raises ConfigError for an
+    interface that has no IPv4 address, naming those that do.
     """
     if interface is not None:
         addresses = interface_addresses()

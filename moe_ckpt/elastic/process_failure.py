@@ -1,4 +1,4 @@
-"""The death of a worker, as its supervisor found it."""
+"""The death of a worker, as its supervisor recorded it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """How a generation came to its end: a rank's process died of a signal, in a phase of an iteration."""
+    """The cause of the end of a generation: a rank's process died of a signal, in a phase of an iteration."""
 
     global_rank: int
     pid: int
@@ -21,7 +21,7 @@ class Death:
 
     @property
     def detect_s(self) -> float:
-        """Seconds from the last sign of life until the supervisor had found it."""
+        """Seconds from the last sign of life to the detection by the supervisor."""
         return self.found_unix_s - self.last_seen_unix_s
 
     def __str__(self) -> str:

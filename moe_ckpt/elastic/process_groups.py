@@ -1,8 +1,8 @@
-"""Process groups that outlive a fault: handles that stay, around groups that are formed anew in every generation.
+"""Process groups that outlive a fault: handles that stay, around inner groups that each generation forms anew.
 
-Megatron keeps dozens of references to process groups, so what it is given are handles; only what is inside is swapped.
-Owns: the handles of this process, forming what is inside, and getting every operation out of it when a generation ends.
-Must not: decide when that is (`elastic.generations` does).
+Megatron keeps dozens of references to process groups, so it gets handles; only the inner groups are replaced. Owns: the
+handles of this process, forming their inner groups, and ending every operation when a generation ends. Must not: decide
+when that is (`elastic.generations` does).
 
     alone      while a process builds its model: every collective has this rank's contribution only
     formed     gloo or NCCL inside
@@ -33,7 +33,7 @@ from moe_ckpt.elastic.solo_group import FinishedWork, SoloGroup
 from moe_ckpt.errors import PeersLostError
 
 BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
-"""Names of backends: for tensors where training's are, and for tensors on the host."""
+"""Names of backends: for tensors on training's device, and for tensors on the host."""
 
 _FORMING_THREADS = 4
 _OPERATIONS = (
@@ -56,14 +56,14 @@ class GroupTimeouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendAbilities:
-    """The answer of a handle to torch's question for its backend: transfers are batched where it supports that."""
+    """The answer of a handle to torch's question for its backend: transfers are batched if it supports that."""
 
     supports_coalescing: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """Operations that an inside collects, to begin them together; `arguments` holds their tensors."""
+    """Operations that an inner group collects, to begin them together; `arguments` holds their tensors."""
 
     inside: Any
     device: torch.device
@@ -114,7 +114,7 @@ for _name in _OPERATIONS:
 
 
 class ElasticGroups:
-    """All handles of this process. One thread forms and leaves; `cut` and `abandon` may come from any other.
+    """All handles of this process. One thread forms and leaves; any thread may call `cut` and `abandon`.
 
     `on_wait` is called when that thread begins and ends to wait for other ranks, `on_device_wait` when its device does.
     """
@@ -138,7 +138,7 @@ class ElasticGroups:
         self._awaited: set[WaitResult] = set()
         self._unfinished: dict[int, tuple[Any, ...]] = {}
         self._store_lock = threading.Lock()
-        self._over = threading.Event()  # one per generation: a thread that is late must not see the next one's
+        self._over = threading.Event()  # one per generation: a late thread must not see that of the next one
         self._training_thread = 0
 
     @property
@@ -147,7 +147,7 @@ class ElasticGroups:
         return [handle.inside for handle in self._handles if handle.size() > 1 and handle.inside is not None]
 
     def register(self) -> None:
-        """Let `torch.distributed` make such groups under the backends' names."""
+        """Register these groups with `torch.distributed` under the backends' names."""
         for name, transport in self._transports.items():
             create = functools.partial(self._create, transport)
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
@@ -155,7 +155,7 @@ class ElasticGroups:
             dist.batch_isend_irecv = _BatchedTransfers(dist.batch_isend_irecv)
 
     def form(self, client: dist.Store, generation: int) -> None:
-        """Form what is inside all handles, for a generation that no group was formed for yet.
+        """Form the inner groups of all handles, for a new generation.
 
         The ranks meet in the store of `client`, which no other thread may use meanwhile. Raises PeersLostError if that
         takes too long, or is cut.
@@ -180,10 +180,9 @@ class ElasticGroups:
             transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, SoloGroup)])
 
     def settle(self) -> None:
-        """Wait until all that this thread has waited for is done on its device, too.
+        """Wait until all operations that this thread has awaited are complete on its device, too.
 
-        Until then an operation of NCCL is only in order, and may still fail. Raises PeersLostError where others are
-        lost.
+        Until then an operation of NCCL is only queued, and may still fail. Raises PeersLostError if ranks are lost.
         """
         with self._telling():
             for transport in self._distinct:
@@ -199,7 +198,7 @@ class ElasticGroups:
             outcome.abandon()
 
     def leave(self) -> None:
-        """Drop the inner groups, once no byte can arrive in a tensor any more."""
+        """Drop the inner groups once no further byte can arrive in a tensor."""
         self.cut()
         self._device_waits.clear()
         begun_s = time.monotonic()
@@ -216,7 +215,7 @@ class ElasticGroups:
         _return_free_memory()
 
     def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
-        """Begin an operation of a handle's inner group. Raises PeersLostError where other ranks are lost."""
+        """Begin an operation of a handle's inner group. Raises PeersLostError if ranks are lost."""
         over, inside = self._over, handle.inside  # in this order: an inside is dropped after its generation is over
         if isinstance(inside, SoloGroup):
             return getattr(inside, name)(*arguments, **options)
@@ -235,7 +234,7 @@ class ElasticGroups:
         return self._begun(handle, name, work, arguments, over)
 
     def start_batch(self, handle: ElasticGroup, device: torch.device) -> None:
-        """Let a handle's operations begin together, at `end_batch`. Raises PeersLostError where others are lost.
+        """Let a handle's operations begin together, at `end_batch`. Raises PeersLostError if ranks are lost.
 
         NCCL serializes transfers that are not batched: two neighbours that both send first would wait for ever.
         """
@@ -246,7 +245,7 @@ class ElasticGroups:
         handle.batch = _Batch(inside=inside, device=device, arguments=[])
 
     def end_batch(self, handle: ElasticGroup) -> dist.Work:
-        """Begin a handle's batch and return it as one operation. Raises PeersLostError where others are lost."""
+        """Begin a handle's batch and return it as one operation. Raises PeersLostError if ranks are lost."""
         over, batch = self._over, handle.batch
         assert batch is not None, "the batch was not started"
         handle.batch = None
@@ -302,7 +301,7 @@ class ElasticGroups:
             on_wait(False)
 
     def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
-        """Wait until no byte can arrive any more: the kernel does not report when gloo has read its last."""
+        """Wait until no further byte can arrive: the kernel does not report when gloo has read its last."""
         limit_s = self._timeouts.abort_s if transport.closing_s is None else transport.closing_s
         while not transport.is_quiet():
             if time.monotonic() - begun_s > limit_s:
@@ -345,7 +344,7 @@ class ElasticGroups:
     def _form_all(
         self, transport: Backend, store: dist.Store, over: threading.Event, made: dict[ElasticGroup, Any]
     ) -> None:
-        """Form what is inside the handles of one transport. Raises PeersLostError."""
+        """Form the inner groups of one transport's handles. Raises PeersLostError."""
         shared = [handle for handle in self._handles if handle.size() > 1 and handle.transport is transport]
         parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
         transport.begin()
@@ -432,7 +431,7 @@ def _begin(transfer: dist.P2POp, group: ElasticGroup) -> dist.Work | None:
 
 
 def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
-    """Keep what an unfinished operation needs until it has ended: a group's destructor would wait for it."""
+    """Keep the objects of an unfinished operation until it has ended: a group's destructor would wait for it."""
     for first, *_ in unfinished:
         if isinstance(first, Helper):
             first.join()

@@ -21,9 +21,9 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
 
 
 class PollingStore(dist.Store):
-    """`client` under a lock. Whatever is asked raises PeersLostError once `is_over` says so.
+    """`client` under a lock. Every request raises PeersLostError once `is_over` returns True.
 
-    Waits end so after `timeout_s` seconds, too.
+    A wait also ends so after `timeout_s` seconds.
     """
 
     def __init__(
@@ -66,5 +66,5 @@ class PollingStore(dist.Store):
 
 
 def _pause_s(waited_s: float) -> float:
-    """Return how long to wait before asking again: a quarter of the time so far, as all ranks ask one server."""
+    """Return the pause before the next request: a quarter of the time so far, as all ranks ask one server."""
     return min(max(_LEAST_PAUSE_S, waited_s / 4), _MOST_PAUSE_S)

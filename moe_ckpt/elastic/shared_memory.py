@@ -1,11 +1,11 @@
-"""Where the ranks of one node keep what must outlive their workers: a folder in shared memory, and its janitor.
+"""The folder in shared memory in which the ranks of one node keep data that outlives their workers, and its janitor.
 
-Owns: the folder's name, which follows from the process that started the ranks (torchrun's agent), so that supervisors
-which torchrun starts anew find it again; and its end: a process of its own removes it when the agent is gone, however
-it ended. Where that process was killed, too, the next process that opens a folder removes it.
+Owns: the folder's name, which follows from the process that started the ranks (torchrun's agent), so that restarted
+supervisors find it again; and its end: a separate process removes it once the agent has ended. If that process was
+killed, too, the next process that opens a folder removes it.
 
     ROOT            locked, shared, by all that use it    ROOT/rankNNNN   a rank's
-    ROOT/janitor    locked by the janitor                 ROOT/numbers    whose memory lies in order; locked to do that
+    ROOT/janitor    locked by the janitor                 ROOT/numbers    the ranks' present numbers; locked to change
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")  # the agent's pid, when it wa
 
 
 def open_memory_root(base: Path, agent_pid: int) -> Path:
-    """Return the folder of the node that `agent_pid` started, made where it is missing, with a janitor.
+    """Return the folder of the node that `agent_pid` started, with a janitor; it is created if it is missing.
 
-    It stays, whatever happens to the agent, while this process and those it forks live. Folders of agents that are
-    gone are removed. Raises ConfigError where `base` is no folder that can be written. Call from a process with one
-    thread.
+    The folder stays while this process and its children live, even if the agent dies. Folders of agents that have ended
+    are removed. Raises ConfigError if `base` is not a writable folder. Call from a process with one thread.
     """
     root = base / f"moe_ckpt-{agent_pid}-{start_ticks(agent_pid)}-{_pid_namespace()}"
     try:
@@ -45,18 +44,17 @@ def open_memory_root(base: Path, agent_pid: int) -> Path:
 
 
 def rank_memory(root: Path, global_rank: int) -> Path:
-    """Return one rank's folder, made where it is missing."""
+    """Return one rank's folder; it is created if it is missing."""
     folder = root / f"rank{global_rank:04d}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 def take_over(root: Path, ranks: range) -> None:
-    """Keep what ranks of an earlier attempt left on this node, where torchrun has numbered the nodes anew.
+    """Keep the data of an earlier attempt's ranks on this node after torchrun has numbered the nodes anew.
 
-    `ranks` are this node's now. Their blobs, in any rank's memory, become their own; their first rank
-    holds the rest. Every supervisor of the node calls it before anything else uses its rank's folder: the first one
-    moves all, the others find that done.
+    `ranks` are this node's now. Their blobs, in any rank's memory, become their own; their first rank holds the rest.
+    Every supervisor of the node calls it before it uses its rank's folder: the first call moves everything.
     """
     with _locked(root / "numbers") as numbers:
         if numbers.read_text() != str(ranks):
@@ -87,7 +85,7 @@ def _number(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[Path]:
-    """Make a file where it is missing, and be the only one that has it locked."""
+    """Lock a file exclusively; it is created if it is missing."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -97,7 +95,7 @@ def _locked(path: Path) -> Iterator[Path]:
 
 
 def _pid_namespace() -> int:
-    """Return a number for who counts pids as this process does: containers may share a folder, but not their pids."""
+    """Return a number for this process's pid namespace: containers may share a folder, but not their pids."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
@@ -112,7 +110,7 @@ def _remove_orphans(base: Path) -> None:
 
 
 def _start_janitor(root: Path, agent_pid: int) -> None:
-    """Start a janitor, unless there is one: it has its file locked as long as it lives."""
+    """Start a janitor unless there is one: it has its file locked as long as it lives."""
     lock = os.open(root / "janitor", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """A process group of one rank: for groups of size one, and for a process that builds its model by itself.
 
-Must not: be used for an exchange that needs others' data; that fails.
+Must not: serve an exchange that needs other ranks' data; that fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The page that a worker shares with its supervisor: a file of 4 KiB in shared memory, written without system calls.
 
-Owns: where each number lies. The worker writes what it is doing; the supervisor reads that and detects a hang; a
-fault injector writes an order, which the worker carries out on itself at the point named: a real signal, at an exact
-moment.
-
+Owns: the place of each number. The worker writes its phase; the supervisor reads it and detects a hang; a fault
+injector writes an order, which the worker executes on itself at the named point: a real signal, at an exact moment.
 Every number is eight aligned bytes, which are read and written whole.
 """
 
@@ -52,9 +50,7 @@ def _kill_this_process(number: int) -> None:
 class StatusPage:
     """One worker's page. Times are `time.monotonic_ns()`, which all processes of a machine share.
 
-    `strike` carries out an order, with the number of its signal.
-
-    Raises ConfigError where there is no room for it.
+    `strike` executes an order, with the number of its signal. Raises ConfigError if there is no room for the page.
     """
 
     def __init__(self, path: Path, *, strike: Callable[[int], None] = _kill_this_process) -> None:
@@ -68,22 +64,22 @@ class StatusPage:
 
     @property
     def heartbeat_s(self) -> float:
-        """When the worker was last seen alive."""
+        """The time of the worker's last sign of life."""
         return self._words[_Word.HEARTBEAT_NS] / 1e9
 
     @property
     def progress_s(self) -> float:
-        """When the training thread last entered a phase, or began or ended to communicate."""
+        """The time at which the training thread last entered a phase, or began or ended to communicate."""
         return self._words[_Word.PROGRESS_NS] / 1e9
 
     @property
     def waiting(self) -> bool:
-        """Whether the training thread or its device waits for ranks or daemons: then a hang is not this rank's."""
+        """Whether the training thread or its device waits for ranks or daemons: then a hang is another rank's."""
         return self._words[_Word.WAITING] != _Waiting.NO or bool(self._words[_Word.DEVICE_WAITS])
 
     @property
     def communicates(self) -> bool:
-        """Whether the training thread waits for other ranks, and so for what they send."""
+        """Whether the training thread waits for other ranks."""
         return self._words[_Word.WAITING] == _Waiting.FOR_RANKS
 
     @property
@@ -99,7 +95,7 @@ class StatusPage:
         return Phase(self._words[_Word.PHASE])
 
     def reset(self) -> None:
-        """Make the page that of a process about to be born; an order for the dead one is void."""
+        """Reset the page for a process about to start; an order for the dead one is void."""
         for word in _Word:
             if word is not _Word.ORDERS_OBEYED:
                 self._words[word] = 0
@@ -107,7 +103,7 @@ class StatusPage:
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
 
     def beat(self) -> None:
-        """The process lives."""
+        """Write a sign of life."""
         self._words[_Word.HEARTBEAT_NS] = time.monotonic_ns()
 
     def wait(self, waiting: bool) -> None:
@@ -124,12 +120,12 @@ class StatusPage:
         self._wait(_Waiting.FOR_COPIES if waiting else _Waiting.NO)
 
     def join(self, generation: int) -> None:
-        """The worker is about to be part of a generation."""
+        """The worker is about to join a generation."""
         self._words[_Word.GENERATION] = generation
         self.enter(Phase.JOIN)
 
     def enter(self, phase: Phase, iteration: int | None = None) -> None:
-        """Begin a phase, of `iteration` or of the one before it; die here if that was ordered."""
+        """Begin a phase, of `iteration` or of the one before it; die here if an order says so."""
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
         if iteration is not None:
             self._words[_Word.ITERATION] = iteration
@@ -146,12 +142,12 @@ class StatusPage:
 
     @property
     def has_order(self) -> bool:
-        """Whether an order waits to be carried out."""
+        """Whether an order is pending."""
         return bool(self._words[_Word.ORDER_SIGNAL])
 
     @property
     def orders_obeyed(self) -> int:
-        """How many orders were carried out, over all lives: what tells an order obeyed from one that became void."""
+        """The number of executed orders, over all incarnations: it separates an executed order from a void one."""
         return self._words[_Word.ORDERS_OBEYED]
 
     def _wait(self, waiting: _Waiting) -> None:
@@ -172,7 +168,7 @@ class StatusPage:
 
 
 def _reserve(fd: int, path: Path) -> None:
-    """Give the file its memory now: without any left, a later write to the page would end the process by SIGBUS."""
+    """Allocate the file's memory now: if none were left, a later write to the page would end the process by SIGBUS."""
     try:
         os.posix_fallocate(fd, 0, _SIZE_BYTES)
     except OSError as error:

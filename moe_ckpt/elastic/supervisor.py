@@ -1,8 +1,9 @@
 """The supervisor of one rank: the process that torchrun starts, which forks the worker and replaces it when it dies.
 
-Owns: the life of one worker after another, and telling a death from a hang from an error. It imports what is slow and
-stays single-threaded and away from CUDA, so that a replacement is a fork of milliseconds. Must not: train, or touch a
-process group. A worker that fails with an exit status ends the job, as torchrun's users expect; signals are repaired.
+Owns: the life of one worker after another, and the distinction of a death, a hang and an error. It imports all slow
+modules and stays single-threaded and away from CUDA, so that a replacement is a fork of milliseconds. Must not: train,
+or touch a process group. A worker that fails with an exit status ends the job, as torchrun's users expect; a worker
+that dies of a signal is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FAILED = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorLimits:
-    """When a worker counts as hung, in seconds, and how many deaths in a row, without progress, are one too many."""
+    """The seconds after which a worker counts as hung, and the most deaths in a row without progress."""
 
     heartbeat_s: float
     progress_s: float
@@ -42,7 +43,8 @@ class SupervisorLimits:
 class Supervisor:
     """Watches one rank. `worker(life)` is called in each forked process and returns its exit status.
 
-    `start_daemon` forks the process that keeps the rank's copies and returns its pid; again whenever that dies.
+    `start_daemon` forks the process that keeps the rank's copies and returns its pid; it is called again when that
+    dies.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Supervisor:
         self._daemon_deaths = _Budget(limits.max_deaths)
 
     def run(self) -> int:
-        """Supervisor until the job is done or has failed; return this process's exit status."""
+        """Supervise until the job is done or has failed; return this process's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         die_with_parent(signal.SIGTERM, parent=agent_pid())
@@ -78,7 +80,7 @@ class Supervisor:
             self._spawn()
             hung = self._watch()
             pid, status = os.waitpid(self._pid, 0)
-            self._pid = 0  # from now on that number may be another's
+            self._pid = 0  # from now on that number may belong to another process
             if os.WIFEXITED(status):
                 return os.WEXITSTATUS(status)
             if self._generations.has_finished(self._page.generation):
@@ -88,7 +90,7 @@ class Supervisor:
             self._life += 1
 
     def _status_after_training(self, number: int) -> int:
-        """Return the exit status where a worker dies once all ranks have finished: a success, unless it went on."""
+        """Return the exit status for a worker's death after the end of training: success, unless it still worked."""
         if self._page.phase is Phase.DONE:
             return 0
         name = signal.Signals(number).name
@@ -96,7 +98,7 @@ class Supervisor:
         return _FAILED
 
     def _succeed(self) -> None:
-        """Where torchrun has started this rank again, let workers that wait for its earlier ones meet its next."""
+        """If torchrun has restarted this rank, release workers that still wait for its earlier incarnation."""
         self._life = self._generations.life(self._global_rank) + 1
         if self._life > 0:
             self._generations.end(
@@ -117,7 +119,7 @@ class Supervisor:
             run_and_exit(lambda: self._worker(self._life))
 
     def _watch(self) -> str | None:
-        """Return when the worker is dead, or about to be: then why this supervisor has killed it."""
+        """Return when the worker is dead, or about to be: with the reason if this supervisor has killed it."""
         pidfd = os.pidfd_open(self._pid)
         try:
             poll = select.poll()
@@ -133,7 +135,7 @@ class Supervisor:
         return None
 
     def _replace_dead_daemon(self) -> None:
-        """Start another where the daemon is dead; all ranks meet anew, and learn its address."""
+        """Start another daemon if it has died; then all ranks meet again, and learn its address."""
         if not self._daemon_pid or os.waitpid(self._daemon_pid, os.WNOHANG) == (0, 0):
             return
         assert self._start_daemon is not None
@@ -154,7 +156,7 @@ class Supervisor:
         return None
 
     def _may_replace(self, death: Death) -> bool:
-        """End the generation of a dead worker; return whether the budget of deaths allows another."""
+        """End the generation of a dead worker; return whether the budget of deaths allows another worker."""
         generation = self._page.generation
         self._generations.record_death(generation or self._generations.current(), death)
         if generation:
@@ -181,11 +183,11 @@ class Supervisor:
         )
 
     def _stop(self, number: int, _: object) -> None:
-        """Torchrun ends the job, or is gone itself: end with it."""
+        """Torchrun ends the job, or has ended itself: end with it."""
         self._exit(128 + number)
 
     def _exit(self, status: int) -> NoReturn:
-        """End once the worker has: whoever comes next may need what it has."""
+        """End after the worker has: its successor may need its resources."""
         if self._pid:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -194,7 +196,7 @@ class Supervisor:
 
 
 class _Budget:
-    """How often something may die in a row without progress of the iteration that it belongs to."""
+    """The number of deaths in a row that are allowed without progress in the iteration."""
 
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths
@@ -216,7 +218,7 @@ def _complain(text: str) -> None:
 
 
 def run_and_exit(main: Callable[[], int]) -> None:
-    """Run what a forked process is there for, and end the process: nothing of its parent's may run in it."""
+    """Run the work of a forked process, and end the process: none of its parent's code may run in it."""
     status = _FAILED
     try:
         status = main()
@@ -230,7 +232,7 @@ def run_and_exit(main: Callable[[], int]) -> None:
 
 
 def start_beside(main: Callable[[], int]) -> int:
-    """Start a process that lives as long as this supervisor, at most; return its pid."""
+    """Start a process that lives at most as long as this supervisor; return its pid."""
     supervisor_pid = os.getpid()
     pid = os.fork()
     if pid == 0:

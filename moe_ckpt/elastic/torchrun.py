@@ -49,5 +49,5 @@ def has_agent_store() -> bool:
 
 
 def job_name() -> str:
-    """Return what torchrun calls this job: `none` unless its --rdzv-id says otherwise; empty without torchrun."""
+    """Return torchrun's name of this job: `none` unless --rdzv-id names it; empty without torchrun."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")

@@ -1,4 +1,4 @@
-"""Faults that are scheduled for a run: what is lost, where and when. Decides only; whoever asks inflicts the loss.
+"""Faults that are scheduled for a run: ranks, stages and times. Decides only; the caller executes them.
 
 A `StateLoss` overwrites the state of living processes; a `Kill` is a real signal to a real process, or to a whole node.
 """
@@ -54,7 +54,7 @@ class FaultSchedule:
         return due
 
     def check_fit(self, num_stages: int, dp: int) -> None:
-        """Raise ConfigError where a loss, fired or not, names a stage or a data-parallel rank that the job lacks."""
+        """Raise ConfigError if a loss, fired or not, names a stage or a data-parallel rank that the job lacks."""
         for loss in self._losses:
             wanted = f"between 0 and {num_stages - 1}, the stages of the job"
             require(loss.stage < num_stages, "fault.at: stage", loss.stage, wanted)
@@ -192,7 +192,7 @@ def has_come(kill: Kill, iteration: int, phase: str) -> bool:
 
 
 def plan_strikes(kills: Sequence[Kill], world_size: int, ranks_per_node: int) -> tuple[Strike, ...]:
-    """Return what happens when, by time: kills of one time hit a rank once, though two may lie on one node."""
+    """Return the strikes in order of time: kills at one time hit a rank once, even if two of them hit its node."""
     ranks: dict[tuple[float, str, str], dict[int, None]] = {}
     for kill in kills:
         if kill.after_s is not None:

@@ -1,7 +1,7 @@
-"""Failure traces of real clusters, as text. Pure. Knows three formats by their first line, and only when nodes went.
+"""Failure traces of real clusters, as text. Pure. Recognizes three formats by their first line; reads removals only.
 
 480000,add,node1                    milliseconds, add|remove, node (AWS, in Bamboo's repository)
-2021-12-10, 13:07:45, 80            date, time, nodes that are there (GCP): a fall is that many removals
+2021-12-10, 13:07:45, 80            date, time, number of nodes (GCP): a fall is that many removals
 t_s,event,arg / 2679,remove,4       seconds, add|remove, how many; with this header
 """
 
@@ -21,7 +21,7 @@ _SUMMARY_HEADER = "t_s,event,arg"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removals:
-    """`count` nodes went at one time, `at_s` seconds after the first event of the trace."""
+    """`count` nodes were removed at one time, `at_s` seconds after the first event of the trace."""
 
     at_s: float
     count: int
@@ -29,7 +29,7 @@ class Removals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
-    """One event: how many nodes it removes, or how many are there after it."""
+    """One event: the number of nodes that it removes, or the number after it."""
 
     at_ms: int
     removed: int = 0
@@ -37,10 +37,10 @@ class _Line:
 
 
 def read_removals(text: str) -> tuple[Removals, ...]:
-    """Return when how many nodes went, by time. Lines need not be sorted; those of one time keep their order.
+    """Return the removals of nodes, in order of time. Lines need not be sorted; those of one time keep their order.
 
     `0,add,a`, `5000,remove,a`, `5000,remove,b` make two removals at 5.0; counts 80, 70, 75 make ten at the second line.
-    Raises ConfigError with number and content of a line that is malformed.
+    Raises ConfigError with number and content of a malformed line.
     """
     numbered = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     require(bool(numbered), "trace", text, "a line for each event")
