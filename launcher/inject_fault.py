@@ -160,7 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--run", metavar="DIR", default=LATEST, help="the run's folder (default: outputs/latest, the newest)")
     add("--rank", type=_whole(0), help="which rank (default: a random one that lives)")
-    add("--signal", choices=SIGNALS, default="KILL", help="STOP is a hang (default: KILL)")
+    add(
+        "--signal",
+        choices=SIGNALS,
+        default="KILL",
+        help="STOP is a hang, RAISE an exception at a point (default: KILL)",
+    )
     add("--scope", choices=SCOPES, default="process", help="node: all ranks of its node, with their host memory")
     add("--at-iteration", type=_whole(1), metavar="N", help="not at once but as the rank enters iteration N")
     add("--phase", choices=KILL_PHASES, help="not at once but as the rank enters this phase, the next time or in N")

@@ -53,9 +53,9 @@ class SavingConfig:
 class MaxBytesPerS:
     """`ckpt.max_bytes_per_s`: caps on the copies of each rank, in bytes a second; None: no cap.
 
-    The caps apply to snapshots to host memory, to blobs to all peers together, and to blobs to the local disk.
-    Recoveries and whole checkpoints have no cap, nor have boundary logs, whose copies keep buffers of the accelerator
-    in use.
+    The caps apply to snapshots to host memory, to snapshots to all peers together, and to blobs to the local disk.
+    Recoveries, step logs and whole checkpoints have no cap, nor have boundary logs, whose copies keep buffers of
+    the accelerator in use.
     """
 
     host: float | None
@@ -376,6 +376,8 @@ class RuntimeConfig:
     copy_s: float
     max_deaths: int
     suspect_iters: int
+    replace_on: list[str]
+    end_on: list[str]
     shared_memory: str
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend
 from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, require_patterns, take_failure, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.job_store import open_store, use_hosted_store
@@ -205,10 +206,13 @@ def run_elastic(
 ) -> int:
     """Supervise a rank until the job is done or has failed; return the exit status.
 
-    `work` trains in a forked process and returns its exit status. `beside` may start processes that live as long as
-    the supervisor at most. Raises ConfigError for settings that cannot work.
+    `work` trains in a forked process and returns its exit status; after an exception that is a fault of the hardware,
+    the supervisor replaces the process. `beside` may start processes that live as long as the supervisor at most.
+    Raises ConfigError for settings that cannot work.
     """
     require_forkable()
+    require_patterns("runtime.replace_on", config.runtime.replace_on)
+    require_patterns("runtime.end_on", config.runtime.end_on)
     if not has_agent_store():
         use_hosted_store(launch, start_beside)
     store = open_store("generations")
@@ -225,10 +229,26 @@ def run_elastic(
         launch.global_rank,
         page,
         Generations(store),
-        lambda life: work(Worker(config, place, life)),
+        lambda life: _work(work, Worker(config, place, life), runtime),
         limits,
         start_daemon,
+        lambda: take_failure(_failure_path(place)),
     ).run()
+
+
+def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig) -> int:
+    """Be a worker; return its exit status."""
+    try:
+        return work(worker)
+    except Exception as error:
+        if not is_fault(error, replace_on=runtime.replace_on, end_on=runtime.end_on):
+            raise
+        write_failure(_failure_path(worker.place), failure_of(error, worker.page.iteration))
+        return WORKER_FAULT
+
+
+def _failure_path(place: RankPlace) -> Path:
+    return place.memory / "failure"
 
 
 def require_forkable() -> None:

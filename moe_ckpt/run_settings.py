@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -204,6 +204,10 @@ def _converted(value: Any, hint: Any, setting: str) -> Any:
     if is_dataclass(hint):
         require(isinstance(value, dict), setting, value, "a section of keys")
         return section_of(hint, setting, value)  # type: ignore[arg-type]
+    if get_origin(hint) is list:
+        require(isinstance(value, list), setting, value, "a list")
+        [kind] = get_args(hint)
+        return [_converted(each, kind, setting) for each in value]
     kinds = get_args(hint) or (hint,)
     if type(value) in kinds:
         return value

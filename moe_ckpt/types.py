@@ -303,7 +303,9 @@ class Measured:
     slowest rank copies to host memory alone, and to peers alone; whether any rank is still writing to its disk.
     Seconds that a snapshot of no bytes, and one of a rank's whole state, add to training beside waiting for copies
     (None: not known yet), and whether these costs are settled: enough windows have been measured to choose by them.
-    Seconds in which a lost stage replays an iteration (None: no stage was replayed).
+    Seconds in which a lost stage replays an iteration (None: no stage was replayed). Seconds from the start of an
+    iteration to its complete gradients, on the fastest rank: a copy to host memory that takes longer makes the update
+    wait (0: not known yet).
     """
 
     iteration_s: float
@@ -318,6 +320,7 @@ class Measured:
     dense_snapshot_s: float | None = None
     costs_are_settled: bool = True
     replayed_iteration_s: float | None = None
+    overlap_s: float = 0.0
 
 
 class Phase(IntEnum):

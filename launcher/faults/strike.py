@@ -21,14 +21,17 @@ from pathlib import Path
 from launcher.faults.log import InjectedFault, append_faults
 from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
+from moe_ckpt.elastic.status_page import RAISE as RAISE_NUMBER
+from moe_ckpt.faults.schedule import RAISE
 
 _HOST_MEMORY = ("own", "held")
 _LOOK_AGAIN_S = 0.001
-_VERBS = {"KILL": "killed", "STOP": "stopped", "SEGV": "sent SIGSEGV to", "TERM": "sent SIGTERM to"}
+_VERBS = {"KILL": "killed", "STOP": "stopped", "SEGV": "sent SIGSEGV to", "TERM": "sent SIGTERM to", RAISE: "raised in"}
 
 
 def signal_number(name: str) -> signal.Signals:
-    return signal.Signals[f"SIG{name}"]
+    """Return the number of a signal, or of an order to raise an exception."""
+    return RAISE_NUMBER if name == RAISE else signal.Signals[f"SIG{name}"]
 
 
 def strike_processes(run: Path, workers: Sequence[LiveWorker], name: str) -> list[InjectedFault]:

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """The cause of the end of a generation: a rank's process died of a signal, in a phase of an iteration."""
+    """The cause of the end of a generation: a rank's process ended in a phase of an iteration.
+
+    `signal` names the signal that ended it; empty if an exception did.
+    """
 
     global_rank: int
     pid: int

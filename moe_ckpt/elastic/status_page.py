@@ -37,6 +37,14 @@ class _Word(IntEnum):
     DEVICE_WAITS = 11
 
 
+RAISE = signal.SIGUSR1
+"""The number in an order to raise an exception, in place of a signal."""
+
+
+class InjectedError(RuntimeError):
+    """An exception as a sick GPU raises it, on an order."""
+
+
 class _Waiting(IntEnum):
     NO = 0
     FOR_RANKS = 1
@@ -44,6 +52,8 @@ class _Waiting(IntEnum):
 
 
 def _kill_this_process(number: int) -> None:
+    if number == RAISE:
+        raise InjectedError("CUDA error: uncorrectable ECC error encountered (injected)")
     os.kill(os.getpid(), number)
 
 

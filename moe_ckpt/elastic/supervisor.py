@@ -2,8 +2,8 @@
 
 Owns: the life of one worker after another, and the distinction of a death, a hang and an error. It imports all slow
 modules and stays single-threaded and away from CUDA, so that a replacement is a fork of milliseconds. Must not: train,
-or touch a process group. A worker that fails with an exit status ends the job, as torchrun's users expect; a worker
-that dies of a signal is replaced.
+or touch a process group. A worker that dies of a signal, or fails by a fault of the hardware (`elastic.failures`), is
+replaced. A worker that fails with any other exit status ends the job, as torchrun's users expect.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from moe_ckpt.agent import agent_pid, die_with_parent
+from moe_ckpt.elastic.failures import WORKER_FAULT, Failure
 from moe_ckpt.elastic.generations import SUPERVISOR, Generations
 from moe_ckpt.elastic.process_failure import Death
 from moe_ckpt.elastic.status_page import StatusPage
@@ -44,7 +45,7 @@ class Supervisor:
     """Watches one rank. `worker(life)` is called in each forked process and returns its exit status.
 
     `start_daemon` forks the process that keeps the rank's copies and returns its pid; it is called again when that
-    dies.
+    dies. `take_failure` returns the exception of a worker that ended with WORKER_FAULT.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Supervisor:
         worker: Callable[[int], int],
         limits: SupervisorLimits,
         start_daemon: Callable[[], int] | None = None,
+        take_failure: Callable[[], Failure] | None = None,
     ) -> None:
         self._global_rank = global_rank
         self._page = page
@@ -62,6 +64,8 @@ class Supervisor:
         self._worker = worker
         self._limits = limits
         self._start_daemon = start_daemon
+        self._take_failure = take_failure
+        self._last_failure: Failure | None = None
         self._pid = 0
         self._daemon_pid = 0
         self._life = 0
@@ -81,20 +85,35 @@ class Supervisor:
             hung = self._watch()
             pid, status = os.waitpid(self._pid, 0)
             self._pid = 0  # from now on that number may belong to another process
-            if os.WIFEXITED(status):
-                return os.WEXITSTATUS(status)
+            exited = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            if exited is not None and (exited != WORKER_FAULT or self._take_failure is None):
+                return exited
+            name = "" if exited is not None else signal.Signals(os.WTERMSIG(status)).name
+            why = hung or (f"died of {name}" if name else self._failed())
             if self._generations.has_finished(self._page.generation):
-                return self._status_after_training(os.WTERMSIG(status))
-            if not self._may_replace(self._death(pid, os.WTERMSIG(status), hung)):
+                return self._status_after_training(why, is_killed=bool(name))
+            if why is None or not self._may_replace(self._death(pid, name, why)):
                 return _FAILED
             self._life += 1
 
-    def _status_after_training(self, number: int) -> int:
+    def _failed(self) -> str | None:
+        """Return the worker's exception; None, with a message, if it repeats that of the worker before."""
+        assert self._take_failure is not None
+        failure, earlier = self._take_failure(), self._last_failure
+        self._last_failure = failure
+        if not failure.repeats(earlier):
+            return f"failed by {failure.error}"
+        _complain(
+            f"error: rank {self._global_rank} failed again in iteration {failure.iteration} at the same place: this is "
+            f"an error of the program and not of the hardware\n{failure.traceback}"
+        )
+        return None
+
+    def _status_after_training(self, why: str | None, *, is_killed: bool) -> int:
         """Return the exit status for a worker's death after the end of training: success, unless it still worked."""
-        if self._page.phase is Phase.DONE:
+        if is_killed and self._page.phase is Phase.DONE:
             return 0
-        name = signal.Signals(number).name
-        _complain(f"error: rank {self._global_rank} died of {name} after the last iteration, in the script's own work")
+        _complain(f"error: rank {self._global_rank} {why} after the last iteration, in the script's own work")
         return _FAILED
 
     def _succeed(self) -> None:
@@ -168,14 +187,13 @@ class Supervisor:
         _complain(f"error: rank {self._global_rank} died {self._worker_deaths}, giving up; the last time: {death}")
         return False
 
-    def _death(self, pid: int, number: int, hung: str | None) -> Death:
+    def _death(self, pid: int, name: str, why: str) -> Death:
         offset_s = time.time() - time.monotonic()
-        name = signal.Signals(number).name
         return Death(
             global_rank=self._global_rank,
             pid=pid,
             signal=name,
-            why=hung or f"died of {name}",
+            why=why,
             iteration=self._page.iteration,
             phase=self._page.phase.name.lower(),
             last_seen_unix_s=self._page.heartbeat_s + offset_s,

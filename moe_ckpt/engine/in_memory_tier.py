@@ -155,7 +155,7 @@ class InMemoryTier:
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are complete, and no parameter has changed yet."""
-        self._meter.paused()
+        self._meter.gradients_complete()
         self.stop_observing()
         if self._stores.bubbles:
             self._meter.bubbles_s.append(self._stores.bubbles.take_seconds())
@@ -408,7 +408,7 @@ class InMemoryTier:
         costs_s = self._meter.snapshot_costs_s(self._dense_bytes)
         replayed_s = self._meter.replayed_iteration_s()
         times += [*(costs_s or (_UNKNOWN, _UNKNOWN)), _UNKNOWN if replayed_s is None else replayed_s]
-        rates = [self._host_bytes_per_s(), self._peer_bytes_per_s()]
+        rates = [self._host_bytes_per_s(), self._peer_bytes_per_s(), self._meter.overlap_s()]
         on_disk, is_writing = self._disk.start_of(Role.RECOVERY), self._disk.is_writing
         flags = [float(is_writing), float(self._meter.costs_are_settled)]
         mine = [*times, *(-rate for rate in rates), -float(found), -float(on_disk), *flags]
@@ -417,7 +417,7 @@ class InMemoryTier:
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         if self._counts:
             self._place.stage_ranks.reduce(popularity, "sum")
-        iteration_s, *times, host_rate, peer_rate, least, oldest, is_persisting, are_settled = worst.tolist()
+        iteration_s, *times, host_rate, peer_rate, overlap_s, least, oldest, is_persisting, are_settled = worst.tolist()
         cost_s, since_quiet, empty_s, dense_s, replayed_s = (None if each == _UNKNOWN else each for each in times)
         self._on_all_disks = int(-oldest)
         self._measured = Measured(
@@ -433,6 +433,7 @@ class InMemoryTier:
             dense_snapshot_s=dense_s,
             costs_are_settled=bool(are_settled),
             replayed_iteration_s=replayed_s,
+            overlap_s=-overlap_s,
         )
         return _Found(int(-least))
 

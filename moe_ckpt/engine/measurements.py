@@ -35,6 +35,7 @@ class Measurements:
         self.popularity = np.zeros(num_experts)
         self._now = now
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._overlaps: deque[float] = deque(maxlen=_RECENT)
         self._quiet: deque[float] = deque(maxlen=_RECENT)
         self._busy: list[float] = []
         self._stall_s = 0.0
@@ -60,6 +61,12 @@ class Measurements:
 
     def resumed(self) -> None:
         self._since_s = self._now()
+
+    def gradients_complete(self) -> None:
+        """The update of this iteration follows, once copies of the state before it are complete."""
+        self.paused()
+        if self._num_iters >= _WARM_UP_ITERS:
+            self._overlaps.append(self._so_far_s)
 
     def iteration_finished(self) -> None:
         self.paused()
@@ -123,6 +130,10 @@ class Measurements:
     def iteration_s(self) -> float:
         """Return the median of recent iterations, or 0 before there is one."""
         return statistics.median(self._recent) if self._recent else 0.0
+
+    def overlap_s(self) -> float:
+        """Return the median seconds from the start of an iteration to its gradients; 0 before there is one."""
+        return statistics.median(self._overlaps) if self._overlaps else 0.0
 
     def bubble_bytes(self) -> float:
         """Return the bytes that are copied in the bubbles of an iteration; 0 while that is unknown."""

@@ -15,7 +15,8 @@ from moe_ckpt.faults.traces import read_removals
 
 PHASES = ("forward", "backward", "step", "between")
 KILL_PHASES = ("forward", "backward", "reduce", "step", "snapshot", "recovery")
-SIGNALS = ("KILL", "STOP", "SEGV", "TERM")
+RAISE = "RAISE"
+SIGNALS = ("KILL", "STOP", "SEGV", "TERM", RAISE)
 SCOPES = ("process", "node")
 
 
@@ -66,6 +67,8 @@ class FaultSchedule:
 class Kill:
     """A signal to a rank's worker, or the loss of its whole node with the host memory of all the node's ranks.
 
+    RAISE is no signal: the worker raises the exception of a sick GPU, at a point.
+
     When: `after_s` seconds after the start, or at a point, as the worker enters `phase` of `iteration`. Without a
     phase that is forward, where an iteration begins; without an iteration, the next time. `rank` None: to be chosen.
     Raises ConfigError.
@@ -90,6 +93,8 @@ class Kill:
             wanted = "a number here, a phase, or after_s"
             require(self.iteration is not None or self.phase is not None, "fault.at: iteration", None, wanted)
         else:
+            wanted = "a signal where there is no iteration or phase: an exception is raised at a point"
+            require(self.signal != RAISE, "fault.at: signal", self.signal, wanted)
             require(0 <= self.after_s < math.inf, "fault.at: after_s", self.after_s, "a number of at least 0")
             wanted = "null where there is an iteration or a phase"
             require(self.iteration is None and self.phase is None, "fault.at: after_s", self.after_s, wanted)
@@ -103,8 +108,9 @@ class Kill:
         who = f"rank {self.rank}" if self.scope == "process" else f"the node of rank {self.rank}"
         if self.after_s is not None:
             return f"SIG{self.signal} to {who} {_after(self.after_s)}"
+        what = "an exception" if self.signal == RAISE else f"SIG{self.signal}"
         when = "the next time" if self.iteration is None else f"in iteration {self.iteration}"
-        return f"SIG{self.signal} to {who} {when}, {self.point_phase}"
+        return f"{what} to {who} {when}, {self.point_phase}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

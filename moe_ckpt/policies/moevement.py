@@ -20,7 +20,6 @@ from moe_ckpt.policies.window_cost import (
     JobCost,
     WindowTerms,
     cheapest_window,
-    replayed_iters,
     shortest_pause,
     window_terms,
 )
@@ -36,9 +35,9 @@ _STALE_ITERS = 16
 class SparseWindows:
     """One window after another: a base that holds everything, then sparse ones. `num_copies` others' are kept, too.
 
-    With `window=auto` the first windows are trials: they have the fewest slots that cause no stall, or a multiple of
-    them. Once enough trials are measured, the window and the pause after it are those that lose the least time. Raises
-    ConfigError, with the numbers, if operators or the memory budget do not allow the configured window.
+    With `window=auto` the window and the pause after it are those that lose the least time. The first windows are
+    trials, by which that is measured. Raises ConfigError, with the numbers, if operators or the memory budget do not
+    allow the configured window.
     """
 
     def __init__(
@@ -160,8 +159,8 @@ class SparseWindows:
             self._num_slots = fitting if is_first else kept
             return None
         job = self._job_cost(measured)
-        if job is None or not measured.costs_are_settled:
-            self._try(fitting, measured.iteration_s, job)
+        if measured.dense_snapshot_s is None or not measured.costs_are_settled:
+            self._try(job, is_first=measured.dense_snapshot_s is None)
             return None
         best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
         if self._terms:
@@ -175,22 +174,22 @@ class SparseWindows:
         self._pause_iters = self._within_pauses(1) if is_stale else best.pause_iters
         return best
 
-    def _try(self, fitting: int, iteration_s: float, job: JobCost | None) -> None:
+    def _try(self, job: JobCost, *, is_first: bool) -> None:
         """Set a window whose cost will be measured, and a pause that keeps trials within a share of the time.
 
-        The price of the first trial is unknown (`job` is None). Later pauses follow from the trials before, and are no
-        longer than the best for what these have cost. A longer window is tried only if replays of it stay within the
-        same share.
+        Its slots are the best for the costs so far, or four times as many, if replays of that window stay within the
+        share. Pauses are no longer than the best for these costs; the first trial's price is unknown.
         """
         share = min(_TRIAL_SHARE, self._config.overhead)
-        longer = min(_TRIAL_FACTOR * fitting, self.max_slots)
-        replay_share = replayed_iters(longer, np.zeros(1)).item() * iteration_s / self._config.mtbf_s
-        is_longer = self._num_trials % 2 == 1 and replay_share <= share
-        self._num_slots = longer if is_longer else min(fitting, self.max_slots)
-        size, pause_iters = self._sizes.size(self._num_slots), _TRIAL_PAUSE_ITERS
-        if job is not None:
-            best = cheapest_window([size], job, overhead=self._config.overhead).pause_iters
-            pause_iters = max(pause_iters, min(best, shortest_pause(size, job, overhead=share)))
+        best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
+        longer = self._sizes.size(min(_TRIAL_FACTOR * best.num_slots, self.max_slots))
+        is_longer = self._num_trials % 2 == 1 and window_terms(longer, job, 0).replay_share <= share
+        self._num_slots = longer.num_slots if is_longer else best.num_slots
+        pause_iters = _TRIAL_PAUSE_ITERS
+        if not is_first:
+            size = self._sizes.size(self._num_slots)
+            best = cheapest_window([size], job, overhead=self._config.overhead)
+            pause_iters = max(pause_iters, min(best.pause_iters, shortest_pause(size, job, overhead=share)))
         self._pause_iters = self._within_pauses(pause_iters)
         self._num_trials += 1
 
@@ -198,14 +197,15 @@ class SparseWindows:
         size = self._sizes.size(self._num_slots)
         return min(max(pause_iters, size.least_pause_iters), size.most_pause_iters)
 
-    def _job_cost(self, measured: Measured) -> JobCost | None:
-        if measured.dense_snapshot_s is None or measured.empty_snapshot_s is None:
-            return None
+    def _job_cost(self, measured: Measured) -> JobCost:
+        """Return the measured costs; snapshots whose price is unknown cost nothing but waits for copies."""
+        empty_s, dense_s = measured.empty_snapshot_s or 0.0, measured.dense_snapshot_s or 0.0
         replayed_s = measured.iteration_s if measured.replayed_iteration_s is None else measured.replayed_iteration_s
         return JobCost(
             iteration_s=measured.iteration_s,
-            per_snapshot_s=measured.empty_snapshot_s,
-            per_byte_s=(measured.dense_snapshot_s - measured.empty_snapshot_s) / max(1, self._sizes.dense_bytes),
+            overlap_s=measured.overlap_s or measured.iteration_s,
+            per_snapshot_s=empty_s,
+            per_byte_s=(dense_s - empty_s) / max(1, self._sizes.dense_bytes),
             host_bytes_per_s=measured.host_bytes_per_s,
             peer_bytes_per_s=measured.peer_bytes_per_s,
             replay_share=replayed_s / measured.iteration_s,
@@ -234,7 +234,10 @@ class SparseWindows:
     def _fitting_in_time(self, measured: Measured) -> int:
         if self._config.paper_exact:
             return min(self.max_slots, max(_paper_window(stage.table, measured) for stage in self._stages))
-        budget_bytes = measured.iteration_s * measured.copy_bytes_per_s
+        overlap_s = measured.overlap_s or measured.iteration_s
+        budget_bytes = min(
+            measured.iteration_s * measured.copy_bytes_per_s, overlap_s * measured.host_bytes_per_s
+        )  # a slot reaches peers by the next one, and host memory by the update
         return max(
             schedule.fitting_window(stage.table, order, budget_bytes, max_slots=self.max_slots)
             for stage, order in zip(self._stages, self._sizes.natural, strict=True)

@@ -20,10 +20,12 @@ class JobCost:
     """Seconds and rates of a job, each of the slowest rank.
 
     A snapshot adds `per_snapshot_s + per_byte_s * bytes` to training beside waits for copies; `replay_share` is the
-    time of a replayed iteration as a share of `iteration_s`.
+    time of a replayed iteration as a share of `iteration_s`. The update waits for copies to host memory that take
+    longer than `overlap_s`.
     """
 
     iteration_s: float
+    overlap_s: float
     per_snapshot_s: float
     per_byte_s: float
     host_bytes_per_s: float
@@ -64,8 +66,8 @@ def window_terms(size: WindowSize, job: JobCost, pause_iters: int) -> WindowTerm
     """Return the costs of windows of one size with pauses of this many iterations.
 
     With W slots and a pause of G iterations, W snapshots are taken in W + G iterations. A fault finds the newest
-    complete window between W and 2 W + G iterations old, from its start: 1.5 W + G / 2 on average. Training waits for
-    copies to host memory that take longer than an iteration, and for copies to peers that take longer than the period.
+    complete window between W and 2 W + G iterations old, from its start: 1.5 W + G / 2 on average. The update waits
+    for copies to host memory that are not complete before it, and the next window for copies to peers.
     10 ms a snapshot, W = 2, G = 8, iterations of 1 s: 0.002; at an MTBF of 1000 s replays add 0.007. MoEvement,
     Appendix C, with a pause and with the measured costs of snapshots.
     """
@@ -88,11 +90,6 @@ def cheapest_window(sizes: Iterable[WindowSize], job: JobCost, *, overhead: floa
     if allowed:
         return min(allowed, key=lambda each: each.lost_share)
     return min(terms, key=lambda each: each.snapshot_share)
-
-
-def replayed_iters(num_slots: int, pauses: Array) -> npt.NDArray[np.float64]:
-    """Return the mean number of iterations that a fault makes a lost stage replay, for each pause after a window."""
-    return 1.5 * num_slots + pauses / 2
 
 
 def shortest_pause(size: WindowSize, job: JobCost, *, overhead: float) -> int:
@@ -120,7 +117,8 @@ def _shares(size: WindowSize, job: JobCost, pauses: Array) -> tuple[Array, Array
     """Return the shares of time that snapshots and replays take, each float64 [pauses]."""
     num_slots, period_s = size.num_slots, (size.num_slots + pauses) * job.iteration_s
     added_s = num_slots * job.per_snapshot_s + size.window_bytes * job.per_byte_s
-    host_wait_s = sum(max(0.0, nbytes / job.host_bytes_per_s - job.iteration_s) for nbytes in size.slot_bytes)
+    host_wait_s = sum(max(0.0, nbytes / job.host_bytes_per_s - job.overlap_s) for nbytes in size.slot_bytes)
     peer_wait_s = np.maximum(0.0, size.window_bytes / job.peer_bytes_per_s - period_s - host_wait_s)
-    replay_shares = replayed_iters(num_slots, pauses) * job.replay_share * job.iteration_s / job.mtbf_s
+    replayed_iters = 1.5 * num_slots + pauses / 2
+    replay_shares = replayed_iters * job.replay_share * job.iteration_s / job.mtbf_s
     return (added_s + host_wait_s + peer_wait_s) / period_s, replay_shares

@@ -41,12 +41,12 @@ from moe_ckpt.snapshot.adam_update import (
 )
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
-from moe_ckpt.snapshot.step_log import StepRecord
+from moe_ckpt.snapshot.step_log import RECORD, START, StepRecord
 from moe_ckpt.snapshot.windows import HostBuffers
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
-_SNAPSHOT, _LOCAL, _START, _RECORD = "snapshot-", "local-", "start-", "record-"
+_SNAPSHOT, _LOCAL = "snapshot-", "local-"
 _TIED = "tied_gradient"
 
 
@@ -190,7 +190,7 @@ class Publisher:
 
         Raises CheckpointSaveError if peers cannot compute it.
         """
-        keys = (key, f"{_START}{iteration + 1}")
+        keys = (key, f"{START}{iteration + 1}")
         with self._lock:
             copies = [self._copying.get(each) if self._copying else None for each in keys]
         if wait:
@@ -230,24 +230,24 @@ class Publisher:
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
         """Publish the state that an iteration starts from."""
-        self._put(f"{_START}{iteration}", save(dict(start)))
+        self._put(f"{START}{iteration}", save(dict(start)))
 
     def add_record(self, record: StepRecord) -> None:
         """Publish an iteration's record."""
         tensors = {} if record.tied_gradient is None else {_TIED: record.tied_gradient}
         facts = {"gradients": json.dumps(asdict(record.gradients))}
-        self._put(f"{_RECORD}{record.iteration}", save(tensors, metadata=facts))
+        self._put(f"{RECORD}{record.iteration}", save(tensors, metadata=facts))
 
     def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None:
         """Withdraw the starts and records of these iterations."""
-        self._drop([f"{_START}{i}" for i in starts] + [f"{_RECORD}{i}" for i in records])
+        self._drop([f"{START}{i}" for i in starts] + [f"{RECORD}{i}" for i in records])
 
     def has_copies_of_step(self, iteration: int) -> bool:
         """Wait until peers hold the start and the record of `iteration`; return whether they do.
 
         If a copy has failed since copying began, training does not wait again: every iteration would.
         """
-        return not self._copies_fail and self._are_copied([f"{_START}{iteration}", f"{_RECORD}{iteration}"])
+        return not self._copies_fail and self._are_copied([f"{START}{iteration}", f"{RECORD}{iteration}"])
 
     def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
         """Wait until peers hold these snapshots and the start of the iteration after each; return whether they do."""
@@ -265,7 +265,7 @@ class Publisher:
         Of the windows on disk only the one that starts at `keep` stays; None: all of them stay.
         """
         last = snapshots[-1].header.iteration
-        records = [f"{_RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
+        records = [f"{RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
         keys = self._keys_of(snapshots) + records
         there = BlobFolder(disk.path).keys()
         stale = [] if keep is None else [key for key in there if key not in keys and not belongs_to(key, keep)]
@@ -379,7 +379,7 @@ class Publisher:
 
     def _keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
         kept = list(snapshots)
-        starts = [f"{_START}{snapshot.header.iteration + 1}" for snapshot in kept if snapshot.header.unit is None]
+        starts = [f"{START}{snapshot.header.iteration + 1}" for snapshot in kept if snapshot.header.unit is None]
         return starts + [self._keys[id(snapshot.payload)] for snapshot in kept]
 
     def _copied_keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
@@ -464,7 +464,7 @@ def belongs_to(key: str, window_start: int) -> bool:
 
 def holds_records(keys: Iterable[str]) -> bool:
     """Return whether these keys include the record of an iteration."""
-    return any(key.startswith(_RECORD) for key in keys)
+    return any(key.startswith(RECORD) for key in keys)
 
 
 def _done() -> Future[None]:
@@ -502,10 +502,10 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
         try:
             if _is_snapshot(key) and blob.payload is not None:
                 snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
-            elif key.startswith(_START):
-                starts[int(key.removeprefix(_START))] = _tensors(blob)[0]
-            elif key.startswith(_RECORD):
-                records[int(key.removeprefix(_RECORD))] = _record(key, blob)
+            elif key.startswith(START):
+                starts[int(key.removeprefix(START))] = _tensors(blob)[0]
+            elif key.startswith(RECORD):
+                records[int(key.removeprefix(RECORD))] = _record(key, blob)
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)
     return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)
@@ -525,7 +525,7 @@ def _record(key: str, blob: Blob) -> StepRecord:
     tensors, facts = _tensors(blob)
     gradients = json.loads(facts["gradients"])
     return StepRecord(
-        iteration=int(key.removeprefix(_RECORD)),
+        iteration=int(key.removeprefix(RECORD)),
         gradients=ReadyGradients(**{**gradients, "overflows": tuple(gradients["overflows"])}),
         tied_gradient=tensors.get(_TIED),
     )

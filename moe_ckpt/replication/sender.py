@@ -1,9 +1,11 @@
 """Copies one rank's blobs to its peers while training goes on.
 
-Owns: a sending thread per peer, its order, yielding to training traffic, and waits for the cap. Must not: choose the
-blobs, or keep a payload mapped longer than its copy takes. Gemini, section 5: chunks between training's traffic.
+Owns: two sending threads per peer, their order, yielding to training traffic, and waits for the cap. Must not: choose
+the blobs, or keep a payload mapped longer than its copy takes. Gemini, section 5: chunks between training's traffic.
 
     copy a, copy b, forget a     in this order to each peer, each peer at its own speed; confirmed when all have it
+    steps                        in a thread and a connection of their own: every iteration waits for its step, which
+                                 would else arrive behind the snapshots that were requested before
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
@@ -22,6 +24,7 @@ from moe_ckpt.replication.retrying_client import RetryingClient
 from moe_ckpt.replication.transfer import send_blob
 from moe_ckpt.snapshot.adam_update import is_update, update_from_bytes
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
+from moe_ckpt.snapshot.step_log import is_step
 from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
 
 _LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
@@ -73,14 +76,15 @@ class Replicator:
         with self._lock:
             if self._peers is None:
                 return _failed(CheckpointSaveError("copies: got no peers yet, wanted to be told which to use"))
-            return _all_done([peer.copy(keys, until_s) for peer in self._peers.values()])
+            return _all_done([part for peer in self._peers.values() for part in peer.copy(keys, until_s)])
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Let all peers drop their copies, after all earlier requests. A failure is logged."""
+        """Let all peers drop their copies, after all earlier requests of the same kind. A failure is logged."""
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
             for peer in (self._peers or {}).values():
-                peer.forget(keys, until_s).add_done_callback(_log_failure)
+                for part in peer.forget(keys, until_s):
+                    part.add_done_callback(_log_failure)
 
     def close(self) -> None:
         """End all threads; unconfirmed and later requests fail."""
@@ -89,12 +93,39 @@ class Replicator:
             self._peers = None
 
     def _peer(self, address: Address) -> _Peer:
+        return _Peer(self._lane(address), self._lane(address))
+
+    def _lane(self, address: Address) -> _Lane:
         caller = RetryingClient(address, self._ticket, CheckpointSaveError)
-        return _Peer(self._own, self._owner_rank, caller, self._may_send, self._throttle)
+        return _Lane(self._own, self._owner_rank, caller, self._may_send, self._throttle)
 
 
 class _Peer:
-    """The sending thread to one peer."""
+    """One peer: steps go one way, all other blobs another."""
+
+    def __init__(self, steps: _Lane, others: _Lane) -> None:
+        self._steps = steps
+        self._others = others
+
+    def copy(self, keys: Sequence[str], until_s: float) -> list[Future[None]]:
+        return [lane.copy(part, until_s) for lane, part in self._split(keys)]
+
+    def forget(self, keys: Sequence[str], until_s: float) -> list[Future[None]]:
+        return [lane.forget(part, until_s) for lane, part in self._split(keys)]
+
+    def close(self) -> None:
+        self._steps.close()
+        self._others.close()
+
+    def _split(self, keys: Sequence[str]) -> Iterator[tuple[_Lane, list[str]]]:
+        for lane, is_mine in ((self._steps, True), (self._others, False)):
+            part = [key for key in keys if is_step(key) == is_mine]
+            if part:
+                yield lane, part
+
+
+class _Lane:
+    """A sending thread to one peer, and its connection."""
 
     def __init__(
         self, own: BlobFolder, owner_rank: int, caller: RetryingClient, may_send: Callable[[], bool], throttle: Throttle
@@ -155,7 +186,8 @@ class _Peer:
         link.send(Put(owner_rank=self._owner_rank, key=key))
 
         def pace(nbytes: int) -> None:
-            self._throttle.wait(nbytes, lambda seconds: self._sleep(seconds, key, blob))
+            if not is_step(key):  # these are few bytes, for which every iteration waits
+                self._throttle.wait(nbytes, lambda seconds: self._sleep(seconds, key, blob))
             self._yield_to_training()
 
         send_blob(link, self._own, key, blob, pace)

@@ -18,6 +18,15 @@ from moe_ckpt.types import ReadyGradients
 T = TypeVar("T")
 
 
+START, RECORD = "start-", "record-"
+"""How the keys of published starts and records begin; the iteration follows."""
+
+
+def is_step(key: str) -> bool:
+    """Return whether a blob is the start or the record of an iteration."""
+    return key.startswith((START, RECORD))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepRecord:
     """The facts that the update of `iteration` needs beside this stage's gradients.

@@ -275,7 +275,7 @@ def test_a_value_of_a_wrong_type_is_named(override: str, got: str) -> None:
         ("ckpt.window", "auto or a number of iterations of at least 1"),
         ("ckpt.popularity", "one of hard, soft, decayed"),
         ("fault.kind", "one of none, state_loss, at, poisson, trace"),
-        ("fault.signal", "one of KILL, STOP, SEGV, TERM"),
+        ("fault.signal", "one of KILL, STOP, SEGV, TERM, RAISE"),
         ("fault.scope", "one of process, node"),
     ],
 )

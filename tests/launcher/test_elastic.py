@@ -228,14 +228,14 @@ def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 
 def _copy_no_window_at_21_and_22() -> None:
-    put = sender._Peer._put
+    put = sender._Lane._put
 
-    def put_others(self: sender._Peer, link: Connection, key: str) -> None:
+    def put_others(self: sender._Lane, link: Connection, key: str) -> None:
         if key.startswith(("snapshot-21-", "snapshot-22-")):
             raise CheckpointSaveError("a test lets this copy fail")
         put(self, link, key)
 
-    sender._Peer._put = put_others
+    sender._Lane._put = put_others
 
 
 def _flip_a_bit(path: Path) -> None:

@@ -29,14 +29,14 @@ SYNC = "ckpt.async_save=false"
 def loading_is_a_point_and_copies_fail() -> None:
     """Let a rank enter RECOVERY once more when it loads a snapshot. No copy of a snapshot of iteration 18 arrives."""
     call_is_a_point(RankOperators, "load", Phase.RECOVERY)
-    put = sender._Peer._put
+    put = sender._Lane._put
 
-    def put_others(self: sender._Peer, link: Connection, key: str) -> None:
+    def put_others(self: sender._Lane, link: Connection, key: str) -> None:
         if key.startswith("snapshot-18-"):
             raise CheckpointSaveError("a test lets this copy fail")
         put(self, link, key)
 
-    sender._Peer._put = put_others
+    sender._Lane._put = put_others
 
 
 def gemini_faults() -> list[Fault]:

@@ -12,6 +12,7 @@ from moe_ckpt.policies.window_cost import JobCost, WindowSize, cheapest_window, 
 
 JOB = JobCost(
     iteration_s=1.0,
+    overlap_s=1.0,
     per_snapshot_s=0.01,
     per_byte_s=0.0,
     host_bytes_per_s=100.0,

@@ -106,6 +106,18 @@ def test_forgetting_follows_the_copies_before_it(ranks: Ranks) -> None:
     assert (held.keys(), len(buffers_of(held))) == (["b"], 1)
 
 
+def test_a_step_does_not_wait_behind_a_snapshot(ranks: Ranks) -> None:
+    """The cap lets no second chunk of the snapshot pass for hours; every iteration waits for its step."""
+    publish(ranks.own(0), "snapshot-1", FIVE_CHUNKS)
+    for key in ("start-2", "record-2"):
+        publish(ranks.own(0), key, None)
+    replicator = ranks.replicate(0, ranks.serve(1).address, bytes_per_s=100.0)
+    snapshot = replicator.copy(["snapshot-1"])
+    replicator.copy(["start-2", "record-2"]).result(WAIT_S)
+    assert not snapshot.done()
+    assert ranks.held(1, 0).keys() == ["record-2", "start-2"]
+
+
 def test_some_blobs_are_fetched_and_own_ones_too(ranks: Ranks) -> None:
     server, folder = ranks.serve(1), ranks.again()
     for key in ("a", "b", "c"):

@@ -1,0 +1,78 @@
+"""Failure classes: exceptions that a replacement repairs, and errors of the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.elastic.failures import Failure, failure_of, is_fault, require_patterns, take_failure, write_failure
+from moe_ckpt.errors import ConfigError
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled system error"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), True),
+        (OSError(5, "Input/output error"), True),
+        (OSError(116, "Stale file handle"), True),
+        (caused(ValueError("batch 7 cannot be read"), OSError(110, "Connection timed out")), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (FileNotFoundError(2, "No such file or directory"), False),
+        (OSError(28, "No space left on device"), False),
+        (ValueError("shapes do not match"), False),
+        (KeyError("exp_avg"), False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_faults_of_the_hardware_are_told_from_errors_of_the_program(error: Exception, answer: bool) -> None:
+    assert is_fault(error) is answer
+
+
+def test_patterns_of_the_user_come_first() -> None:
+    error = RuntimeError("CUDA error: unspecified launch failure")
+    assert not is_fault(error, end_on=["launch failure"])
+    assert not is_fault(error, end_on=["launch failure"], replace_on=["CUDA"])
+    assert is_fault(ValueError("lost lease of shard 3"), replace_on=["lease of shard"])
+    assert is_fault(ValueError("lost lease"), replace_on=["^ValueError: "])
+
+
+def test_a_pattern_that_is_none_is_one_error() -> None:
+    with pytest.raises(ConfigError, match=r"runtime.end_on: got '\(', wanted regular expressions"):
+        require_patterns("runtime.end_on", ["fine", "("])
+
+
+def raised(message: str, *, elsewhere: bool = False) -> Exception:
+    try:
+        if elsewhere:
+            raise RuntimeError(message)
+        raise RuntimeError(message)
+    except RuntimeError as error:
+        return error
+
+
+def test_a_failure_repeats_at_the_same_place_of_the_same_iteration() -> None:
+    first = failure_of(raised("at address 0x1"), 7)
+    assert first.error == "RuntimeError: at address 0x1"
+    assert first.traceback.endswith("RuntimeError: at address 0x1\n")
+    assert failure_of(raised("at address 0x2"), 7).repeats(first), "messages may hold addresses"
+    assert not failure_of(raised("at address 0x1"), 8).repeats(first)
+    assert not failure_of(raised("at address 0x1", elsewhere=True), 7).repeats(first)
+    assert not first.repeats(None)
+
+
+def test_a_supervisor_takes_a_failure_once(tmp_path: Path) -> None:
+    path = tmp_path / "failure"
+    failure = Failure(error="OSError: x", place="OSError at a.py:3", iteration=4, traceback="T")
+    write_failure(path, failure)
+    assert take_failure(path) == failure
+    assert not path.exists()
