@@ -28,7 +28,7 @@ from typing import Any
 
 from launcher import entry
 from launcher.proc import stands_still
-from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
+from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage, strike_this_process
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.events import (
@@ -299,7 +299,7 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
         for order in due:
             skips[order] -= 1
             if skips[order] == -1:
-                os.kill(os.getpid(), order.number)
+                strike_this_process(order.number)
 
     def enter_and_obey(page: StatusPage, phase: Phase, iteration: int | None = None) -> None:
         enter(page, phase, iteration)

@@ -37,8 +37,8 @@ class _Word(IntEnum):
     DEVICE_WAITS = 11
 
 
-RAISE = signal.SIGUSR1
-"""The number in an order to raise an exception, in place of a signal."""
+RAISE = signal.SIGURG
+"""The number in an order to raise an exception. No process is sent that signal."""
 
 
 class InjectedError(RuntimeError):
@@ -51,7 +51,8 @@ class _Waiting(IntEnum):
     FOR_COPIES = 2
 
 
-def _kill_this_process(number: int) -> None:
+def strike_this_process(number: int) -> None:
+    """Send this process a signal, or raise the exception of a sick GPU (RAISE)."""
     if number == RAISE:
         raise InjectedError("CUDA error: uncorrectable ECC error encountered (injected)")
     os.kill(os.getpid(), number)
@@ -63,7 +64,7 @@ class StatusPage:
     `strike` executes an order, with the number of its signal. Raises ConfigError if there is no room for the page.
     """
 
-    def __init__(self, path: Path, *, strike: Callable[[int], None] = _kill_this_process) -> None:
+    def __init__(self, path: Path, *, strike: Callable[[int], None] = strike_this_process) -> None:
         self._strike = strike
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

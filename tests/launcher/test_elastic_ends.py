@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.loop import MegatronLoop
+from launcher.loop import MegatronLoop, StageRunner
 from moe_ckpt.events import TrainerStarted
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
@@ -78,6 +78,14 @@ def test_an_error_in_training_ends_the_job_with_its_traceback(tmp_path: Path) ->
     assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [1, 1]
 
 
+def test_an_error_that_a_replacement_repeats_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    with ElasticJob(2, tmp_path, *LONG, setup=_let_rank_one_fail_on_its_device) as job:
+        said = job.wait_for_failure()
+    assert said.count("error: rank 1 failed again in iteration 4 at the same place") == 1, said
+    assert "RuntimeError: CUDA error: an illegal memory access" in said
+    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [1, 2]
+
+
 def test_a_trainer_that_dies_whenever_it_starts_ends_the_job(tmp_path: Path) -> None:
     with ElasticJob(2, tmp_path, *LONG, "runtime.max_deaths=3", setup=_let_rank_one_die) as job:
         said = job.wait_for_failure()
@@ -98,15 +106,19 @@ def test_a_setting_that_cannot_be_is_one_error(tmp_path: Path) -> None:
     assert said.count("error: ") == 1, said
 
 
-def _let_rank_one_fail() -> None:
-    run_iteration = MegatronLoop.run_iteration
+def _let_rank_one_fail(error: Exception | None = None) -> None:
+    train_on = StageRunner.train_on
 
-    def failing(loop: MegatronLoop, iteration: int) -> object:
+    def failing(self: StageRunner, iteration: int) -> object:
         if (iteration, os.environ["RANK"]) == (4, "1"):
-            raise ZeroDivisionError("of the user")
-        return run_iteration(loop, iteration)
+            raise error or ZeroDivisionError("of the user")
+        return train_on(self, iteration)
 
-    MegatronLoop.run_iteration = failing  # type: ignore[method-assign]
+    StageRunner.train_on = failing  # type: ignore[method-assign,assignment]
+
+
+def _let_rank_one_fail_on_its_device() -> None:
+    _let_rank_one_fail(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def _let_rank_one_die() -> None:
