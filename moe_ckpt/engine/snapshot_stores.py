@@ -1,7 +1,7 @@
 """The contents of snapshots and their stores: windows of operators, or units one by one.
 
-Owns: headers and pieces of the snapshots that a plan asks for, and the list of snapshots on disk. Must not: decide which
-operators a snapshot takes, or when a window is kept. A `SnapshotStore` serves one rank; calls are local.
+Owns: headers and pieces of the snapshots that a plan asks for, and the list of snapshots on disk. Must not: decide
+which operators a snapshot takes, or when a window is kept. A `SnapshotStore` serves one rank; calls are local.
 """
 
 from __future__ import annotations
