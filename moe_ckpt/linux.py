@@ -10,7 +10,7 @@ _START_TICKS = 19
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process was started: with the pid, a name that is never used again. Raises ProcessLookupError."""
+    """Return the start time of a process: with the pid, a name that is never used again. Raises ProcessLookupError."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     if not fields:
         raise ProcessLookupError(f"no process has pid {pid}")
@@ -18,7 +18,7 @@ def start_ticks(pid: int) -> int:
 
 
 def is_alive(pid: int, *, started: int | None = None) -> bool:
-    """Return whether a process, if given the one that was `started` then, can still do anything: a zombie cannot."""
+    """Return whether a process, if given the one that was `started` then, is alive: a zombie is not."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     if not fields or fields[_STATE] in "ZX":
         return False
@@ -34,7 +34,7 @@ def parent_of(pid: int) -> int:
 
 
 def thread_states(pid: int) -> str:
-    """Return a letter, as in /proc/PID/stat, for each thread of a process; none for one that is gone."""
+    """Return a letter, as in /proc/PID/stat, for each thread of a process; empty for one that has ended."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except (FileNotFoundError, ProcessLookupError):

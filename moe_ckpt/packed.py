@@ -1,9 +1,9 @@
-"""Stage tables as few bytes: what ranks exchange as a generation starts grows with kinds of stages, not with ranks.
+"""Stage tables in few bytes: the exchange at the start of a generation grows with kinds of stages, not with ranks.
 
 Owns: the format of operators and columns of numbers, compressed, without pickle. Must not: communicate.
 
-Neighbouring operators are alike: so are the ranks that own them. The form has the differences of each number from that
-of the operator before it, and by how much.
+Neighbouring operators are alike, and so are the ranks that own them. The format stores where a number differs from that
+of the operator before, and the difference.
 
     LZMA( number of operators, columns, changes | kind, layer, expert, MTP depth of each | places | changes ), all int64
 """
@@ -25,7 +25,7 @@ _NONE = -1
 
 
 def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
-    """Return operators and what is known of each, int64 [columns, operators], as bytes."""
+    """Return operators and their columns of numbers, int64 [columns, operators], as bytes."""
     changes = np.diff(columns.T, axis=0, prepend=0).ravel()
     places = np.flatnonzero(changes)
     ids = np.diff(_ids(operators), axis=0, prepend=0)
@@ -36,7 +36,7 @@ def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
 
 
 def unpack_rows(packed: bytes, layers: int = 0) -> tuple[tuple[OperatorId, ...], IntArray]:
-    """Return what was packed, `shifted` by so many layers."""
+    """Return the packed operators, `shifted` by `layers`, and their columns."""
     content = np.frombuffer(lzma.decompress(packed), np.int64)
     num_operators, num_columns, num_changes = content[:3].tolist()
     ids, steps, values = np.split(content[3:], [4 * num_operators, 4 * num_operators + num_changes])
@@ -47,7 +47,7 @@ def unpack_rows(packed: bytes, layers: int = 0) -> tuple[tuple[OperatorId, ...],
 
 
 def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, ...]:
-    """Return the same operators so many layers further back in the model; MTP modules count their own layers."""
+    """Return the operators this many layers further back in the model; MTP modules count their own layers."""
     return _operators(_ids(operators), layers)
 
 

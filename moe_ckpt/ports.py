@@ -1,4 +1,7 @@
-"""The seams between the engine and what it is attached to. Each has at least two implementations, tests included."""
+"""The seams between the engine and its surroundings.
+
+Each has at least two implementations, including those of tests.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,20 @@ class TrainingHooks(Protocol):
     def loss_known(self, iteration: int, loss: float) -> None:
         """The mean loss of the iteration's batch, the same on all ranks, before `gradients_ready`.
 
-        Raises RolledBackError on all ranks where it shows that they have gone on from a state that was no good.
+        Raises RolledBackError on all ranks if the loss shows that the state they continued from was bad.
         """
         ...
 
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         """Gradients are reduced and unscaled, the norm is known, no parameter has changed yet.
 
-        Returns whether to go on with the update. If not, the state is that after `iteration - 1` steps again, and the
-        loop starts the iteration over.
+        Returns whether the loop may update. If not, the state is again that after `iteration - 1` steps, and the loop
+        starts the iteration over.
         """
         ...
 
     def update_applied(self, iteration: int) -> None:
-        """This rank's shard is updated; weights that others have updated may not be gathered yet."""
+        """This rank's shard is updated; the weights that other ranks updated may not be gathered yet."""
         ...
 
     def step_committed(self, iteration: int) -> None:
@@ -44,12 +47,12 @@ class TrainingHooks(Protocol):
 
 
 class Policy(Protocol):
-    """A pure decider: same calls, same answers, on every rank."""
+    """A pure decision maker: the same calls give the same answers, on every rank."""
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return what to save of the state after `iteration` optimizer steps.
+        """Return the plan for the state after `iteration` optimizer steps.
 
-        A policy that wants to know more calls `measure`, which is collective: on all ranks alike or on none.
+        A policy that needs measurements calls `measure`, which is collective: on all ranks alike or on none.
         """
         ...
 
@@ -57,7 +60,7 @@ class Policy(Protocol):
 class DurableState(Protocol):
     """Writes and reads the whole training state as one directory.
 
-    Every call is collective over all ranks, but those about what is abandoned: one rank may have nothing of it.
+    Every call is collective over all ranks, except those about abandoned saves, which some ranks may not have.
     """
 
     def start_save(self, directory: Path, iteration: int) -> None:
@@ -68,16 +71,16 @@ class DurableState(Protocol):
         ...
 
     def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
-        """Return what this rank knows of the files of the started save, or None until it is complete on all ranks.
+        """Return this rank's file records of the started save, or None until it is complete on all ranks.
 
-        With `wait`, block until it is. Each rank knows the large files that it wrote, which are synced then; the few
-        that it does not name are small and for the caller to sync and describe.
-        Raises CheckpointSaveError on all ranks if it failed on any.
+        With `wait`, block until it is. Each rank returns the large files that it wrote, which are synced by then; the
+        few other files are small, and the caller syncs and describes them. Raises CheckpointSaveError on all ranks if
+        it failed on any.
         """
         ...
 
     def abandon_save(self) -> None:
-        """Give up the save in flight, if there is one: it will not be complete. Waits for nothing."""
+        """Give up the save in flight, if there is one: it will not be complete. Does not wait."""
         ...
 
     def is_writing(self) -> bool:
@@ -87,8 +90,8 @@ class DurableState(Protocol):
     def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
         """Replace the training state by the saved one and return its iteration.
 
-        `resharded_from` is the layout that it was saved at, where that is another: then everything comes back but the
-        generators, which belong to the ranks that were; they are seeded for the iteration.
-        Raises CheckpointLoadError on all ranks if it failed on any.
+        `resharded_from` is the layout of the save if it differs: then everything is restored but the generators, which
+        belong to the ranks of that layout; they are seeded for the iteration. Raises CheckpointLoadError on all ranks
+        if it failed on any.
         """
         ...

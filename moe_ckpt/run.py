@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=4 -m moe_ckpt.run [--ckpt moevement] [--set window=4] [--config F] -- pretrain_gpt.py ...
 
-The process that torchrun starts imports everything slow and supervises; the script runs in the workers that it forks.
+The process that torchrun starts imports all slow modules and supervises; the script runs in the workers that it forks.
 `--ckpt none` runs the script without supervisors and without an attachment, for comparison.
 """
 
@@ -33,7 +33,7 @@ _FAILED = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program that the arguments name; return its exit status, or 1 after one message about what is wrong."""
+    """Run the program that the arguments name; return its exit status, or 1 after one error message."""
     os.environ.setdefault(
         "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
     )  # supervisors fork: a look for a GPU must not start CUDA

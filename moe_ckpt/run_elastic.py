@@ -67,7 +67,7 @@ class ElasticConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """Where a supervised rank is: its launch, its folder in shared memory, and what its node and the job look like."""
+    """The place of a supervised rank: its launch, its folder in shared memory, and facts of its node and job."""
 
     launch: Launch
     memory: Path
@@ -83,7 +83,10 @@ class RankPlace:
 
 
 class Worker:
-    """One of the processes that train a rank, in turn; `life` counts them from 0. All methods: the training thread."""
+    """One of the successive processes that train a rank; `life` counts them from 0.
+
+    All methods: the training thread.
+    """
 
     def __init__(self, config: ElasticConfig, place: RankPlace, life: int) -> None:
         self.place = place
@@ -106,7 +109,7 @@ class Worker:
     def join_world(self, backend: Backend) -> None:
         """Make the world a group that outlives the loss of ranks; no other rank is in it until a generation forms.
 
-        Groups of the backends `elastic` and `elastic_cpu` that are made from here on are such groups, too.
+        Later groups of the backends `elastic` and `elastic_cpu` are such groups, too.
         """
         launch, runtime = self.launch, self._config.runtime
         timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
@@ -156,9 +159,9 @@ class Worker:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold this rank until the first rank of the job, then the first of its node, have been here, in any life.
+        """Hold this rank until the first rank of the job, then the first of its node, have been here.
 
-        Raises ConfigError, naming runtime.join_s, where that takes longer.
+        An earlier incarnation of these ranks counts. Raises ConfigError, naming runtime.join_s, if that takes longer.
         """
         launch, store = self.launch, open_store("turns")
         first = launch.global_rank - launch.local_rank
@@ -186,7 +189,7 @@ class Worker:
         start: Callable[[], int],
         finish: Callable[[int], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run without any state.
+        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run from no saved state.
 
         Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
         """
@@ -252,13 +255,13 @@ def _failure_path(place: RankPlace) -> Path:
 
 
 def require_forkable() -> None:
-    """Raise ConfigError where an import has started CUDA: workers that a supervisor forks could not use it."""
+    """Raise ConfigError if an import has started CUDA: workers that a supervisor forks could not use it."""
     wanted = "false: an import has started CUDA, which a forked worker cannot use (Transformer Engine does that where "
     require(not torch.cuda.is_initialized(), "runtime.guard", True, f"{wanted}flash-attn is installed: uninstall it)")
 
 
 def open_backend(*, on_gpu: bool) -> Backend:
-    """Return what moves bytes between ranks; call once the device is chosen."""
+    """Return the backend that moves bytes between ranks; call once the device is chosen."""
     return NcclBackend() if on_gpu else GlooBackend()
 
 
@@ -287,7 +290,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
 
 
 def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
-    """Return how many ranks fail together; on a single machine each is taken for a node of its own."""
+    """Return how many ranks fail together; on a single machine each rank counts as a node of its own."""
     if wanted == _AUTO:
         return launch.local_world_size if launch.local_world_size < launch.world_size else 1
     divides = launch.world_size % int(wanted) == 0

@@ -61,7 +61,7 @@ _SHAPING = (  # arguments that shape the saved tensors
 def attach_to_training(training: ModuleType, worker: Worker, settings: RunSettings, folder: RunFolder) -> AttachedLoop:
     """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
 
-    Process groups that are made from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
+    Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
     """
     mark_attached(training)
     _route_groups()
@@ -156,7 +156,7 @@ class AttachedLoop:
         return rank.result
 
     def _start(self, state: TrainingState) -> int:
-        """Return the iteration that a run without state in memory begins after: of a local disk, or of `--load`."""
+        """Return the iteration that a run without state in memory starts from: of a local disk, or of `--load`."""
         assert self._rank is not None
         synchronize_fresh(state)
         done = self._rank.session.resume(None)
@@ -169,7 +169,7 @@ class AttachedLoop:
         return done
 
     def _finish(self, faults: int) -> dict[str, Any]:
-        """Write and return what result.json holds. Collective."""
+        """Write and return the contents of result.json. Collective."""
         assert self._rank is not None
         digests: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(digests, digest_of(self._rank.state))
@@ -188,7 +188,7 @@ class AttachedLoop:
         return result
 
     def _close(self, rank: RankTraining) -> None:
-        """End the session; what the script does from here on, evaluation say, has no protection any more."""
+        """End the session; later work of the script, such as evaluation, is not protected."""
         self._worker.page.enter(Phase.BETWEEN)
         rank.session.finish()
         rank.communicator.log = rank.communicator.bubbles = None
@@ -243,7 +243,7 @@ class RankTraining:
         self._prepared: IterationCommitted | None = None
 
     def as_training_loop(self) -> TrainingLoop:
-        """Return the loop as a replay needs it."""
+        """Return the parts of the loop that a replay uses."""
         return TrainingLoop(
             communicator=self.communicator,
             forward_backward=self._replay,
@@ -293,7 +293,7 @@ class RankTraining:
     ) -> Any:
         """Run Megatron-LM's `train_step` with the hooks around forward and backward and around both halves of the step.
 
-        `iteration` counts from 0, as Megatron-LM's do. Raises RolledBackError on all ranks where the state is another.
+        `iteration` counts from 0, as in Megatron-LM. Raises RolledBackError on all ranks after a rollback.
         """
         started_s, number, before = time.monotonic(), iteration + 1, self.communicator.observed
         self.session.iteration_started(number)
@@ -411,7 +411,7 @@ class RankTraining:
 
 
 class SplitStep:
-    """An optimizer whose `step` is another; everything else is the optimizer's own."""
+    """An optimizer with another `step`; all other attributes are the optimizer's own."""
 
     def __init__(self, optimizer: Any, step: Callable[[], Any]) -> None:
         self._optimizer = optimizer
@@ -422,14 +422,14 @@ class SplitStep:
 
 
 class HeldSchedule:
-    """A learning-rate schedule that has moved on already, in the first half of the step."""
+    """A learning-rate schedule that the first half of the step has advanced already."""
 
     def __init__(self, scheduler: Any, increment: int) -> None:
         self._scheduler = scheduler
         self._increment = increment
 
     def step(self, increment: int) -> None:
-        """Check that Megatron-LM would move the schedule as far as the attachment has."""
+        """Check that Megatron-LM would advance the schedule as far as the attachment has."""
         assert increment == self._increment, f"the schedule moved by {self._increment} samples, wanted {increment}"
 
     def __getattr__(self, name: str) -> Any:
@@ -437,7 +437,7 @@ class HeldSchedule:
 
 
 def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settings: RunSettings) -> Callable[..., Any]:
-    """Return `initialize_megatron` that refuses options before it begins."""
+    """Return an `initialize_megatron` that first refuses unsupported options."""
 
     def checked(*arguments: Any, **options: Any) -> Any:
         require_supported(get_args())
@@ -449,7 +449,7 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
 
 
 def _route_groups() -> None:
-    """Let all process groups that the script makes be those that outlive the loss of ranks."""
+    """Make all process groups that the script creates outlive the loss of ranks."""
     plain = dist.new_group
 
     @functools.wraps(plain)
@@ -466,7 +466,7 @@ def _route_groups() -> None:
 
 
 def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingState) -> None:
-    """Set what `train` sets for its schedules: a recovery runs them before a new process has entered `train`."""
+    """Set the hooks of `train` for its schedules: a recovery runs these before a new process enters `train`."""
     config.grad_scale_func = state.optimizer.scale_loss
     config.timers = timers
     config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads
@@ -478,7 +478,7 @@ def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingStat
 
 
 def _reset(training: Any, config: Any, state: TrainingState, done: int) -> None:
-    """Put Megatron-LM's globals to where `train` expects them as it begins after iteration `done`."""
+    """Reset Megatron-LM's globals to the values that `train` expects when it begins after iteration `done`."""
     args = training.get_args()
     args.iteration = args.curr_iteration = done
     args.consumed_train_samples = done * args.global_batch_size
@@ -507,7 +507,7 @@ def _layout() -> ParallelLayout:
 
 
 def _fingerprint(args: Any) -> str:
-    """Return a short hash over everything that shapes the saved state."""
+    """Return a short hash of all arguments that shape the saved state."""
     shaping = {name: str(getattr(args, name, None)) for name in _SHAPING}
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -517,7 +517,7 @@ def _config(state: TrainingState) -> Any:
 
 
 def _mean_over_job(losses: Sequence[dict[str, torch.Tensor]]) -> float:
-    """Return the mean of the first reported loss over all micro-batches and ranks; only the last stage has any.
+    """Return the mean of the first reported loss over all micro-batches and ranks; only the last stage reports any.
 
     A report is a mean, or a sum and the number of tokens.
     """

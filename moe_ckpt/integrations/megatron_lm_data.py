@@ -1,6 +1,6 @@
 """Batches of Megatron-LM's data sets, read again from any iteration on.
 
-Owns: the data sets that the script's provider built, and which samples an iteration takes: Megatron-LM's samplers have
+Owns: the data sets that the script's provider built, and the samples of each iteration: Megatron-LM's samplers have
 random access by the number of consumed samples. Reading never moves a generator: `iter(DataLoader)` draws a seed from
 torch's, which a plain run does once.
 """
@@ -27,13 +27,13 @@ class IterationBatches:
         self._replay: tuple[int, Any] | None = None  # the iteration that an iterator of replays stands before
 
     def build_datasets(self, *arguments: Any, **options: Any) -> Any:
-        """Stand in for Megatron-LM's function of this name, and keep what it returns."""
+        """Stand in for Megatron-LM's function of this name, and keep its result."""
         datasets = self._build_datasets(*arguments, **options)
         self._train, self._valid, _ = datasets
         return datasets
 
     def training_after(self, done: int) -> Any:
-        """Return an iterator from the first sample of iteration `done + 1` on; None where a rank reads none."""
+        """Return an iterator from the first sample of iteration `done + 1` on; None on a rank that reads no data."""
         args = self._training.get_args()
         return self._iterator(self._train, done * args.global_batch_size)
 
@@ -48,7 +48,7 @@ class IterationBatches:
 
     @contextlib.contextmanager
     def replaying(self, iteration: int) -> Iterator[Any]:
-        """Yield an iterator over one iteration's samples; the next iteration's replay goes on with it."""
+        """Yield an iterator over one iteration's samples; the next iteration's replay continues with it."""
         before, self._replay = self._replay, None  # a pass that is cut leaves its iterator anywhere
         batches = before[1] if before and before[0] == iteration else self.training_after(iteration - 1)
         yield batches

@@ -1,7 +1,7 @@
 """Megatron-LM's options under which an attachment would not be exact, each refused by name with the reason. Pure.
 
-Owns: the table. An option that is not in it changes neither how an iteration runs nor which state it leaves, or the
-snapshots hold that state anyway.
+Owns: the table. An option that is not in it changes neither the course of an iteration nor the state after it, or
+snapshots contain that state anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_ckpt.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """An option of Megatron-LM, by its name in the parsed arguments, the only values it may have, and the reason."""
+    """An option of Megatron-LM, by its name in the parsed arguments, its only allowed values, and the reason."""
 
     option: str
     allowed: tuple[Any, ...]
@@ -83,7 +83,10 @@ def require_supported(arguments: Any) -> None:
 
 
 def _require_optimizer_everywhere(arguments: Any) -> None:
-    """Refuse a stage without experts if the optimizer is not sharded: a rank that builds alone makes none for them."""
+    """Refuse a stage without experts if the optimizer is not sharded.
+
+    A rank that builds alone creates no optimizer for them.
+    """
     frequency = getattr(arguments, "moe_layer_freq", 1)
     everywhere = not arguments.num_experts or frequency == 1 or (isinstance(frequency, list) and all(frequency))
     if not arguments.use_distributed_optimizer and arguments.pipeline_model_parallel_size > 1 and not everywhere:

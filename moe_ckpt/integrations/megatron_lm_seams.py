@@ -1,8 +1,8 @@
 """The functions of Megatron-LM's training loop that an attachment replaces, and the check that they are as expected.
 
-Its functions call each other as module globals, so an attribute of the module is a seam. Owns: which versions were
-tried, and the names, parameters and calls that must be there. An attachment to anything else fails by name before
-training starts: a seam that moved would leave a run that looks protected and is not (Megatron-Bridge issue 6086).
+Its functions call each other as module globals, so an attribute of the module is a seam. Owns: the tested versions, and
+the names, parameters and calls that must exist. An attachment to any other loop fails by name before training starts: a
+seam that moved would leave a run that looks protected and is not (Megatron-Bridge issue 6086).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CALLS = {  # each function finds these as globals, or as methods, when it runs
 
 
 def import_training() -> ModuleType:
-    """Return `megatron.training.training`, once it is what an attachment expects. Raises ConfigError."""
+    """Return `megatron.training.training` after checking its seams. Raises ConfigError."""
     try:
         core = importlib.import_module("megatron.core")
         training = importlib.import_module("megatron.training.training")
@@ -57,7 +57,7 @@ def import_training() -> ModuleType:
 
 
 def mark_attached(training: Any) -> None:
-    """Note that the loop has an attachment. Raises ConfigError for a second one."""
+    """Mark the loop as attached. Raises ConfigError for a second attachment."""
     if is_attached(training):
         raise ConfigError("moe_ckpt.run: got a second attachment to megatron.training, wanted one a process")
     setattr(training, _ATTACHED, True)

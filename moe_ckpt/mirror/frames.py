@@ -1,6 +1,6 @@
-"""From the frames of a mirror port to TCP segments: Ethernet, one VLAN tag at most, IPv4. Pure.
+"""Reads TCP segments from the frames of a mirror port: Ethernet, one VLAN tag at most, IPv4. Pure.
 
-Checksums are not looked at: frames between hosts on one machine carry none, as their network cards would add them.
+Checksums are ignored: frames between hosts on one machine carry none, since network cards would add them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TcpSegment:
-    """The part of a stream in one frame; `opens`: the first packet of the end that has opened the connection."""
+    """The part of a stream in one frame. `opens`: the first packet of the end that opened the connection."""
 
     stream: Stream
     sequence: int
@@ -36,7 +36,7 @@ class TcpSegment:
 
 
 def segment_of(frame: bytes) -> TcpSegment | None:
-    """Return the TCP segment of a frame; None for a frame of anything else, a fragment, or one that was cut off."""
+    """Return the TCP segment of a frame; None for other frames, fragments, and frames that were cut off."""
     packet = _ipv4_packet(frame)
     if packet is None:
         return None

@@ -1,13 +1,13 @@
 """The messages that gloo sends over one TCP connection, in one direction (torch 2.13). Pure.
 
-Owns: where a message begins and ends, over gaps as well. Must not: know a message's purpose.
+Owns: the start and end of each message, also after gaps. Must not: know the purpose of a message.
 
     8 bytes, from the end that has opened the connection     | message | message | ...
     message: six little-endian 64-bit numbers - its bytes with these, opcode, slot, offset, length, offset there -
              then `length` bytes where the opcode is 1; 2 and 3 announce that the other side may send
 
-A preamble is believed only if all its numbers fit together. After a gap that may have taken one along, the next is
-searched for: one byte after another, never taken for granted.
+A preamble is accepted only if all its numbers are consistent. After a gap that may have contained one, the parser
+searches for the next byte by byte, and assumes nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _OPCODE_OFFSET = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FramedMessage:
-    """A message with data. `pieces`: where in its `length` bytes those begin that are there, and the bytes.
+    """A message with data. `pieces`: the positions within its `length` bytes that were captured, with the bytes.
 
-    `skipped_bytes`: how much of the stream before it was lost together with the place in it; None where none was, -1
-    where the stream's beginning was not seen.
+    `skipped_bytes`: the bytes of the stream before it that were lost together with the position; None if none were, -1
+    if the stream's beginning was not captured.
     """
 
     slot: int
@@ -45,12 +45,12 @@ class FramedMessage:
 
 
 UNKNOWN = -1
-"""Where skipped bytes are meant: more than can be counted."""
+"""Skipped bytes that cannot be counted."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A message that has begun."""
+    """A message in progress."""
 
     slot: int
     length: int
@@ -63,10 +63,10 @@ class Framing:
     """One direction of one connection."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()  # perhaps the beginning of a preamble
+        self._buffer = bytearray()  # may be the beginning of a preamble
         self._open: _Open | None = None
         self._skip = 0
-        self._skipped: int | None = None  # bytes since the place in the stream was lost
+        self._skipped: int | None = None  # bytes since the position in the stream was lost
 
     def _begin(self, *, opened: bool) -> None:
         self._buffer.clear()
@@ -115,7 +115,7 @@ class Framing:
         self._skipped = UNKNOWN if is_unknown else num_bytes + (self._skipped or 0)
 
     def _look_for_preamble(self, chunk: bytes) -> bytes:
-        """Begin a message if there is the preamble of one; return the bytes behind it."""
+        """Begin a message if its preamble is complete; return the bytes behind it."""
         self._buffer += chunk
         while len(self._buffer) >= PREAMBLE_BYTES:
             found = _read(bytes(self._buffer[:PREAMBLE_BYTES]))
@@ -136,7 +136,7 @@ class Framing:
         self._skipped = None
 
     def _next_candidate(self) -> int:
-        """Return how many bytes of the buffer are no part of a preamble."""
+        """Return the number of leading bytes of the buffer that cannot start a preamble."""
         found = self._buffer.find(_DATA.to_bytes(1, "little"), _OPCODE_OFFSET + 1)
         others = [self._buffer.find(bytes([code]), _OPCODE_OFFSET + 1) for code in (_MAY_SEND, _MAY_RECEIVE)]
         nearest = min((place for place in (found, *others) if place >= 0), default=len(self._buffer))
@@ -157,7 +157,7 @@ class Framing:
 
 
 def _read(preamble: bytes) -> tuple[int, int | None] | None:
-    """Return the slot, and the length of the data if there are some; None for bytes that are no preamble."""
+    """Return the slot, and the length of the data if there is any; None if the bytes are not a preamble."""
     num_bytes, opcode, slot, offset, length, offset_there = _PREAMBLE.unpack(preamble)
     if offset or offset_there or length > MOST_PAYLOAD_BYTES:
         return None

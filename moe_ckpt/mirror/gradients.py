@@ -1,6 +1,6 @@
-"""Puts final sums, from the captures at several ranks, into the gradients of an iteration. Pure.
+"""Merges final sums from the captures at several ranks into the gradients of an iteration. Pure.
 
-Owns: which bytes are there. Must not: take a byte from two captures that differ. FlowCheck, sections 6.1 and 6.2.
+Owns: the set of captured bytes. Must not: accept a byte on which two captures differ. FlowCheck, sections 6.1 and 6.2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Spans:
         self._spans[first:last] = [(start, end)]
 
     def within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the spans of numbers between that are in the set."""
+        """Return the spans of the set between two numbers."""
         cut = [(max(start, first), min(end, last)) for first, last in self._spans]
         return [(first, last) for first, last in cut if first < last]
 
@@ -42,7 +42,7 @@ class Spans:
 
 
 class Gradient:
-    """The result of one all-reduce, as far as captures have it. `differs`: captures have different bytes of it."""
+    """The captured part of one all-reduce's result. `differs`: captures have different bytes of it."""
 
     def __init__(self, num_bytes: int) -> None:
         self._bytes = bytearray(num_bytes)
@@ -50,7 +50,7 @@ class Gradient:
         self.differs = False
 
     def put(self, start: int, data: bytes) -> None:
-        """Put in the bytes of one capture; bytes that other captures had before must be the same."""
+        """Add the bytes of one capture; bytes that another capture delivered before must be equal."""
         end = start + len(data)
         assert 0 <= start <= end <= len(self._bytes), (start, end, len(self._bytes))
         for first, last in self._there.within(start, end):
@@ -64,13 +64,13 @@ class Gradient:
         return not self.differs and self._there.covers(len(self._bytes))
 
     def to_bytes(self) -> bytes:
-        """Return the whole result, which is complete."""
+        """Return the complete result."""
         assert self.is_complete
         return bytes(self._bytes)
 
 
 class Collected:
-    """The all-reduces of a run, counted from the first, each as far as captures have it."""
+    """The all-reduces of a run, counted from the first, with their captured parts."""
 
     def __init__(self, buckets: Sequence[int]) -> None:
         self._buckets = tuple(buckets)
@@ -83,17 +83,17 @@ class Collected:
         return self._gradients[operation]
 
     def is_complete(self, iteration: int) -> bool:
-        """Return whether all gradients of an iteration, counted from 0, are there."""
+        """Return whether all gradients of an iteration, counted from 0, are complete."""
         return all(self.gradient(operation).is_complete for operation in self._operations(iteration))
 
     def take(self, iteration: int) -> list[bytes]:
-        """Return the gradients of an iteration, which are complete, and forget them and all before."""
+        """Return the complete gradients of an iteration, and drop them and all earlier ones."""
         whole = [self.gradient(operation).to_bytes() for operation in self._operations(iteration)]
         self.drop(iteration)
         return whole
 
     def drop(self, iteration: int) -> None:
-        """Forget an iteration and all before it."""
+        """Drop an iteration and all earlier ones."""
         last = self._operations(iteration)[-1]
         self._gradients = {operation: each for operation, each in self._gradients.items() if operation > last}
 
@@ -111,17 +111,17 @@ class Capture:
         self._framing = Framing()
 
     def feed(self, segment: TcpSegment) -> None:
-        """Take one segment of the stream, in whatever order they come."""
+        """Add one segment of the stream; segments may come in any order."""
         for chunk in self._reassembly.feed(segment):
             self._put_all(chunk)
 
     def flush(self) -> None:
-        """Count missing bytes as lost: the frames with them do not come in time."""
+        """Count missing bytes as lost: their frames will not come in time."""
         for chunk in self._reassembly.flush():
             self._put_all(chunk)
 
     def resume(self, iteration: int) -> None:
-        """The stream is between iterations: the next operation is the first of this one, whatever was lost before."""
+        """The stream is between iterations: the next operation is the first of `iteration`, despite losses."""
         self._tracker.resume(iteration)
 
     def _put_all(self, chunk: Chunk) -> None:

@@ -1,7 +1,7 @@
-"""How likely captures at several ranks of a ring lack a part of the gradients. Pure (FlowCheck, section 6.2).
+"""The probability that captures at several ranks of a ring lack a part of the gradients. Pure (FlowCheck, section 6.2).
 
-Of N ranks M are watched. M / N of the packets are in M - 1 captures, all others in M; each capture loses a packet with
-probability p. An iteration of K packets cannot be put together if all captures have lost one of them.
+Of N ranks M are captured. M / N of the packets are in M - 1 captures, all others in M; each capture loses a packet with
+probability p. An iteration of K packets is incomplete if all captures have lost the same packet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 
 
 def failure_probability(*, packets: float, ranks: int, captures: int, loss: float) -> float:
-    """Return equation (2): the probability that an iteration of so many packets is incomplete.
+    """Return equation (2): the probability that an iteration of this many packets is incomplete.
 
     With 16 million packets, 8 ranks, 2 captures and a loss of 1e-9 it is 4e-3; with 3 captures 6e-12.
     """

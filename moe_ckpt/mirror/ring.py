@@ -1,10 +1,11 @@
-"""gloo's ring all-reduce: which message of it has which bytes of the result, and which only partial sums. Pure.
+"""gloo's ring all-reduce: the messages that carry bytes of the result, and those that carry partial sums. Pure.
 
 The bytes are cut into segments, at least two for each of N ranks and of at most 1 MiB; a rank sends to the one before
-it. First come (N - 1) / N of the segments with partial sums (reduce-scatter), then as many with final ones (all-gather)
-in the order that its rank in the group gives. A capture at one rank so has (N - 1) / N of the result: two are needed.
-FlowCheck, sections 2.1 and 6.1. Algorithm 1 as printed counts packets from the iteration's start on and finds steps of
-a layer by the whole count, which is right for the first layer only; here each all-reduce counts from its own start.
+it. First come (N - 1) / N of the segments with partial sums (reduce-scatter), then as many with final ones
+(all-gather), in the order that its rank in the group gives. So a capture at one rank has (N - 1) / N of the result: two
+are needed. FlowCheck, sections 2.1 and 6.1. Algorithm 1 as printed counts packets from the start of the iteration and
+finds the steps of a layer by the whole count, which is right for the first layer only; here each all-reduce counts from
+its own start.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class RingPlace:
 
 @dataclass(slots=True)
 class _Run:
-    """An operation that has begun: one of the expected ones, or None for another; so many messages of it have come."""
+    """An operation in progress: an expected one, or None for another; with the number of its messages so far."""
 
     operation: int | None
     messages: Sequence[RingSend]
@@ -81,15 +82,15 @@ class _Run:
         return self.count >= len(self.messages)
 
     def give_up(self) -> None:
-        """The place in it is lost."""
+        """The position in it is lost."""
         self.count = len(self.messages)
 
 
 class RingTracker:
     """Follows the stream from one rank to the one before it: the expected all-reduces of each iteration, and others.
 
-    gloo numbers the operations of a group: all messages of one have the same slot, and several may be under way. An
-    operation whose first message has another length than an expected one's is another, and passed over.
+    gloo numbers the operations of a group: all messages of one have the same slot, and several may be in progress. An
+    operation whose first message has another length than the expected one's is another operation, and is skipped.
     """
 
     def __init__(self, buckets: Sequence[int], *, size: int, rank: int) -> None:
@@ -105,9 +106,9 @@ class RingTracker:
         self._runs.clear()
 
     def place(self, slot: int, length: int, skipped_bytes: int | None = None) -> RingPlace | None:
-        """Return where a message is; None for one of another operation, or one that nothing tells the place of.
+        """Return the place of a message; None if it belongs to another operation, or its place cannot be determined.
 
-        `skipped_bytes` of the stream before it are lost: how many messages these were follows from their lengths.
+        `skipped_bytes` of the stream before it are lost: the number of lost messages follows from their lengths.
         """
         if skipped_bytes is not None:
             self._pass_over(slot, length, skipped_bytes)
@@ -128,7 +129,7 @@ class RingTracker:
         return _Run(operation=None, messages=())
 
     def _pass_over(self, slot: int, length: int, skipped_bytes: int) -> None:
-        """Find the place again in the only operation that was under way, or give all up until `resume`."""
+        """Find the position again in the only operation in progress, or give up all until `resume`."""
         open_slots = [each for each, run in self._runs.items() if not run.is_over]
         number = _number_after(self._runs[slot], length, skipped_bytes) if open_slots == [slot] else None
         if number is not None:
@@ -147,7 +148,7 @@ class RingTracker:
 
 
 def _number_after(run: _Run, length: int, skipped_bytes: int) -> int | None:
-    """Return the number of the message of this length after so many lost bytes; None where that is not certain.
+    """Return the number of the message of this length after this many lost bytes; None if that is not certain.
 
     The lost bytes are messages of the operation and announcements of 48 bytes each.
     """

@@ -1,7 +1,7 @@
-"""Puts the segments of one TCP stream in order, and says where bytes are lost. Pure.
+"""Puts the segments of one TCP stream in order, and reports lost bytes. Pure.
 
-A mirror port sends nothing again: bytes that another host has received, and the capture has not, are a gap for good. A
-gap is given up on once `patience_bytes` after it are held, so reordering and retransmission within that do no harm.
+A mirror port repeats nothing: bytes that another host has received, and the capture has not, remain a gap. A gap is
+reported once `patience_bytes` after it are held, so reordering and retransmission within that have no effect.
 
     segments 5-9, 1-4, 1-4, 15-19, ...      ->  1-4, 5-9, gap of 5, 15-19
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from moe_ckpt.mirror.frames import TcpSegment
 
 _MODULUS = 1 << 32
-_WINDOW = 1 << 30  # a sequence number further ahead is none of this stream's
+_WINDOW = 1 << 30  # a sequence number further ahead does not belong to this stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """Bytes of the stream that no frame brought; of a stream whose beginning was not seen, none are counted."""
+    """Bytes of the stream that no frame contained; not counted if the beginning of the stream was not captured."""
 
     num_bytes: int
 
@@ -46,7 +46,7 @@ class Reassembly:
     def feed(self, segment: TcpSegment) -> Iterator[Chunk]:
         """Yield the bytes and gaps that follow in order now."""
         if segment.begins:
-            if segment.sequence != self._first:  # else it was sent again
+            if segment.sequence != self._first:  # else it was retransmitted
                 self._first, self._held = segment.sequence, {}
                 self._next = (segment.sequence + 1) % _MODULUS
                 yield Begin(opened=segment.opens)
@@ -57,7 +57,7 @@ class Reassembly:
             self._next = segment.sequence
             yield Gap(num_bytes=0)
         ahead = self._distance(segment.sequence)
-        if ahead <= 0:  # sent again, wholly or in part, or in order
+        if ahead <= 0:  # retransmitted, wholly or in part, or in order
             yield from self._take(segment.payload[-ahead:])
         elif ahead < _WINDOW and len(segment.payload) > len(self._held.get(segment.sequence, b"")):
             self._held[segment.sequence] = segment.payload
@@ -65,7 +65,7 @@ class Reassembly:
                 yield from self._give_up()
 
     def flush(self) -> Iterator[Chunk]:
-        """Yield all that is held: nothing more comes in time."""
+        """Yield all held bytes: nothing more comes in time."""
         while self._held:
             yield from self._give_up()
 

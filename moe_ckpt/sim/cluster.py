@@ -1,7 +1,7 @@
-"""A run of a job under faults, from event to event: train until something is lost, recover, train on.
+"""A run of a job under faults, from event to event: train until a fault, recover, continue.
 
-Between two faults everything repeats itself and is counted at once; what a fault does is decided by the same plans as
-in a real run (`recovering`). Owns: the clock, who is being replaced, what is on disk.
+Between two faults everything repeats and is counted at once; the effect of a fault follows from the plans of a real run
+(`recovering`). Owns: the clock, replacements in progress, and the contents of disks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _NOBODY: frozenset[int] = frozenset()
 def simulate(
     setup: Setup, saving: Saving, kills: Sequence[Kill], *, duration_s: float, last_iteration: int | None = None
 ) -> Outcome:
-    """Return what becomes of a job that trains for so long: it ends with the first iteration after that.
+    """Return the outcome of a job that trains for this time: it ends with the first iteration after that.
 
-    Or, if that is earlier, with `last_iteration`. `kills` each have a rank. The same arguments give the same outcome.
+    With `last_iteration` it ends there if that is earlier. `kills` each have a rank. The same arguments give the same
+    outcome.
     """
     return _Run(setup, saving, kills, duration_s, last_iteration).run()
 
 
 @dataclass(kw_only=True, slots=True)
 class _Attempt:
-    """A recovery, as long as faults keep coming before it is over."""
+    """A recovery, together with the faults that interrupt it."""
 
     since_s: float
     reached: int
@@ -54,7 +55,7 @@ class _Attempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Way:
-    """How all ranks get to the state after `iteration`; `account` is that of its partial checkpoint."""
+    """A way of all ranks to the state after `iteration`; `account` is that of its partial checkpoint."""
 
     iteration: int
     fetch_s: float
@@ -94,7 +95,7 @@ class _Run:
                 return self._outcome(generation.start)
 
     def _last(self, generation: Generation) -> int:
-        """Return how many iterations a generation has to do, at least one, until the run is over."""
+        """Return the number of iterations, at least one, that a generation must do until the run ends."""
         in_time = generation.first_commit_after(self._duration_s)
         if self._last_iteration is None:
             return in_time
@@ -125,7 +126,7 @@ class _Run:
         )
 
     def _next_fault(self, generation: Generation, until_s: float) -> Fault | None:
-        """Return what is lost next, if that is before a time; it has come then."""
+        """Return the next fault if it comes before a time; it is then removed from the queue."""
         timed = self._faults.next_timed()
         reached = [
             (self._time_of(kill, generation), kill) for kill in self._faults.points() if kill.phase != "recovery"
@@ -139,7 +140,7 @@ class _Run:
         return None if kill is None or at_s >= until_s else self._faults.meet(kill, at_s)
 
     def _time_of(self, kill: Kill, generation: Generation) -> float:
-        """Return when training is where a kill waits for it: at once where it has been there before."""
+        """Return the time at which training reaches the point of a kill: now if it has been there before."""
         number = max(1, (kill.iteration or generation.start + 1) - generation.start)
         into_s = time_in_iteration(kill.point_phase, self._setup.costs, generation.iteration_s(number))
         return generation.since_s + generation.elapsed_s(number - 1) + into_s
@@ -151,7 +152,7 @@ class _Run:
             self._timeline.append(Trained(generation=generation, iterations=moment.iterations, partial_s=moment.into_s))
 
     def _live_through(self, generation: Generation, fault: Fault) -> Generation:
-        """Recover, whatever else is lost before that is done; return how training goes on."""
+        """Recover, including faults during the recovery; return the next generation."""
         moment = generation.moment(fault.at_s)
         reached = generation.start + moment.iterations
         if generation.has_kept_any(moment):
@@ -170,7 +171,7 @@ class _Run:
         return self._train_from(recovered.iteration, attempt.now_s, carried)
 
     def _recover(self, attempt: _Attempt, fault: Fault) -> tuple[Recovered, tuple[Kept, ...]]:
-        """Try until nothing else is lost meanwhile; return what it took, and the windows that are left then."""
+        """Try until no further fault interrupts; return the cost, and the remaining windows."""
         way: _Way | None = None
         pending: Fault | None = fault
         while pending is not None:
@@ -197,7 +198,7 @@ class _Run:
         return recovered, tuple(kept for kept in attempt.kept if is_kept and kept.end <= way.iteration)
 
     def _join(self, attempt: _Attempt, fault: Fault) -> None:
-        """Find out what was lost, replace it, and let all ranks meet again."""
+        """Detect the losses, replace them, and let all ranks meet again."""
         cluster, losses = self._setup.cluster, attempt.losses
         self._num_faults += 1
         attempt.faults.append(fault)
@@ -218,7 +219,7 @@ class _Run:
         attempt.rebuild_s += longer_s - min(detect_s, longer_s)
 
     def _replace(self, num_nodes: int, now_s: float) -> float:
-        """Return the seconds until other nodes are there: spare ones, or those that come back from repair first."""
+        """Return the seconds until replacement nodes are available: spare ones, or the first back from repair."""
         if num_nodes == 0:
             return 0.0
         cluster = self._setup.cluster
@@ -227,7 +228,7 @@ class _Run:
         return max(0.0, taken[-1] - now_s) + cluster.spare_s
 
     def _try(self, attempt: _Attempt) -> tuple[_Way | None, Fault | None]:
-        """Return how all got back; or what was lost before they did."""
+        """Return the way back, or the fault that interrupted it."""
         begun_s = attempt.now_s
         interrupting = self._due(begun_s)
         if interrupting is not None:
@@ -242,7 +243,7 @@ class _Run:
         return way, interrupting
 
     def _due(self, until_s: float, *, in_recovery: bool = False) -> Fault | None:
-        """Return a fault that comes before a recovery is done."""
+        """Return a fault that comes before a recovery has ended."""
         timed = self._faults.next_timed()
         if timed is not None and timed.at_s < until_s:
             self._faults.drop_timed()
@@ -285,7 +286,7 @@ class _Run:
         )
 
     def _from_disk(self, kept: Kept | None) -> _Way:
-        """All ranks load what is newest there, or begin anew: with a new job, where processes do not start again."""
+        """All ranks load the newest state there, or begin anew: with a new job, if processes do not start again."""
         cluster = self._setup.cluster
         if kept is None:
             again_s = 0.0 if self._saving.recovery is Recovery.RESTART else cluster.restart_s
@@ -300,7 +301,7 @@ class _Run:
         )
 
     def _after(self, losses: Losses, plan: Estimate, spent_s: float) -> Losses:
-        """Return what is lost still, after a recovery went on for so long: who was done is not."""
+        """Return the remaining losses after a recovery ran for this time: ranks that were done are not lost."""
         back = [
             rollback.segment.stages
             for rollback, replayed_s in zip(plan.plan.rollbacks, plan.replay_s, strict=True)

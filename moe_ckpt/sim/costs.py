@@ -1,7 +1,7 @@
-"""How long the parts of an iteration, a replay and a copy take. Pure arithmetic over sizes and a cluster's constants.
+"""The seconds of the parts of an iteration, a replay and a copy. Pure arithmetic over sizes and a cluster's constants.
 
 MoEvement, Appendix C: one layer's profile repeated, T_pipeline = (M + S - 1) max_s(t_s), T_iter = T_pipeline + T_sync +
-T_update. Where an iteration was measured, its seconds are given and all parts are scaled to it.
+T_update. If an iteration was measured, its seconds are given and all parts are scaled to it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TimingConfig:
 class Costs:
     """Seconds of a job on a cluster. `micro_batch_s` is forward and backward of each stage, float64 [stages].
 
-    Where processors `are_shared`, these are those of all stages at once.
+    If processors `are_shared`, these are those of all stages at once.
     """
 
     iteration_s: float
@@ -65,7 +65,7 @@ class Costs:
         return (self.num_micro_batches + bubbles) * float(self.micro_batch_s[stages.start : stages.stop].max())
 
     def replay_s(self, stages: range, active: float) -> float:
-        """Return the seconds in which some stages run an iteration again, the first and last of them from logs.
+        """Return the seconds in which some stages replay an iteration, the first and last of them from logs.
 
         `active` is the share of the work that belongs to operators with their whole state: the others skip weight
         gradients, a third of it (MoEvement, section 3.3).
@@ -135,7 +135,7 @@ class CopyRates:
 
 
 def stall_s(*, copy_s: float, iteration_s: float, interference: float) -> float:
-    """Return what a snapshot adds to the iteration that it is copied in: it has to be done before the next update.
+    """Return the seconds that a snapshot adds to its iteration: it must be complete before the update.
 
     A share `interference` of the time in which both run, and all of the remaining time: of 5 s of copying in an
     iteration of 2 s, at 0.1, 3.2 s (MoC, equation 10, for interference 0).
@@ -160,7 +160,7 @@ def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
 
 
 def _sync_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
-    """Reduce gradients, gather weights: each over the ranks that have the same ones."""
+    """Reduce gradients, gather weights: each over the ranks with the same ones."""
     where, layout = job.positions(stage), job.layout
     counts, is_expert = job.shape.parameters[where], job.is_expert[where]
     bytes_each = GRADIENT_BYTES + job.formats.compute_bytes

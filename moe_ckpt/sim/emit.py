@@ -1,6 +1,6 @@
 """A simulated run as the events that a real one would have logged, rank by rank. Its clock begins at 0.
 
-Values that a simulation does not have are NaN (losses), or the word "simulated".
+Values that a simulation lacks are NaN (losses), or the word "simulated".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Timed = tuple[float, Event]
 
 
 def rank_events(setup: Setup, saving: Saving, outcome: Outcome, global_rank: int) -> list[LoggedEvent]:
-    """Return what one rank would have logged, by time."""
+    """Return the events of one rank, by time."""
     rank = _Rank(setup, saving, global_rank)
     timed = sorted(rank.story(outcome), key=lambda entry: entry[0])
     return [LoggedEvent(t_s=t_s, global_rank=global_rank, event=event) for t_s, event in timed]
@@ -52,7 +52,7 @@ class _Rank:
         self._generation = 1
 
     def story(self, outcome: Outcome) -> Iterator[Timed]:
-        """Yield what happened, stretch by stretch; not quite by time within one."""
+        """Yield the events of each stretch; within one the order is not quite that of time."""
         yield 0.0, self._started()
         for stretch in outcome.timeline:
             yield from self._trained(stretch) if isinstance(stretch, Trained) else self._recovered(stretch)
@@ -142,7 +142,7 @@ class _Rank:
         )
 
     def _share(self, num_bytes: float) -> int:
-        """Return this rank's part of bytes that are those of the job, where all ranks share one link."""
+        """Return this rank's part of bytes that belong to the whole job if all ranks share one link."""
         return int(num_bytes / self._setup.job.layout.world_size if self._saving.sizes_are_of_job else num_bytes)
 
     def _checkpoint(self, generation: Generation, iteration: int) -> Timed:

@@ -1,4 +1,4 @@
-"""The share of time that is of use: what a closed formula says, and what simulations of several runs say."""
+"""The share of useful time: by a closed formula, and by simulations of several runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe_ckpt.sim.timeline import Outcome
 class Prediction:
     """Means over simulated runs of one policy in one setup.
 
-    `overhead` is what saving adds to the time of training, as a share; `recovery_s` is all that faults cost in a run;
-    `formula` is the closed form's ETTR, where there is one; `plt` and `mlt` are shares of tokens that experts lost.
+    `overhead` is the time that saving adds to training, as a share; `recovery_s` the cost of all faults in a run;
+    `formula` the closed form's ETTR, if there is one; `plt` and `mlt` are shares of tokens that experts lost.
     """
 
     ettr: float
@@ -50,7 +50,7 @@ def _overhead(outcome: Outcome) -> float:
 
 
 def closed_form(setup: Setup, saving: Saving) -> float | None:
-    """Return the ETTR of MoEvement's formula, without terms for detection, reload or scope; None where it has none.
+    """Return the ETTR of MoEvement's formula, without terms for detection, reload or scope; None for other policies.
 
     1 / (1 + overhead) / (1 + E[R] / MTBF), with E[R] half an interval, or one and a half windows (section 3.6).
     """
@@ -62,7 +62,7 @@ def closed_form(setup: Setup, saving: Saving) -> float | None:
 
 
 def expected_iters(saving: Saving) -> float | None:
-    """Return how many iterations a fault makes run again on average, by the formula; None without checkpoints."""
+    """Return the mean number of iterations that a fault repeats, by the formula; None without checkpoints."""
     if saving.recovery is Recovery.LOCAL:
         return 1.5 * saving.later.repeat[0].num_slots
     if saving.recovery is Recovery.ROLLBACK:

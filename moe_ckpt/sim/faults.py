@@ -1,4 +1,4 @@
-"""The kills of a fault plan as a simulation meets them: by time, those of one moment together, or at points. Pure."""
+"""The kills of a fault plan in a simulation: by time, simultaneous ones together, or at points. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fault:
 
 
 class FaultQueue:
-    """The faults that are still to come. Those at points come when training gets there."""
+    """The faults to come. Those at points come when training gets there."""
 
     def __init__(self, kills: Sequence[Kill], *, world_size: int, ranks_per_node: int) -> None:
         strikes = plan_strikes(kills, world_size, ranks_per_node)
@@ -37,7 +37,7 @@ class FaultQueue:
         self._world_size, self._ranks_per_node = world_size, ranks_per_node
 
     def next_timed(self) -> Fault | None:
-        """Return the fault that has the earliest time."""
+        """Return the fault with the earliest time."""
         return self._timed[-1] if self._timed else None
 
     def points(self) -> tuple[Kill, ...]:
@@ -45,11 +45,11 @@ class FaultQueue:
         return tuple(self._at_points)
 
     def drop_timed(self) -> None:
-        """The earliest one has come."""
+        """Remove the earliest one."""
         self._timed.pop()
 
     def meet(self, kill: Kill, at_s: float) -> Fault:
-        """Make a kill at a point a fault, now that training is there."""
+        """Turn a kill at a point into a fault, now that training is there."""
         self._at_points.remove(kill)
         return Fault(
             at_s=at_s,
@@ -60,7 +60,7 @@ class FaultQueue:
 
 
 def time_in_iteration(phase: str, costs: Costs, seconds: float) -> float:
-    """Return how far into an iteration of so many seconds a phase begins."""
+    """Return the seconds from the start of an iteration of this length to a phase."""
     match phase:
         case "forward":
             return 0.0

@@ -1,4 +1,4 @@
-"""One stretch of training, from a state to the next fault: when iterations end, and which windows are kept by then."""
+"""One stretch of training, from a state to the next fault: the ends of iterations, and the windows kept by then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A complete window: the states after `start` to `end`. `line` is that which a partial checkpoint is of."""
+    """A complete window: the states after `start` to `end`. `line` is the epoch of a partial checkpoint."""
 
     start: int
     end: int
@@ -53,7 +53,7 @@ class Generation:
         self.start, self.since_s, self.carried = start, since_s, carried
 
     def stalls_s(self, iterations: int) -> float:
-        """Return what saving has added to so many iterations."""
+        """Return the seconds that saving has added to this many iterations."""
         snapshots_s, durable = self.rhythm.stalls_s(iterations), self.saving.durable
         if durable is None:
             return snapshots_s
@@ -78,7 +78,7 @@ class Generation:
         return low
 
     def moment(self, at_s: float) -> Moment:
-        """Return how far training is at a time of this generation."""
+        """Return the progress of training at a time of this generation."""
         done = self.first_commit_after(at_s)
         if self.since_s + self.elapsed_s(done) > at_s:
             done -= 1
@@ -100,7 +100,7 @@ class Generation:
         return next(iter(self._complete(moment)), None) is not None
 
     def on_disk(self, moment: Moment) -> Kept | None:
-        """Return what is newest on disk of this generation: a whole checkpoint, or a window."""
+        """Return the newest state of this generation on disk: a whole checkpoint, or a window."""
         candidates = [self._durable(moment)]
         if self.rhythm.reaches_disk:
             written = (span for span in self._complete(moment) if span.to_disk and self._is_written(span, moment))
@@ -129,10 +129,10 @@ class Generation:
         return None
 
     def _complete(self, moment: Moment) -> Iterator[Span]:
-        """Yield the windows that are kept, the newest first: those of which the last snapshot is where it is to be.
+        """Yield the windows that are kept, the newest first: those whose last snapshot has reached its destinations.
 
-        Where stages recover alone and windows follow each other, training waits for that before it changes the state,
-        and for a first one anywhere.
+        If stages recover alone and windows follow each other, training waits for that before it changes the state, and
+        for a first window under every policy.
         """
         agrees = self.saving.recovery is Recovery.LOCAL
         agreed = moment.iterations if moment.ready else moment.iterations - 1

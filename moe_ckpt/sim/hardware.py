@@ -1,7 +1,7 @@
 """A cluster's rates and the prices of its failures: the constants of a simulation. Values and checks only.
 
-Everything that a simulation takes for granted about machines is one of these numbers, one set a cluster: see
-conf/cluster/. Collectives are affine in the bytes: alpha + beta m (MoEvement, Appendix C).
+All assumptions of a simulation about machines are such numbers, one set a cluster: see conf/cluster/. Collectives are
+affine in the bytes: alpha + beta m (MoEvement, Appendix C).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The job that is simulated: which operators there are, how they are spread over ranks, and what a rank saves of them.
+"""The simulated job: its operators, their distribution over ranks, and the bytes that a rank saves of them.
 
 Owns: sizes. Must not: know seconds. Ranks of a stage with equal shares count once: an expert lies on one of `ep` ranks,
 its state on `dp / ep` of them, everything else on `dp`; so tables have `ep` rows, however many GPUs there are.
@@ -45,7 +45,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Sequences an iteration, and how they are cut. See conf/simulate.yaml."""
+    """The sequences of an iteration, and their division. See conf/simulate.yaml."""
 
     micro_batch_size: int
     global_batch_size: int
@@ -58,7 +58,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatsConfig:
-    """Bytes a parameter: as forward uses it, and in the whole state; bytes of an element of an activation."""
+    """Bytes a parameter: in forward, and in the whole state; bytes of an element of an activation."""
 
     compute_bytes: float
     full_bytes: float
@@ -70,7 +70,7 @@ class FormatsConfig:
 
 
 class Job:
-    """A model on so many ranks. Raises ConfigError, naming the setting, for what does not divide."""
+    """A model on this many ranks. Raises ConfigError, naming the setting, if a division has a remainder."""
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, batch: BatchConfig, formats: FormatsConfig) -> None:
         self.shape, self.layout, self.batch, self.formats = shape, layout, batch, formats
@@ -134,13 +134,13 @@ class Job:
         )
 
     def positions(self, stage: int) -> slice:
-        """Where the operators of a stage are among all."""
+        """The positions of a stage's operators among all."""
         first, last = np.searchsorted(self.stage_of, [stage, stage + 1])
         return slice(int(first), int(last))
 
     @cached_property
     def profiles(self) -> list[StageProfile]:
-        """The profile of each stage, as a policy takes it."""
+        """The profile of each stage, in the form that policies use."""
         return [self._profile(stage) for stage in range(self.layout.pp)]
 
     def _profile(self, stage: int) -> StageProfile:
@@ -158,7 +158,7 @@ class Job:
         )
 
     def whole_profile(self) -> StageProfile:
-        """Return the whole job as if it were one rank that copies everything: one link for all of it."""
+        """Return the whole job as one rank that copies everything: one link for all of it."""
         parameters = self.shape.parameters[np.newaxis].astype(np.float64)
         table = OperatorTable(
             operators=self.shape.operators,

@@ -1,7 +1,7 @@
 """The contents of a simulated run's partial snapshots: the real policy's choices, between recoveries.
 
-Owns: asking a policy until every expert has had its turn, and how old experts are. Must not: know faults or costs.
-The stage whose ranks copy most stands for all.
+Owns: querying a policy until every expert has had its turn, and the age of experts. Must not: know faults or costs. The
+stage whose ranks copy most stands for all.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Line:
     account: Account
 
     def versions(self, iteration: int, where: Where) -> IntArray:
-        """Return of which iteration each expert is in a checkpoint, by where it comes from, int64 [layers, experts].
+        """Return the iteration of each expert in a checkpoint, by its source, int64 [layers, experts].
 
-        Experts that a whole round does not have count as old as the round.
+        Experts that a whole round does not contain count as old as the round.
         """
         offset = iteration - self.start
         first = max(0, offset - self.rhythm.period)
@@ -80,9 +80,9 @@ class Tokens:
         self.num_layers = len(gates)
 
     def rows_of_stage(self, stage: int, num_rows: int) -> list[int]:
-        """Return which layers of `num_rows` that a policy was asked about stand for those of a stage.
+        """Return the layers, of `num_rows` that a policy was asked about, that stand for those of a stage.
 
-        They are the job's where all ranks share one link, else those of one stage.
+        They are the job's if all ranks share one link, else those of one stage.
         """
         return [layer % num_rows for layer in self.layers_of_stage[stage]]
 
@@ -100,7 +100,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """A policy of partial snapshots: `make` gives a fresh one, `hear` what one goes on to do."""
+    """A policy of partial snapshots: `make` returns a fresh one, `hear` its further choices."""
 
     make: Callable[[], Policy]
     measured: Measured
@@ -109,11 +109,11 @@ class Partial:
     rhythms: dict[tuple[float, ...], Rhythm] = field(default_factory=dict)
 
     def first_line(self) -> Line:
-        """Return that of a run that begins."""
+        """Return the epoch of a run that begins."""
         return self._line(self.make().facts, number=0, start=0, lost=np.zeros(self.tokens.num_layers, np.int64))
 
     def next_line(self, before: Line, account: Account | None, iteration: int) -> Line:
-        """Return what comes after all have gone back to `iteration`; without an account to the beginning."""
+        """Return the epoch after all have gone back to `iteration`; without an account to the beginning."""
         if account is None:
             return replace(self.first_line(), number=before.number + 1)
         self._asked.went_back(account.facts, plt=self.tokens.plt(account, iteration), iteration=iteration)
@@ -121,7 +121,7 @@ class Partial:
 
     @cached_property
     def _asked(self) -> Policy:
-        """The policy decides what a recovery changes: its earlier facts have no effect then."""
+        """The policy decides the effect of a recovery: its earlier facts have no effect then."""
         return self.make()
 
     def _line(self, facts: tuple[float, ...], *, number: int, start: int, lost: IntArray) -> Line:
@@ -138,23 +138,23 @@ class PartialCosts(Protocol):
     iteration_s: float
 
     def size_bytes(self, choice: ExpertChoice) -> int:
-        """Return what the rank with the most of it takes."""
+        """Return the bytes of the rank with the most."""
         ...
 
     def stall_s(self, choice: ExpertChoice) -> float:
-        """Return what it adds to the iteration that it is copied in."""
+        """Return the seconds that it adds to the iteration in which it is copied."""
         ...
 
     def write_s(self, choice: ExpertChoice) -> float:
-        """Return how long its way to disk is."""
+        """Return the seconds of its way to disk."""
         ...
 
 
 def hear_turns(policy: Policy, measured: Measured, costs: PartialCosts, num_experts: int) -> Rhythm:
-    """Ask a fresh policy until each expert of a layer may have had a turn of its own, twice: the second round repeats.
+    """Query a fresh policy until each expert of a layer may have had two turns: the second round repeats.
 
-    Turns are those snapshots that go to disk, each once the one before is there; all, where none do. Of very many,
-    MOST_TAKES are asked for, and the second half of them repeats.
+    Turns are those snapshots that go to disk, each once the one before is there; all, if none go there. If there are
+    too many, MOST_TAKES are queried, and the second half of them repeats.
     """
     takes: list[Take] = []
     turns: list[int] = []

@@ -43,7 +43,7 @@ from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, SlotPlan
 
 
 def plan_saving(config: Any, setup: Setup) -> Saving:
-    """Return what a policy's configuration costs in a setup. Raises ConfigError for what cannot be had."""
+    """Return the costs of a policy's configuration in a setup. Raises ConfigError for an impossible one."""
     require(config.policy in POLICIES, "ckpt.policy", config.policy, "one of " + ", ".join(POLICIES))
     saving = POLICIES[config.policy](config, setup)
     need, have = saving.host_bytes(setup), setup.cluster.host_memory_bytes
@@ -165,7 +165,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
 
 
 def _measured_of_windows(setup: Setup, link: _Link, host: _Link, peer_bytes_per_s: float) -> Measured:
-    """Return what a job measures of its windows: the cluster's constants, and a stage's replay of all its operators."""
+    """Return a job's measurements of its windows: the cluster's constants, and a stage's replay."""
     costs, cluster = setup.costs, setup.cluster
     stages = [range(stage, stage + 1) for stage in range(costs.num_stages)]
     return Measured(
@@ -237,7 +237,7 @@ class _Link:
         self.most_bytes = sizes[self.own]
 
     def stall_s(self, size_bytes: float) -> float:
-        """Return what a snapshot of so many bytes adds to an iteration."""
+        """Return the seconds that a snapshot of this size adds to an iteration."""
         return self._setup.cluster.take_s + stall_s(
             copy_s=size_bytes / self.bytes_per_s,
             iteration_s=self._setup.costs.iteration_s,
@@ -245,16 +245,16 @@ class _Link:
         )
 
     def wait_s(self, size_bytes: float) -> float:
-        """Return what training waits for a snapshot that is copied through this link alone."""
+        """Return the seconds that training waits for a snapshot that is copied through this link alone."""
         return max(0.0, size_bytes / self.bytes_per_s - self._setup.costs.iteration_s)
 
     def added_s(self, size_bytes: float) -> float:
-        """Return what a snapshot adds by beginning and by slowing training down, however many iterations it takes."""
+        """Return the seconds that a snapshot adds by beginning and by slowing training, over all its iterations."""
         return self._setup.cluster.take_s + self._setup.cluster.interference * size_bytes / self.bytes_per_s
 
 
 def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
-    """Return a stage of each kind, that with experts first whose ranks copy most: a policy wants to know no more."""
+    """Return a stage of each kind, that with experts first whose ranks copy most: policies need no more."""
 
     def rank(profile: StageProfile) -> tuple[bool, int]:
         has_experts = any(operator.kind is OperatorKind.EXPERT for operator in profile.table.operators)
@@ -309,7 +309,7 @@ def _listen(
     config: Any,
     is_settled: bool,
 ) -> tuple[Rhythm, Rhythm]:
-    """Return what a fresh policy does before anything is measured, and after that."""
+    """Return the choices of a fresh policy before anything is measured, and after that."""
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=measured.popularity)
     answers = iter([nothing])
     disk_every = config.disk_every_iters > 0
@@ -320,7 +320,7 @@ def _listen(
 
 
 def _durable(setup: Setup, *, asynchronous: bool, every_iters: int) -> Durable | None:
-    """Return what whole checkpoints on disk cost: one at a time, copied first where they are asynchronous."""
+    """Return the costs of whole checkpoints on disk: one at a time, copied first if they are asynchronous."""
     if every_iters == 0:
         return None
     cluster, write_s = setup.cluster, setup.write_s
@@ -346,7 +346,7 @@ def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:
 
 
 def _popularity(setup: Setup, profile: StageProfile) -> Array:
-    """Return how popular each expert of a table is, as a policy measures it."""
+    """Return the popularity of each expert of a table, as a policy measures it."""
     experts = fixed_order(profile.table.operators).experts
     if not setup.switches.order_by_popularity:
         return np.ones(len(experts))

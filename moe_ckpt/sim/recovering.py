@@ -1,6 +1,6 @@
-"""The price of a fault: the surviving sources, the plan that a real run would make of them, its seconds. Pure.
+"""The price of a fault: the remaining sources, the plan that a real run would make of them, its seconds. Pure.
 
-Ranks of a stage that have the same are told of once: a plan depends on what ranks have, not on how many have it.
+Ranks of a stage with equal sources are listed once: a plan depends on the sources of ranks, not on their number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Losses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A plan with its seconds: `fetch_s` until windows are where they are needed, then each rollback's replay."""
+    """A plan with its seconds: `fetch_s` until windows are in place, then each rollback's replay."""
 
     plan: RecoveryPlan
     fetch_s: float
@@ -50,9 +50,9 @@ class Estimate:
 
 
 def plan_after(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> RecoveryPlan:
-    """Return the plan of the real run: `reached` is where those are who have lost nothing.
+    """Return the plan of the real run; `reached` is the iteration of ranks that have lost nothing.
 
-    Raises NothingLeftError where nothing in memory leads anywhere.
+    Raises NothingLeftError if the remaining memory leads to no state.
     """
     num_stages = setup.job.layout.pp
     standings = _standings(setup, losses, reached)
@@ -67,7 +67,7 @@ def plan_after(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losse
 
 
 def estimate(setup: Setup, saving: Saving, plan: RecoveryPlan) -> Estimate:
-    """Return what carrying out a plan takes."""
+    """Return the seconds of a plan."""
     sources = Counter(fetch.source_rank for fetch in plan.fetches)
     rate = setup.cluster.peer_bytes_per_s
     fetch_s = max(sources.values(), default=0) * _window_bytes(setup, saving) / rate
@@ -96,7 +96,7 @@ def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -
 
 
 def _window_bytes(setup: Setup, saving: Saving) -> float:
-    """Return what a rank keeps of a window."""
+    """Return the bytes of a window on a rank."""
     takes = saving.later.repeat
     in_window = sum(take.size_bytes for take in takes[: takes[0].num_slots])
     return in_window / setup.job.layout.world_size if setup.cluster.copies_share == JOB else in_window
@@ -115,7 +115,7 @@ def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:
 
 
 def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> list[Inventory]:
-    """Return those of dead ranks, of who holds copies for them, and of one other rank of each stage."""
+    """Return the inventories of dead ranks, of holders of their copies, and of one other rank of each stage."""
     windows = {window.start: _ref(window, saving, reached) for window in kept}
     logged_from = min((window.start + 1 for window in kept), default=1)
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
@@ -138,7 +138,7 @@ def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Los
 
 
 def _witnesses(setup: Setup, losses: Losses) -> set[int]:
-    """Return a rank of each stage that stands for all that have lost nothing, where there is one."""
+    """Return a rank of each stage that stands for all that have lost nothing, if there is one."""
     per_stage = setup.job.ranks_per_stage
     ranks = (
         next((rank for rank in range(stage * per_stage, (stage + 1) * per_stage) if rank not in losses.dead), None)
@@ -157,7 +157,7 @@ def _holders(setup: Setup, saving: Saving, owner: int) -> Collection[int]:
 
 
 def _ref(window: Kept, saving: Saving, reached: int) -> WindowRef:
-    """With logs of steps a window leads on to where all are, else no further than itself."""
+    """With step logs a window leads to the iteration of the other ranks, else no further than itself."""
     leads_on = saving.recovery is Recovery.LOCAL
     steps_to = max(window.end, reached) if leads_on else window.end
     return WindowRef(start=window.start, num_slots=window.num_slots, steps_to=steps_to, cut="")

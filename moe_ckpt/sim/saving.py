@@ -32,7 +32,7 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """A job on a cluster, and what it costs there."""
+    """A job on a cluster, and its costs there."""
 
     job: Job
     cluster: ClusterConfig
@@ -47,13 +47,13 @@ class Setup:
 
     @property
     def write_s(self) -> float:
-        """Seconds until all of that is on disk."""
+        """Seconds until the whole state is on disk."""
         return self.total_full_bytes / self.cluster.disk_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durable:
-    """A whole checkpoint on disk every so many iterations: it stops training, and is there `done_s` after it began."""
+    """A whole checkpoint on disk every few iterations: it stops training, and is complete after `done_s`."""
 
     every_iters: int
     stall_s: float
@@ -64,10 +64,9 @@ class Durable:
 class Saving:
     """A policy's saves and their price.
 
-    `at_start`, `later`: what it does in the first generation, and in those that have measured. `kept_bytes_per_s`:
-    how fast a snapshot gets to all the places where it is kept, `disk_s` until one that goes to disk is there.
-    `active`: the share of the work whose operators are active once slot j of a window is loaded. `partial`: which
-    experts are in snapshots.
+    `at_start`, `later`: its snapshots in the first generation, and in those after measurements. `kept_bytes_per_s`: the
+    rate at which a snapshot reaches all its destinations, `disk_s` the time of one that goes to disk. `active`: the
+    share of the work whose operators are active once slot j of a window is loaded. `partial`: the experts in snapshots.
     """
 
     name: str
@@ -89,7 +88,7 @@ class Saving:
 
     @property
     def overhead_s(self) -> float:
-        """Return what saving adds to an iteration on average, once the policy has settled."""
+        """Return the seconds that saving adds to an iteration on average, once the policy has settled."""
         rhythm = self.later
         snapshots_s = sum(take.stall_s for take in rhythm.repeat) / rhythm.period if rhythm.repeat else 0.0
         return snapshots_s + (self.durable.stall_s / self.durable.every_iters if self.durable else 0.0)

@@ -1,4 +1,4 @@
-"""How unevenly tokens go to experts: a popularity of a given skewness (MoEvement, Appendix D). By seed."""
+"""The unevenness of tokens over experts: a popularity of a given skewness (MoEvement, Appendix D). By seed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from moe_ckpt.types import ExpertChoice, IntervalChoice, Measured, SlotPlan, Win
 
 
 class Where(IntEnum):
-    """Where experts of a partial snapshot go, in the order of `Taken.masks`."""
+    """The destinations of a partial snapshot's experts, in the order of `Taken.masks`."""
 
     MEMORY = 0
     PEERS = 1
@@ -77,7 +77,7 @@ class Rhythm:
         self._spans = [_spans(lead), _spans(repeat)]
 
     def stalls_s(self, iterations: int) -> float:
-        """Return what snapshots add to the first so many iterations of the generation."""
+        """Return the seconds that snapshots add to the first iterations of the generation."""
         total_s = self._sums_s[0][bisect.bisect_left(self._offsets[0], iterations)]
         if not self.repeat or iterations <= self.repeat[0].offset:
             return total_s
@@ -123,8 +123,8 @@ def listen(
 ) -> Rhythm:
     """Query a fresh policy until it repeats itself. `describe` gives bytes and stall of each request.
 
-    It repeats itself from the first window on that it chose (`is_settled`: that is there from the start) to the next
-    one; with `disk_every`, from one that goes to disk to the next such one.
+    It repeats itself from the first window that it chose (`is_settled`: from the start) to the next one; with
+    `disk_every`, from one that goes to disk to the next such one.
     """
     takes: list[Take] = []
     begins: list[int] = []  # positions in takes

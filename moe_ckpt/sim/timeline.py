@@ -23,10 +23,10 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recovered:
-    """Faults, the last of which was lived through, and the state after `iteration` from which training goes on.
+    """Faults up to one that was survived, and the state after `iteration` from which training continues.
 
-    `plan` is that of the last recovery, None where all went back together, to a `source`; by that tokens may be `lost`.
-    Seconds: of all attempts.
+    `plan` is that of the last recovery, None if all ranks went back together, to a `source`, which may have `lost`
+    tokens. Seconds: of all attempts.
     """
 
     since_s: float
@@ -49,7 +49,7 @@ class Recovered:
 
 @dataclass(kw_only=True, slots=True)
 class Ledger:
-    """Seconds of a run: what of its time was of use, and what took the rest. All parts are at least 0."""
+    """Seconds of a run: useful time, and the parts of the rest. All parts are at least 0."""
 
     useful_s: float = 0.0
     stall_s: float = 0.0
@@ -62,13 +62,13 @@ class Ledger:
 
     @property
     def ettr(self) -> float:
-        """The share of time that was of use: 1 exactly where nothing else took any."""
+        """The share of useful time: exactly 1 if nothing else took any."""
         return self.useful_s / self.wall_s if self.wall_s else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Outcome:
-    """A simulated run: how far it got, where its time went, which share of tokens its experts lost, what happened."""
+    """A simulated run: its progress, its time by part, the share of tokens that its experts lost, its events."""
 
     iterations: int
     ledger: Ledger
@@ -79,5 +79,5 @@ class Outcome:
 
     @property
     def recovery_s(self) -> float:
-        """All that faults cost: recovering, and training again what was lost."""
+        """The cost of all faults: recovering, and repeating lost iterations."""
         return self.ledger.recovery_s + self.ledger.again_s

@@ -1,4 +1,4 @@
-"""Where all ranks go back to after a fault under partial checkpoints, by the real run's plan, and what that loses.
+"""The checkpoint to which all ranks go back under partial checkpoints, by the real run's plan, and the loss.
 
 Ranks that lost their memory take units from peers' memory or from disk, as old as these are there. Ranks with equal
 sources are listed once, and so are experts: the plan chooses the core, and its place decides the others.
@@ -24,7 +24,7 @@ from moe_ckpt.sim.snapshot_pattern import Where
 from moe_ckpt.types import CORE, Version
 
 Places = Mapping[Where, Sequence[Kept]]
-"""The checkpoints of which there is a rank's part, by where that is, the nearest first."""
+"""The checkpoints with a part of a rank, by place, the nearest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class WentBack:
 def go_back(
     setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | None, losses: Losses
 ) -> WentBack | None:
-    """Return how all ranks get back to a partial checkpoint, or None where there is none that all can have."""
+    """Return the way of all ranks back to a partial checkpoint, or None if they have none in common."""
     written = [on_disk] if on_disk and not on_disk.is_whole else []
     bare = {rank: _bare_places(setup, saving, rank, kept, written, losses) for rank in sorted(losses.unreplicated)}
     witness = next(rank for rank in range(len(bare) + 1) if rank not in bare)
@@ -68,7 +68,7 @@ def go_back(
 def _bare_places(
     setup: Setup, saving: Saving, rank: int, kept: Sequence[Kept], written: Sequence[Kept], losses: Losses
 ) -> Places:
-    """Return where there is still something of a rank that has lost its memory."""
+    """Return the remaining places of units of a rank that has lost its memory."""
     holders = copy_holders(
         rank,
         world_size=setup.job.layout.world_size,
@@ -95,7 +95,7 @@ def _version(kept: Kept) -> Version:
 
 
 def _lost(setup: Setup, saving: Saving, found: Kept, line: Line, bare: Mapping[int, Places]) -> list[IntArray]:
-    """Return what each stage loses: an expert is as old as the oldest part of it."""
+    """Return the losses of each stage: an expert is as old as its oldest part."""
     assert saving.partial is not None
     tokens, job = saving.partial.tokens, setup.job
     versions = cache(line.versions)  # ranks of a node mostly have the same
@@ -112,7 +112,7 @@ def _lost(setup: Setup, saving: Saving, found: Kept, line: Line, bare: Mapping[i
 
 
 def _fetch_s(setup: Setup, saving: Saving, sources: Sequence[str]) -> float:
-    """Return how long those who lost their memory wait for their state, from peers all at once."""
+    """Return the seconds that ranks without memory wait for their state, all served by peers at once."""
     own_bytes = saving.whole_bytes / (setup.job.layout.world_size if setup.cluster.copies_share == JOB else 1)
     from_peers_s = own_bytes / setup.cluster.peer_bytes_per_s if Where.PEERS.name in sources else 0.0
     return max(from_peers_s, sources.count(Where.DISK.name) * own_bytes / setup.cluster.disk_read_bytes_per_s)
