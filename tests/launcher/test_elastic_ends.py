@@ -78,7 +78,7 @@ def test_an_error_in_training_ends_the_job_with_its_traceback(tmp_path: Path) ->
     assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [1, 1]
 
 
-def test_an_error_that_a_replacement_repeats_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+def test_an_error_that_comes_back_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
     with ElasticJob(2, tmp_path, *LONG, setup=_let_rank_one_fail_on_its_device) as job:
         said = job.wait_for_failure()
     assert said.count("error: rank 1 failed again in iteration 4 at the same place") == 1, said
