@@ -83,8 +83,10 @@ def write_failure(path: Path, failure: Failure) -> None:
     path.write_text(json.dumps(asdict(failure)))
 
 
-def take_failure(path: Path) -> Failure:
-    """Return the failure of the last worker, and remove its file."""
+def take_failure(path: Path) -> Failure | None:
+    """Return the failure of the last worker, and remove its file; None if it left none."""
+    if not path.exists():
+        return None
     text = path.read_text()
     path.unlink()
     return Failure(**json.loads(text))

@@ -45,7 +45,7 @@ class Supervisor:
     """Watches one rank. `worker(life)` is called in each forked process and returns its exit status.
 
     `start_daemon` forks the process that keeps the rank's copies and returns its pid; it is called again when that
-    dies. `take_failure` returns the exception of a worker that ended with WORKER_FAULT.
+    dies. `take_failure` returns the exception of a worker that ended with WORKER_FAULT, if it left one.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Supervisor:
         worker: Callable[[int], int],
         limits: SupervisorLimits,
         start_daemon: Callable[[], int] | None = None,
-        take_failure: Callable[[], Failure] | None = None,
+        take_failure: Callable[[], Failure | None] | None = None,
     ) -> None:
         self._global_rank = global_rank
         self._page = page
@@ -85,31 +85,34 @@ class Supervisor:
             hung = self._watch()
             pid, status = os.waitpid(self._pid, 0)
             self._pid = 0  # from now on that number may belong to another process
-            exited = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
-            if exited is not None and (exited != WORKER_FAULT or self._take_failure is None):
-                return exited
-            name = "" if exited is not None else signal.Signals(os.WTERMSIG(status)).name
-            why = hung or (f"died of {name}" if name else self._failed())
+            failure = self._failure(status)
+            if os.WIFEXITED(status) and failure is None:
+                return os.WEXITSTATUS(status)
+            name = signal.Signals(os.WTERMSIG(status)).name if failure is None else ""
+            why = hung or (f"died of {name}" if failure is None else f"failed by {failure.error}")
             if self._generations.has_finished(self._page.generation):
-                return self._status_after_training(why, is_killed=bool(name))
-            if why is None or not self._may_replace(self._death(pid, name, why)):
+                return self._status_after_training(why, is_killed=failure is None)
+            if (failure and self._is_repeated(failure)) or not self._may_replace(self._death(pid, name, why)):
                 return _FAILED
             self._life += 1
 
-    def _failed(self) -> str | None:
-        """Return the worker's exception; None, with a message, if it repeats that of the worker before."""
-        assert self._take_failure is not None
-        failure, earlier = self._take_failure(), self._last_failure
-        self._last_failure = failure
+    def _failure(self, status: int) -> Failure | None:
+        """Return the exception of a worker that ended by a fault of the hardware."""
+        is_fault = os.WIFEXITED(status) and os.WEXITSTATUS(status) == WORKER_FAULT
+        return self._take_failure() if is_fault and self._take_failure else None
+
+    def _is_repeated(self, failure: Failure) -> bool:
+        """Return whether the worker before failed in the same way; then the message has the traceback."""
+        earlier, self._last_failure = self._last_failure, failure
         if not failure.repeats(earlier):
-            return f"failed by {failure.error}"
+            return False
         _complain(
             f"error: rank {self._global_rank} failed again in iteration {failure.iteration} at the same place: this is "
             f"an error of the program and not of the hardware\n{failure.traceback}"
         )
-        return None
+        return True
 
-    def _status_after_training(self, why: str | None, *, is_killed: bool) -> int:
+    def _status_after_training(self, why: str, *, is_killed: bool) -> int:
         """Return the exit status for a worker's death after the end of training: success, unless it still worked."""
         if is_killed and self._page.phase is Phase.DONE:
             return 0
