@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.runs import default_model  # noqa: E402
 from moe_ckpt.events import (  # noqa: E402
     CheckpointSaved,
     Event,
@@ -210,8 +211,7 @@ def main() -> int:
     parser.add_argument("--variant", type=_variant, action="append", default=[])
     parser.add_argument("--json", type=Path)
     options, overrides = parser.parse_known_args()
-    model = [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
-    common = [*model, f"train.iterations={options.iterations}", *QUIET, *overrides]
+    common = [*default_model(overrides), f"train.iterations={options.iterations}", *QUIET, *overrides]
     given = dict(options.variant) or {"policy": ["+ckpt=moevement"]}
     variants = variants_of(given, common)
     runs = measure_variants(variants, rounds=options.rounds, within=options.within, skip=options.skip)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.marks import rewrite  # noqa: E402
 from benchmarks.overhead import PLAIN, QUIET, Run, measure_variants, ratio  # noqa: E402
 from benchmarks.recovery import Job, Recovered, measure, summary  # noqa: E402
+from benchmarks.runs import default_model  # noqa: E402
 
 _MIB = 1 << 20
 MARKS = ("<!-- policies: written by benchmarks/policies.py -->", "<!-- end -->")
@@ -76,7 +77,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     options, overrides = parser.parse_known_args()
     chosen = [each for each in VARIANTS if each.name in (options.only or names)]
-    common = [*_model(overrides), f"train.iterations={options.iterations}", *QUIET, *overrides]
+    common = [*default_model(overrides), f"train.iterations={options.iterations}", *QUIET, *overrides]
     arguments: dict[str, Sequence[str]] = {PLAIN: ["launcher/train.py", *VARIANTS[0].overrides, *common]}
     others = [each for each in chosen if each.name != VARIANTS[0].name]
     arguments |= {each.name: ["launcher/train.py", *each.overrides, *common] for each in others}
@@ -93,13 +94,9 @@ def main() -> int:
     return 0
 
 
-def _model(overrides: list[str]) -> list[str]:
-    return [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
-
-
 def recovery(variant: Variant, folder: Path, overrides: list[str], kills: int, seed: int) -> list[Recovered]:
     common = ["train.iterations=100000", "train.eval_every_iters=0", "run.tensorboard=false"]
-    common += [*_model(overrides), *overrides]
+    common += [*default_model(overrides), *overrides]
     restarts = [f"--max-restarts={kills}"] if variant.restarts else []
     return measure(Job(folder / "kills", [*restarts, "launcher/train.py", *variant.overrides, *common]), kills, seed)
 

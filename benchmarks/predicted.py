@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.marks import rewrite  # noqa: E402
+from benchmarks.runs import default_model  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.simulator.comparison import predict_run  # noqa: E402
 from launcher.simulator.published_page import OWN_RUNS  # noqa: E402
@@ -74,8 +75,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, help="where runs go (default: nowhere that stays)")
     parser.add_argument("--write", type=Path, help="page with marks around the table")
     options, overrides = parser.parse_known_args()
-    model = [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
-    settings = [*COMMON, *model, *overrides]
+    settings = [*COMMON, *default_model(overrides), *overrides]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.output or Path(temporary)
         measured, runs = carry_out(folder, settings)

@@ -45,6 +45,11 @@ def finished_run(name: str, folder: Path, arguments: Sequence[str], more: Sequen
     return path
 
 
+def default_model(overrides: Iterable[str]) -> list[str]:
+    """Return the override of the benchmarks' model, unless another one is given."""
+    return [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
+
+
 def commit_of(paths: Iterable[Path]) -> str:
     """Return the commits that runs were trained at."""
     return ", ".join(sorted({path.with_suffix(".commit").read_text() for path in paths}))

@@ -10,10 +10,10 @@ training (`ckpt=none`, no supervisor, no faults) runs in each round among the ot
 
 In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at most CAP_BYTES_PER_S to host
 memory, to peers and to disk, so that its whole state (87 MB with `small`) takes about four iterations: the regime of
-the MoEvement paper, section 2, in which a dense snapshot stops training. Compute weights, a sixth of the state with
-BF16, are in every slot of a window until their operators are: at six iterations no window is short enough. Predictions
-use constants of the runs at the other MTBFs. Finished runs in the folder are not run again: a call that was cut off, or
-one with more runs, continues there.
+the MoEvement paper, section 2, in which a dense snapshot stops training. Compute weights of operators that a window has
+not taken in full yet are in each of its slots, with BF16 up to a sixth of the state: at six iterations no number of
+slots is enough. Predictions use constants of the runs at the other MTBFs. Finished runs in the folder are not run
+again: a call that was cut off, or one with more runs, continues there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.lossy.figure import Line, Panel, draw  # noqa: E402
 from benchmarks.marks import rewrite  # noqa: E402
 from benchmarks.overhead import QUIET, student  # noqa: E402
-from benchmarks.runs import current_commit, hardware, packages  # noqa: E402
+from benchmarks.runs import current_commit, default_model, hardware, packages  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.compare import plan_variants, run_job  # noqa: E402
 from launcher.simulator.comparison import predict_run  # noqa: E402
@@ -205,16 +206,16 @@ def interval(values: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """All finished runs of a regime, and the seconds of a plain iteration."""
+    """All finished runs of a regime with their measurements."""
 
     runs: dict[Cell, RealRun]
-    seconds: float
+    measured: dict[Cell, Outcome]
 
     def outcomes(self, policy: str, mtbf_s: float) -> list[Outcome]:
         """Return the measurements of all runs of a kind."""
-        return [measure(run, self.seconds) for cell, run in self._of(policy, mtbf_s)]
+        return [self.measured[cell] for cell in self._cells(policy, mtbf_s)]
 
-    @property
+    @cached_property
     def plain_s(self) -> float:
         """Seconds of an iteration of plain training, the mean over all rounds."""
         found = self.outcomes(PLAIN, math.inf)
@@ -227,13 +228,14 @@ class Study:
             return []
         cluster = constants_of(others)
         found = []
-        for (_, run), outcome in zip(self._of(policy, mtbf_s), self.outcomes(policy, mtbf_s), strict=True):
-            predicted = predict_run(run, cluster, self.plain_s, outcome.iterations + 1)
-            found.append((outcome.iterations * self.plain_s / predicted.wall_s, predicted.recovery_s))
+        for cell in self._cells(policy, mtbf_s):
+            iterations = self.measured[cell].iterations
+            predicted = predict_run(self.runs[cell], cluster, self.plain_s, iterations + 1)
+            found.append((iterations * self.plain_s / predicted.wall_s, predicted.recovery_s))
         return found
 
-    def _of(self, policy: str, mtbf_s: float) -> list[tuple[Cell, RealRun]]:
-        return [(cell, run) for cell, run in self.runs.items() if (cell.policy, cell.mtbf_s) == (policy, mtbf_s)]
+    def _cells(self, policy: str, mtbf_s: float) -> list[Cell]:
+        return [cell for cell in self.runs if (cell.policy, cell.mtbf_s) == (policy, mtbf_s)]
 
 
 def table(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]) -> Iterator[str]:
@@ -277,10 +279,11 @@ def _mean_ettr(study: Study, policy: str, mtbf_s: float) -> float:
 def notes(study: Study, regime: str, folder: Path) -> Iterator[str]:
     """Yield the conditions of the runs."""
     numbers = {cell.policy: cell.number + 1 for cell in study.runs}
+    seconds = next(iter(study.measured.values())).seconds
     commits = sorted({json.loads(path.read_text())["commit"] for path in folder.glob("*.json")})
     run = folder / next(iter(study.runs)).name
     yield (
-        f"Regime `{regime}`: {min(numbers.values())} runs of {study.seconds:g} s each, a plain iteration takes "
+        f"Regime `{regime}`: {min(numbers.values())} runs of {seconds:g} s each, a plain iteration takes "
         f"{study.plain_s:.3f} s. {hardware()}; {packages(run)}; commit {', '.join(commits)}."
     )
 
@@ -295,15 +298,18 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults")
     parser.add_argument("--write", type=Path, help="page with marks around the table; the figure is put beside it")
     options, overrides = parser.parse_known_args()
-    model = [] if any(override.startswith("model=") for override in overrides) else ["model=small"]
     folder = options.output.resolve() / options.regime
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     runs: dict[Cell, RealRun] = {}
+    measured: dict[Cell, Outcome] = {}
     for cell in plan_cells(options.policy, options.mtbf_s, options.runs):
-        words = arguments_of(cell, regime=options.regime, seconds=options.seconds, common=[*model, *overrides])
+        words = arguments_of(
+            cell, regime=options.regime, seconds=options.seconds, common=[*default_model(overrides), *overrides]
+        )
         runs[cell] = read_run(carry_out(cell, folder, words, options.seconds))
-        print(f"{cell.name}: {measure(runs[cell], options.seconds).iterations} iterations", file=sys.stderr, flush=True)
-    study = Study(runs=runs, seconds=options.seconds)
+        measured[cell] = measure(runs[cell], options.seconds)
+        print(f"{cell.name}: {measured[cell].iterations} iterations", file=sys.stderr, flush=True)
+    study = Study(runs=runs, measured=measured)
     lines = [*table(study, options.policy, options.mtbf_s), "", *notes(study, options.regime, folder)]
     print("\n".join(lines))
     if options.write:
