@@ -235,9 +235,8 @@ class SparseWindows:
         if self._config.paper_exact:
             return min(self.max_slots, max(_paper_window(stage.table, measured) for stage in self._stages))
         overlap_s = measured.overlap_s or measured.iteration_s
-        budget_bytes = min(
-            measured.iteration_s * measured.copy_bytes_per_s, overlap_s * measured.host_bytes_per_s
-        )  # a slot reaches peers by the next one, and host memory by the update
+        # a slot must reach peers by the next one, and host memory by the update
+        budget_bytes = min(measured.iteration_s * measured.copy_bytes_per_s, overlap_s * measured.host_bytes_per_s)
         return max(
             schedule.fitting_window(stage.table, order, budget_bytes, max_slots=self.max_slots)
             for stage, order in zip(self._stages, self._sizes.natural, strict=True)
