@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Union
@@ -24,6 +25,15 @@ def require_choice(setting: str, got: str, choices: Sequence[str]) -> None:
 def require_at_least(setting: str, got: float, least: float) -> None:
     """Raise ConfigError unless `got` is at least `least`."""
     require(got >= least, setting, got, f"at least {least}")
+
+
+def require_patterns(setting: str, patterns: Sequence[str]) -> None:
+    """Raise ConfigError, naming the setting, for a pattern that is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            require(False, setting, pattern, f"regular expressions ({error})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -390,6 +400,8 @@ class RuntimeConfig:
         require_at_least("runtime.copy_s", self.copy_s, 1.0)
         require_at_least("runtime.max_deaths", self.max_deaths, 1)
         require_at_least("runtime.suspect_iters", self.suspect_iters, 0)
+        require_patterns("runtime.replace_on", self.replace_on)
+        require_patterns("runtime.end_on", self.end_on)
         wanted = f"more than runtime.progress_s={self.progress_s:g}: others may compute for so long"
         require(self.operation_s > self.progress_s, "runtime.operation_s", self.operation_s, wanted)
         wanted = f"more than runtime.progress_s + runtime.form_s = {self.progress_s + self.form_s:g}"

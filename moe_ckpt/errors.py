@@ -1,4 +1,8 @@
-"""The errors that moe_ckpt raises on purpose, each derived from a suitable standard error."""
+"""The errors that moe_ckpt raises on purpose, each derived from a suitable standard error; the causes of any error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
 
 
 class MoeCkptError(Exception):
@@ -35,3 +39,10 @@ class RolledBackError(MoeCkptError, RuntimeError):
 
 class PeersLostError(MoeCkptError, RuntimeError):
     """Other ranks died, or are about to be replaced: results of communication since then must not be used."""
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

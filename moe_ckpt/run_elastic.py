@@ -32,7 +32,7 @@ from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, require_patterns, take_failure, write_failure
+from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.job_store import open_store, use_hosted_store
@@ -214,8 +214,6 @@ def run_elastic(
     Raises ConfigError for settings that cannot work.
     """
     require_forkable()
-    require_patterns("runtime.replace_on", config.runtime.replace_on)
-    require_patterns("runtime.end_on", config.runtime.end_on)
     if not has_agent_store():
         use_hosted_store(launch, start_beside)
     store = open_store("generations")

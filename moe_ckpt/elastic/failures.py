@@ -15,9 +15,10 @@ import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
-from moe_ckpt.config import require
+from moe_ckpt.errors import causes_of
 
 WORKER_FAULT = 77
 """Exit status of a worker that failed by a fault of the hardware, with a failure file."""
@@ -38,6 +39,7 @@ FAULTS = (
 # errors of the program that come with the same words
 _ERRORS = (r"device-side assert", r"invalid argument", r"out of memory|OutOfMemoryError", r"invalid device ordinal")
 _MESSAGE_CHARS = 300
+_MOST_CAUSES = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +61,7 @@ def is_fault(error: BaseException, *, replace_on: Sequence[str] = (), end_on: Se
 
     `end_on` and then `replace_on` come before the patterns of this module; all are searched in `type: message`.
     """
-    chain = list(_chain(error))
+    chain = [_text(cause) for cause in islice(causes_of(error), _MOST_CAUSES)]
     for patterns, answer in ((end_on, False), (replace_on, True), (_ERRORS, False), (FAULTS, True)):
         if any(re.search(pattern, text) for pattern in patterns for text in chain):
             return answer
@@ -90,23 +92,6 @@ def take_failure(path: Path) -> Failure | None:
     text = path.read_text()
     path.unlink()
     return Failure(**json.loads(text))
-
-
-def require_patterns(setting: str, patterns: Sequence[str]) -> None:
-    """Raise ConfigError, naming the setting, for a pattern that is no regular expression."""
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            require(False, setting, pattern, f"regular expressions ({error})")
-
-
-def _chain(error: BaseException | None) -> list[str]:
-    found: list[str] = []
-    while error is not None and len(found) < 10:
-        found.append(_text(error))
-        error = error.__cause__ or error.__context__
-    return found
 
 
 def _text(error: BaseException) -> str:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from moe_ckpt.elastic.process_failure import Death, death_from_json
 from moe_ckpt.elastic.process_groups import ElasticGroups
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.errors import PeersLostError
+from moe_ckpt.errors import PeersLostError, causes_of
 
 _log = logging.getLogger(__name__)
 _FOR_EVER = timedelta(days=365)
@@ -207,7 +207,7 @@ class Membership:
         then it may come from the contents of tensors of an operation that was cut off.
         """
         _forget_frames(error)
-        if any(isinstance(cause, PeersLostError) for cause in _chain(error)):
+        if any(isinstance(cause, PeersLostError) for cause in causes_of(error)):
             self._generations.end(self.generation, f"rank {self.member.global_rank}: {error}")
             return True
         return self._ended.wait(_LATE_S)
@@ -298,15 +298,8 @@ class Membership:
 
 def _forget_frames(error: BaseException) -> None:
     """Clear the frames of an error's traceback: groups live as long as a frame refers to them."""
-    for cause in _chain(error):
+    for cause in causes_of(error):
         traceback.clear_frames(cause.__traceback__)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _exit(status: int, reason: str) -> NoReturn:

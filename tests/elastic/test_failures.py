@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.elastic.failures import Failure, failure_of, is_fault, require_patterns, take_failure, write_failure
+from moe_ckpt.config import require_patterns
+from moe_ckpt.elastic.failures import Failure, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.errors import ConfigError
 
 
