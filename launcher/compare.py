@@ -125,7 +125,8 @@ def _folder(wanted: Path | None) -> Path:
 
 def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path:
     """Run one variant to its end, good or bad, and return its run folder."""
-    run, log = folder / variant.name, folder / f"{variant.name}.log"
+    run = folder / variant.name
+    log = _log_of(run)
     print(f"{variant.name}: {' '.join(variant.overrides)}; log: {log}", flush=True)
     until_s = time.monotonic() + limit_s
     outcome = run_job(variant, run, num_ranks, lambda: time.monotonic() < until_s)
@@ -147,7 +148,7 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
     """
     command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={num_ranks}"]
     command += [f"--max-restarts={len(variant.kills)}", str(_TRAIN), *variant.overrides, f"run.dir={run}"]
-    with run.with_name(f"{run.name}.log").open("w") as output:
+    with _log_of(run).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             left = strike_from_outside(
@@ -164,6 +165,10 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
             was_stopped = process.poll() is None
             _stop(process)
     return JobOutcome(status=process.returncode, was_stopped=was_stopped, left=left)
+
+
+def _log_of(run: Path) -> Path:
+    return run.with_name(f"{run.name}.log")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

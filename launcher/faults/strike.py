@@ -21,7 +21,7 @@ from pathlib import Path
 from launcher.faults.log import InjectedFault, append_faults
 from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
-from moe_ckpt.elastic.status_page import RAISE as RAISE_NUMBER
+from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.faults.schedule import RAISE
 
 _HOST_MEMORY = ("own", "held")

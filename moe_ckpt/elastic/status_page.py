@@ -37,7 +37,7 @@ class _Word(IntEnum):
     DEVICE_WAITS = 11
 
 
-RAISE = signal.SIGURG
+RAISE_NUMBER = signal.SIGURG
 """The number in an order to raise an exception. No process is sent that signal."""
 
 
@@ -52,8 +52,8 @@ class _Waiting(IntEnum):
 
 
 def strike_this_process(number: int) -> None:
-    """Send this process a signal, or raise the exception of a sick GPU (RAISE)."""
-    if number == RAISE:
+    """Send this process a signal, or raise the exception of a sick GPU (RAISE_NUMBER)."""
+    if number == RAISE_NUMBER:
         raise InjectedError("CUDA error: uncorrectable ECC error encountered (injected)")
     os.kill(os.getpid(), number)
 

@@ -63,10 +63,7 @@ class ReplicaFolder(BlobFolder):
             self.free(payload)
 
     def _give_back(self, nbytes: float) -> None:
-        """Release pooled buffers, oldest first, until `nbytes` are returned
-
-        so the pool never grows while one is free.
-        """
+        """Release pooled buffers, the oldest first, until `nbytes` are free, so that the pool does not grow."""
         while self._free and nbytes > 0:
             tensor = self._free.pop(next(iter(self._free)))
             nbytes -= tensor.numel()

@@ -21,6 +21,7 @@ from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.types import Phase
 from tests.engine.configs import config
+from tests.engine.copies import answer_copies
 from tests.engine.damage import drop_snapshots, flip_a_bit_of
 from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
 from tests.engine.model import Model, Shape
@@ -211,38 +212,28 @@ def test_gradients_that_do_not_arrive_cost_a_snapshot_of_every_rank(tmp_path: Pa
 
 def _lose_update_of(iteration: int, session: Session) -> None:
     """Let the copy of this iteration's update fail, once."""
-    assert session._elastic is not None
-    assert session._elastic.daemon is not None
-    daemon, copy = session._elastic.daemon, session._elastic.daemon.copy
 
-    def copy_others(keys: Sequence[str]) -> Future[None]:
-        if not any(key.startswith(f"update-snapshot-{iteration}-") for key in keys):
-            return copy(keys)
+    def fail() -> Future[None]:
         failed: Future[None] = Future()
         failed.set_exception(CheckpointSaveError("a test lets this copy fail"))
         return failed
 
-    daemon.copy = copy_others  # type: ignore[method-assign]
+    answer_copies(session, lambda key: key.startswith(f"update-snapshot-{iteration}-"), fail)
 
 
 def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
     job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=1), PAIR, iterations=9)
     held: list[Future[None]] = []
 
-    def hold(session: Session) -> None:
-        assert session._elastic is not None
-        assert session._elastic.daemon is not None
-        daemon, copy = session._elastic.daemon, session._elastic.daemon.copy
+    def hold() -> Future[None]:
+        held.append(Future())
+        return held[0]
 
-        def copy_or_hold(keys: Sequence[str]) -> Future[None]:
-            if any(key.startswith("update-snapshot-3-") for key in keys):
-                held.append(Future())
-                return held[0]
-            return copy(keys)
+    def hold_updates(rank: int, session: Session) -> None:
+        if rank == 1:
+            answer_copies(session, lambda key: key.startswith("update-snapshot-3-"), hold)
 
-        daemon.copy = copy_or_hold  # type: ignore[method-assign]
-
-    job.on_worker.append(lambda rank, session: hold(session) if rank == 1 else None)
+    job.on_worker.append(hold_updates)
     assert job.run() == uninterrupted(PAIR, 9)
     assert held, "the update of iteration 3 was held back"
     first = job.events(GradientsLost, 0)[0]

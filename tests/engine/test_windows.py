@@ -23,6 +23,7 @@ from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
 from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.configs import config
+from tests.engine.copies import answer_copies
 from tests.engine.damage import flip_a_bit, rewrite_headers
 from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
 from tests.engine.model import Shape
@@ -143,18 +144,10 @@ def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
     ]
     job = ThreadJob(tmp_path, config("moevement", window=12, profile_iters=2), shape, iterations=13, faults=faults)
 
-    def hold_back(rank: int, session: Session) -> None:
-        assert session._elastic is not None
-        assert session._elastic.daemon is not None
-        daemon, copy = session._elastic.daemon, session._elastic.daemon.copy
+    def is_held(key: str) -> bool:
+        return len(job.struck) == 1 and key.startswith("snapshot-10-")
 
-        def copy_others(keys: Sequence[str]) -> Future[None]:
-            is_held = len(job.struck) == 1 and any(key.startswith("snapshot-10-") for key in keys)
-            return Future() if is_held else copy(keys)
-
-        daemon.copy = copy_others  # type: ignore[method-assign]
-
-    job.on_worker.append(hold_back)
+    job.on_worker.append(lambda _, session: answer_copies(session, is_held, Future))
     assert job.run() == uninterrupted(shape, 13)
     assert replayed(job) == {1: 20}, "twice from the window of iteration 0 to iteration 10"
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import pytest
 
-from moe_ckpt.elastic.status_page import RAISE
+from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
@@ -64,7 +64,7 @@ def test_a_rank_dies_in_each_phase(tmp_path: Path) -> None:
         fault("before the first window", Point(3, STEP, 2), back_to=2, executed=2),
         fault("as an iteration begins, TERM", Point(0, FORWARD, 6, number=SIGTERM), back_to=5, executed=2),
         fault("in forward", Point(3, FORWARD, 9, skip=2), back_to=8, executed=2),
-        fault("in backward, an ECC error", Point(2, BACKWARD, 12, number=RAISE), back_to=11, executed=2),
+        fault("in backward, an ECC error", Point(2, BACKWARD, 12, number=RAISE_NUMBER), back_to=11, executed=2),
         fault("again before the next window", Point(2, BACKWARD, 12), back_to=11, executed=None),
         fault("as gradients are reduced", Point(1, REDUCE, 15), back_to=14, executed=2),
         fault("after the vote", Point(0, STEP, 17), back_to=17, executed=2),
