@@ -19,7 +19,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -83,9 +83,10 @@ class Fault:
     lives. Without `kills`, the rank of the last point dies by itself.
 
     `back_to`: the iteration that all ranks go on from, or those of which one must be it, where it is the timing of
-    copies that decides. `replaying`: ranks that load a snapshot. `executed`: iterations that each of these runs again;
-    the others run none. Neither is checked where it is None: there it depends on timing. `fetched`: whether any rank
-    reads a peer's copies. `resumed`: the place on disk that all ranks load, `local disk` or a checkpoint's name.
+    copies that decides. `replaying`: ranks that load a snapshot. `executed`: iterations that each of these runs again,
+    or a number for each by rank; the others run none. Neither is checked where it is None: there it depends on timing.
+    `fetched`: whether any rank reads a peer's copies. `resumed`: the place on disk that all ranks load, `local disk` or
+    a checkpoint's name.
 
     `steps_down`: states that are loaded after that and turn out corrupt, as (iteration of the loss, source); the state
     and the losses are compared from the load of the last source on. `diverges`: iterations in which the test lets the
@@ -96,7 +97,7 @@ class Fault:
     at: Sequence[Point]
     back_to: int | Collection[int]
     replaying: Collection[int] | None
-    executed: int | None
+    executed: int | Mapping[int, int] | None
     fetched: bool = False
     resumed: str = ""
     steps_down: Sequence[tuple[int, str]] = ()
@@ -422,7 +423,9 @@ def _check_recovery(fault: Fault, leg: Sequence[Stretch], all_of_fault: Sequence
             yield f"rank {rank}: loads {stretch.resumed} from disk, wanted {fault.resumed or 'nothing'}"
         if stretch.stepped_down != list(fault.steps_down):
             yield f"rank {rank}: steps down from {stretch.stepped_down}, wanted {list(fault.steps_down)}"
-        wanted = fault.executed if rank in replaying else 0
+        wanted = 0
+        if rank in replaying:
+            wanted = fault.executed[rank] if isinstance(fault.executed, Mapping) else fault.executed
         if wanted not in (None, rejoined.executed_iters):
             yield f"rank {rank}: runs {rejoined.executed_iters} iterations again, wanted {wanted}"
 

@@ -132,9 +132,18 @@ class Stage(Protocol):
         ...
 
     def replay(
-        self, record: StepRecord, start: Mapping[str, torch.Tensor], ends: LoggedEnds, *, whole_model: bool
+        self,
+        record: StepRecord,
+        start: Mapping[str, torch.Tensor],
+        ends: LoggedEnds,
+        *,
+        whole_model: bool,
+        before_update: Callable[[], None],
     ) -> None:
-        """Run an iteration again, from the state before it."""
+        """Run an iteration again, from the state before it.
+
+        Calls `before_update` before parameters change; until then `restore_start` can undo the iteration.
+        """
         ...
 
     def abandon_pass(self) -> None:

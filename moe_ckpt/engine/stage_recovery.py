@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
-from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, verify
@@ -110,11 +110,14 @@ class StageRecovery:
                 if not any(window.steps_to >= target for window in found):
                     raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
 
-    def carry_out(self, plan: RecoveryPlan, *, live: bool) -> int:
+    def carry_out(
+        self, plan: RecoveryPlan, *, live: bool, progress: Callable[[ReplayedState | None], None] = lambda _: None
+    ) -> int:
         """Bring this rank to the plan's target; return the number of iterations that it executed.
 
         `live`: the rank's state is whole and at the target already. If its stage rolls back all the same, the replay
-        must reproduce that state. Raises CheckpointLoadError on all ranks if it does not on one.
+        must reproduce that state. `progress` is called with each state from which a replay can go on if it is cut off,
+        and with None before that state changes. Raises CheckpointLoadError on all ranks if it does not on one.
         """
         started_s = time.monotonic()
         target = plan.target_iteration
@@ -123,10 +126,10 @@ class StageRecovery:
         if mine is None:
             self._serve(plan.rollbacks, target)
         else:
-            fetched_bytes = self._roll_back(mine, target)
+            fetched_bytes = self._roll_back(mine, target, progress)
             self._report(mine, target, fetched_bytes, started_s)
         gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
-        return 0 if mine is None else target - mine.window_start
+        return 0 if mine is None else target - mine.starts_from
 
     def _usable(self, window: Window) -> WindowRef | None:
         try:
@@ -146,27 +149,46 @@ class StageRecovery:
             window.snapshots, self._place.identity, self._place.shard, self._stores.steps.reaches(window.start + 1)
         )
 
-    def _roll_back(self, rollback: Rollback, target: int) -> int:
-        """Load and replay; return the bytes received from neighbours."""
+    def _roll_back(self, rollback: Rollback, target: int, progress: Callable[[ReplayedState | None], None]) -> int:
+        """Load and replay, or go on with a replay; return the bytes received from neighbours."""
         window = next(window for window in self._memory.windows() if window.start == rollback.window_start)
-        steps = plan_conversion([_contents(snapshot) for snapshot in window.snapshots], target)
+        contents = [_contents(snapshot) for snapshot in window.snapshots]
+        cut = _cut(contents)
+
+        def reach(iteration: int) -> None:
+            progress(ReplayedState(states=rollback.states, cut=cut, iteration=iteration))
+
+        if rollback.resumed_at is not None:
+            reach(rollback.resumed_at)
+            self._undo(rollback.resumed_at + 1)
         fetched_bytes = 0
-        for step in steps:
+        for step in plan_conversion(contents, target):
+            if step.run_iteration is not None and step.run_iteration <= rollback.starts_from:
+                continue
             if step.load_iteration is not None:
                 self._load(window.snapshots[step.load_iteration - window.start])
             if step.run_iteration is not None:
-                fetched_bytes += self._run_again(step, step.run_iteration, rollback)
+                fetched_bytes += self._run_again(step, step.run_iteration, rollback, lambda: progress(None))
+                self._stage.begin(step.run_iteration + 1)  # remembers buffers, which the next pass changes
+                reach(step.run_iteration)
         self._operators.freeze(())
         if self._stores.steps.has_start(target + 1):  # else the replay has led there
             self._stage.restore_start(self._stores.steps.start(target + 1))
         return fetched_bytes
+
+    def _undo(self, iteration: int) -> None:
+        """Restore what a pass over the batch of `iteration` changed before it was cut off."""
+        if self._stores.steps.has_start(iteration):  # else that pass has not begun
+            self._stage.restore_start(self._stores.steps.start(iteration), undo=iteration)
 
     def _load(self, snapshot: Snapshot) -> None:
         header = snapshot.header
         parts = {part.key: snapshot.part(part) for part in header.parts}
         self._operators.load(parts, set(header.full), set(header.compute), header.adam_steps)
 
-    def _run_again(self, step: ReplayStep, iteration: int, rollback: Rollback) -> int:
+    def _run_again(
+        self, step: ReplayStep, iteration: int, rollback: Rollback, before_update: Callable[[], None]
+    ) -> int:
         segment, steps, boundary = rollback.segment, self._stores.steps, self._stores.boundary
         last_stage = self._place.num_stages - 1
         before = self._place.stage == segment.first_stage and segment.first_stage > 0
@@ -179,7 +201,8 @@ class StageRecovery:
         if boundary:
             boundary.begin(iteration)  # log again what this stage sent then: its neighbours may be the next to fail
         whole_model = (segment.first_stage, segment.last_stage) == (0, last_stage)
-        self._stage.replay(steps.record(iteration), steps.start(iteration), ends, whole_model=whole_model)
+        record, start = steps.record(iteration), steps.start(iteration)
+        self._stage.replay(record, start, ends, whole_model=whole_model, before_update=before_update)
         if boundary:
             boundary.end()
         return sum(tensor.nbytes for end in (ends.from_previous, ends.from_next) for tensor in end or ())
@@ -192,7 +215,7 @@ class StageRecovery:
     def _requests(self, rollbacks: Iterable[Rollback], target: int) -> list[tuple[int, int, Direction]]:
         requests = []
         for rollback in rollbacks:
-            for iteration in range(rollback.window_start + 1, target + 1):
+            for iteration in range(rollback.starts_from + 1, target + 1):
                 if self._place.stage == rollback.segment.first_stage - 1 and self._place.next_rank is not None:
                     requests.append((iteration, self._place.next_rank, Direction.ACTIVATION))
                 if self._place.stage == rollback.segment.last_stage + 1 and self._place.previous_rank is not None:
@@ -234,14 +257,14 @@ class StageRecovery:
 
     def _report(self, rollback: Rollback, target: int, fetched_bytes: int, started_s: float) -> None:
         seconds = time.monotonic() - started_s
-        self._meter.replayed(target - rollback.window_start, seconds)
+        self._meter.replayed(target - rollback.starts_from, seconds)
         self._events.append(
             StageRecovered(
                 iteration=target,
                 window_start=rollback.window_start,
                 first_stage=rollback.segment.first_stage,
                 last_stage=rollback.segment.last_stage,
-                replayed_iters=target - rollback.window_start,
+                replayed_iters=target - rollback.starts_from,
                 fetched_bytes=fetched_bytes,
                 seconds=seconds,
             )
@@ -261,9 +284,16 @@ def verified_window(
     contents = sorted(map(_contents, snapshots), key=lambda snapshot: snapshot.slot)
     last = contents[-1].iteration
     plan_conversion(contents, last)
-    cut = hashlib.sha256(repr([(slot.full, slot.compute) for slot in contents]).encode()).hexdigest()[:12]
-    start = contents[0].window_start
-    return None if steps_to < last else WindowRef(start=start, num_slots=len(contents), steps_to=steps_to, cut=cut)
+    start, num_slots = contents[0].window_start, len(contents)
+    return (
+        None if steps_to < last else WindowRef(start=start, num_slots=num_slots, steps_to=steps_to, cut=_cut(contents))
+    )
+
+
+def _cut(contents: Iterable[SnapshotContents]) -> str:
+    """Return the identity of the assignment of operators to the slots of a window."""
+    slots = sorted(contents, key=lambda snapshot: snapshot.slot)
+    return hashlib.sha256(repr([(slot.full, slot.compute) for slot in slots]).encode()).hexdigest()[:12]
 
 
 def _contents(snapshot: Snapshot) -> SnapshotContents:

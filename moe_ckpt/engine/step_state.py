@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_ckpt.recovery.inventory import ReplayedState
 from moe_ckpt.recovery.target import Standing
 from moe_ckpt.types import ReadyGradients
 
@@ -14,6 +15,7 @@ class StepState:
         self.whole = False
         self.torn = False
         self.gradients: ReadyGradients | None = None
+        self.replayed: ReplayedState | None = None
 
     def standing(self, stage: int) -> Standing:
         """Return the progress in the form that recovery plans use."""
@@ -21,7 +23,7 @@ class StepState:
 
     def be_at(self, iteration: int) -> None:
         """The whole state is that after `iteration` steps."""
-        self.reached, self.whole, self.torn, self.gradients = iteration, True, False, None
+        self.reached, self.whole, self.torn, self.gradients, self.replayed = iteration, True, False, None, None
 
     def prepare(self, gradients: ReadyGradients) -> None:
         """The gradients of the next iteration are complete."""
@@ -37,4 +39,8 @@ class StepState:
 
     def lose(self) -> None:
         """The state belongs to no iteration, nor to the start of a run."""
-        self.reached, self.whole, self.torn, self.gradients = None, False, True, None
+        self.reached, self.whole, self.torn, self.gradients, self.replayed = None, False, True, None, None
+
+    def replay_reached(self, replayed: ReplayedState | None) -> None:
+        """A recovery has replayed the lost state up to an iteration; None: it is in the middle of an update."""
+        self.replayed = replayed

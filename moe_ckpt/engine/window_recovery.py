@@ -22,7 +22,7 @@ from moe_ckpt.engine.stage_recovery import StageRecovery, verified_window
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey, Report
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.target import Target, plan_target
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
@@ -83,14 +83,14 @@ class WindowRecovery:
         if begins_anew or not (all_go_back or any(report.has_progress for report in reports)):
             self._begin_anew()
             return RecoveredState(iteration=None)
-        inventories = self._take_stock(target)
+        inventories = self._take_stock(target, state.replayed)
         started_s = time.monotonic()
         plan, fetched_bytes = self._plan_and_fetch(target, inventories)
         fetch_s = time.monotonic() - started_s
         if any(self._place.stage in rollback.segment.stages for rollback in plan.rollbacks):
             state.lose()
         is_there = live and target is not None and plan.target_iteration == target.iteration
-        executed_iters = self._recovery.carry_out(plan, live=is_there)
+        executed_iters = self._recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
         self._keep_safest()
         self._stores.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
@@ -161,10 +161,12 @@ class WindowRecovery:
         state.withdraw()
         return True
 
-    def _take_stock(self, target: Target | None) -> list[Inventory]:
+    def _take_stock(self, target: Target | None, replayed: ReplayedState | None) -> list[Inventory]:
         """Return every rank's sources; copies only for ranks whose own memory does not lead to the target."""
         goal = target.iteration if target else None
-        own = gather_results(self._place.ranks, lambda: self._own(goal), CheckpointLoadError)
+        own = gather_results(
+            self._place.ranks, lambda: replace(self._own(goal), replayed=replayed), CheckpointLoadError
+        )
         poor = [each.global_rank for each in own if self._servers_lead or not each.leads_to(goal)]
         held = gather_results(self._place.ranks, lambda: self._held(poor, goal), CheckpointLoadError)
         return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]

@@ -89,11 +89,18 @@ class StageReplay:
         return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=self._tied.observed)
 
     def replay(
-        self, record: StepRecord, start: Mapping[str, torch.Tensor], ends: LoggedEnds, *, whole_model: bool
+        self,
+        record: StepRecord,
+        start: Mapping[str, torch.Tensor],
+        ends: LoggedEnds,
+        *,
+        whole_model: bool,
+        before_update: Callable[[], None],
     ) -> None:
         """Run the record's iteration again, from the state before it. Collective over the stages that replay together.
 
-        `whole_model`: all stages replay; then only the update's facts come from a log.
+        `whole_model`: all stages replay; then only the update's facts come from a log. `before_update` is called once
+        gradients are complete: only buffers and generators have changed until then.
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
@@ -105,6 +112,7 @@ class StageReplay:
                 self._forward_backward(record.iteration)
             unscale_gradients(self._state)
             self._operators.drop_frozen_gradients()
+            before_update()
             self.update(record.gradients)
             self.gather()
         finally:

@@ -41,11 +41,21 @@ class WindowRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedState:
+    """The live state of a rank whose replay was cut off: the window of `states` and `cut`, replayed to `iteration`."""
+
+    states: range
+    cut: str
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
     """The sources on one rank: its own `windows`, the copies `held` for other ranks (by owner), and its boundary log.
 
     No two windows of one owner have the same start. The log covers all iterations from `logged_from` to `logged_to`; it
-    is empty if `logged_from` exceeds `logged_to`.
+    is empty if `logged_from` exceeds `logged_to`. `replayed`: the rank's state, if a recovery was cut off between two
+    of its iterations.
     """
 
     global_rank: int
@@ -54,6 +64,7 @@ class Inventory:
     held: Mapping[int, tuple[WindowRef, ...]]
     logged_from: int
     logged_to: int
+    replayed: ReplayedState | None = None
 
     def __post_init__(self) -> None:
         assert self.global_rank not in self.held, self
@@ -75,12 +86,19 @@ class StageInventory:
 
     `windows`, by their states: the windows that each rank can get from some memory, with the steps that all ranks have
     for them; among several cuts, the one with the most steps. The boundary logs of all ranks cover `logged_from` to
-    `logged_to`.
+    `logged_to`. `replayed`: the state of all ranks, if a replay was cut off at the same iteration on all of them.
     """
 
     windows: Mapping[range, WindowRef]
     logged_from: int
     logged_to: int
+    replayed: ReplayedState | None = None
+
+    def has_replayed(self, states: range) -> int | None:
+        """Return the iteration that a replay of the window with these states has reached, or None."""
+        replayed = self.replayed
+        is_of_window = replayed is not None and (replayed.states, replayed.cut) == (states, self.windows[states].cut)
+        return replayed.iteration if replayed is not None and is_of_window else None
 
     def has_logged(self, first: int, last: int) -> bool:
         """Whether all ranks logged the iterations from `first` to `last`.
@@ -117,6 +135,7 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
         windows={window.states: window for window in sorted(least, key=lambda window: (window.steps_to, window.cut))},
         logged_from=max(inventory.logged_from for inventory in inventories),
         logged_to=min(inventory.logged_to for inventory in inventories),
+        replayed=inventories[0].replayed if len({inventory.replayed for inventory in inventories}) == 1 else None,
     )
 
 

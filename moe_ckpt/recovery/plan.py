@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.recovery.inventory import (
@@ -39,16 +39,26 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """A segment and the window that it rolls back to."""
+    """A segment and the window that it rolls back to.
+
+    `resumed_at`: the iteration that an earlier replay of this window reached before it was cut off, on all ranks of the
+    segment; their states are still there. None: load the window.
+    """
 
     segment: Segment
     window_start: int
     num_slots: int
+    resumed_at: int | None = None
 
     @property
     def states(self) -> range:
         """The iterations after which the window's snapshots were taken."""
         return range(self.window_start, self.window_start + self.num_slots)
+
+    @property
+    def starts_from(self) -> int:
+        """The iteration after which the replay starts."""
+        return self.window_start if self.resumed_at is None else self.resumed_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +85,7 @@ class RecoveryPlan:
         sending = {
             stage
             for rollback in self.rollbacks
-            if rollback.window_start < self.target_iteration
+            if rollback.starts_from < self.target_iteration
             for stage in rollback.segment.neighbours(self.num_stages)
         }
         waiting = set(range(self.num_stages)) - rolling - sending
@@ -91,8 +101,11 @@ class RecoveryPlan:
         ]
 
     def _replay(self, rollback: Rollback) -> str:
-        iterations = range(rollback.window_start + 1, self.target_iteration + 1)
+        iterations = range(rollback.starts_from + 1, self.target_iteration + 1)
         window = f"the window at {rollback.window_start}"
+        if rollback.resumed_at is not None:
+            rest = f"replay {_span('iteration', iterations)}" if iterations else "nothing is left to replay"
+            return f"{rest}, after the replay of {window} that was cut off at {rollback.resumed_at}"
         return f"replay {_span('iteration', iterations)} from {window}" if iterations else f"load {window}"
 
 
@@ -115,7 +128,8 @@ def plan_recovery(
     `inventories`: of all ranks.
 
     Each run of neighbouring lost stages recovers on its own, fed by the logs of the stages next to it: stages 1, 2 and
-    5 of 8 recover as 1 to 2 and as 5. If stage 3 did not log the boundary, 1 to 3 roll back, fed by stage 4. All stages
+    5 of 8 recover as 1 to 2 and as 5. If stage 3 did not log the boundary, 1 to 3 roll back, fed by stage 4. A segment
+    whose replay of its newest window was cut off goes on with it. All stages
     roll back to the newest window that all ranks can get if logs do not suffice, without `boundary_log`, or if no rank
     has state (`target_iteration` is None). The job may then end up at another iteration: a window of 10 to 12 with
     steps to 13 leads to 13 if 14 was the target, and to 12 if 11 or None was. After a further loss, plan again.
@@ -157,7 +171,7 @@ def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -
             usable = [states for states in steps_to if states[-1] <= target <= steps_to[states]]
             if not usable:
                 return None
-            rollbacks.append(_rollback(segment, _newest(usable)))
+            rollbacks.append(_resumed(_rollback(segment, _newest(usable)), stages, target))
             missing |= _missing_logs(rollbacks[-1], stages, target)
         if not missing:
             return tuple(rollbacks)
@@ -166,7 +180,7 @@ def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -
 
 def _missing_logs(rollback: Rollback, stages: Sequence[StageInventory], target: int) -> set[int]:
     """Return the neighbouring stages whose logs do not cover the iterations that the segment replays."""
-    neighbours, first = rollback.segment.neighbours(len(stages)), rollback.window_start + 1
+    neighbours, first = rollback.segment.neighbours(len(stages)), rollback.starts_from + 1
     return {stage for stage in neighbours if not stages[stage].has_logged(first, target)}
 
 
@@ -182,6 +196,16 @@ def _newest(windows: Iterable[range]) -> range:
 
 def _rollback(segment: Segment, states: range) -> Rollback:
     return Rollback(segment=segment, window_start=states.start, num_slots=len(states))
+
+
+def _resumed(rollback: Rollback, stages: Sequence[StageInventory], target: int) -> Rollback:
+    """Return the rollback from the state of a replay that was cut off, if the whole segment has that state.
+
+    So a stage goes on with its recovery when a stage that is no neighbour fails meanwhile. MoEvement, Appendix A.
+    """
+    reached = {stages[stage].has_replayed(rollback.states) for stage in rollback.segment.stages}
+    resumed_at = reached.pop() if len(reached) == 1 else None
+    return rollback if resumed_at is None or resumed_at > target else replace(rollback, resumed_at=resumed_at)
 
 
 def _plan_fetches(

@@ -421,6 +421,11 @@ class ThreadJob:
         if self._settles:
             _settle(self.sessions[rank])
 
+    def kill(self, rank: int) -> None:
+        """Kill a rank at once. The first fault of the list is this rank's, in a phase that it does not enter."""
+        self._killed[rank].set()
+        self._generations.end(f"rank {rank} was killed")
+
     def diverges_now(self, iteration: int) -> bool:
         """Return whether the loss of this attempt at an iteration is infinite."""
         if not self.diverging.get(iteration):

@@ -378,7 +378,13 @@ class Model:
         return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=self._tied_gradient)
 
     def replay(
-        self, record: StepRecord, start: Mapping[str, torch.Tensor], ends: LoggedEnds, *, whole_model: bool
+        self,
+        record: StepRecord,
+        start: Mapping[str, torch.Tensor],
+        ends: LoggedEnds,
+        *,
+        whole_model: bool,
+        before_update: Callable[[], None],
     ) -> None:
         self.restore_start(start)
         self.clear_gradients()
@@ -390,6 +396,7 @@ class Model:
         finally:
             self.communicator.replayed = dict.fromkeys(Direction)
         self._reduce_gradients(None if whole_model else record.tied_gradient)
+        before_update()
         self.update(record.gradients)
         self.gather()
 

@@ -17,7 +17,7 @@ import pytest
 from allpairspy import AllPairs
 
 from moe_ckpt.engine.session import Session
-from moe_ckpt.errors import NothingLeftError
+from moe_ckpt.errors import NothingLeftError, PeersLostError
 from moe_ckpt.events import CheckpointSkipped, Rejoined, StageRecovered
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
@@ -26,7 +26,7 @@ from tests.engine.configs import config
 from tests.engine.copies import answer_copies
 from tests.engine.damage import flip_a_bit, rewrite_headers
 from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
-from tests.engine.model import Shape
+from tests.engine.model import MICRO_BATCHES, Shape
 
 PAIR, PIPE = Shape(pp=2, dp=1), Shape(pp=3, dp=1)
 
@@ -121,6 +121,47 @@ def test_only_stages_of_dead_ranks_replay(
     assert replayed(job) == dict.fromkeys(replaying, 4), "from the window of iterations 1 to 3 up to 5"
     assert [event.iteration for event in rejoined(job)] == [5] * shape.world_size
     assert {rank for rank in job.ranks if job.events(StageRecovered, rank)} == replaying
+
+
+@pytest.mark.parametrize(
+    ("shape", "moment", "dead", "replaying"),
+    [
+        pytest.param(PIPE, "backward 1", 2, {0: 4, 2: 4}, id="nothing is replayed yet"),
+        pytest.param(PIPE, "backward 3", 2, {0: 2, 2: 4}, id="between two snapshots"),
+        pytest.param(PIPE, f"forward {4 * MICRO_BATCHES}", 2, {0: 1, 2: 4}, id="between two micro-batches"),
+        pytest.param(Shape(pp=3), "backward 3", 4, {0: 2, 1: 2, 4: 4, 5: 4}, id="two ranks a stage"),
+        pytest.param(PIPE, "step 3", 2, {0: 4, 2: 4}, id="in the middle of an update"),
+        pytest.param(PIPE, "backward 3", 1, {0: 4, 1: 4}, id="a neighbour: both start over, jointly"),
+    ],
+)
+def test_a_replay_goes_on_while_another_stage_fails(
+    shape: Shape, moment: str, dead: int, replaying: dict[int, int], tmp_path: Path
+) -> None:
+    """Rank 0 replays iterations 2 to 5, and another stage's rank dies as it begins that forward, backward or step."""
+    faults = [Fault(rank=0, phase=Phase.REDUCE, iteration=6), Fault(rank=dead, phase=Phase.DONE)]
+    job = ThreadJob(tmp_path, config("moevement", window=3), shape, faults=faults)
+    kind, number = moment.split()
+
+    def arm(rank: int, _: Session) -> None:
+        if rank != 0 or len(job.struck) != 1:
+            return
+        model, numbers = job.models[0], itertools.count(1)
+
+        def reach(*_: object) -> None:
+            if next(numbers) == int(number):
+                job.kill(dead)
+                raise PeersLostError("in place of the next exchange with other ranks")
+            if kind != "step":
+                model.arm(kind, reach)
+
+        if kind == "step":
+            model.adam.register_step_post_hook(reach)
+        else:
+            model.arm(kind, reach)
+
+    job.on_worker.append(arm)
+    assert job.run() == uninterrupted(shape, 8)
+    assert replayed(job) == replaying
 
 
 def test_a_stage_is_rebuilt_from_a_window_before_a_long_pause(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from launcher.loop import MegatronLoop, StageRunner
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, PeersLostError
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.replay import StageReplay, require_replayable
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, small_state
@@ -105,12 +105,34 @@ class _Job(NoHooks):
         """Return copies of what this rank sent in the last iteration."""
         return {way: [tensor.clone() for tensor in self.boundary.sent(LAST, way)] for way in Direction}
 
-    def run_again(self, ends: LoggedEnds, record: StepRecord | None = None, *, whole_model: bool = False) -> str:
+    def run_again(
+        self,
+        ends: LoggedEnds,
+        record: StepRecord | None = None,
+        *,
+        whole_model: bool = False,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> str:
         """Replay the last iteration and return the digest of what it leads to."""
         self.boundary.begin(LAST)
-        self.replay.replay(record or self.records[LAST], self.starts[LAST], ends, whole_model=whole_model)
+        record = record or self.records[LAST]
+        self.replay.replay(record, self.starts[LAST], ends, whole_model=whole_model, before_update=before_update)
         self.boundary.end()
         return digest_of(self.state)
+
+    def cut_off_and_undo(self, ends: LoggedEnds, record: StepRecord, *, whole_model: bool) -> None:
+        """Replay the last iteration until its gradients are complete, and leave the state as it was before."""
+
+        def lose_peers() -> None:
+            raise PeersLostError("a rank of another stage died")
+
+        self.replay.begin(LAST)
+        before = digest_of(self.state)
+        with pytest.raises(PeersLostError):
+            self.run_again(ends, record, whole_model=whole_model, before_update=lose_peers)
+        assert digest_of(self.state) != before
+        self.replay.abandon_pass()
+        self.replay.restore_start(self.starts[LAST], undo=LAST)
 
 
 def _num_stages() -> int:
@@ -148,6 +170,7 @@ def _replay_segment(overrides: tuple[str, ...], first: int, last: int) -> None:
         whole_model = last - first + 1 == _num_stages()
         if whole_model:  # then stages exchange the tied gradient again, and its log does not matter
             record = _without_tied_gradient(record)
+        job.cut_off_and_undo(ends, record, whole_model=whole_model)
         job.run_again(ends, record, whole_model=whole_model)
     dist.barrier()
     assert digest_of(job.state) == live

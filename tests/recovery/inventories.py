@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 
 TARGET = 14
 
 
 def window(start: int, *, num_slots: int = 3, steps_to: int = TARGET, cut: str = "a") -> WindowRef:
     return WindowRef(start=start, num_slots=num_slots, steps_to=steps_to, cut=cut)
+
+
+def replayed(window: WindowRef, iteration: int) -> ReplayedState:
+    return ReplayedState(states=window.states, cut=window.cut, iteration=iteration)
 
 
 def inventory(
@@ -20,6 +24,7 @@ def inventory(
     *,
     held: Mapping[int, Sequence[WindowRef]] | None = None,
     logged: tuple[int, int] = (6, TARGET),
+    replayed_to: int | None = None,
 ) -> Inventory:
     return Inventory(
         global_rank=global_rank,
@@ -28,4 +33,5 @@ def inventory(
         held={owner: tuple(copies) for owner, copies in (held or {}).items()},
         logged_from=logged[0],
         logged_to=logged[1],
+        replayed=None if replayed_to is None else replayed(windows[0], replayed_to),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 
-from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.recovery.target import Standing, Target, plan_target
 from moe_ckpt.replication.placement import copy_holders, num_nodes
@@ -69,10 +69,14 @@ class Kept:
 
 @dataclass(kw_only=True, slots=True)
 class Rank:
-    """A process, and its host memory: its own windows by their start, and those held for others by owner and start."""
+    """A process, and its host memory: its own windows by their start, and those held for others by owner and start.
+
+    `replayed`: `state` is that of a replay which was cut off.
+    """
 
     reached: int | None = 0
     state: int = 0
+    replayed: ReplayedState | None = None
     next_state: int | None = None  # what the gradients that it holds lead to
     whole: bool = True
     logs: dict[int, Sent] = field(default_factory=dict)
@@ -80,7 +84,7 @@ class Rank:
     held: dict[int, dict[int, Kept]] = field(default_factory=dict)
 
     def die(self) -> None:
-        self.reached, self.next_state, self.whole = None, None, False
+        self.reached, self.next_state, self.whole, self.replayed = None, None, False, None
         self.logs.clear()
 
     def step(self, *, whole: bool) -> None:
@@ -218,6 +222,7 @@ class Job:
             held={owner: tuple(kept.ref for kept in windows.values()) for owner, windows in rank.held.items()},
             logged_from=first,
             logged_to=last,
+            replayed=rank.replayed,
         )
 
     def plan(self) -> tuple[Target | None, RecoveryPlan]:
@@ -270,24 +275,28 @@ class Job:
         inside = self.shape.ranks(stages)
         kept = {global_rank: self.ranks[global_rank].windows[rollback.window_start] for global_rank in inside}
         assert all(window.ref.num_slots == rollback.num_slots for window in kept.values())
-        for global_rank in inside:
-            self.ranks[global_rank].reached, self.ranks[global_rank].next_state = None, None
         states = {global_rank: window.state for global_rank, window in kept.items()}
-        last = (
-            self.random.randint(rollback.window_start, target - 1)
-            if torn and target > rollback.window_start
-            else target
-        )
-        for iteration in range(rollback.window_start + 1, last + 1):
+        first = rollback.starts_from
+        if rollback.resumed_at is not None:
+            states = {global_rank: self.ranks[global_rank].state for global_rank in inside}
+        for rank in (self.ranks[global_rank] for global_rank in inside):
+            rank.reached, rank.next_state, rank.replayed = None, None, None
+        last = self.random.randint(first, target - 1) if torn and target > first else target
+        for iteration in range(first + 1, last + 1):
             assert all(window.ref.steps_to >= iteration for window in kept.values()), "no step log"
             next_to = [*range(inside[0] - width, inside[0]), *range(inside[-1] + 1, inside[-1] + 1 + width)]
             logs = {rank: self.ranks[rank].logs[iteration] for rank in next_to if 0 <= rank < len(self.ranks)}
             states, sent = iterate(iteration, self.shape, stages, states, logs)
             for global_rank in inside if self.boundary_log else ():
                 self.ranks[global_rank].logs[iteration] = sent[global_rank]
-        for global_rank in inside if last == target else ():
+        late = self.random.choice([0, 0, 0.3])  # ranks that are cut off in their update
+        for global_rank in inside:
             rank = self.ranks[global_rank]
-            rank.reached, rank.state, rank.whole = target, states[global_rank], True
+            if last == target:
+                rank.reached, rank.state, rank.whole = target, states[global_rank], True
+            elif self.random.random() >= late:
+                rank.state = states[global_rank]
+                rank.replayed = ReplayedState(states=rollback.states, cut=kept[global_rank].ref.cut, iteration=last)
 
     def assert_as_without_faults(self) -> None:
         assert [rank.reached for rank in self.ranks] == [self.at] * len(self.ranks)

@@ -50,6 +50,7 @@ def outcomes_of(target: Target | None, plan: RecoveryPlan) -> list[str]:
         "apart": len(plan.rollbacks) > 1,
         "finishing": bool(target.finishing_stages - rolling),
         "fetches": bool(plan.fetches),
+        "goes on with a replay": any(rollback.resumed_at is not None for rollback in plan.rollbacks),
         "ends earlier": plan.target_iteration < target.iteration,
     }
     return [name for name, is_so in names.items() if is_so]
@@ -60,5 +61,5 @@ def test_jobs_with_all_kinds_of_faults_go_on_as_if_there_were_none(num_jobs: int
     outcomes: Counter[str] = Counter()
     for seed in range(num_jobs):
         outcomes.update(run(Random(seed)))
-    assert len(outcomes) == 12, outcomes
+    assert len(outcomes) == 13, outcomes
     assert min(outcomes.values()) > least, outcomes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import Fetch, RecoveryPlan, Rollback, Segment, plan_recovery, plan_segments
-from tests.recovery.inventories import TARGET, inventory, window
+from tests.recovery.inventories import TARGET, inventory, replayed, window
 
 Row = tuple[Sequence[int], int]
 """What a rank has: the starts of its windows, of 3 slots and with steps to 14, and where its log to 14 begins."""
@@ -211,3 +212,32 @@ def test_lines_of_a_plan(rollbacks: list[Rollback], fetches: list[Fetch], num_st
         target_iteration=TARGET, num_stages=num_stages, rollbacks=tuple(rollbacks), fetches=tuple(fetches)
     )
     assert made.lines() == [*expected, "all stages: go on after iteration 14"]
+
+
+@pytest.mark.parametrize(
+    ("replayed_to", "resumed_at", "words"),
+    [
+        ((12, 12), 12, "replay iterations 13 to 14, after the replay of the window at 10 that was cut off at 12"),
+        ((14, 14), 14, "nothing is left to replay, after the replay of the window at 10 that was cut off at 14"),
+        ((12, 11), None, "replay iterations 11 to 14 from the window at 10"),
+        ((12, None), None, "replay iterations 11 to 14 from the window at 10"),
+        ((15, 15), None, "replay iterations 11 to 14 from the window at 10"),
+    ],
+    ids=["both at 12", "both at the target", "one earlier", "one in its update", "beyond the target"],
+)
+def test_a_replay_that_was_cut_off_goes_on_where_all_its_ranks_are(
+    replayed_to: tuple[int | None, ...], resumed_at: int | None, words: str
+) -> None:
+    lost = [inventory(rank, 0, [window(10)], replayed_to=to) for rank, to in enumerate(replayed_to)]
+    planned = plan([0], [*lost, inventory(2, 1, [window(10)])])
+    assert planned.rollbacks == (replace(rollback(0, 0, 10), resumed_at=resumed_at),)
+    assert planned.lines()[0] == f"stage 0: {words}"
+
+
+def test_a_cut_off_replay_of_another_window_or_segment_starts_over() -> None:
+    other_cut = replace(inventory(0, 0, [window(10)]), replayed=replayed(window(10, cut="b"), 12))
+    older = replace(inventory(0, 0, [window(10), window(5)]), replayed=replayed(window(5), 12))
+    for first in (other_cut, older):
+        assert plan([0], [first, inventory(1, 1, [window(10)])]).rollbacks == (rollback(0, 0, 10),)
+    joint = [inventory(0, 0, [window(10)], replayed_to=12), inventory(1, 1, [window(10)]), inventory(2, 2)]
+    assert plan([0, 1], joint).rollbacks == (rollback(0, 1, 10),)
