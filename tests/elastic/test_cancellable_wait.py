@@ -36,11 +36,7 @@ def ending(outcome: WaitResult) -> str:
         return str(error)
 
 
-ENDINGS: dict[Settle, str] = {
-    succeed: "in time",
-    fail: "its own error",
-    abandon: "abandoned: other ranks were lost",
-}
+ENDINGS: dict[Settle, str] = {succeed: "in time", fail: "its own error", abandon: "abandoned: other ranks were lost"}
 
 
 def settle_at(start: threading.Barrier, settle: Settle, outcome: WaitResult) -> None:
