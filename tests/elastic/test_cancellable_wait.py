@@ -11,9 +11,7 @@ import pytest
 
 from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
 from moe_ckpt.errors import PeersLostError
-
-WAIT_S = 30.0
-
+from tests.waits import WAIT_S
 
 Settle = Callable[[WaitResult], None]
 

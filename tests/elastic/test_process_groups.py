@@ -39,8 +39,9 @@ from tests.elastic.collectives import (
     ones,
     plain,
 )
-from tests.elastic.workers import WAIT_S, meet, open_groups, open_store, own_rank, wait_until
+from tests.elastic.workers import meet, open_groups, open_store, own_rank, wait_until
 from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.waits import WAIT_S
 
 PATIENT = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=WAIT_S)
 

@@ -15,8 +15,8 @@ from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.generations import Member, Membership
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.status_page import StatusPage
+from tests.waits import WAIT_S
 
-WAIT_S = 30.0
 GRACE_S = 0.05
 
 

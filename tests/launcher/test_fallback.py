@@ -75,36 +75,14 @@ def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
     """Snapshots every 5 iterations in memory, on peers and local disks; whole checkpoints every 4."""
     memory, disk = "host memory at iteration {}", "local disk at iteration {}"
     checkpoints = tmp_path / "run" / "checkpoints"
-    twenty = checkpoints / "iter_0000020"
+    down = [(6, memory.format(5)), (6, disk.format(5))]
+    all_the_way = [(25, memory.format(21)), (25, disk.format(21)), (25, f"{checkpoints}/iter_0000020 at iteration 20")]
+    lost: dict[str, Any] = {"kills": [1, 2, 3], "then": lose_nodes, "replaying": (), "resumed": "iter_0000004"}
     faults = [
-        all_go_back(
-            "a corrupt snapshot, on disks as well",
-            5,
-            Point(0, Phase.REDUCE, 8),
-            steps_down=[(6, memory.format(5)), (6, disk.format(5))],
-        ),
-        all_go_back(
-            "replaced ranks do not trust it either",
-            4,
-            Point(0, Phase.REDUCE, 7, skip=0),
-            kills=[1, 2, 3],
-            then=lose_nodes,
-            replaying=(),
-            resumed="iter_0000004",
-        ),
-        all_go_back(
-            "a corrupt snapshot, and a newer checkpoint",
-            14,
-            Point(0, Phase.REDUCE, 18),
-            steps_down=[(15, memory.format(14))],
-        ),
-        all_go_back(
-            "training itself diverges",
-            21,
-            Point(0, Phase.REDUCE, 24),
-            steps_down=[(25, memory.format(21)), (25, disk.format(21)), (25, f"{twenty} at iteration 20")],
-            diverges=(25,),
-        ),
+        all_go_back("a corrupt snapshot, on disks as well", 5, Point(0, Phase.REDUCE, 8), steps_down=down),
+        all_go_back("replaced ranks do not trust it either", 4, Point(0, Phase.REDUCE, 7, skip=0), **lost),
+        all_go_back("and a newer checkpoint", 14, Point(0, Phase.REDUCE, 18), steps_down=[(15, memory.format(14))]),
+        all_go_back("training diverges", 21, Point(0, Phase.REDUCE, 24), steps_down=all_the_way, diverges=(25,)),
         all_go_back("long after a load", 25, Point(1, Phase.REDUCE, 29), diverges=(31,)),
     ]
     settings = ("ckpt.every_iters=5", "ckpt.disk_every_iters=5", "ckpt.durable_every_iters=4", "ckpt.keep=9")
