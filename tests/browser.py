@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-_ROOT = Path(__file__).resolve().parents[1]
-_INSTALLED = (_ROOT / ".venv" / "chromium", Path(sys.prefix) / "chromium")
+from tests.scenarios import ROOT
+
+_INSTALLED = (ROOT / ".venv" / "chromium", Path(sys.prefix) / "chromium")
 _OWN = ("chromium", "chromium-browser", "google-chrome", "chrome")
-ARTEFACTS = _ROOT / "artefacts"
+ARTEFACTS = ROOT / "artefacts"
 
 
 @contextlib.contextmanager

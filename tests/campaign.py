@@ -31,6 +31,7 @@ from launcher.proc import stands_still
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage, strike_this_process
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.survey import CopySurvey
+from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
     Event,
     GenerationEnded,
@@ -44,6 +45,8 @@ from moe_ckpt.events import (
     TrainerStarted,
     read_events,
 )
+from moe_ckpt.replication import sender
+from moe_ckpt.replication.connection import Connection
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob, JobFailedError
 from tests.references import Outcome, uninterrupted
@@ -191,6 +194,14 @@ def lose_nodes(job: ElasticJob, ranks: Sequence[int]) -> None:
     job.lose_nodes(*ranks)
 
 
+def kill_a_daemon(job: ElasticJob, ranks: Sequence[int]) -> None:
+    """Kill rank 3's daemon, then ranks, once rank 2 has left the generation: one that stands still must not go on."""
+    generation = job.page(2).generation
+    os.kill(job.daemon_pid(3), signal.SIGKILL)
+    job.wait_for(lambda: job.page(2).generation > generation or None, "the end of the generation")
+    job.kill(*ranks)
+
+
 def all_go_back(name: str, to: int | Collection[int], *at: Point, world_size: int = 4, **more: Any) -> Fault:
     """Return a fault after which all ranks load the snapshot of this iteration, or of one of these."""
     options: dict[str, Any] = {"replaying": range(world_size)} | more
@@ -202,10 +213,9 @@ def call_is_a_point(
     name: str,
     phase: Phase,
     *,
-    is_after: bool = False,
     when: Callable[..., bool] = lambda *_: True,
 ) -> None:
-    """Let a rank enter `phase` once more whenever it calls this method, before the call or after it; in a setup."""
+    """Let a rank enter `phase` once more whenever it is about to call this method; in a setup."""
     pages: list[StatusPage] = []
     join, call = StatusPage.join, getattr(owner, name)
 
@@ -214,16 +224,24 @@ def call_is_a_point(
         join(self, generation)
 
     def enter_and_call(*arguments: Any, **options: Any) -> Any:
-        is_point = when(*arguments)
-        if is_point and not is_after:
+        if when(*arguments):
             pages[0].enter(phase)
-        returned = call(*arguments, **options)
-        if is_point and is_after:
-            pages[0].enter(phase)
-        return returned
+        return call(*arguments, **options)
 
     StatusPage.join = remember  # type: ignore[method-assign]
     setattr(owner, name, enter_and_call)
+
+
+def copies_fail(*beginnings: str) -> None:
+    """Let no blob whose key begins like this reach a peer; in a setup."""
+    put = sender._Lane._put
+
+    def put_others(self: sender._Lane, link: Connection, key: str) -> None:
+        if key.startswith(beginnings):
+            raise CheckpointSaveError("a test lets this copy fail")
+        put(self, link, key)
+
+    sender._Lane._put = put_others
 
 
 class CampaignError(AssertionError):

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -47,21 +46,6 @@ _ENDING_S = 5.0
 
 class JobFailedError(AssertionError):
     """A job failed, hung, or left something behind; the message has what its processes said."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Death:
-    """A rank sends itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time, in its `life`."""
-
-    rank: int
-    phase: Phase
-    iteration: int
-    number: signal.Signals = signal.SIGKILL
-    skip: int = 0
-    life: int = 0
-
-    def order(self, job: ElasticJob) -> None:
-        job.order(self.rank, self.phase, iteration=self.iteration, skip=self.skip, number=self.number, life=self.life)
 
 
 class ElasticJob:

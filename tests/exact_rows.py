@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-
-from allpairspy import AllPairs
 
 from tests.made_once import made_once
 from tests.scenarios import BIAS, DENSE_TP2, FP16_SKIPPING_AT_FIRST, GPT_STYLE, LINEAR_BIAS, TIED, UNSHARDED
@@ -29,7 +27,7 @@ Loss = tuple[int, int, str] | tuple[int, int, str, int]
 ITERATIONS_AFTER_THE_LAST_LOSS = 3
 _SEQUENCES_OF_A_MICRO_BATCH = 2
 _NUM_EXPERTS = 4
-_ROUNDS = 100
+_SEED = 25
 
 
 PHASES = ("forward", "backward", "step", "between")
@@ -167,62 +165,31 @@ def _can_be_saved(row: Row) -> bool:
 
 
 def _choose_rows() -> Sequence[Row]:
-    """Let AllPairs choose, then find fewer: it leaves out pairs, and its last rows are there for a few pairs each."""
-    values, required = list(AXES.values()), dict[str, str]()
-
-    def is_wanted(chosen: list[str]) -> bool:
-        row = _as_row(chosen)
-        return is_possible(row) and required.items() <= {**required, **row}.items()
-
-    found = list(AllPairs(values, filter_func=is_wanted))
-    missing = possible_pairs().difference(*(pairs_of(_as_row(chosen)) for chosen in found))
+    """Put into each row all pairs that are missing and go together, in an order that leads to few rows."""
+    missing, found = possible_pairs(), list[Row]()
+    order = sorted(sorted(pair) for pair in missing)
+    random.Random(_SEED).shuffle(order)
     while missing:
-        more = AllPairs(values, filter_func=is_wanted, previously_tested=found)
-        required |= min(sorted(pair) for pair in missing)
-        found.append(next(more))
-        missing -= pairs_of(_as_row(found[-1]))
-        required.clear()
+        row: Row = {}
+        for pair in order:
+            both = {**row, **dict(pair)}
+            if frozenset(pair) in missing and row.items() <= both.items() and can_be_completed(both):
+                row = both
+        found.append(_completed(row))
+        missing -= pairs_of(found[-1])
+    return found
 
-    generator = random.Random(0)
-    fewest = _fewer([_as_row(chosen) for chosen in found])
-    for _ in range(_ROUNDS):
-        again = _fewer([_completed(row, generator) for row in generator.sample(fewest, len(fewest))])
-        fewest = min(again, fewest, key=len)
-    return [_completed(row) for row in fewest]
+
+def _completed(row: Row) -> Row:
+    """Return the row with the first possible values of all axes that it lacks."""
+    for axis, values in AXES.items():
+        if axis not in row:
+            row = {**row, axis: next(value for value in values if can_be_completed({**row, axis: value}))}
+    return {axis: row[axis] for axis in AXES}
 
 
 def name_of(row: Row) -> str:
     return ", ".join(f"{axis} {value}" for axis, value in row.items())
-
-
-def _as_row(chosen: Sequence[str]) -> Row:
-    return dict(zip(AXES, chosen, strict=False))
-
-
-def _fewer(found: Iterable[Row]) -> list[Row]:
-    """Leave out of each row all values but those of pairs that no row before it holds, then put rows together."""
-    held, parts = set[Pair](), list[Row]()
-    for row in found:
-        parts.append({axis: value for pair in pairs_of(row) - held for axis, value in pair})
-        held |= pairs_of(row)
-    together = list[Row]()
-    for part in sorted(parts, key=len, reverse=True):
-        fitting = (i for i, row in enumerate(together) if row.items() <= {**row, **part}.items())
-        place = next((i for i in fitting if can_be_completed({**together[i], **part})), None)
-        if place is None:
-            together.append(part)
-        else:
-            together[place] = {**together[place], **part}
-    return together
-
-
-def _completed(row: Row, generator: random.Random | None = None) -> Row:
-    """Return the row with values for all axes: the first ones that are possible, or random ones."""
-    for axis in AXES if generator is None else generator.sample(list(AXES), len(AXES)):
-        values = AXES[axis] if generator is None else generator.sample(AXES[axis], len(AXES[axis]))
-        if axis not in row:
-            row = {**row, axis: next(value for value in values if can_be_completed({**row, axis: value}))}
-    return {axis: row[axis] for axis in AXES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,79 +209,34 @@ def job_of(row: Row) -> Job:
     if window == "3" and row["windows kept"] == "two":
         first += 3
     iterations = (first, first, first + 1, first + 1)
-    lost = [
-        loss
-        for it, phase, kind in zip(iterations, PHASES, layout.lost, strict=True)
-        for loss in _losses(it, phase, kind, layout)
+    lost: list[Loss] = [
+        (iteration, stage, phase, *dp_rank)
+        for iteration, phase, kind in zip(iterations, PHASES, layout.lost, strict=True)
+        for stage, *dp_rank in LOST[kind](layout.pp)
     ]
-    return _job(
-        layout,
-        lost,
-        training=_overrides(TRAINING, row),
-        snapshots=(f"ckpt.window={window}", *_overrides(RECOVERY, row)),
-        micro_batches=int(row["micro-batches"]),
-    )
-
-
-def _losses(iteration: int, phase: str, kind: str, layout: Layout) -> Iterable[Loss]:
-    for stage, *dp_rank in LOST[kind](layout.pp):
-        yield (iteration, stage, phase, *dp_rank)
+    recovery = (f"ckpt.window={window}", *_overrides(RECOVERY, row))
+    return _job(layout, lost, _overrides(TRAINING, row), recovery, int(row["micro-batches"]))
 
 
 def _job(
-    layout: Layout,
-    lost: Sequence[Loss],
-    *,
-    training: tuple[str, ...],
-    snapshots: tuple[str, ...],
-    micro_batches: int = 2,
+    layout: Layout, lost: Sequence[Loss], training: tuple[str, ...], snapshots: tuple[str, ...], micro_batches: int = 2
 ) -> Job:
-    return Job(
-        world_size=layout.world_size,
-        training=(
-            f"parallel.pp={layout.pp}",
-            f"model.num_layers={layout.num_layers}",
-            f"train.global_batch_size={_SEQUENCES_OF_A_MICRO_BATCH * layout.dp * micro_batches}",
-            f"train.iterations={lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS}",
-            *training,
-        ),
-        snapshots=snapshots,
-        lost=tuple(lost),
+    size = (
+        f"parallel.pp={layout.pp}",
+        f"model.num_layers={layout.num_layers}",
+        f"train.global_batch_size={_SEQUENCES_OF_A_MICRO_BATCH * layout.dp * micro_batches}",
+        f"train.iterations={lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS}",
     )
+    return Job(world_size=layout.world_size, training=(*size, *training), snapshots=snapshots, lost=tuple(lost))
 
 
 def _overrides(axes: Mapping[str, Mapping[str, tuple[str, ...]]], row: Row) -> tuple[str, ...]:
     return tuple(override for axis, values in axes.items() for override in values[row[axis]])
 
 
-def _long_job(layout: Layout, *lost: Loss, window: int = 3) -> Job:
-    return _job(layout, lost, training=layout.overrides, snapshots=(f"ckpt.window={window}",))
-
-
-_PP2, _PP4 = LAYOUTS["PP2"], LAYOUTS["PP4"]
-
-_EIGHT_RANKS = Layout(pp=4, dp=2, num_layers=4, lost=_PP4.lost)
+_PP2 = LAYOUTS["PP2"]
 
 _OPERATORS_OF_A_STAGE = 2 + _NUM_EXPERTS + 2
 """A layer with its gate and experts, and the final norm and the output of the last stage."""
 
-LONG_JOBS = {
-    "window of all operators": _long_job(_PP2, (10, 1, "step"), window=_OPERATORS_OF_A_STAGE),
-    "eight ranks": _long_job(_EIGHT_RANKS, (5, 2, "backward")),
-    "each stage in turn": _long_job(_PP4, (5, 0, "forward"), (6, 1, "backward"), (8, 2, "step"), (9, 3, "between")),
-    "one stage again": _long_job(_PP2, (5, 1, "step"), (5, 1, "between"), (6, 1, "forward"), (6, 1, "step")),
-    "neighbours in a row": _long_job(_PP2, (5, 1, "step"), (5, 0, "between"), (6, 1, "backward")),
-    "single ranks": _long_job(_PP2, (5, 1, "forward", 0), (6, 0, "step", 1), (6, 1, "between", 1)),
-    "window of 5": _long_job(_PP2, (12, 1, "forward"), (14, 0, "step"), window=5),
-}
-"""Jobs that lose state in another order than those of the rows, or have another window."""
-
-
-def single_losses() -> dict[str, Job]:
-    """Return a job for each layout, phase and choice of stages that go together."""
-    found: dict[str, Job] = {}
-    for (name, layout), phase, kind in product(LAYOUTS.items(), PHASES, LOST):
-        lost = list(_losses(5, phase, kind, layout))
-        if lost and (layout.dp > 1 or kind != "one rank") and (layout.pp > 1 or kind in ("first", "one rank")):
-            found[f"{name}, {kind}, {phase}"] = _long_job(layout, *lost)
-    return found
+WINDOW_OF_ALL_OPERATORS = _job(_PP2, [(10, 1, "step")], _PP2.overrides, (f"ckpt.window={_OPERATORS_OF_A_STAGE}",))

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,8 +21,7 @@ from typing import Any
 
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.status_page import Phase, StatusPage
-from tests.ranks import _CONTEXT
-from tests.waits import START_S, WAIT_S
+from tests.elastic.processes import Child
 
 RECOVERS_AT = 8
 ITERATION = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)
@@ -60,10 +59,10 @@ class Died:
 class Job:
     """A running job: what a test may ask of it."""
 
-    def __init__(self, run: Path, walks: list[Walk]) -> None:
+    def __init__(self, run: Path, walks: list[Walk], stack: ExitStack) -> None:
         self.run = run
         self._walks = walks
-        self._supervisors = [_Guard(walk) for walk in walks]
+        self._supervisors = [_Supervisor(stack, _supervise, walk) for walk in walks]
         for supervisor in self._supervisors:
             assert supervisor.hear() == "ready"
 
@@ -74,7 +73,7 @@ class Job:
         return StatusPage(self.memory(rank) / "page")
 
     def supervisor_pid(self, rank: int) -> int:
-        return self._supervisors[rank].process.pid
+        return self._supervisors[rank].pid
 
     def kill_supervisor(self, rank: int) -> None:
         """Kill a supervisor with its worker; nothing of them is left to be replaced."""
@@ -82,7 +81,10 @@ class Job:
 
     def next_word(self, rank: int) -> str:
         """Wait for what a rank says next: `parked PID`, `died PID`, or nothing once it has ended."""
-        return self._supervisors[rank].hear()
+        try:
+            return self._supervisors[rank].hear()
+        except EOFError:
+            return ""
 
     def wait_for_death(self, rank: int, *, times: int = 1) -> Died:
         """Wait until a rank's worker has died, or so many one after the other; return how the last one died."""
@@ -110,45 +112,24 @@ class Job:
 
     def release(self, rank: int) -> None:
         """Let a supervisor that holds replace its worker."""
-        self._supervisors[rank].connection.send("go on")
+        self._supervisors[rank].tell("go on")
 
     def deaths(self, rank: int) -> list[Died]:
         path = self._walks[rank].deaths
         return [Died(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for_end(self) -> None:
-        for supervisor in self._supervisors:
-            supervisor.process.join(WAIT_S)
-            assert supervisor.process.exitcode == 0
-
-    def end(self) -> None:
-        for supervisor in self._supervisors:
-            supervisor.kill()
-            supervisor.process.join()
-            supervisor.process.close()
-            supervisor.connection.close()
+        assert [supervisor.exit_status() for supervisor in self._supervisors] == [0] * len(self._supervisors)
 
 
-class _Guard:
-    """A supervisor's process, the leader of a process group with its worker, and a connection to both."""
-
-    def __init__(self, walk: Walk) -> None:
-        self.connection, theirs = _CONTEXT.Pipe()
-        self.process: Any = _CONTEXT.Process(target=_supervisor, args=(walk, theirs))
-        self.process.start()
-        theirs.close()
-
-    def hear(self) -> str:
-        assert self.connection.poll(START_S), "a rank says nothing"
-        try:
-            return self.connection.recv()
-        except EOFError:
-            return ""
+class _Supervisor(Child):
+    """A supervisor, the leader of a process group with its worker, and a connection to both."""
 
     def kill(self) -> None:
-        if self.process.exitcode is None:
+        if self._process.exitcode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
+        super().kill()
 
 
 @contextmanager
@@ -156,11 +137,9 @@ def running_job(folder: Path, world_size: int, **walk: Any) -> Iterator[Job]:
     """Run a job in `folder`/run until the block ends; no process of it outlives that. `walk`: see `Walk`."""
     run = make_run(folder / "run", world_size)
     ranks = range(world_size)
-    job = Job(run, [Walk(run=run, memory=folder / f"rank{rank:04d}", global_rank=rank, **walk) for rank in ranks])
-    try:
-        yield job
-    finally:
-        job.end()
+    walks = [Walk(run=run, memory=folder / f"rank{rank:04d}", global_rank=rank, **walk) for rank in ranks]
+    with ExitStack() as stack:
+        yield Job(run, walks, stack)
 
 
 @contextmanager
@@ -183,7 +162,7 @@ def rewrite_live(run: Path, rank: int, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def _supervisor(walk: Walk, connection: Connection) -> None:
+def _supervise(connection: Connection, walk: Walk) -> None:
     os.setsid()
     connection.send("ready")
     walk.memory.mkdir()

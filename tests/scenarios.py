@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
 PP2 = ("parallel.pp=2",)
 PP4 = ("parallel.pp=4", "model.num_layers=4", "train.global_batch_size=8")
 BIAS = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")
@@ -16,12 +20,7 @@ FP16_SKIPPING_AT_FIRST = (
 TIED = ("model.tied_embeddings=true",)
 UNSHARDED = ("train.distributed_optimizer=false",)
 DENSE_TP2 = ("model.num_experts=0", "parallel.ep=1", "parallel.tp=2")
-GPT_STYLE = (
-    "model.position_embedding=learned",
-    "model.normalization=LayerNorm",
-    "model.activation=gelu",
-)
-EIGHT = ("model.num_experts=8",)
+GPT_STYLE = ("model.position_embedding=learned", "model.normalization=LayerNorm", "model.activation=gelu")
 MOC = ("ckpt.k_snapshot=2", "ckpt.k_persist=1")
 """Two of the experts of each layer to memory, one to storage."""
 LINEAR_BIAS = ("model.linear_bias=true",)

@@ -8,9 +8,10 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.elastic.processes import WAIT_S, Watch
+from tests.elastic.processes import Watch
+from tests.scenarios import ROOT
+from tests.waits import WAIT_S
 
-ROOT = Path(__file__).parents[1]
 LONG_IMPORT = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(120)\n"
 AGENT = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
 ORPHAN = """

@@ -8,129 +8,33 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.events import (
-    CapacityBoosted,
-    CheckpointFailed,
-    CheckpointSaved,
-    CheckpointSkipped,
-    Evaluated,
-    Event,
-    EventLog,
-    EventsLost,
-    ExpertPopularity,
-    ExpertsChosen,
-    ExpertsOrdered,
-    GenerationEnded,
-    GradientsLost,
-    GradientsSent,
-    HostMemoryUsed,
-    IntervalChosen,
-    IterationCommitted,
-    LossNotFinite,
-    ModelBuilt,
-    Rejoined,
-    ReplayDiffered,
-    RunFinished,
-    SnapshotTaken,
-    StageRecovered,
-    StateDigest,
-    StateLost,
-    StateResharded,
-    StateResumed,
-    TokensLost,
-    TrainerStarted,
-    WindowChosen,
-    WindowPersisted,
-    WindowReplicated,
-    read_events,
-)
+from moe_ckpt.events import CheckpointFailed, Evaluated, Event, EventLog, EventsLost, IterationCommitted, read_events
 
-COMMITTED = IterationCommitted(
-    iteration=7,
-    loss=1.0 / 3.0,
-    grad_norm=2.5,
-    loss_scale=65536.0,
-    learning_rate=1e-4,
-    skipped=False,
-    seconds=0.125,
-    stall_s=0.0,
-    sent_activation_bytes=1 << 40,
-    sent_gradient_bytes=0,
-)
-OVERFLOWED = IterationCommitted(
-    iteration=8,
-    loss=float("inf"),
-    grad_norm=None,
-    loss_scale=32768.0,
-    learning_rate=0.0,
-    skipped=True,
-    seconds=1e-9,
-    stall_s=3.5,
-    sent_activation_bytes=0,
-    sent_gradient_bytes=12,
-)
-EVENTS: tuple[Event, ...] = (
-    TrainerStarted(pid=12, host="node-3", life=0, device="NVIDIA H100"),
-    StateResumed(iteration=50, source="/run/iter_0000050", seconds=1.5, passed_over=["local disk: damaged"]),
-    StateResharded(iteration=50, saved_at="PP=2 DP=2 EP=2 TP=1", loaded_at="PP=1 DP=4 EP=4 TP=1"),
-    CheckpointSkipped(source="/run/iter_0000100", reason="got 3 bytes\nwanted 4 \u2028 bytes"),
-    LossNotFinite(iteration=51, loss="nan", source="/run/iter_0000050", action="goes on"),
-    COMMITTED,
-    OVERFLOWED,
-    Evaluated(iteration=50, loss=2.25),
-    CheckpointSaved(iteration=50, directory="/run/iter_0000050", size_bytes=1 << 40, seconds=3.0, stall_s=0.5),
-    CheckpointFailed(iteration=60, reason='No space left on "/run"'),
-    ExpertsChosen(iteration=4, memory=[[0, 3], [1]], on_peers=[[3], []], on_disk=[[], []], by_gradient=[[3], []]),
-    TokensLost(iteration=4, layers=[1], lost_by_layer=[30], lost_by_expert=[[10, 20]], plt=0.01, mlt=0.02),
-    IntervalChosen(iteration=4, every_iters=3, best=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, snapshot_cost_s=0.1),
-    WindowPersisted(window_start=4, seconds=0.5),
-    GradientsSent(iteration=4, size_bytes=400, tap_s=0.001, lag_iters=1),
-    GradientsLost(iteration=4, reason="a server lags"),
-    WindowReplicated(window_start=4, size_bytes=1200, num_peers=1, seconds=0.5, span_s=2.0, ago_s=0.125),
-    ExpertPopularity(iteration=4, layers=["layer 1"], tokens=[[10, 0.5]]),
-    ExpertsOrdered(iteration=4, num_slots=3, layers=["layer 1"], slots=[[2, 0]]),
-    WindowChosen(iteration=4, num_slots=3, fitting=2, iteration_s=0.5, copy_bytes_per_s=2.5e9, reordered=True),
-    SnapshotTaken(iteration=5, window_start=4, slot=1, num_slots=3, size_bytes=400, dense_bytes=1200, copy_s=0.001),
-    HostMemoryUsed(
-        full_bytes=1200,
-        compute_bytes=200,
-        buffer_bytes=8,
-        boundary_log_bytes=64,
-        step_log_bytes=32,
-        allocated_bytes=3000,
-        double_buffered_dense_bytes=2400,
-    ),
-    StateLost(iteration=8, phase="backward"),
-    StageRecovered(
-        iteration=7, window_start=4, first_stage=1, last_stage=2, replayed_iters=3, fetched_bytes=96, seconds=0.25
-    ),
-    ReplayDiffered(iteration=7, operators=["layer 1 expert 2"]),
-    CapacityBoosted(iteration=9, layers=["layer 1"], capacity=[[110, 100, 100]], deficit=[[30, 0, 0]]),
-    GenerationEnded(generation=2, reason="rank 1 (pid 5) died of SIGKILL", left_unix_s=1.5),
-    Rejoined(
-        generation=3,
-        iteration=7,
-        joined_unix_s=2.5,
-        deaths=["rank 1 (pid 5) died of SIGKILL"],
-        detect_s=0.25,
-        rebuild_s=0.5,
-        fetch_s=0.0,
-        replay_s=0.75,
-        fetched_bytes=0,
-        executed_iters=2,
-    ),
-    ModelBuilt(seconds=0.125),
-    StateDigest(iteration=7, digest="00ff"),
-    EventsLost(count=3),
-    RunFinished(iteration=200, digest="00ff"),
-)
+VALUES = {int: 1 << 40, float: 1.0 / 3.0, bool: True, str: "got 3 bytes\nwanted 4 \u2028 bytes"}
+
+
+def value_of(hint: Any) -> Any:
+    """Return a value of a field's type; None is left out."""
+    inner = get_args(hint)
+    if not inner:
+        return VALUES[hint]
+    return [value_of(inner[0])] * 2 if get_origin(hint) is list else value_of(inner[0])
+
+
+def event_of(kind: type[Event]) -> Event:
+    return kind(**{name: value_of(hint) for name, hint in get_type_hints(kind).items()})
+
+
+EVENTS = [event_of(kind) for kind in get_args(Event)]
+OVERFLOWED = replace(event_of(IterationCommitted), loss=float("inf"), grad_norm=None)
 
 
 def open_log(path: Path, origin: float = 0.0) -> EventLog:
@@ -163,11 +67,7 @@ def files_at_most(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_there_is_an_example_of_every_event_type() -> None:
-    assert {type(event) for event in EVENTS} == set(get_args(Event))
-
-
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("event", [*EVENTS, OVERFLOWED], ids=lambda event: type(event).__name__)
 def test_every_event_type_is_read_as_it_was_appended(tmp_path: Path, event: Event) -> None:
     append_all(tmp_path / "rank0003.jsonl", event)
     assert read(tmp_path / "rank0003.jsonl") == [event]

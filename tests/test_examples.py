@@ -17,9 +17,10 @@ from launcher.faults.carry_out import carry_out
 from moe_ckpt.faults.schedule import Kill
 from tests.agent import run_job
 from tests.ranks import _CONTEXT
+from tests.scenarios import ROOT
 from tests.waits import START_S
 
-OWN_LOOP = Path(__file__).parents[1] / "examples" / "own_loop.py"
+OWN_LOOP = ROOT / "examples" / "own_loop.py"
 
 
 def run_own_loop(run: Path) -> int:

@@ -17,10 +17,11 @@ from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import ReadyGradients
 from tests.made_once import made_once
 from tests.ranks import rank_store, run_ranks
+from tests.scenarios import ROOT
 
 T = TypeVar("T")
 
-LICENSE_AS_TEXT = ("data=text", f"data.path={Path(__file__).parents[1] / 'LICENSE'}")  # the same bytes everywhere
+LICENSE_AS_TEXT = ("data=text", f"data.path={ROOT / 'LICENSE'}")  # the same bytes everywhere
 
 FAST = (
     "train.sequence_length=16",

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from tests.waits import START_S
+from tests.waits import START_S, WAIT_S
 
 CONTEXT = multiprocessing.get_context("forkserver")
-WAIT_S = 30.0
 
 
 class Child:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic.backends import GlooBackend, NcclBackend
 from moe_ckpt.errors import PeersLostError
-from tests.elastic.workers import WAIT_S, wait_until
+from tests.elastic.workers import wait_until
 from tests.ranks import RankFailedError, run_ranks
+from tests.waits import WAIT_S
 
 # The sockets that are a generation's.
 

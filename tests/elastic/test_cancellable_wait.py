@@ -11,9 +11,7 @@ import pytest
 
 from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
 from moe_ckpt.errors import PeersLostError
-
-WAIT_S = 30.0
-
+from tests.waits import WAIT_S
 
 Settle = Callable[[WaitResult], None]
 
@@ -36,11 +34,7 @@ def ending(outcome: WaitResult) -> str:
         return str(error)
 
 
-ENDINGS: dict[Settle, str] = {
-    succeed: "in time",
-    fail: "its own error",
-    abandon: "abandoned: other ranks were lost",
-}
+ENDINGS: dict[Settle, str] = {succeed: "in time", fail: "its own error", abandon: "abandoned: other ranks were lost"}
 
 
 def settle_at(start: threading.Barrier, settle: Settle, outcome: WaitResult) -> None:

@@ -18,8 +18,9 @@ from moe_ckpt.elastic.process_failure import Death
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.types import Phase
-from tests.elastic.workers import GRACE_S, WAIT_S, meet, open_membership, open_store, own_rank
+from tests.elastic.workers import GRACE_S, meet, open_membership, open_store, own_rank
 from tests.ranks import run_ranks
+from tests.waits import WAIT_S
 
 Both = tuple[Generations, Generations]
 

@@ -39,8 +39,9 @@ from tests.elastic.collectives import (
     ones,
     plain,
 )
-from tests.elastic.workers import WAIT_S, meet, open_groups, open_store, own_rank, wait_until
+from tests.elastic.workers import meet, open_groups, open_store, own_rank, wait_until
 from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.waits import WAIT_S
 
 PATIENT = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=WAIT_S)
 
@@ -371,17 +372,10 @@ class HeldTransport:
         return True
 
 
-def open_held_groups(transport: HeldTransport, timeouts: GroupTimeouts) -> ElasticGroups:
-    groups = ElasticGroups(transport, timeouts, lambda waiting: None)
-    groups.register()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
-    return groups
-
-
 def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
     """Return how forming ended, how many groups its threads made, and how many are in the next generation."""
     transport = HeldTransport()
-    groups = open_held_groups(transport, GroupTimeouts(form_s=0.02, operation_s=WAIT_S, abort_s=WAIT_S))
+    groups = open_groups(0, 2, form_s=0.02, transport=transport)
     for _ in range(7):
         dist.new_group([0, 1], backend=CPU_BACKEND)
     outcome = outcome_of(lambda: groups.form(dist.HashStore(), 1))
@@ -404,7 +398,7 @@ def test_a_thread_that_is_late_in_forming_ends_with_its_generation() -> None:
 def form_while_the_generation_ends() -> str:
     transport = HeldTransport()
     transport.held.set()
-    groups = open_held_groups(transport, PATIENT)
+    groups = open_groups(0, 2, transport=transport)
     transport.when_formed = groups.cut
     return outcome_of(lambda: groups.form(dist.HashStore(), 1))
 
@@ -439,9 +433,7 @@ class LikeNcclTransport(GlooBackend):
 
 def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
     """Return what operations gave, how many are kept as unfinished, and how one ends after a cut."""
-    groups = ElasticGroups(LikeNcclTransport(), PATIENT, lambda waiting: None)
-    groups.register()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    groups = open_groups(own_rank(), 2, transport=LikeNcclTransport())
     groups.form(open_store(folder), 1)
     calls = (all_reduce, all_reduce_later, broadcast, broadcast_object, barrier, all_gather_into_tensor)
     results = [plain(call(dist.group.WORLD, [0, 1])) for call in calls]
@@ -519,11 +511,7 @@ def exchange_in_batches(folder: str) -> tuple[str, list[float], int, str, int]:
 
     And how many batches are open then.
     """
-    groups = ElasticGroups(
-        SerialTransport(), GroupTimeouts(form_s=WAIT_S, operation_s=3.0, abort_s=WAIT_S), lambda waiting: None
-    )
-    groups.register()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    groups = open_groups(own_rank(), 2, operation_s=3.0, transport=SerialTransport())
     groups.form(open_store(folder), 1)
     other, received = 1 - own_rank(), torch.zeros(2)
     both_send_first = [dist.P2POp(dist.isend, ones(2), other), dist.P2POp(dist.irecv, received, other)]
@@ -653,9 +641,7 @@ class DeviceTransport(HeldTransport):
 def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
     """Return whether a device's sockets work as its groups are aborted, and after the cut of the host's groups."""
     transport = DeviceTransport()
-    groups = ElasticGroups(transport, PATIENT, lambda waiting: None)
-    groups.register()
-    dist.init_process_group(CPU_BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=2)
+    groups = open_groups(own_rank(), 2, transport=transport, world=CPU_BACKEND)
     dist.new_group([0, 1], backend=BACKEND)
     groups.form(open_store(folder), 1)
     meet(open_store(folder), "both have formed", 2)

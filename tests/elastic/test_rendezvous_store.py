@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic.rendezvous_store import PollingStore
 from moe_ckpt.errors import PeersLostError
-from tests.elastic.workers import WAIT_S
+from tests.waits import WAIT_S
 
 
 def polling(client: dist.Store, *, is_over: Callable[[], bool] = lambda: False, timeout_s: float = WAIT_S) -> Any:

@@ -16,9 +16,10 @@ from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_o
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import start_ticks
 from moe_ckpt.snapshot.blobs import own_path
-from tests.elastic.processes import WAIT_S, Child
+from tests.elastic.processes import Child
 from tests.elastic.workers import wait_until
 from tests.ranks import rank_store, run_ranks
+from tests.waits import WAIT_S
 
 
 def live_on(connection: Connection) -> None:

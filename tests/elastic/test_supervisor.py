@@ -23,7 +23,8 @@ from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.supervisor import Supervisor, SupervisorLimits, die_with_parent
 from moe_ckpt.types import Phase
 from tests.elastic.processes import Child, Watch
-from tests.elastic.workers import WAIT_S, open_store
+from tests.elastic.workers import open_store
+from tests.waits import WAIT_S
 
 HANG_S = 1.0
 PATIENT = SupervisorLimits(heartbeat_s=WAIT_S, progress_s=WAIT_S, max_deaths=3)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,8 +15,8 @@ from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.generations import Member, Membership
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.status_page import StatusPage
+from tests.waits import WAIT_S
 
-WAIT_S = 30.0
 GRACE_S = 0.05
 
 
@@ -44,13 +45,15 @@ def open_groups(
     *,
     form_s: float = WAIT_S,
     operation_s: float = WAIT_S,
-    on_wait: Callable[[bool], None] = lambda waiting: None,
+    on_wait: Callable[..., None] = lambda waiting: None,
+    transport: Any = None,
+    world: str = BACKEND,
 ) -> ElasticGroups:
-    """Make the world a group that outlives generations; nobody else is in it yet."""
+    """Make the world a group that outlives generations, over gloo or another transport; it has this rank alone yet."""
     timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, abort_s=WAIT_S)
-    groups = ElasticGroups(GlooBackend(), timeouts, on_wait)
+    groups = ElasticGroups(transport or GlooBackend(), timeouts, on_wait)
     groups.register()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=global_rank, world_size=world_size)
+    dist.init_process_group(world, store=dist.HashStore(), rank=global_rank, world_size=world_size)
     return groups
 
 

@@ -215,12 +215,7 @@ def test_every_rank_may_be_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("scope", "rank", "hit"),
-    [
-        ("process", 5, (5,)),
-        ("node", 0, (0, 1, 2, 3)),
-        ("node", 3, (0, 1, 2, 3)),
-        ("node", 4, (4, 5, 6)),
-    ],
+    [("process", 5, (5,)), ("node", 0, (0, 1, 2, 3)), ("node", 3, (0, 1, 2, 3)), ("node", 4, (4, 5, 6))],
 )
 def test_victims(scope: str, rank: int, hit: tuple[int, ...]) -> None:
     assert victims(Kill(rank=rank, scope=scope, after_s=0.0), world_size=7, ranks_per_node=4) == hit

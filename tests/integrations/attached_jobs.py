@@ -21,9 +21,9 @@ from moe_ckpt.agent import die_with_parent
 from moe_ckpt.events import StateDigest, TrainerStarted, read_events
 from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import FOLDER
+from tests.scenarios import ROOT
 
 T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "megatron_lm.py"
 NUM_RANKS, NUM_ITERS = 4, 6
 _, _, _WORDS = (ROOT / "examples" / "megatron_lm.sh").read_text().partition(f"-- examples/{EXAMPLE.name} ")

@@ -20,8 +20,8 @@ from moe_ckpt.integrations import megatron_lm_seams as seams
 from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal, refusal_table, require_supported
 from moe_ckpt.run_elastic import run_elastic
 from scripts.fetch_megatron_lm import FOLDER
+from tests.scenarios import ROOT
 
-ROOT = Path(__file__).parents[2]
 FINE = {
     "num_experts": 4,
     "use_distributed_optimizer": True,

@@ -32,11 +32,7 @@ from tests.launcher.errors import error_of
 FILES = sorted(CONF_DIR.glob("*/*.yaml"))
 CHOICES = {group: sorted(path.stem for path in FILES if path.parent.name == group) for group in GROUPS}
 NEED_A_PATH = ("data=text", "data=megatron", "fault=trace")
-KINDS: dict[str, type[Any]] = {
-    **get_type_hints(Settings),
-    "cluster": ClusterConfig,
-    "experiment": ExperimentConfig,
-}
+KINDS: dict[str, type[Any]] = {**get_type_hints(Settings), "cluster": ClusterConfig, "experiment": ExperimentConfig}
 TRAIN_KEYS = sorted(field.name for field in fields(TrainConfig))
 
 

@@ -71,41 +71,6 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(tmp_path: P
     assert outcome.digests == {iteration: expected.digests[iteration] for iteration in (3, 6, 9)}
 
 
-def test_an_error_in_training_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    with ElasticJob(2, tmp_path, *LONG, setup=_let_rank_one_fail) as job:
-        said = job.wait_for_failure()
-    assert said.count("ZeroDivisionError: of the user") == 1, said
-    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [1, 1]
-
-
-def test_an_error_that_comes_back_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    with ElasticJob(2, tmp_path, *LONG, setup=_let_rank_one_fail_on_its_device) as job:
-        said = job.wait_for_failure()
-    assert said.count("error: rank 1 failed again in iteration 4 at the same place") == 1, said
-    assert "RuntimeError: CUDA error: an illegal memory access" in said
-    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [1, 2]
-
-
-def test_a_trainer_that_dies_whenever_it_starts_ends_the_job(tmp_path: Path) -> None:
-    with ElasticJob(2, tmp_path, *LONG, "runtime.max_deaths=3", setup=_let_rank_one_die) as job:
-        said = job.wait_for_failure()
-    assert said.count("error: rank 1 died 3 times in a row without progress (runtime.max_deaths=3), giving up") == 1
-    assert said.count("died of SIGSEGV in build") == 4, "each death is told, and once more why no other follows"
-
-
-def test_a_worker_that_cannot_start_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    with ElasticJob(2, tmp_path, *LONG, setup=_let_rank_one_not_start) as job:
-        said = job.wait_for_failure()
-    assert said.count("ZeroDivisionError: at start") == 1, said
-
-
-def test_a_setting_that_cannot_be_is_one_error(tmp_path: Path) -> None:
-    with ElasticJob(2, tmp_path, *LONG, "parallel.pp=3") as job:
-        said = job.wait_for_failure()
-    assert said.count("error: parallel.pp * parallel.tp: got 3, wanted a divisor of 2 processes") == 1, said
-    assert said.count("error: ") == 1, said
-
-
 def _let_rank_one_fail(error: Exception | None = None) -> None:
     train_on = StageRunner.train_on
 
@@ -135,3 +100,50 @@ def _let_rank_one_not_start() -> None:
             raise ZeroDivisionError("at start")
 
     MegatronLoop.__init__ = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("settings", "setup", "says", "lives"),
+    [
+        ((), _let_rank_one_fail, {"ZeroDivisionError: of the user": 1}, [1, 1]),
+        (
+            (),
+            _let_rank_one_fail_on_its_device,
+            {
+                "error: rank 1 failed again in iteration 4 at the same place": 1,
+                "\nRuntimeError: CUDA error: an illegal memory access": 1,
+            },
+            [1, 2],
+        ),
+        (
+            ("runtime.max_deaths=3",),
+            _let_rank_one_die,
+            {
+                "error: rank 1 died 3 times in a row without progress (runtime.max_deaths=3), giving up": 1,
+                "died of SIGSEGV in build": 4,  # each death, and once more why no other follows
+            },
+            None,
+        ),
+        ((), _let_rank_one_not_start, {"ZeroDivisionError: at start": 1}, None),
+        (
+            ("parallel.pp=3",),
+            None,
+            {"error: ": 1, "error: parallel.pp * parallel.tp: got 3, wanted a divisor of 2 processes": 1},
+            None,
+        ),
+        (("ckpt.network_interface=eth77",), None, {"error: ckpt.network_interface: got 'eth77'": 1}, None),
+    ],
+    ids=["in training", "that comes back", "a death at each start", "at start", "a setting", "an interface"],
+)
+def test_an_error_ends_the_job_and_is_said_once(
+    settings: tuple[str, ...],
+    setup: Callable[[], None] | None,
+    says: dict[str, int],
+    lives: list[int] | None,
+    tmp_path: Path,
+) -> None:
+    with ElasticJob(2, tmp_path, *LONG, *settings, setup=setup) as job:
+        said = job.wait_for_failure()
+    assert {text: said.count(text) for text in says} == says, said
+    if lives:
+        assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == lives

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import functools
-import signal
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import IntervalChosen, SnapshotTaken, WindowPersisted
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.replication import sender
-from moe_ckpt.replication.connection import Connection
 from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase
-from tests.campaign import Fault, Point, all_go_back, call_is_a_point, lose_nodes, stretches_of, survive
-from tests.elastic_job import ElasticJob
-from tests.scenarios import BIAS, FP16_SKIPPING, PP4, TIED, UNSHARDED
+from tests.campaign import Fault, Point, all_go_back, call_is_a_point, copies_fail, lose_nodes, stretches_of, survive
+from tests.scenarios import BIAS, FP16_SKIPPING, TIED, UNSHARDED
 from tests.training import events_of
 
 RANKS = range(4)
 EVERY_3 = ("ckpt.every_iters=3",)
-SYNC = "ckpt.async_save=false"
 
 
 def loading_is_a_point_and_copies_fail() -> None:
     """Let a rank enter RECOVERY once more when it loads a snapshot. No copy of a snapshot of iteration 18 arrives."""
     call_is_a_point(RankOperators, "load", Phase.RECOVERY)
-    put = sender._Lane._put
-
-    def put_others(self: sender._Lane, link: Connection, key: str) -> None:
-        if key.startswith("snapshot-18-"):
-            raise CheckpointSaveError("a test lets this copy fail")
-        put(self, link, key)
-
-    sender._Lane._put = put_others
+    copies_fail("snapshot-18-")
 
 
-def gemini_faults() -> list[Fault]:
+def test_gemini_goes_back_to_memory_or_peers_or_a_checkpoint(tmp_path: Path) -> None:
     first, again = Point(2, Phase.STEP, 2), Point(1, Phase.RECOVERY)
-    return [
+    lost: dict[str, Any] = {"then": lose_nodes, "fetched": True}
+    lost_for_good: dict[str, Any] = {"then": lose_nodes, "replaying": (), "resumed": "iter_0000024"}
+    faults = [
         all_go_back("in the first iteration", 0, Point(2, Phase.BACKWARD, 1), replaying=()),
         all_go_back("while it loads the first snapshot", 0, first, Point(2, Phase.RECOVERY, skip=1)),
         all_go_back("as an iteration begins", 3, Point(0, Phase.FORWARD, 6)),
@@ -49,30 +39,18 @@ def gemini_faults() -> list[Fault]:
         all_go_back("between update and gather", 9, Point(0, Phase.STEP, 12, skip=1)),
         all_go_back("between iterations", 12, Point(3, Phase.BETWEEN, 14)),
         all_go_back("again while all go back", 15, Point(1, Phase.BACKWARD, 18), again),
-        all_go_back(
-            "a node without the newest copy", 15, Point(0, Phase.REDUCE, 20), kills=[2], then=lose_nodes, fetched=True
-        ),
-        all_go_back("two nodes", (15, 21), Point(3, Phase.REDUCE, 23), kills=[1, 2], then=lose_nodes, fetched=True),
-        Fault(
-            name="all copies of a rank",
-            at=[Point(3, Phase.REDUCE, 26)],
-            kills=[0, 1],
-            then=lose_nodes,
-            back_to=24,
-            replaying=(),
-            executed=0,
-            resumed="iter_0000024",
-        ),
+        all_go_back("a node without the newest copy", 15, Point(0, Phase.REDUCE, 20), kills=[2], **lost),
+        all_go_back("two nodes", (15, 21), Point(3, Phase.REDUCE, 23), kills=[1, 2], **lost),
+        all_go_back("all copies of a rank", 24, Point(3, Phase.REDUCE, 26), kills=[0, 1], **lost_for_good),
         all_go_back("in the last iteration", 27, Point(2, Phase.BACKWARD, 30)),
     ]
-
-
-def test_gemini_goes_back_to_memory_or_peers_or_a_checkpoint(tmp_path: Path) -> None:
     training = ("train.iterations=30", *FP16_SKIPPING, *TIED, *UNSHARDED)
-    settings = (*EVERY_3, "ckpt.durable_every_iters=8", SYNC)
-    survive(
-        tmp_path, gemini_faults(), *training, ckpt="gemini", settings=settings, setup=loading_is_a_point_and_copies_fail
+    settings, setup = (
+        (*EVERY_3, "ckpt.durable_every_iters=8", "ckpt.async_save=false"),
+        loading_is_a_point_and_copies_fail,
     )
+    setup = loading_is_a_point_and_copies_fail
+    survive(tmp_path, faults, *training, ckpt="gemini", settings=settings, setup=setup)
 
 
 def test_checkfreq_goes_back_to_memory_or_local_disks(tmp_path: Path) -> None:
@@ -91,13 +69,12 @@ def test_checkfreq_goes_back_to_memory_or_local_disks(tmp_path: Path) -> None:
     assert all(events_of(job.run, WindowPersisted, rank) for rank in RANKS)
 
 
-def test_all_copies_are_gone_and_the_job_says_so(tmp_path: Path) -> None:
-    with ElasticJob(4, tmp_path, "train.iterations=200", *EVERY_3, ckpt="gemini") as job:
-        job.wait_until(0, 4, Phase.FORWARD)
-        job.lose_nodes(0, 1)
-        said = job.wait_for_failure()
-    assert said.count("error: ") == 1, said
-    assert "cannot be rebuilt" in said
+@pytest.mark.full
+def test_two_nodes_are_lost_of_three_copies(tmp_path: Path) -> None:
+    node = functools.partial(all_go_back, kills=[1, 2], then=lose_nodes, fetched=True)
+    faults = [node("two nodes", (3, 6), Point(3, Phase.REDUCE, 8))]
+    settings = (*EVERY_3, "ckpt.replicas=2")
+    survive(tmp_path, faults, "train.iterations=10", ckpt="gemini", settings=settings)
 
 
 def test_the_interval_is_chosen_by_measurements_and_kept(tmp_path: Path) -> None:
@@ -118,36 +95,3 @@ def test_the_interval_is_chosen_by_measurements_and_kept(tmp_path: Path) -> None
     rejoined = stretches_of(job.run, 0)[1].rejoined
     assert rejoined
     assert rejoined.iteration in [event.iteration for event in chosen[0]], "what was measured before a fault counts"
-
-
-STANDS_STILL = Point(3, Phase.BACKWARD, 6, number=signal.SIGSTOP)
-VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Point]] = {
-    "no copies": (4, (), ("ckpt.replicas=0",), Point(1, Phase.BACKWARD, 6)),
-    "PP 4": (4, PP4, (), Point(1, Phase.BACKWARD, 6)),
-    "one stage": (2, ("parallel.pp=1",), (), Point(1, Phase.BACKWARD, 6)),
-    "DP 4": (8, ("train.global_batch_size=16",), (), Point(1, Phase.BACKWARD, 6)),
-    "a process stands still": (4, (), ("runtime.heartbeat_s=3",), STANDS_STILL),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("policy", ["gemini", "checkfreq"])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_all_go_back_in_every_layout(policy: str, name: str, tmp_path: Path) -> None:
-    if (policy, name) == ("checkfreq", "no copies"):
-        pytest.skip("checkfreq has none")
-    world_size, layout, settings, point = VARIANTS[name]
-    faults = [
-        all_go_back("first", 3, point, world_size=world_size),
-        all_go_back("second", 6, Point(0, Phase.STEP, 9, skip=1), world_size=world_size),
-    ]
-    training = ("train.iterations=10", *layout)
-    survive(tmp_path, faults, *training, world_size=world_size, ckpt=policy, settings=(*EVERY_3, *settings))
-
-
-@pytest.mark.full
-def test_two_nodes_are_lost_of_three_copies(tmp_path: Path) -> None:
-    node = functools.partial(all_go_back, kills=[1, 2], then=lose_nodes, fetched=True)
-    faults = [node("two nodes", (3, 6), Point(3, Phase.REDUCE, 8))]
-    settings = (*EVERY_3, "ckpt.replicas=2")
-    survive(tmp_path, faults, "train.iterations=10", ckpt="gemini", settings=settings)

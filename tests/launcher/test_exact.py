@@ -14,8 +14,8 @@ import pytest
 from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateLost, StateResumed
 from tests.exact_rows import (
     ITERATIONS_AFTER_THE_LAST_LOSS,
-    LONG_JOBS,
     TRAINING,
+    WINDOW_OF_ALL_OPERATORS,
     Job,
     Row,
     job_of,
@@ -24,7 +24,6 @@ from tests.exact_rows import (
     possible_pairs,
     resumed_rows,
     rows,
-    single_losses,
 )
 from tests.ranks import RankFailedError
 from tests.references import outcome_of, uninterrupted
@@ -41,33 +40,20 @@ def test_resumed_rows_hold_every_setting_of_a_training() -> None:
     assert held >= {(axis, value) for axis, values in TRAINING.items() for value in values}
 
 
-@pytest.mark.parametrize("job", [pytest.param(job_of(row), id=name_of(row)) for row in rows()])
+JOBS = {**{name_of(row): job_of(row) for row in rows()}, "window of all operators": WINDOW_OF_ALL_OPERATORS}
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_recovered_run_equals_the_uninterrupted_one(job: Job, tmp_path: Path) -> None:
-    _check_recovery(job, tmp_path)
+    result = train(job.world_size, tmp_path, *losing(*job.lost), *job.snapshots, *job.training)
 
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(job, id=name, marks=() if name == "window of all operators" else pytest.mark.full)
-        for name, job in {**LONG_JOBS, **single_losses()}.items()
-    ],
-)
-def test_recovered_run_is_exact_at_any_loss(job: Job, tmp_path: Path) -> None:
-    _check_recovery(job, tmp_path)
-
-
-def _check_recovery(job: Job, folder: Path) -> None:
-    result = train(job.world_size, folder, *losing(*job.lost), *job.snapshots, *job.training)
-
-    lost = [
-        (loss.iteration, loss.phase) for rank in range(job.world_size) for loss in events_of(folder, StateLost, rank)
-    ]
+    losses = [loss for rank in range(job.world_size) for loss in events_of(tmp_path, StateLost, rank)]
+    lost = [(loss.iteration, loss.phase) for loss in losses]
     assert set(lost) == {(iteration, phase) for iteration, _, phase, *_ in job.lost}
     assert result["iteration"] == job.lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS
-    skipped = {event.skipped for event in events_of(folder, IterationCommitted)}
+    skipped = {event.skipped for event in events_of(tmp_path, IterationCommitted)}
     assert skipped == ({True, False} if set(FP16_SKIPPING_AT_FIRST) <= set(job.training) else {False})
-    assert outcome_of(folder, result) == uninterrupted(job.world_size, *job.training)
+    assert outcome_of(tmp_path, result) == uninterrupted(job.world_size, *job.training)
 
 
 # --- a run that has ended goes on from a checkpoint on disk
@@ -109,9 +95,6 @@ def test_a_run_resumes_exactly_before_its_first_update(optimizer: tuple[str, ...
         ((0, 1), 5, "after-save", 5),
         ((0,), 4, "while-saving", 2),
         ((1,), 3, "gradients", 2),
-        pytest.param((0, 1), 3, "start", 2, marks=pytest.mark.full),
-        pytest.param((0, 1), 4, "before-save", 2, marks=pytest.mark.full),
-        pytest.param((0, 1), 4, "after-save", 4, marks=pytest.mark.full),
     ],
 )
 def test_killed_run_resumes_exactly(

@@ -24,11 +24,9 @@ from moe_ckpt.types import Phase
 from tests.campaign import Point, all_go_back, call_is_a_point, lose_nodes, survive
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.references import uninterrupted
-from tests.restarts import checkpoint_name
 from tests.scenarios import BIAS
-from tests.training import Kill, KillingHooks, events_of, fast, train
+from tests.training import Kill, KillingHooks, events_of, fast
 
-RANKS = range(4)
 GOES_ON = "training goes on as it is: nothing else leads elsewhere"
 
 
@@ -77,40 +75,14 @@ def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
     """Snapshots every 5 iterations in memory, on peers and local disks; whole checkpoints every 4."""
     memory, disk = "host memory at iteration {}", "local disk at iteration {}"
     checkpoints = tmp_path / "run" / "checkpoints"
-    twenty = checkpoints / checkpoint_name(20)
+    down = [(6, memory.format(5)), (6, disk.format(5))]
+    all_the_way = [(25, memory.format(21)), (25, disk.format(21)), (25, f"{checkpoints}/iter_0000020 at iteration 20")]
+    lost: dict[str, Any] = {"kills": [1, 2, 3], "then": lose_nodes, "replaying": (), "resumed": "iter_0000004"}
     faults = [
-        all_go_back(
-            "a corrupt snapshot, on disks as well",
-            5,
-            Point(0, Phase.REDUCE, 8),
-            steps_down=[(6, memory.format(5)), (6, disk.format(5))],
-        ),
-        all_go_back(
-            "replaced ranks do not trust it either",
-            4,
-            Point(0, Phase.REDUCE, 7, skip=0),
-            kills=[1, 2, 3],
-            then=lose_nodes,
-            replaying=(),
-            resumed="iter_0000004",
-        ),
-        all_go_back(
-            "a corrupt snapshot, and a newer checkpoint",
-            14,
-            Point(0, Phase.REDUCE, 18),
-            steps_down=[(15, memory.format(14))],
-        ),
-        all_go_back(
-            "training itself diverges",
-            21,
-            Point(0, Phase.REDUCE, 24),
-            steps_down=[
-                (25, memory.format(21)),
-                (25, disk.format(21)),
-                (25, f"{twenty} at iteration 20"),
-            ],
-            diverges=(25,),
-        ),
+        all_go_back("a corrupt snapshot, on disks as well", 5, Point(0, Phase.REDUCE, 8), steps_down=down),
+        all_go_back("replaced ranks do not trust it either", 4, Point(0, Phase.REDUCE, 7, skip=0), **lost),
+        all_go_back("and a newer checkpoint", 14, Point(0, Phase.REDUCE, 18), steps_down=[(15, memory.format(14))]),
+        all_go_back("training diverges", 21, Point(0, Phase.REDUCE, 24), steps_down=all_the_way, diverges=(25,)),
         all_go_back("long after a load", 25, Point(1, Phase.REDUCE, 29), diverges=(31,)),
     ]
     settings = ("ckpt.every_iters=5", "ckpt.disk_every_iters=5", "ckpt.durable_every_iters=4", "ckpt.keep=9")
@@ -126,42 +98,6 @@ def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
     assert f"{disk.format(5)}: loss nan in iteration 6" in resumed[1].passed_over
     assert f"{disk.format(5)}: not trusted" in resumed[2].passed_over
     assert f"all ranks go on from {checkpoints}/iter_0000016 at iteration 16; passed over" in job.said()
-
-
-@pytest.mark.full
-def test_with_nothing_else_training_goes_on_and_says_so(tmp_path: Path) -> None:
-    faults = [
-        all_go_back("one", 6, Point(0, Phase.REDUCE, 8), steps_down=[(8, "host memory at iteration 6")], diverges=(8,))
-    ]
-    settings = ("ckpt.every_iters=3",)
-    setup = functools.partial(diverge, (8,))
-    job = survive(tmp_path, faults, "train.iterations=12", ckpt="gemini", settings=settings, setup=setup)
-    assert events_of(job.run, LossNotFinite, 1)[0].action == GOES_ON
-
-
-def make_four_wrong_and_diverge_in_nine() -> None:
-    spoil((4,), by_bit=True)
-    diverge_once(9, rank=3)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ckpt", ["checkfreq", "gemini"])
-def test_states_saved_since_a_bad_load_are_not_used(ckpt: str, tmp_path: Path) -> None:
-    """In 9 there are later ones in memory, in a checkpoint and, of checkfreq, on disks."""
-    settings = ("ckpt.every_iters=2", "ckpt.durable_every_iters=3", "ckpt.async_save=false", "runtime.suspect_iters=5")
-    faults = [
-        all_go_back("a wrong snapshot", 4, Point(0, Phase.BACKWARD, 6), steps_down=[(9, "host memory at iteration 4")]),
-        all_go_back("after the step down", 3, Point(2, Phase.REDUCE, 4)),
-    ]
-    setup = make_four_wrong_and_diverge_in_nine
-    job = survive(tmp_path, faults, "train.iterations=12", ckpt=ckpt, settings=settings, setup=setup)
-    checkpoints = job.run / "checkpoints"
-    (told,) = events_of(job.run, LossNotFinite, 1)
-    assert told.action == f"back to {checkpoints}/iter_0000003 at iteration 3"
-    (resumed,) = events_of(job.run, StateResumed, 1)
-    not_trusted = [reason.split(" at ")[0] for reason in resumed.passed_over if reason.endswith(": not trusted")]
-    on_disk = ["local disk"] if ckpt == "checkfreq" else []
-    assert sorted(not_trusted) == sorted([f"{checkpoints}/iter_0000006", *on_disk])
 
 
 def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
@@ -193,9 +129,8 @@ def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
     [
         (MegatronDurableState, "load", ("ckpt.durable_every_iters=4", "ckpt.replicas=0"), {}),
         (LocalDisk, "restore", ("ckpt.disk_every_iters=3", "ckpt.replicas=0"), {"resumed": "local disk"}),
-        pytest.param(LocalDisk, "restore", ("ckpt.disk_every_iters=3",), {"fetched": True}, marks=pytest.mark.full),
     ],
-    ids=["a checkpoint", "a local disk", "a local disk, with peers"],
+    ids=["a checkpoint", "a local disk"],
 )
 def test_a_rank_dies_while_all_step_down(
     owner: type, name: str, settings: tuple[str, ...], serves: dict[str, Any], tmp_path: Path
@@ -208,23 +143,6 @@ def test_a_rank_dies_while_all_step_down(
     setup = functools.partial(loading_from_disk_is_a_point, owner, name, tmp_path / "loads")
     settings = ("ckpt.every_iters=3", "ckpt.async_save=false", *settings)
     survive(tmp_path, faults, "train.iterations=12", ckpt="gemini", settings=settings, setup=setup)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model", [BIAS, ()])
-def test_a_corrupt_checkpoint_is_used_once_without_supervisors(model: tuple[str, ...], tmp_path: Path) -> None:
-    dense = (*model, "ckpt=dense", "ckpt.every_iters=2")
-    settings = compose_settings((*fast(*dense, "train.iterations=8"), f"run.dir={tmp_path}"))
-    with pytest.raises(RankFailedError):
-        run_ranks(2, _save_a_bad_one_and_die, settings, tmp_path, math.nan)
-
-    result = train(2, tmp_path, *dense, "train.iterations=8")
-
-    (told,) = events_of(tmp_path, LossNotFinite)
-    assert (told.iteration, Path(told.source.split(" ")[0]).name) == (5, "iter_0000004")
-    assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [4, 2]
-    assert [event.iteration for event in events_of(tmp_path, CheckpointSaved)] == [2, 4, 4, 6, 8]
-    assert result["digest_per_rank"] == uninterrupted(2, *model, "train.iterations=8").digest_per_rank
 
 
 def _save_a_bad_one_and_die(settings: Settings, folder: Path, by: float) -> None:
@@ -243,14 +161,13 @@ def _save_a_bad_one_and_die(settings: Settings, folder: Path, by: float) -> None
     run(settings, store=rank_store(), around_hooks=lambda hooks: KillingHooks(hooks, kill, folder))
 
 
-@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.full)])
-def test_states_saved_since_a_bad_load_are_not_used_without_supervisors(asynchronous: str, tmp_path: Path) -> None:
+def test_states_saved_since_a_bad_load_are_not_used_without_supervisors(tmp_path: Path) -> None:
     training = ("train.iterations=8", *BIAS)
     dense = ("ckpt=dense", "ckpt.every_iters=2", "ckpt.keep=3", *training, f"run.dir={tmp_path}")
     with pytest.raises(RankFailedError):
         run_ranks(2, _save_a_bad_one_and_die, compose_settings(fast(*dense)), tmp_path, 1e-3)
 
-    again = compose_settings(fast(*dense, "runtime.suspect_iters=3", f"ckpt.async_save={asynchronous}"))
+    again = compose_settings(fast(*dense, "runtime.suspect_iters=3", "ckpt.async_save=true"))
     result = run_ranks(2, _tell_in_seven, again)[0]
 
     assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [4, 2]

@@ -28,9 +28,8 @@ from moe_ckpt.elastic.live_workers import read_live, read_written
 from moe_ckpt.elastic.status_page import Phase
 from moe_ckpt.faults.schedule import Kill, has_come, poisson_kills
 from tests.jobs import RECOVERS_AT, Died, Job, make_run, parked_job, rewrite_live, running_job
+from tests.scenarios import ROOT
 from tests.waits import WAIT_S
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

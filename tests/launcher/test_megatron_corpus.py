@@ -13,6 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from moe_ckpt.events import StateResumed
 from tests.ranks import RankFailedError
+from tests.scenarios import ROOT
 from tests.training import events_of, losses, train
 
 DENSE = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=4")
@@ -23,7 +24,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The paragraphs of this repository's LICENSE as documents of byte tokens."""
     prefix = tmp_path_factory.mktemp("corpus") / "license"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for paragraph in (Path(__file__).parents[2] / "LICENSE").read_bytes().split(b"\n\n"):
+    for paragraph in (ROOT / "LICENSE").read_bytes().split(b"\n\n"):
         builder.add_document(cast("torch.Tensor", np.array(list(paragraph))), [len(paragraph)])
     builder.finalize(f"{prefix}.idx")
     return prefix

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from moe_ckpt.elastic.network import interface_addresses, own_host
 from moe_ckpt.elastic.torchrun import Launch
-from tests.elastic_job import ElasticJob
 from tests.launcher.errors import error_of
 
 
@@ -29,8 +27,6 @@ def test_of_several_nodes_the_way_to_the_rendezvous_counts(monkeypatch: pytest.M
     assert own_host(launch(local_world_size=2), None).startswith("127.")
 
 
-def test_an_unknown_interface_is_named_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_interface_is_named_with_the_known_ones() -> None:
     message = error_of(own_host, launch(local_world_size=4), "eth77")
     assert re.match(r"ckpt.network_interface: got 'eth77', wanted one of .*\blo\b", message)
-    with ElasticJob(2, tmp_path, "ckpt.network_interface=eth77") as job:
-        assert job.wait_for_failure().count("error: ckpt.network_interface: got 'eth77'") == 1

@@ -67,10 +67,7 @@ def test_degrees_are_fitted_to_the_processes(
     assert fitted(world_size, **changes) == expected
 
 
-@given(
-    parallel=st.one_of(st.just(AUTO_ALL), CONFIGS),
-    world_size=st.one_of(st.integers(1, 64), st.integers(1, 4096)),
-)
+@given(parallel=st.one_of(st.just(AUTO_ALL), CONFIGS), world_size=st.one_of(st.integers(1, 64), st.integers(1, 4096)))
 def test_degrees_fit_or_are_refused(parallel: ParallelConfig, world_size: int) -> None:
     try:
         found = fit_layout(parallel, world_size, num_experts=8)

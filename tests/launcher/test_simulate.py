@@ -55,11 +55,7 @@ def test_a_result_is_printed_and_unknown_memory_is_not_called_zero(
     ],
 )
 def test_a_mistake_is_one_line(
-    arguments: list[str],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "something").write_text("")
     monkeypatch.chdir(tmp_path)

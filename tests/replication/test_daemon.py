@@ -19,12 +19,13 @@ from moe_ckpt.replication.daemon import DaemonSettings, run_daemon
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.messages import Address, parse_address
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
-from tests.elastic.processes import WAIT_S, Child, Watch
+from tests.elastic.processes import Child, Watch
 from tests.elastic.workers import wait_until
 from tests.ranks import RankFailedError, run_ranks
 from tests.replication.blobs import buffers_of, content_of, publish
 from tests.replication.peers import TICKET
 from tests.replication.proxy import Proxy
+from tests.waits import WAIT_S
 
 MIB = 1 << 20
 LARGE = bytes(range(250)) * (5 * MIB // 250)

@@ -73,15 +73,7 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
     "a survivor that waits for a stage": (
         [(0.5, committed(1)), (1.0, LEFT), (1.45, rejoined(1)), (1.95, committed(2)), (1.95, FINISHED)],
         1.95,
-        {
-            "compute": 900,
-            "stall": 100,
-            "lost": 300,
-            "detection": 100,
-            "rebuild": 200,
-            "fetch": 50,
-            "waiting": 300,
-        },
+        {"compute": 900, "stall": 100, "lost": 300, "detection": 100, "rebuild": 200, "fetch": 50, "waiting": 300},
     ),
     "a rank that replays within its recovery": (
         [(0.5, committed(1)), (0.8, ANEW), (1.4, recovered(1)), (1.45, rejoined(1, executed_iters=1))],
@@ -100,15 +92,7 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
     "a simulated rank that replays, without saying when": (
         [(0.5, committed(1)), (1.45, rejoined(1, executed_iters=1))],
         1.45,
-        {
-            "compute": 450,
-            "stall": 50,
-            "lost": 300,
-            "detection": 100,
-            "rebuild": 200,
-            "fetch": 50,
-            "replay": 300,
-        },
+        {"compute": 450, "stall": 50, "lost": 300, "detection": 100, "rebuild": 200, "fetch": 50, "replay": 300},
     ),
     "a recovery that was detected before the last commit: the latest parts are the surest": (
         [(0.5, committed(1)), (0.9, rejoined(1))],
@@ -118,46 +102,17 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
     "a recovery that itself was cut off": (
         [(0.5, committed(1)), (1.0, LEFT), (1.5, LEFT), (2.15, rejoined(1))],
         2.15,
-        {
-            "compute": 450,
-            "stall": 50,
-            "lost": 500,
-            "detection": 100,
-            "rebuild": 700,
-            "fetch": 50,
-            "waiting": 300,
-        },
+        {"compute": 450, "stall": 50, "lost": 500, "detection": 100, "rebuild": 700, "fetch": 50, "waiting": 300},
     ),
     "a cut-off iteration that the recovery commits was not lost": (
         [(0.5, committed(1)), (1.0, LEFT), (1.45, rejoined(2)), (1.45, committed(2, seconds=0.0))],
         1.45,
-        {
-            "compute": 750,
-            "stall": 50,
-            "detection": 100,
-            "rebuild": 200,
-            "fetch": 50,
-            "waiting": 300,
-        },
+        {"compute": 750, "stall": 50, "detection": 100, "rebuild": 200, "fetch": 50, "waiting": 300},
     ),
     "iterations that all go back behind are lost, and count when they are done again": (
-        [
-            (0.5, committed(1)),
-            (1.0, committed(2)),
-            (1.5, committed(3)),
-            (2.15, rejoined(1)),
-            (2.65, committed(2)),
-        ],
+        [(0.5, committed(1)), (1.0, committed(2)), (1.5, committed(3)), (2.15, rejoined(1)), (2.65, committed(2))],
         2.65,
-        {
-            "compute": 900,
-            "stall": 100,
-            "lost": 1000,
-            "detection": 100,
-            "rebuild": 200,
-            "fetch": 50,
-            "waiting": 300,
-        },
+        {"compute": 900, "stall": 100, "lost": 1000, "detection": 100, "rebuild": 200, "fetch": 50, "waiting": 300},
     ),
     "a restart by torchrun": (
         [

@@ -149,9 +149,7 @@ def test_what_stages_tell_of_experts_comes_together(tmp_path: Path) -> None:
     assert facts.deficits == {"layer 0": [(4, 64), (5, 48)], "layer 1": [(4, 0), (5, 0)]}
 
 
-def test_the_last_record_of_an_iteration_counts_and_layers_are_in_order(
-    tmp_path: Path,
-) -> None:
+def test_the_last_record_of_an_iteration_counts_and_layers_are_in_order(tmp_path: Path) -> None:
     def told(**tokens: float) -> ExpertPopularity:
         layers = [name.replace("_", " ") for name in tokens]
         return ExpertPopularity(iteration=1, layers=layers, tokens=[[count] for count in tokens.values()])

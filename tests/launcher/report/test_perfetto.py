@@ -15,8 +15,16 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
+from launcher.report.facts import gather
+from launcher.report.read import read_runs
+from launcher.report.timeline import to_trace
+from launcher.simulate import main as simulate
+from moe_ckpt.events import CheckpointSaved, SnapshotTaken, WindowPersisted, WindowReplicated
+from moe_ckpt.types import Phase
 from tests.browser import ARTEFACTS, chromium
-from tests.launcher.report.traces import RUNS, trace_of
+from tests.elastic_job import ElasticJob
+from tests.report_runs import Story, committed, write_events, write_run
+from tests.scenarios import PP2
 
 LOADED_MS = 120_000
 QUERY = """async (sql) => {
@@ -27,7 +35,8 @@ QUERY = """async (sql) => {
             ? Number(value) : value));
     return rows;
 }"""
-LANES = """
+LANES = ["compute", "copy", "replication", "log", "recovery", "disk", "checkpoint"]
+SLICES = """
     select process.pid, thread.name, slice.name, slice.ts, slice.dur
     from slice join thread_track on slice.track_id = thread_track.id join thread using (utid) join process using (upid)
 """
@@ -74,16 +83,55 @@ def perfetto() -> Iterator[Callable[[str], Page]]:
         server.shutdown()
 
 
+def simulated(folder: Path) -> list[Path]:
+    run = folder / "run"
+    assert simulate(["duration_s=100", "mtbf_s=30", "runs=1", f"out={run}"]) == 0
+    return [run]
+
+
+def two_stories(folder: Path) -> list[Path]:
+    return [write_run(folder / name, Story(ranks=2)) for name in ("a", "b")]
+
+
+def real(folder: Path) -> list[Path]:
+    """Return a run in which a rank dies and all lanes are filled."""
+    saves = ("ckpt.disk_every_iters=2", "ckpt.durable_every_iters=4", "ckpt.window=2")
+    with ElasticJob(2, folder, *PP2, "train.iterations=10", *saves, timeout_s=120.0) as job:
+        job.order(1, Phase.BACKWARD, iteration=5)
+        job.wait()
+    return [job.run]
+
+
+def overlapping(folder: Path) -> list[Path]:
+    """Return a run that tells of things which cannot all have been at once in one lane."""
+    snapshot = SnapshotTaken(iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=5.0)
+    sent = WindowReplicated(window_start=1, size_bytes=8, num_peers=1, seconds=1.0, span_s=9.0, ago_s=0.1)
+    saved = CheckpointSaved(iteration=1, directory="x", size_bytes=8, seconds=3.0, stall_s=0.0)
+    persisted = WindowPersisted(window_start=1, seconds=9.0)
+    told = [snapshot, sent, saved, persisted]
+    events = [(float(second), event) for second in (4, 6, 7) for event in (*told, committed(second, seconds=4.0))]
+    write_events(folder, 0, events)
+    return [folder]
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
 def test_perfetto_shows_all_that_a_trace_tells(perfetto: Callable[[str], Page], tmp_path: Path) -> None:
-    trace = trace_of(
-        [run for write, folder in zip(RUNS.values(), "abc", strict=True) for run in write(tmp_path / folder)]
-    )
-    page = perfetto(json.dumps(trace))
+    runs = [run for write in (real, simulated, two_stories, overlapping) for run in write(tmp_path / write.__name__)]
+    text = to_trace([gather(run) for run in read_runs(runs)])
+    trace = json.loads(text, parse_constant=refuse)
+    page = perfetto(text)
     ARTEFACTS.mkdir(exist_ok=True)
     page.screenshot(path=ARTEFACTS / "perfetto.png")
     assert page.evaluate(QUERY, ERRORS) == []
     events = trace["traceEvents"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert all([name for (pid, _), name in sorted(lanes.items()) if pid == each] == LANES for each, _ in lanes)
     told = [{"dur": 0} | e for e in events if e["ph"] == "X" or e.get("s") == "t"]
     wanted = Counter((e["pid"], lanes[e["pid"], e["tid"]], e["name"], 1000 * e["ts"], 1000 * e["dur"]) for e in told)
-    assert Counter(map(tuple, page.evaluate(QUERY, LANES))) == wanted
+    assert Counter(map(tuple, page.evaluate(QUERY, SLICES))) == wanted
+    for pid in (1, 2):  # the ranks of the real run
+        filled = {lanes[e["pid"], e["tid"]] for e in told if e["pid"] == pid and e["dur"] > 0}
+        assert filled >= set(LANES) - ({"checkpoint"} if pid > 1 else set())

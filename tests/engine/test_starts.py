@@ -1,0 +1,73 @@
+"""The next start of a run goes on from its snapshots on local disks, and from nothing else that lies there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.events import CheckpointFailed, StateResumed
+from tests.engine.configs import config
+from tests.engine.damage import flip_a_bit
+from tests.engine.job import ThreadJob, uninterrupted
+from tests.engine.model import Shape
+
+PAIR = Shape(pp=2, dp=1)
+POLICIES = {
+    "checkfreq": {"every_iters": 2},
+    "gemini": {"every_iters": 2, "disk_every_iters": 2},
+    "moevement": {"window": 2, "disk_every_iters": 2},
+}
+
+
+def start(folder: Path, policy: str, iterations: int, *, run_id: str = "run", **settings: int) -> ThreadJob:
+    """Return the job that goes on in a folder of which all memory is gone."""
+    shutil.rmtree(folder / "memory", ignore_errors=True)
+    made = config(policy, **POLICIES[policy] | settings)
+    return ThreadJob(folder, made, PAIR, iterations=iterations, run_id=run_id, settles=True)
+
+
+def disk_of(folder: Path, rank: int) -> Path:
+    (disk,) = (folder / "snapshots").glob(f"**/rank{rank:04d}")
+    return disk
+
+
+def cut_entries(disk: Path) -> None:
+    for entry in (disk / "index").glob("snapshot-*"):
+        entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("damage", [None, flip_a_bit, cut_entries, shutil.rmtree])
+def test_a_local_disk_is_loaded_unless_it_is_damaged(
+    policy: str, damage: Callable[[Path], object] | None, tmp_path: Path
+) -> None:
+    """The checkpoint of iteration 5 is older than what disks have."""
+    start(tmp_path, policy, 9, durable_every_iters=5).run()
+    if damage:
+        damage(disk_of(tmp_path, 1))
+    job = start(tmp_path, policy, 12, durable_every_iters=5)
+    assert job.run().digests == uninterrupted(PAIR, 12).digests
+    for rank in job.ranks:
+        (resumed,) = job.events(StateResumed, rank)
+        assert Path(resumed.source).name == ("iter_0000005" if damage else "local disk")
+        assert any(reason.startswith("local disk: ") for reason in resumed.passed_over) == bool(damage)
+
+
+def test_snapshots_of_another_run_are_no_start(tmp_path: Path) -> None:
+    start(tmp_path, "checkfreq", 5).run()
+    with pytest.raises(CheckpointLoadError, match=r"no usable checkpoint or snapshot on disk.*(?s:.)*local disk: got"):
+        start(tmp_path, "checkfreq", 5, run_id="other").run()
+    assert start(tmp_path, "checkfreq", 7).run().digests == uninterrupted(PAIR, 7).digests
+
+
+def test_a_disk_without_room_has_nothing(tmp_path: Path) -> None:
+    job = start(tmp_path, "checkfreq", 5, disk_budget_bytes=1000)
+    job.run()
+    assert "wanted at most ckpt.disk_budget_bytes=1000" in job.events(CheckpointFailed)[0].reason
+    job = start(tmp_path, "checkfreq", 5)
+    assert job.run() == uninterrupted(PAIR, 5)
+    assert not job.events(StateResumed)
