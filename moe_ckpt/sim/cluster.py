@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, replace
 
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.faults.schedule import Kill
+from moe_ckpt.recovery.inventory import ReplayedState
 from moe_ckpt.sim.faults import Fault, FaultQueue, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
 from moe_ckpt.sim.partial import Account, Lost
-from moe_ckpt.sim.recovering import Estimate, Losses, estimate, plan_after, replay_s
+from moe_ckpt.sim.recovering import Estimate, Losses, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
 from moe_ckpt.sim.timeline import HOST_MEMORY, Ledger, Outcome, Recovered, Trained
 from moe_ckpt.sim.units import go_back
 
-_NOBODY: frozenset[int] = frozenset()
+_NO_RANKS: frozenset[int] = frozenset()
 
 
 def simulate(
@@ -42,7 +43,7 @@ class _Attempt:
     kept: tuple[Kept, ...]
     on_disk: Kept | None
     faults: list[Fault] = field(default_factory=list)
-    losses: Losses = Losses(dead=_NOBODY, bare=_NOBODY, unreplicated=_NOBODY, rolling=_NOBODY)  # noqa: RUF009
+    losses: Losses = Losses(dead=_NO_RANKS, bare=_NO_RANKS, unreplicated=_NO_RANKS, rolling={})  # noqa: RUF009
     detect_s: float = 0.0
     rebuild_s: float = 0.0
     fetch_s: float = 0.0
@@ -78,7 +79,7 @@ class _Run:
         self._ledger = Ledger()
         self._timeline: list[Trained | Recovered] = []
         self._on_disk: Kept | None = None
-        self._unreplicated = _NOBODY
+        self._unreplicated = _NO_RANKS
         self._num_faults = 0
         self._line = saving.partial.first_line() if saving.partial else None
 
@@ -156,7 +157,7 @@ class _Run:
         moment = generation.moment(fault.at_s)
         reached = generation.start + moment.iterations
         if generation.has_kept_any(moment):
-            self._unreplicated = _NOBODY
+            self._unreplicated = _NO_RANKS
         if moment.ready and self._saving.recovery is Recovery.LOCAL:  # all ranks are prepared: live ranks take the step
             rest_s = generation.iteration_s(moment.iterations + 1) - moment.into_s
             moment = Moment(iterations=moment.iterations + 1, into_s=0.0, ready=False)
@@ -202,13 +203,15 @@ class _Run:
         cluster, losses = self._setup.cluster, attempt.losses
         self._num_faults += 1
         attempt.faults.append(fault)
-        bare = frozenset(fault.ranks) if fault.lost_memory else _NOBODY
+        bare = frozenset(fault.ranks) if fault.lost_memory else _NO_RANKS
+        hit = {self._setup.job.stage_of_rank(rank) for rank in fault.ranks}
         self._unreplicated |= bare
         attempt.losses = replace(
             losses,
             dead=losses.dead | frozenset(fault.ranks),
             bare=losses.bare | bare,
             unreplicated=self._unreplicated,
+            rolling={stage: None if stage in hit else replayed for stage, replayed in losses.rolling.items()},
         )
         detect_s = cluster.hang_s if fault.hangs else cluster.detect_s
         meets_s = cluster.restart_s if self._saving.recovery is Recovery.RESTART else cluster.rebuild_s
@@ -302,17 +305,18 @@ class _Run:
 
     def _after(self, losses: Losses, plan: Estimate, spent_s: float) -> Losses:
         """Return the remaining losses after a recovery ran for this time: ranks that were done are not lost."""
-        back = [
-            rollback.segment.stages
-            for rollback, replayed_s in zip(plan.plan.rollbacks, plan.replay_s, strict=True)
-            if plan.fetch_s + replayed_s <= spent_s
-        ]
-        done = {stage for stages in back for stage in stages}
-        under_way = {stage for rollback in plan.plan.rollbacks for stage in rollback.segment.stages} - done
+        done, under_way = set[int](), dict[int, ReplayedState | None]()
+        for rollback, needed_s in zip(plan.plan.rollbacks, plan.replay_s, strict=True):
+            if plan.fetch_s + needed_s <= spent_s:
+                done.update(rollback.segment.stages)
+                continue
+            replayed_s, target = spent_s - plan.fetch_s, plan.plan.target_iteration
+            replayed = replayed_by(self._setup, self._saving, rollback, target, replayed_s)
+            under_way |= dict.fromkeys(rollback.segment.stages, replayed)
         fetched = spent_s >= plan.fetch_s
         return replace(
             losses,
             dead=frozenset(rank for rank in losses.dead if self._setup.job.stage_of_rank(rank) not in done),
-            bare=_NOBODY if fetched else losses.bare,
-            rolling=frozenset(under_way),
+            bare=_NO_RANKS if fetched else losses.bare,
+            rolling=under_way,
         )

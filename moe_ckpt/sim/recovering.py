@@ -6,10 +6,10 @@ Ranks of a stage with equal sources are listed once: a plan depends on the sourc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.recovery.target import Standing, plan_target
 from moe_ckpt.replication.placement import copy_holders
@@ -22,13 +22,14 @@ from moe_ckpt.sim.saving import Recovery, Saving, Setup
 class Losses:
     """The losses: `dead` workers, of which the `bare` ones have lost their host memory as well.
 
-    The memories of `unreplicated` ranks hold no copies for others; `rolling` stages were on their way back already.
+    The memories of `unreplicated` ranks hold no copies for others. `rolling` stages were on their way back already: to
+    the state of their cut-off replay, or to none (None).
     """
 
     dead: frozenset[int]
     bare: frozenset[int]
     unreplicated: frozenset[int]
-    rolling: frozenset[int]
+    rolling: Mapping[int, ReplayedState | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class Estimate:
     @property
     def replayed_iters(self) -> int:
         target = self.plan.target_iteration
-        return max((target - rollback.window_start for rollback in self.plan.rollbacks), default=0)
+        return max((target - rollback.starts_from for rollback in self.plan.rollbacks), default=0)
 
 
 def plan_after(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> RecoveryPlan:
@@ -78,21 +79,39 @@ def estimate(setup: Setup, saving: Saving, plan: RecoveryPlan) -> Estimate:
     )
 
 
-def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: int) -> float:
-    """Return the seconds in which stages run the iterations from a window's start to the target again."""
+def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: int, done: int = 0) -> float:
+    """Return the seconds in which stages run the iterations from a window's start to the target again.
+
+    `done` of these iterations, the first ones, were run by a replay that was cut off.
+    """
     active = saving.active if window.num_slots == len(saving.active) else (1.0,)
     return sum(
-        setup.costs.replay_s(stages, active[min(number, len(active) - 1)]) for number in range(target - window.start)
+        setup.costs.replay_s(stages, active[min(number, len(active) - 1)])
+        for number in range(done, target - window.start)
     )
+
+
+def replayed_by(setup: Setup, saving: Saving, rollback: Rollback, target: int, spent_s: float) -> ReplayedState | None:
+    """Return the state that a rollback has reached after so many seconds without those of fetches; None: no new one."""
+    window = Kept(start=rollback.states[0], end=rollback.states[-1])
+    whole_s = _rollback_s(setup, saving, rollback, target)
+    for iteration in range(target, rollback.starts_from, -1):
+        rest_s = replay_s(setup, saving, rollback.segment.stages, window, target, done=iteration - window.start)
+        if whole_s - rest_s <= spent_s:
+            return ReplayedState(states=rollback.states, cut="", iteration=iteration)
+    if rollback.resumed_at is None:
+        return None
+    return ReplayedState(states=rollback.states, cut="", iteration=rollback.resumed_at)
 
 
 def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -> float:
     stages = rollback.segment.stages
     window = Kept(start=rollback.states[0], end=rollback.states[-1])
-    load_bytes = saving.whole_bytes
+    done = rollback.starts_from - window.start
+    load_bytes = saving.whole_bytes if rollback.resumed_at is None else 0.0
     if setup.cluster.copies_share == JOB:
         load_bytes *= len(stages) / setup.job.layout.pp
-    return load_bytes / saving.reload_bytes_per_s + replay_s(setup, saving, stages, window, target)
+    return load_bytes / saving.reload_bytes_per_s + replay_s(setup, saving, stages, window, target, done)
 
 
 def _window_bytes(setup: Setup, saving: Saving) -> float:
@@ -103,7 +122,7 @@ def _window_bytes(setup: Setup, saving: Saving) -> float:
 
 
 def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:
-    gone = {setup.job.stage_of_rank(rank) for rank in losses.dead} | losses.rolling
+    gone = {setup.job.stage_of_rank(rank) for rank in losses.dead} | losses.rolling.keys()
     standings = [Standing(stage=stage, reached=None, prepared=False, whole=False) for stage in sorted(gone)]
     num_dead = Counter(setup.job.stage_of_rank(rank) for rank in losses.dead)
     survived = (stage for stage in range(setup.job.layout.pp) if stage not in losses.rolling)
@@ -132,6 +151,7 @@ def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Los
             held=held.get(rank, {}),
             logged_from=logged_from,
             logged_to=logged_from - 1 if rank in losses.dead else reached,
+            replayed=losses.rolling.get(setup.job.stage_of_rank(rank)),
         )
         for rank in sorted(told)
     ]

@@ -27,7 +27,7 @@ MOETION = ("ckpt=moetion", "ckpt.experts=2", "ckpt.remote_experts=1")
 
 def lost_memory(*ranks: int) -> Losses:
     gone = frozenset(ranks)
-    return Losses(dead=gone, bare=gone, unreplicated=gone, rolling=frozenset())
+    return Losses(dead=gone, bare=gone, unreplicated=gone, rolling={})
 
 
 def told(*overrides: str, of: Setup = SETUP) -> tuple[Saving, Partial, Line]:

@@ -14,7 +14,7 @@ from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.policies import plan_saving
-from moe_ckpt.sim.recovering import Losses, estimate, plan_after
+from moe_ckpt.sim.recovering import Losses, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Saving, Setup
 from tests.sim.setups import ckpt, cluster, job, setup
 
@@ -36,7 +36,7 @@ GEMINI = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=5", "ckpt.replicas=1"
 def losses(*ranks: int, bare: bool = False, unreplicated: frozenset[int] = NOBODY) -> Losses:
     dead = frozenset(ranks)
     return Losses(
-        dead=dead, bare=dead if bare else NOBODY, unreplicated=unreplicated | (dead if bare else NOBODY), rolling=NOBODY
+        dead=dead, bare=dead if bare else NOBODY, unreplicated=unreplicated | (dead if bare else NOBODY), rolling={}
     )
 
 
@@ -116,9 +116,23 @@ def test_the_fewest_stages_roll_back(ranks: tuple[int, ...], segments: list[tupl
 
 
 def test_a_stage_on_its_way_back_is_lost_with_what_is_lost_then() -> None:
-    lost = replace(losses(5), rolling=frozenset({2}))
+    lost = replace(losses(5), rolling={2: None})
     plan = plan_after(SETUP, LOCAL, KEPT, lost, REACHED)
     assert [rollback.segment.stages for rollback in plan.rollbacks] == [range(1, 3)]
+
+
+def test_a_cut_off_replay_goes_on_from_the_last_iteration_that_it_had_time_for() -> None:
+    (whole,) = plan_after(SETUP, LOCAL, KEPT, losses(1), REACHED).rollbacks
+    window = Kept(start=whole.states[0], end=whole.states[-1])
+    left_s = [replay_s(SETUP, LOCAL, range(1), window, REACHED, done) for done in range(5)]
+    (all_s,) = estimate(SETUP, LOCAL, plan_after(SETUP, LOCAL, KEPT, losses(1), REACHED)).replay_s
+    for done in range(5):
+        replayed = replayed_by(SETUP, LOCAL, whole, REACHED, all_s - left_s[done] + 1e-6)
+        assert (replayed.iteration if replayed else window.start) == window.start + done
+        plan = plan_after(SETUP, LOCAL, KEPT, replace(losses(13), rolling={0: replayed}), REACHED)
+        assert [rollback.resumed_at for rollback in plan.rollbacks] == [window.start + done if done else None, None]
+        expected_s = left_s[done] if done else all_s
+        assert estimate(SETUP, LOCAL, plan).replay_s[0] == pytest.approx(expected_s)
 
 
 def test_everybody_goes_back_to_a_whole_snapshot() -> None:
