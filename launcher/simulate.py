@@ -15,7 +15,8 @@ from pathlib import Path
 from launcher.config import show_with_hydra
 from launcher.simulator.comparison import compare
 from launcher.simulator.config import GROUPS, compose_machine, compose_request, compose_simulation
-from launcher.simulator.planning import Candidate, command_of, rank_policies
+from launcher.simulator.plan_lines import host_memory, plan_lines
+from launcher.simulator.planning import rank_policies
 from launcher.simulator.published_page import read_cells, write_page
 from launcher.simulator.run_folder import write_run
 from launcher.simulator.runner import Result, Row, run_experiment, run_simulation
@@ -53,7 +54,8 @@ def _simulate(arguments: Sequence[str]) -> None:
         print_rows(run_experiment(arguments))
         return
     if general.plan:
-        print_plan(rank_policies(arguments, tell=_log), arguments)
+        for line in plan_lines(rank_policies(arguments, report=_log), arguments):
+            print(line)
         return
     result = run_simulation(compose_simulation(arguments))
     if general.out is not None:
@@ -98,12 +100,6 @@ def cadence(result: Result) -> str:
     return f"{snapshots}, {durable}" if durable else snapshots
 
 
-def host_memory(result: Result) -> str:
-    """Return the GB that a node needs; nothing where a policy keeps none, or its paper does not say how much."""
-    saving = result.saving
-    return _NOTHING if saving.memory is None else f"{saving.host_bytes(result.simulation.setup) / 1e9:.4g}"
-
-
 def interval_iters(result: Result) -> int:
     """Return the iterations from one window or whole snapshot to the next; 0 without any."""
     later = result.saving.later
@@ -127,23 +123,6 @@ def print_rows(rows: Iterable[Row]) -> None:
         values = (f"{prediction.overhead:.1%}", f"{prediction.recovery_s:.0f}", f"{prediction.ettr:.3f}", formula)
         names = (row.case, row.policy, row.variant, interval_iters(result) or _NOTHING)
         print(form.format(*names, *values, f"{prediction.plt:.2%}"), flush=True)
-
-
-def print_plan(candidates: Sequence[Candidate], arguments: Sequence[str]) -> None:
-    """Print policies with their parameters, the best first, and the command of the best that can be trained with."""
-    form = "{:<58} {:>8} {:>9} {:>14} {:>12}"
-    print(form.format("policy", "ETTR", "overhead", "host GB a node", "lost tokens"))
-    for candidate in candidates:
-        name = " ".join(candidate.overrides)
-        if candidate.result is None:
-            print(f"{name:<58} {candidate.refusal}")
-            continue
-        prediction = candidate.result.prediction
-        values = (f"{prediction.ettr:.4f}", f"{prediction.overhead:.2%}", host_memory(candidate.result))
-        print(form.format(name, *values, f"{prediction.plt:.2%}"))
-    best = next((each for each in candidates if each.is_lossless), None)
-    if best is not None:
-        print(f"\nBest of those that lose no tokens:\n\n    {command_of(best, arguments)}")
 
 
 if __name__ == "__main__":

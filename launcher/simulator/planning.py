@@ -15,6 +15,7 @@ from moe_ckpt.sim.saving import Setup
 
 WINDOWS = (1, 2, 4, 8, 16)
 SHARES = (16, 8, 4, 2)  # of the experts: one in so many
+_MAX_RESTARTS = 10  # of torchrun, for lost nodes; supervisors replace workers without it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,33 +32,44 @@ class Candidate:
         return self.result is not None and not isinstance(self.result.simulation.policy, PartialConfig)
 
 
-def rank_policies(arguments: Sequence[str], tell: Callable[[str], object]) -> list[Candidate]:
-    """Return all candidates, the best first, those that cannot be had last. Raises ConfigError without an MTBF.
+def rank_policies(arguments: Sequence[str], report: Callable[[str], object]) -> list[Candidate]:
+    """Return all candidates, the best first, impossible ones last. Raises ConfigError without an MTBF.
 
-    `tell` hears of each before it is simulated, which can take seconds.
+    `report` gets a line before each simulation, which can take seconds.
     """
     base = compose_simulation(arguments)
     require(base.general.mtbf_s is not None, "mtbf_s", None, "a number of seconds where plan=true")
-    tried: list[Candidate] = []
-    for overrides in _candidates(base):
-        tell(" ".join(overrides))
+    tried, candidates = list[Candidate](), list(_candidates(base))
+    for number, overrides in enumerate(candidates, 1):
+        report(f"{number} of {len(candidates)}: {' '.join(overrides)}")
         tried.append(_try(arguments, overrides))
     return sorted(tried, key=lambda candidate: -candidate.result.prediction.ettr if candidate.result else 1.0)
 
 
-def command_of(candidate: Candidate, arguments: Sequence[str]) -> str:
-    """Return the command line that trains so."""
+def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
+    """Return the words of the command that trains so, on each node. $HOST and $JOB are the user's."""
     assert candidate.result is not None
     simulation = candidate.result.simulation
     layout, cluster, batch = simulation.setup.job.layout, simulation.setup.cluster, simulation.setup.job.batch
-    degrees = f"parallel.pp={layout.pp} parallel.dp={layout.dp} parallel.ep={layout.ep} parallel.tp={layout.tp}"
-    batches = " ".join(f"train.{name}={getattr(batch, name)}" for name in batch.__dataclass_fields__)
-    model = [f"model={simulation.model.name}"]
-    model += [argument for argument in arguments if argument.startswith("model.")]
-    return (
-        f"torchrun --nnodes={cluster.nodes} --nproc-per-node={cluster.gpus_per_node} launcher/train.py "
-        f"{' '.join(model)} {degrees} {batches} {' '.join(candidate.overrides)}"
-    )
+    several = [
+        f"--nnodes={cluster.nodes}:{cluster.nodes}",  # not fewer: a spare node takes the place of a lost one
+        f"--max-restarts={_MAX_RESTARTS}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=$HOST:29500",
+        "--rdzv-id=$JOB",
+    ]
+    return [
+        "torchrun",
+        *(several if cluster.nodes > 1 else [f"--max-restarts={_MAX_RESTARTS}"]),
+        f"--nproc-per-node={cluster.gpus_per_node}",
+        "launcher/train.py",
+        *(["run.dir=$PWD/outputs/$JOB"] if cluster.nodes > 1 else []),  # on a file system that all nodes see
+        f"model={simulation.model.name}",
+        *(argument for argument in arguments if argument.startswith("model.")),
+        *(f"parallel.{degree}={getattr(layout, degree)}" for degree in ("pp", "dp", "ep", "tp")),
+        *(f"train.{name}={getattr(batch, name)}" for name in batch.__dataclass_fields__),
+        *candidate.overrides,
+    ]
 
 
 def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:

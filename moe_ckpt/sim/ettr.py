@@ -14,12 +14,11 @@ from moe_ckpt.sim.timeline import Outcome
 class Prediction:
     """Means over simulated runs of one policy in one setup.
 
-    `overhead` is the time that saving adds to training, as a share; `recovery_s` the cost of all faults in a run;
+    `ettrs` are those of the runs, `ettr` their mean and `spread` their standard deviation. `overhead` is the time that saving adds to training, as a share; `recovery_s` the cost of all faults in a run;
     `formula` the closed form's ETTR, if there is one; `plt` and `mlt` are shares of tokens that experts lost.
     """
 
-    ettr: float
-    spread: float
+    ettrs: tuple[float, ...]
     formula: float | None
     overhead: float
     recovery_s: float
@@ -27,13 +26,19 @@ class Prediction:
     plt: float
     mlt: float
 
+    @property
+    def ettr(self) -> float:
+        return statistics.fmean(self.ettrs)
+
+    @property
+    def spread(self) -> float:
+        return statistics.pstdev(self.ettrs)
+
 
 def predict(setup: Setup, saving: Saving, outcomes: Sequence[Outcome]) -> Prediction:
     """Return the means of some runs' outcomes."""
-    ettrs = [outcome.ledger.ettr for outcome in outcomes]
     return Prediction(
-        ettr=statistics.fmean(ettrs),
-        spread=statistics.pstdev(ettrs),
+        ettrs=tuple(outcome.ledger.ettr for outcome in outcomes),
         formula=closed_form(setup, saving),
         overhead=statistics.fmean(_overhead(outcome) for outcome in outcomes),
         recovery_s=statistics.fmean(outcome.recovery_s for outcome in outcomes),

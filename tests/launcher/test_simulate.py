@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from launcher.config import compose_settings
 from launcher.simulate import main
 from launcher.simulator.comparison import compare
 from launcher.simulator.config import ExperimentConfig, compose_machine, compose_request, compose_simulation
+from launcher.simulator.plan_lines import is_tied, plan_lines
 from launcher.simulator.planning import command_of, rank_policies
 from launcher.simulator.published_page import METRICS, NEAR, OWN_RUNS, compare_cells, read_cells, write_page
 from launcher.simulator.real_run import facts_of, read_run
@@ -104,7 +106,9 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
     arguments = [*machine, *job, "mtbf_s=60", "duration_s=600", "runs=1"]
     told: list[str] = []
     candidates = rank_policies(arguments, told.append)
-    assert sorted(told) == sorted(" ".join(candidate.overrides) for candidate in candidates)
+    number = len(candidates)
+    assert [line.partition(": ")[0] for line in told] == [f"{n} of {number}" for n in range(1, number + 1)]
+    assert {line.partition(": ")[2] for line in told} == {" ".join(candidate.overrides) for candidate in candidates}
     ettrs = [candidate.result.prediction.ettr for candidate in candidates if candidate.result]
     assert ettrs == sorted(ettrs, reverse=True)
     assert len(set(ettrs)) > 5
@@ -121,10 +125,36 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
     assert refused
     assert all(candidate.refusal.startswith("cluster.host_memory_bytes: got ") for candidate in refused)
     best = next(candidate for candidate in possible if candidate.is_lossless)
-    words = command_of(best, arguments).split()
-    assert words[:4] == ["torchrun", "--nnodes=3", "--nproc-per-node=2", "launcher/train.py"]
-    settings = compose_settings(words[4:])
+    words = command_of(best, arguments)
+    script = words.index("launcher/train.py")
+    assert {"--nnodes=3:3", "--nproc-per-node=2", "--max-restarts=10"} < set(words[:script])
+    settings = compose_settings(words[script + 1 :])
     assert (settings.model.init_std, settings.parallel.ep, settings.train.global_batch_size) == (0.01, 2, 512)
+    text = "\n".join(plan_lines(candidates, arguments))
+    assert "tiny on 3 nodes of 2 GPUs (h200), " in text
+    assert "A node is lost every 60 s on average; mean of 1 runs of 0.167 h, " in text
+    table, _, command = text.partition("as a command for each node:")
+    assert shlex.split(command.replace("\\\n", " ")) == words
+    groups = [line for line in table.splitlines() if line.endswith(":")]
+    assert groups == [
+        "The best, and policies that these runs do not tell from it:",
+        "The others:",
+        "Not possible here:",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("best", "other", "tied"),
+    [
+        ([0.9, 0.8, 0.7], [0.89, 0.79, 0.69], False),  # always a little worse, under the same faults
+        ([0.9, 0.8, 0.7], [0.8, 0.9, 0.6], True),
+        ([0.9, 0.8, 0.7], [0.9, 0.8, 0.7], True),
+        ([0.9], [0.89], False),
+        ([0.9], [0.9], True),
+    ],
+)
+def test_policies_are_told_apart_run_by_run(best: list[float], other: list[float], tied: bool) -> None:
+    assert is_tied(best, other) == tied
 
 
 def test_a_simulated_run_leaves_a_folder_as_a_real_one_does(tmp_path: Path) -> None:
