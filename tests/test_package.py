@@ -64,7 +64,7 @@ def test_a_wheel_outside_the_checkout_simulates_and_shows_its_settings(tmp_path:
 
     command = str(tmp_path / "empty" / "bin" / "moe-ckpt")
     assert run(command, "--version", cwd=tmp_path) == f"{moe_ckpt.__version__}\n"
-    assert "Best of those" in run(
+    assert "The best policy that loses no tokens" in run(
         command, "simulate", "plan=true", "model=tiny", "cluster=local", "mtbf_s=600", cwd=tmp_path
     )
     assert "global_batch_size" in run(command, "train", "--help", cwd=tmp_path)

@@ -14,8 +14,9 @@ from moe_ckpt.sim.timeline import Outcome
 class Prediction:
     """Means over simulated runs of one policy in one setup.
 
-    `ettrs` are those of the runs, `ettr` their mean and `spread` their standard deviation. `overhead` is the time that saving adds to training, as a share; `recovery_s` the cost of all faults in a run;
-    `formula` the closed form's ETTR, if there is one; `plt` and `mlt` are shares of tokens that experts lost.
+    `ettrs` are those of the runs, `ettr` their mean and `spread` their standard deviation. `overhead` is the time that
+    saving adds to training, as a share; `recovery_s` the cost of all faults in a run; `formula` the closed form's ETTR,
+    if there is one; `plt` and `mlt` are shares of tokens that experts lost.
     """
 
     ettrs: tuple[float, ...]
