@@ -63,7 +63,7 @@ def compare_states(folder: Path, iterations: Iterable[int], world_size: int, num
 def _digest(parts: Iterable[tuple[PartKey, torch.Tensor]]) -> str:
     total = xxhash.xxh3_128()
     for key, tensor in sorted(parts, key=lambda part: str(part[0])):
-        total.update(str(key))
+        total.update(str(key).encode())
         total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 

@@ -19,7 +19,7 @@ _HEAD_BYTES = len(MAGIC) + GROUP_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class StreamMark:
     """A mark in a segment: the group, its size, the sender's rank in it, and where gloo's message begins."""
 
     group: bytes
@@ -35,7 +35,7 @@ def mark_of(group: bytes, size: int, rank: int) -> bytes:
     return 2 * size * (MAGIC + group + contributed)
 
 
-def find_mark(payload: bytes) -> Mark | None:
+def find_mark(payload: bytes) -> StreamMark | None:
     """Return the first mark that lies in these bytes of a stream with its whole message and names the sender."""
     place = payload.find(MAGIC)
     while place >= 0:
@@ -46,7 +46,7 @@ def find_mark(payload: bytes) -> Mark | None:
     return None
 
 
-def _mark_at(payload: bytes, place: int) -> Mark | None:
+def _mark_at(payload: bytes, place: int) -> StreamMark | None:
     start = place - PREAMBLE_BYTES
     length = data_length(payload[start:place]) if start >= 0 else None
     if length is None or length <= _HEAD_BYTES or len(payload) < place + length:
@@ -57,4 +57,4 @@ def _mark_at(payload: bytes, place: int) -> Mark | None:
     senders = [rank for rank in range(size) if contributed[rank] == 1 and contributed[rank - 1] == 0]
     if len(senders) != 1 or set(contributed) != {0, 1}:
         return None
-    return Mark(group=unit[len(MAGIC) : _HEAD_BYTES], size=size, rank=senders[0], start=start)
+    return StreamMark(group=unit[len(MAGIC) : _HEAD_BYTES], size=size, rank=senders[0], start=start)

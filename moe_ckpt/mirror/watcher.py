@@ -16,7 +16,7 @@ from functools import lru_cache
 from moe_ckpt.mirror.frames import Stream, TcpSegment, segment_of
 from moe_ckpt.mirror.framing import Framing
 from moe_ckpt.mirror.gradients import Gradient
-from moe_ckpt.mirror.marks import Mark, find_mark
+from moe_ckpt.mirror.marks import StreamMark, find_mark
 from moe_ckpt.mirror.operations import Placed, StreamRecord, place_all
 from moe_ckpt.mirror.plan import MirroredSums
 from moe_ckpt.mirror.ring import Ring, RingSend
@@ -159,7 +159,7 @@ class Watcher:
         while self.size_bytes > self._most_bytes:
             self._forget(max(self._groups, key=lambda name: self._groups[name].size_bytes))
 
-    def _watch(self, segment: TcpSegment, mark: Mark) -> _WatchedStream | None:
+    def _watch(self, segment: TcpSegment, mark: StreamMark) -> _WatchedStream | None:
         """Follow a stream from its mark on."""
         name = mark.group.hex()
         stream = None

@@ -24,7 +24,7 @@ from moe_ckpt.mirror.capture import MirrorCapture
 from moe_ckpt.mirror.frames import Stream, TcpSegment, segment_of
 from moe_ckpt.mirror.framing import PREAMBLE_BYTES, UNKNOWN, FramedMessage, Framing
 from moe_ckpt.mirror.gradients import Gradient, Spans
-from moe_ckpt.mirror.marks import MAGIC, Mark, find_mark, mark_of
+from moe_ckpt.mirror.marks import MAGIC, StreamMark, find_mark, mark_of
 from moe_ckpt.mirror.operations import Placed, StreamRecord, place_all
 from moe_ckpt.mirror.plan import BucketPlace, Mirrored, mirrored_from_json, mirrored_to_json
 from moe_ckpt.mirror.port import MirrorPort
@@ -438,7 +438,7 @@ def test_a_partial_mark_names_its_sender(size: int) -> None:
         merged = units[sender]
         for behind in range(1, size):
             mark = find_mark(b"earlier" + _data(7, merged) + b"later")
-            assert mark == Mark(group=group, size=size, rank=sender, start=7)
+            assert mark == StreamMark(group=group, size=size, rank=sender, start=7)
             merged = bytes(map(max, merged, units[(sender + behind) % size]))
         assert find_mark(_data(7, merged)) is None, "a whole mark is from any rank"
 
