@@ -14,3 +14,14 @@ def require_servable(settings: Settings) -> None:
     for name in ("master", "exp_avg", "exp_avg_sq"):
         got = getattr(settings.precision, name)
         require(got == "fp32", f"precision.{name}", got, wanted)
+    if settings.ckpt.mirrors:
+        _require_mirrorable(settings)
+
+
+def _require_mirrorable(settings: Settings) -> None:
+    sharded, where = settings.train.distributed_optimizer, "where ckpt.capture=mirror"
+    wanted = f"false {where}: a sharded optimizer gathers weights over the network, and not gradients"
+    require(not sharded, "train.distributed_optimizer", sharded, wanted)
+    dtype = settings.precision.dtype
+    wanted = f"bf16 or fp32 {where}: gradients of scaled losses differ from those that cross the network"
+    require(dtype != "fp16", "precision.dtype", dtype, wanted)

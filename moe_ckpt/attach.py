@@ -37,6 +37,7 @@ from moe_ckpt.events import EventLog
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.megatron.capacity_boost import CapacityBoost
 from moe_ckpt.megatron.durable import MegatronDurableState
+from moe_ckpt.megatron.mirror import GradientMirror
 from moe_ckpt.megatron.operators import RankOperators, shard_identity, stage_group
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.replay import StageReplay, require_replayable
@@ -120,6 +121,7 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
     num_neighbours = sum(rank is not None for rank in (place.previous_rank, place.next_rank))
     sent_bytes = loop.communicator.tensor_bytes(loop.micro_batch_size * loop.sequence_length)
     tokens = loop.num_micro_batches * loop.micro_batch_size * loop.sequence_length * identity.layout.dp
+    mirror = GradientMirror(state, operators) if isinstance(ckpt, FlowcheckConfig) and ckpt.mirrors else None
     boost = None
     if isinstance(ckpt, MoetionConfig) and ckpt.boost:
         boost = CapacityBoost.find(state, num_micro_batches=loop.num_micro_batches, factor=ckpt.boost)
@@ -135,7 +137,8 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
         step_log_bytes=sum(tensor.nbytes for tensor in small_state(state).values()) + stage.tied_gradient_bytes,
         tied_gradient_bytes=stage.tied_gradient_bytes,
         boost=boost,
-        notes=[*([boost.note] if boost else []), *_notes_of_servers(ckpt)],
+        mirror=mirror,
+        notes=[*([boost.note] if boost else []), *([mirror.note()] if mirror else []), *_notes_of_servers(ckpt)],
     )
 
 

@@ -319,6 +319,10 @@ class MoetionConfig(PartialConfig):
 class FlowcheckConfig(RollbackConfig):
     """`ckpt=flowcheck`: checkpoint servers take the optimizer's steps from gradients, every iteration (FlowCheck)."""
 
+    capture: str
+    mirror_interface: str | None
+    captures: int
+    capture_loss: float
     max_lag_iters: int
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None
@@ -328,6 +332,11 @@ class FlowcheckConfig(RollbackConfig):
     @property
     def profile_iters(self) -> int:
         return 0
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether servers read gradients from a mirror port."""
+        return self.capture == "mirror"
 
     @property
     def max_bytes_per_s(self) -> MaxBytesPerS:
@@ -350,6 +359,14 @@ class FlowcheckConfig(RollbackConfig):
         require_choice("ckpt.policy", self.policy, ["flowcheck"])
         SavingConfig.__post_init__(self)
         require_at_least("ckpt.max_lag_iters", self.max_lag_iters, 0)
+        require_choice("ckpt.capture", self.capture, ["tap", "mirror"])
+        require_at_least("ckpt.captures", self.captures, 2)  # one lacks a share of every gradient
+        require(0.0 <= self.capture_loss < 1.0, "ckpt.capture_loss", self.capture_loss, "at least 0 and less than 1")
+        interface = self.mirror_interface
+        wanted = "an interface where ckpt.capture=mirror, and null where ckpt.capture=tap"
+        require((interface is not None) == self.mirrors, "ckpt.mirror_interface", interface, wanted)
+        wanted = "0 where ckpt.capture=tap"
+        require(self.mirrors or self.capture_loss == 0.0, "ckpt.capture_loss", self.capture_loss, wanted)
         _check_in_memory(self)
 
 

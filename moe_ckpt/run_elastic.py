@@ -47,8 +47,9 @@ from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import ElasticJob, TrainingRun
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog
+from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.replication.client import DaemonClient
-from moe_ckpt.replication.daemon import DaemonSettings, run_daemon
+from moe_ckpt.replication.daemon import DaemonSettings, MirrorSettings, run_daemon
 from moe_ckpt.replication.messages import Address, Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.types import ParallelLayout
@@ -211,13 +212,15 @@ def run_elastic(
 
     `work` trains in a forked process and returns its exit status; after an exception that is a fault of the hardware,
     the supervisor replaces the process. `beside` may start processes that live as long as the supervisor at most.
-    Raises ConfigError for settings that cannot work.
+    Raises ConfigError for settings that cannot work, also for a mirror port that cannot be read.
     """
     require_forkable()
     if not has_agent_store():
         use_hosted_store(launch, start_beside)
     store = open_store("generations")
     place = _place(config, launch, store)
+    if mirror := _mirror(config.ckpt):
+        MirrorPort(mirror.interface).close()  # an error of the user's, before training begins
     beside(place)
     page = StatusPage(place.memory / "page")
     gc.freeze()  # all workers share the imports: no garbage collection is to touch their pages
@@ -316,10 +319,22 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
             copy_deadline_s=config.runtime.copy_s,
             caps=config.ckpt.max_bytes_per_s,
             serves_itself=isinstance(config.ckpt, FlowcheckConfig),
+            mirror=_mirror(config.ckpt),
         ),
         supervisor_pid=supervisor_pid,
         may_send=lambda: not page.communicates,
         announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
+    )
+
+
+def _mirror(ckpt: InMemoryConfig) -> MirrorSettings | None:
+    if not isinstance(ckpt, FlowcheckConfig) or ckpt.mirror_interface is None:
+        return None
+    return MirrorSettings(
+        interface=ckpt.mirror_interface,
+        captures=ckpt.captures,
+        loss=ckpt.capture_loss,
+        keep_iters=ckpt.max_lag_iters + 2,
     )
 
 

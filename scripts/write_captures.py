@@ -1,8 +1,9 @@
 """Write the captures that the mirror's parser is tested with: `python scripts/write_captures.py`. Needs root.
 
-Three ranks on three hosts (scripts/hosts.py) reduce two buckets of gradients in each of two iterations, with a norm and
-a barrier between, as a training step does. The mirror port's frames go to tests/mirror/captures/ring.pcap; gradients
-are functions of (iteration, bucket, rank, element), so that the tests know the sums.
+Three ranks on three hosts (scripts/hosts.py) reduce a mark, then two buckets of gradients in each of two iterations,
+with a norm and a barrier between, as a training step does. The mirror port's frames go to
+tests/mirror/captures/ring.pcap; gradients are functions of (iteration, bucket, rank, element), so that the tests know
+the sums.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_ckpt.mirror.marks import mark_of
 from scripts import hosts
 
+GROUP = b"the captured set"
 NUM_RANKS, ITERATIONS, BUCKETS = 3, 2, (1500, 700)
 CAPTURES = Path(__file__).resolve().parent.parent / "tests" / "mirror" / "captures"
 _PORT = 29555
@@ -39,6 +42,8 @@ def be_rank(rank: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = hosts.INTERFACE
     store = dist.TCPStore(hosts.address_of(0), _PORT, NUM_RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    mark = bytearray(mark_of(GROUP, NUM_RANKS, rank))
+    dist.all_reduce(torch.frombuffer(mark, dtype=torch.uint8), dist.ReduceOp.MAX)
     for iteration in range(ITERATIONS):
         for bucket, size in enumerate(BUCKETS):
             dist.all_reduce(gradient(iteration, bucket, rank, size))

@@ -43,6 +43,7 @@ _OPERATIONS = (
     *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     "all_to_all_single",  # these names are newer than those above
 )
+_TRANSFERS = ("send", "recv", "recv_anysource")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,7 @@ class ElasticGroup(dist.ProcessGroup):
         self.inside: Any = SoloGroup(size)
         self.transport = transport
         self.batch: _Batch | None = None
+        self.num_transfers = 0  # between two ranks, of the inner group
         self._groups = groups
 
     @property
@@ -87,6 +89,11 @@ class ElasticGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
+
+    @property
+    def num_operations(self) -> int:
+        """The collective operations that the inner group has begun: gloo numbers its messages by them."""
+        return self.inside._get_sequence_number_for_group() - self.num_transfers
 
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
 
@@ -167,7 +174,7 @@ class ElasticGroups:
         for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
             self._form_all(transport, store, over, made)
         for handle, inside in made.items():
-            handle.inside = inside
+            handle.inside, handle.num_transfers = inside, 0
         if over.is_set():
             self.cut()
             raise PeersLostError("forming process groups: other ranks were lost")
@@ -228,6 +235,7 @@ class ElasticGroups:
         except RuntimeError as error:
             self._drop_batch(handle)
             raise PeersLostError(f"{name}: {error}") from error
+        handle.num_transfers += name in _TRANSFERS
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
             handle.batch.arguments.append(arguments)
             return FinishedWork()

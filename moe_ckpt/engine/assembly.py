@@ -25,7 +25,7 @@ from moe_ckpt.config import (
 )
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.in_memory_tier import InMemoryTier, TierStores
-from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Operators, Stage, StagePlace, Training
+from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace, Training
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.partial_recovery import PartialRecovery
@@ -88,6 +88,7 @@ class Attached:
     step_log_bytes: int
     tied_gradient_bytes: int
     boost: Boost | None = None
+    mirror: Mirror | None = None
     notes: Sequence[str] = ()
 
 
@@ -175,7 +176,10 @@ class InMemoryAssembly:
         assert stores.publisher is not None, "checkpoint servers live beside supervised ranks"
         assert isinstance(stores.memory, SnapshotMemory)
         stream = GradientStream(stores.publisher, config.max_lag_iters)
-        return ServerStates(self._place, self._attached.operators, stream, stores.memory, stores.steps, self._events)
+        attached = self._attached
+        return ServerStates(
+            self._place, attached.operators, attached.mirror, stream, stores.memory, stores.steps, self._events
+        )
 
     def _store(self, stores: TierStores) -> WindowStore | UnitStore:
         if isinstance(stores.memory, SnapshotMemory):

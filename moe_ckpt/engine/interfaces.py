@@ -15,6 +15,7 @@ import torch
 
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.events import CapacityBoosted
+from moe_ckpt.mirror.plan import BucketPlace, MirroredSums
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
 from moe_ckpt.snapshot.boundary_log import LoggedEnds
 from moe_ckpt.snapshot.capture import Piece
@@ -107,6 +108,24 @@ class Operators(Protocol):
 
     def freeze(self, frozen: Collection[str]) -> None:
         """Skip the weight gradients of these operators, and compute those of all others."""
+        ...
+
+
+class Mirror(Protocol):
+    """The reductions of this rank's gradients, which servers capture from a mirror port."""
+
+    places: Mapping[PartKey, BucketPlace]
+    """By master weight: the place of a gradient that is captured; all others are tapped."""
+
+    def mark(self) -> None:
+        """Let servers find the groups' streams: following reductions can be captured.
+
+        Collective in the groups.
+        """
+        ...
+
+    def sums(self) -> tuple[MirroredSums, ...]:
+        """Return the reductions since the last call, or since the mark: those of one iteration."""
         ...
 
 

@@ -4,6 +4,7 @@ Owns: when the stream of gradients continues, agreed by all ranks, and when host
 states. Must not: take whole snapshots (the tier does, at the start of a stream and after a gap). FlowCheck, sections 4
 to 6.
 
+    reset           servers find the streams of the groups, if they capture gradients
     ready(t)        copy gradients; agree on the newest iteration that all servers have, and on gaps in any stream
     take(t)         hand over t, or, after a gap, a whole snapshot of t on every rank
 """
@@ -11,16 +12,19 @@ to 6.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from moe_ckpt.engine.interfaces import Operators, StagePlace
+from moe_ckpt.engine.interfaces import Mirror, Operators, StagePlace
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import EventLog, GradientsLost, GradientsSent, HostMemoryUsed
+from moe_ckpt.mirror.plan import Mirrored, MirroredSums
 from moe_ckpt.replication.gradient_stream import NOTHING, GradientStream
+from moe_ckpt.snapshot.adam_update import AdamStep
 from moe_ckpt.snapshot.capture import SnapshotRequest
-from moe_ckpt.snapshot.codec import Snapshot, layout_parts
+from moe_ckpt.snapshot.codec import Part, PartKey, Snapshot, layout_parts
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.windows import SnapshotMemory
 from moe_ckpt.types import ReadyGradients
@@ -29,12 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class ServerStates:
-    """Collective over all ranks, but for `reset`, `clear` and `hand_over`."""
+    """Collective over all ranks, but for `clear` and `hand_over`. With a `mirror` servers capture gradients."""
 
     def __init__(
         self,
         place: StagePlace,
         operators: Operators,
+        mirror: Mirror | None,
         stream: GradientStream,
         memory: SnapshotMemory,
         steps: StepLog,
@@ -42,6 +47,8 @@ class ServerStates:
     ) -> None:
         self._place = place
         self._operators = operators
+        self._mirror = mirror
+        self._sums: tuple[MirroredSums, ...] = ()
         self._stream = stream
         self._memory = memory
         self._steps = steps
@@ -51,6 +58,9 @@ class ServerStates:
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients of an iteration are complete: copy them, and agree whether servers get them."""
         reduced = {} if gradients.overflow else self._operators.reduced_gradients()
+        if self._mirror:
+            self._sums = self._mirror.sums()
+            reduced = {key: gradient for key, gradient in reduced.items() if key not in self._mirror.places}
         self._stream.tap(reduced, self._buffer_bytes())
         progress = self._stream.progress()
         mine = torch.tensor([-progress.completed, bool(progress.lost)], device=self._place.device)
@@ -80,7 +90,8 @@ class ServerStates:
             return
         header = replace(wanted.header, parts=parts, payload_bytes=payload_bytes)
         buffers = {key: tensor for key, tensor, _ in wanted.changing}
-        sent = self._stream.hand_over(header, self._operators.steps_taken(iteration), buffers)
+        steps = self._operators.steps_taken(iteration)
+        sent = self._stream.hand_over(header, steps, buffers, self._mirrored(parts, steps))
         if sent:
             self._events.append(
                 GradientsSent(
@@ -96,18 +107,31 @@ class ServerStates:
         if base is None or not has_base.item():
             return False
         self._stream.clear()
+        self._mark()
         self._stream.begin(base.snapshots[0])
         return True
 
     def reset(self) -> None:
         """A whole snapshot of every rank is being taken: the stream begins with it."""
         self._stream.reset()
+        self._mark()
         self.goes_on = False
 
     def clear(self) -> None:
         """Ranks were lost: ask the servers again for their progress."""
         self._stream.clear()
         self.goes_on = False
+
+    def _mark(self) -> None:
+        if self._mirror:
+            self._mirror.mark()
+
+    def _mirrored(self, parts: Sequence[Part], steps: Mapping[PartKey, AdamStep]) -> Mirrored | None:
+        """Return the places of the gradients that servers capture for these steps; None if there are none."""
+        if self._mirror is None:
+            return None
+        places = tuple(self._mirror.places.get(part.key) for part in parts if part.key in steps)
+        return Mirrored(groups=self._sums, places=places) if any(places) else None
 
     def _buffer_bytes(self) -> int:
         positions = range(len(self._operators.table.operators))

@@ -166,3 +166,9 @@ def _read(preamble: bytes) -> tuple[int, int | None] | None:
     if opcode in (_MAY_SEND, _MAY_RECEIVE) and num_bytes == PREAMBLE_BYTES:
         return slot, None
     return None
+
+
+def data_length(preamble: bytes) -> int | None:
+    """Return the bytes of data that follow a preamble; None if these bytes are not one of a message with data."""
+    found = _read(preamble) if len(preamble) == PREAMBLE_BYTES else None
+    return found[1] if found else None

@@ -1,4 +1,4 @@
-"""Merges final sums from the captures at several ranks into the gradients of an iteration. Pure.
+"""Merges final sums from the captures at several ranks into one result. Pure.
 
 Owns: the set of captured bytes. Must not: accept a byte on which two captures differ. FlowCheck, sections 6.1 and 6.2.
 """
@@ -6,12 +6,6 @@ Owns: the set of captured bytes. Must not: accept a byte on which two captures d
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-
-from moe_ckpt.mirror.frames import TcpSegment
-from moe_ckpt.mirror.framing import Framing
-from moe_ckpt.mirror.ring import RingTracker
-from moe_ckpt.mirror.tcp import Chunk, Reassembly
 
 
 class Spans:
@@ -63,71 +57,7 @@ class Gradient:
     def is_complete(self) -> bool:
         return not self.differs and self._there.covers(len(self._bytes))
 
-    def to_bytes(self) -> bytes:
-        """Return the complete result."""
+    def take(self) -> bytearray:
+        """Return the complete result, which must not change."""
         assert self.is_complete
-        return bytes(self._bytes)
-
-
-class Collected:
-    """The all-reduces of a run, counted from the first, with their captured parts."""
-
-    def __init__(self, buckets: Sequence[int]) -> None:
-        self._buckets = tuple(buckets)
-        self._gradients: dict[int, Gradient] = {}
-
-    def gradient(self, operation: int) -> Gradient:
-        """Return the result of one all-reduce."""
-        if operation not in self._gradients:
-            self._gradients[operation] = Gradient(self._buckets[operation % len(self._buckets)])
-        return self._gradients[operation]
-
-    def is_complete(self, iteration: int) -> bool:
-        """Return whether all gradients of an iteration, counted from 0, are complete."""
-        return all(self.gradient(operation).is_complete for operation in self._operations(iteration))
-
-    def take(self, iteration: int) -> list[bytes]:
-        """Return the complete gradients of an iteration, and drop them and all earlier ones."""
-        whole = [self.gradient(operation).to_bytes() for operation in self._operations(iteration)]
-        self.drop(iteration)
-        return whole
-
-    def drop(self, iteration: int) -> None:
-        """Drop an iteration and all earlier ones."""
-        last = self._operations(iteration)[-1]
-        self._gradients = {operation: each for operation, each in self._gradients.items() if operation > last}
-
-    def _operations(self, iteration: int) -> range:
-        return range(iteration * len(self._buckets), (iteration + 1) * len(self._buckets))
-
-
-class Capture:
-    """The stream from one rank to the one before it in its group, from segments to gradients."""
-
-    def __init__(self, collected: Collected, tracker: RingTracker, *, patience_bytes: int) -> None:
-        self._collected = collected
-        self._tracker = tracker
-        self._reassembly = Reassembly(patience_bytes)
-        self._framing = Framing()
-
-    def feed(self, segment: TcpSegment) -> None:
-        """Add one segment of the stream; segments may come in any order."""
-        for chunk in self._reassembly.feed(segment):
-            self._put_all(chunk)
-
-    def flush(self) -> None:
-        """Count missing bytes as lost: their frames will not come in time."""
-        for chunk in self._reassembly.flush():
-            self._put_all(chunk)
-
-    def resume(self, iteration: int) -> None:
-        """The stream is between iterations: the next operation is the first of `iteration`, despite losses."""
-        self._tracker.resume(iteration)
-
-    def _put_all(self, chunk: Chunk) -> None:
-        for message in self._framing.feed(chunk):
-            place = self._tracker.place(message.slot, message.length, message.skipped_bytes)
-            if place is not None and place.sent.is_final:
-                gradient = self._collected.gradient(place.operation)
-                for start, piece in message.pieces:
-                    gradient.put(place.sent.start + start, piece)
+        return self._bytes

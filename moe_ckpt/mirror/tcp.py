@@ -35,11 +35,11 @@ Chunk = bytes | Gap | Begin
 
 
 class Reassembly:
-    """One stream."""
+    """One stream. `start`: the sequence number from which on it is read; None: that of the first segment."""
 
-    def __init__(self, patience_bytes: int) -> None:
+    def __init__(self, patience_bytes: int, start: int | None = None) -> None:
         self._patience_bytes = patience_bytes
-        self._next: int | None = None
+        self._next = start
         self._first: int | None = None
         self._held: dict[int, bytes] = {}  # by sequence number, all beyond `_next`
 

@@ -7,6 +7,7 @@ send anything without a request, or serve a client that has not proved that it h
     held/rank0001/    copies for rank 1
 
 A checkpoint server (`serves_itself`) computes states from gradients for its own rank, too, and stores them as copies.
+`captured` returns the gradients that it reads from a mirror port.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from moe_ckpt.replication.messages import (
 from moe_ckpt.replication.replica_folder import ReplicaFolder
 from moe_ckpt.replication.server import ConnectionServer
 from moe_ckpt.replication.transfer import receive_blob, send_blob
-from moe_ckpt.snapshot.adam_update import apply_update, is_update
+from moe_ckpt.snapshot.adam_update import CapturedSums, apply_update, is_update, no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
 
 _ADMISSION_S = 10.0  # a client that is not admitted by then is disconnected
@@ -62,7 +63,9 @@ class CopyServer:
         host: str,
         timeout_s: float,
         serves_itself: bool = False,
+        captured: CapturedSums = no_capture,
     ) -> None:
+        self._captured = captured
         self._rank_folder = rank_folder
         self._global_rank = global_rank
         self._ticket = ticket
@@ -133,7 +136,7 @@ class CopyServer:
 
     def _put(self, link: Connection, owner_rank: int, key: str, found: Found) -> None:
         folder = self._held_folder(owner_rank, [key])
-        keep = functools.partial(apply_update, folder) if is_update(key) else folder.deposit
+        keep = functools.partial(apply_update, folder, captured=self._captured) if is_update(key) else folder.deposit
         receive_blob(link, found, folder, key, keep, lambda _: link.allow(self._timeout_s))
         link.send(Done())
 

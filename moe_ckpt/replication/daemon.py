@@ -22,6 +22,9 @@ from typing import NoReturn
 
 from moe_ckpt.agent import die_with_parent
 from moe_ckpt.config import NO_CAPS, MaxBytesPerS
+from moe_ckpt.mirror.capture import MirrorCapture
+from moe_ckpt.mirror.port import MirrorPort
+from moe_ckpt.mirror.watcher import Watcher
 from moe_ckpt.replication.client import daemon_socket
 from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.copy_server import CopyServer
@@ -39,6 +42,7 @@ from moe_ckpt.replication.messages import (
 )
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.replication.server import ConnectionServer
+from moe_ckpt.snapshot.adam_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
 
@@ -48,10 +52,23 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MirrorSettings:
+    """The mirror port of a checkpoint server: the watched ranks of each ring, and frames to drop on purpose.
+
+    Captured gradients of the last `keep_iters` iterations stay.
+    """
+
+    interface: str
+    captures: int
+    loss: float
+    keep_iters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonSettings:
     """A daemon's settings and time limits: for progress on a connection, and for a whole copy.
 
-    `serves_itself`: the daemon is also a checkpoint server of its own rank.
+    `serves_itself`: the daemon is also a checkpoint server of its own rank, and may read a `mirror` port.
     """
 
     rank_folder: Path
@@ -62,6 +79,7 @@ class DaemonSettings:
     copy_deadline_s: float
     caps: MaxBytesPerS = NO_CAPS
     serves_itself: bool = False
+    mirror: MirrorSettings | None = None
 
 
 def run_daemon(
@@ -83,6 +101,7 @@ def run_daemon(
         host=place.host,
         timeout_s=place.timeout_s,
         serves_itself=place.serves_itself,
+        captured=_open_mirror(place.mirror, place.global_rank).sums if place.mirror else no_capture,
     )
     own = BlobFolder(own_path(place.rank_folder))
     replicator = Replicator(
@@ -101,6 +120,12 @@ def run_daemon(
             door.keep_open()
         except OSError as error:  # the folder is being deleted right now, or the disk is full
             _log.warning("rank %d's daemon cannot listen to its worker yet: %s", place.global_rank, error)
+
+
+def _open_mirror(mirror: MirrorSettings, seed: int) -> MirrorCapture:
+    """Begin to read the mirror port. Raises ConfigError."""
+    watcher = Watcher(mirror.captures, loss=mirror.loss, seed=seed)
+    return MirrorCapture(MirrorPort(mirror.interface), watcher, keep_iters=mirror.keep_iters)
 
 
 class WorkerServer:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.adam_update import AdamStep, buffer_parts, follows_from_gradients, steps_of
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader
@@ -129,18 +130,22 @@ class GradientStream:
         self._tapped = _Tapped(masters=masters, packed=packed, gradient_bytes=gradient_bytes, seconds=seconds)
 
     def hand_over(
-        self, header: SnapshotHeader, steps: Mapping[PartKey, AdamStep], buffers: Mapping[PartKey, torch.Tensor]
+        self,
+        header: SnapshotHeader,
+        steps: Mapping[PartKey, AdamStep],
+        buffers: Mapping[PartKey, torch.Tensor],
+        mirrored: Mirrored | None = None,
     ) -> HandedOver | None:
         """Let servers compute the state of `header`, without a checksum, from the tapped gradients.
 
-        Returns None if that fails; the stream is then cut.
+        Servers capture those that are `mirrored`. Returns None if that fails; the stream is then cut.
         """
         tapped, self._tapped = self._tapped, None
         if tapped is None or self._base is None:
             self.cut(f"iteration {header.iteration}: no gradients, or nothing that they follow")
             return None
         try:
-            self._keys[header.iteration] = self._send(tapped, header, steps, buffers)
+            self._keys[header.iteration] = self._send(tapped, header, steps, buffers, mirrored)
         except CheckpointSaveError as error:
             self.cut(str(error))
             return None
@@ -191,10 +196,11 @@ class GradientStream:
         header: SnapshotHeader,
         steps: Mapping[PartKey, AdamStep],
         buffers: Mapping[PartKey, torch.Tensor],
+        mirrored: Mirrored | None,
     ) -> str:
         """Return the key of the state that servers compute. Raises CheckpointSaveError if they cannot."""
         try:
-            _require_complete(tapped, header, steps, buffers)
+            _require_complete(tapped, header, steps, buffers, mirrored)
             offset = tapped.gradient_bytes
             for part in buffer_parts(header):
                 flat = buffers[part.key].detach().contiguous().view(-1).view(torch.uint8)
@@ -203,7 +209,7 @@ class GradientStream:
         except BaseException:
             self._publisher.release_update(tapped.packed)
             raise
-        return self._publisher.hand_over(header, steps_of(header, steps), tapped.packed, offset)
+        return self._publisher.hand_over(header, steps_of(header, steps), tapped.packed, offset, mirrored)
 
     def _release(self) -> None:
         tapped, self._tapped = self._tapped, None
@@ -225,9 +231,13 @@ def _require_complete(
     header: SnapshotHeader,
     steps: Mapping[PartKey, AdamStep],
     buffers: Mapping[PartKey, torch.Tensor],
+    mirrored: Mirrored | None,
 ) -> None:
     """Raise CheckpointSaveError unless the header's state follows from the gradients and these buffers."""
     stepping = [part.key for part in header.parts if part.key in steps]
+    if mirrored:
+        places = zip(stepping, mirrored.places, strict=True)
+        stepping = [key for key, place in places if place is None]
     room_bytes = tapped.packed.numel() - tapped.gradient_bytes
     buffer_bytes = sum(part.nbytes for part in buffer_parts(header))
     if not follows_from_gradients(header):

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.snapshot.adam_update import (
@@ -163,11 +164,17 @@ class Publisher:
             return key
 
     def hand_over(
-        self, header: SnapshotHeader, steps: Sequence[AdamStep | None], packed: torch.Tensor, packed_bytes: int
+        self,
+        header: SnapshotHeader,
+        steps: Sequence[AdamStep | None],
+        packed: torch.Tensor,
+        packed_bytes: int,
+        mirrored: Mirrored | None = None,
     ) -> str:
         """Let peers compute the state of `header`, which is not stored here, from the one before; return its key.
 
-        `packed` was acquired, and is released once peers have it. Raises CheckpointSaveError; it is then released.
+        Peers capture the gradients that are `mirrored`. `packed` was acquired, and is released once peers have it.
+        Raises CheckpointSaveError; it is then released.
         """
         key = _new_key(_SNAPSHOT, header)
         with self._lock:
@@ -176,7 +183,7 @@ class Publisher:
             try:
                 if base is None or self._copying is None or base not in self._copying:
                     raise CheckpointSaveError(f"{header}: peers have no state that it follows from")
-                update = Update(base=base, target=key, steps=tuple(steps), header=header, seals=True)
+                update = Update(base=base, target=key, steps=tuple(steps), header=header, seals=True, mirrored=mirrored)
                 self.folder.publish(update_key(key), update_to_bytes(update), packed, packed_bytes)
             except CheckpointSaveError:
                 self._drop_update(update_key(key))

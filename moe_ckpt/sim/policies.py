@@ -35,7 +35,7 @@ from moe_ckpt.policies.stage_profile import AUTO, StageProfile
 from moe_ckpt.policies.window_schedule import fixed_order
 from moe_ckpt.sim.costs import CopyRates, stall_s
 from moe_ckpt.sim.hardware import JOB, ClusterConfig
-from moe_ckpt.sim.job import Array
+from moe_ckpt.sim.job import Array, Job
 from moe_ckpt.sim.partial import Partial, Tokens, hear_turns
 from moe_ckpt.sim.saving import Durable, Recovery, Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import NOTHING, Rhythm, listen
@@ -103,10 +103,13 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
 
 
 def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
-    """Each iteration gradients are copied while training waits, and sent; a whole state is fetched after a fault."""
+    """Each iteration gradients are copied while training waits, and sent; a whole state is fetched after a fault.
+
+    Those that servers capture from a mirror port take no time.
+    """
     link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
     replicas = _replicas(config.replicas, setup.cluster)
-    gradient_bytes = link.most_bytes // GRADIENT_SHARE
+    gradient_bytes = int(_tapped_share(config, setup.job) * link.most_bytes) // GRADIENT_SHARE
     tap_s = setup.cluster.take_s + gradient_bytes / link.bytes_per_s
     make = partial(ServerSnapshots, config, link.profiles, link.own, replicas)
     measured = Measured(iteration_s=setup.costs.iteration_s, copy_bytes_per_s=link.bytes_per_s, popularity=np.zeros(0))
@@ -124,6 +127,15 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
         memory=make().forecast(),
         sizes_are_of_job=link.is_shared,
     )
+
+
+def _tapped_share(config: FlowcheckConfig, job: Job) -> float:
+    """Return the share of gradients that ranks hand over: all, or experts' where no other rank has the expert."""
+    if not config.mirrors or job.layout.dp == 1:
+        return 1.0
+    if job.layout.dp > job.layout.ep:
+        return 0.0
+    return float(job.shape.parameters[job.is_expert].sum() / job.shape.parameters.sum())
 
 
 def _moevement(config: MoevementConfig, setup: Setup) -> Saving:

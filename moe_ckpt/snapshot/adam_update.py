@@ -19,6 +19,13 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.mirror.plan import (
+    BucketPlace,
+    Mirrored,
+    MirroredSums,
+    mirrored_from_json,
+    mirrored_to_json,
+)
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.codec import (
     BUFFER,
@@ -56,14 +63,22 @@ class AdamStep:
 Gradients = Mapping[PartKey, tuple[torch.Tensor, AdamStep]]
 """By master weight: the gradient (float32, of as many elements) and the numbers of Adam's step."""
 
+CapturedSums = Callable[[MirroredSums], list[bytearray]]
+"""Returns the bytes of each bucket that a server has captured. Raises CheckpointLoadError if it lacks any."""
+
+
+def no_capture(wanted: MirroredSums) -> list[bytearray]:
+    """Capture nothing: a server without a mirror port."""
+    raise CheckpointLoadError(f"ckpt.capture: got tap, wanted mirror: {wanted.size} ranks send no gradients")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
     """The head of an update: the keys of the copies before and after the step, and the header of the latter.
 
     `steps` are those of the header's master weights, in its order; None for a weight that takes no step. The payload
-    holds the gradients of the weights that take a step (float32, one after another), then the bytes of the header's
-    buffers. `seals`: the header has no checksum yet.
+    holds the gradients of the weights that take a step (float32, one after another), except those that are `mirrored`,
+    then the bytes of the header's buffers. `seals`: the header has no checksum yet.
     """
 
     base: str
@@ -71,6 +86,7 @@ class Update:
     steps: tuple[AdamStep | None, ...]
     header: SnapshotHeader
     seals: bool = False
+    mirrored: Mirrored | None = None
 
     @property
     def unit(self) -> str:
@@ -84,9 +100,15 @@ class Update:
         return [(part, step) for part, step in masters if step]
 
     @property
+    def places(self) -> tuple[BucketPlace | None, ...]:
+        """The places of the mirrored gradients of the weights that take a step; None for those in the payload."""
+        return self.mirrored.places if self.mirrored else (None,) * len(self.stepping)
+
+    @property
     def payload_bytes(self) -> int:
         """Return the bytes of gradients and buffers."""
-        gradients = sum(4 * part.numel for part, _ in self.stepping)
+        stepping = zip(self.stepping, self.places, strict=True)
+        gradients = sum(4 * part.numel for (part, _), place in stepping if place is None)
         return gradients + sum(part.nbytes for part in buffer_parts(self.header))
 
 
@@ -123,6 +145,8 @@ def update_to_bytes(update: Update) -> bytes:
     """Return what `update_from_bytes` reads."""
     steps = [step and astuple(step) for step in update.steps]
     head = {"base": update.base, "target": update.target, "steps": steps, "seals": update.seals}
+    if update.mirrored:
+        head["mirrored"] = mirrored_to_json(update.mirrored)
     return json.dumps(head, separators=(",", ":")).encode() + b"\n" + header_to_json(update.header)
 
 
@@ -133,7 +157,16 @@ def update_from_bytes(data: bytes) -> Update:
         fields = json.loads(head)
         steps = tuple(step and AdamStep(**dict(zip(AdamStep.__slots__, step, strict=True))) for step in fields["steps"])
         keys = {"base": fields["base"], "target": fields["target"]}
-        return Update(**keys, steps=steps, header=header_from_json(header), seals=fields["seals"] is True)
+        update = Update(
+            **keys,
+            steps=steps,
+            header=header_from_json(header),
+            seals=fields["seals"] is True,
+            mirrored=mirrored_from_json(fields.get("mirrored")),
+        )
+        if len(update.places) != sum(step is not None for step in steps):
+            raise ValueError(f"got {len(update.places)} places of gradients")
+        return update
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointLoadError(f"an update's head of {len(data)} bytes: {error!r}") from error
 
@@ -158,12 +191,18 @@ def steps_of(header: SnapshotHeader, steps: Mapping[PartKey, AdamStep]) -> tuple
 
 
 def apply_update(
-    folder: BlobFolder, key: str, head: bytes, gradients: torch.Tensor | None, gradient_bytes: int
+    folder: BlobFolder,
+    key: str,
+    head: bytes,
+    gradients: torch.Tensor | None,
+    gradient_bytes: int,
+    captured: CapturedSums = no_capture,
 ) -> None:
     """Compute the copy that an update leads to, and store it in `folder` beside the copy before the step.
 
-    `gradients` is memory of the folder, which is freed. Raises CheckpointLoadError, naming the iterations, if the copy
-    before the step is missing or the result differs from the owner's state; the folder is then unchanged.
+    `gradients` is memory of the folder, which is freed; mirrored ones come from `captured`. Raises CheckpointLoadError,
+    naming the iterations, if the copy before the step is missing or the result differs from the owner's state; the
+    folder is then unchanged.
     """
     update = update_from_bytes(head)
     base, wanted = _base_of(update, folder), update.header
@@ -171,6 +210,7 @@ def apply_update(
         raise CheckpointLoadError(f"{key}: got {len(update.steps)} steps, wanted {len(_masters(wanted))}")
     if gradients is None or gradient_bytes != update.payload_bytes:
         raise CheckpointLoadError(f"{key}: got {gradient_bytes} bytes of gradients, wanted {update.payload_bytes}")
+    sums = [_flat(group, captured(group)) for group in update.mirrored.groups] if update.mirrored else []
     nbytes = wanted.payload_bytes
     payload = folder.allocate(nbytes)
     try:
@@ -178,7 +218,7 @@ def apply_update(
         _copy_state(base, made)
         if update.seals:  # after the copy: this finds earlier damage, and later damage has no effect
             _sealed(base, is_new=False)
-        _take_steps(made, update, gradients)
+        _take_steps(made, update, gradients, sums)
         header = _sealed(made, is_new=update.seals)
         folder.deposit(update.target, header_to_json(header), payload, nbytes)
     except BaseException:
@@ -225,16 +265,31 @@ def _copy_state(base: Snapshot, made: Snapshot) -> None:
         made.part(part).copy_(base.part(before[part.key]))
 
 
-def _take_steps(made: Snapshot, update: Update, payload: torch.Tensor) -> None:
+def _take_steps(made: Snapshot, update: Update, payload: torch.Tensor, sums: list[list[torch.Tensor]]) -> None:
     parts = {part.key: made.part(part).view(-1) for part in made.header.parts}
     offset = 0
-    for part, step in update.stepping:
-        gradient = payload[offset : offset + 4 * part.numel].view(torch.float32)
+    for (part, step), place in zip(update.stepping, update.places, strict=True):
+        if place is None:
+            gradient = payload[offset : offset + 4 * part.numel].view(torch.float32)
+            offset += 4 * part.numel
+        else:
+            gradient = _captured_gradient(place, sums, part.numel)
         _take_step([parts[key] for key in _with_moments(part.key)], step, gradient)
-        offset += 4 * part.numel
     for part in buffer_parts(made.header):
         parts[part.key].view(torch.uint8).copy_(payload[offset : offset + part.nbytes])
         offset += part.nbytes
+
+
+def _flat(group: MirroredSums, buckets: list[bytearray]) -> list[torch.Tensor]:
+    return [torch.frombuffer(bucket, dtype=getattr(torch, group.dtype)) for bucket in buckets]
+
+
+def _captured_gradient(place: BucketPlace, sums: list[list[torch.Tensor]], numel: int) -> torch.Tensor:
+    """Return a captured gradient as the optimizer has it, in float32. Raises CheckpointLoadError."""
+    bucket = sums[place.group][place.bucket]
+    if place.start + numel > bucket.numel():
+        raise CheckpointLoadError(f"got {place} for {numel} elements, wanted a place within {bucket.numel()}")
+    return bucket[place.start : place.start + numel].float()
 
 
 def _take_step(state: list[torch.Tensor], step: AdamStep, gradient: torch.Tensor) -> None:

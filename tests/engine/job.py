@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from moe_ckpt.config import InMemoryConfig
+from moe_ckpt.config import FlowcheckConfig, InMemoryConfig
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
@@ -36,17 +36,21 @@ from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.engine.worker_loop import ElasticJob
 from moe_ckpt.errors import PeersLostError, RolledBackError
 from moe_ckpt.events import EventLog, IterationCommitted, read_events
+from moe_ckpt.mirror.capture import MirrorCapture
+from moe_ckpt.mirror.watcher import Watcher
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.copy_server import CopyServer
 from moe_ckpt.replication.daemon import WorkerServer
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.sender import Replicator
+from moe_ckpt.snapshot.adam_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
 from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, TOKENS, Model, Shape, TokenCounts
 from tests.engine.model_files import ModelFiles
 from tests.engine.thread_ranks import ThreadGroup, ThreadRanks, WorkerKilled
+from tests.engine.wire import ModelMirror, Wire
 
 T = TypeVar("T")
 
@@ -93,9 +97,26 @@ class Result:
 class _Daemon:
     """The replica daemon of one rank: a server for its peers, senders to them, and a socket for its workers."""
 
-    def __init__(self, folder: Path, rank: int, may_send: Callable[[], bool], *, serves_itself: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        may_send: Callable[[], bool],
+        *,
+        serves_itself: bool,
+        capture: MirrorCapture | None = None,
+    ) -> None:
         folder.mkdir(exist_ok=True)
-        self.server = CopyServer(folder, rank, TICKET, host="127.0.0.1", timeout_s=_WAIT_S, serves_itself=serves_itself)
+        self._capture = capture
+        self.server = CopyServer(
+            folder,
+            rank,
+            TICKET,
+            host="127.0.0.1",
+            timeout_s=_WAIT_S,
+            serves_itself=serves_itself,
+            captured=capture.sums if capture else no_capture,
+        )
         own = BlobFolder(own_path(folder))
         self._replicator = Replicator(own, rank, TICKET, may_send=may_send, deadline_s=_WAIT_S)
         self._door = WorkerServer(folder, self._replicator, timeout_s=_WAIT_S)
@@ -104,6 +125,8 @@ class _Daemon:
         self._door.close()
         self._replicator.close()
         self.server.close()
+        if self._capture:
+            self._capture.close()
 
 
 class _Generations:
@@ -333,6 +356,7 @@ class ThreadJob:
         self.folder, self.config, self.shape = folder, config, shape or Shape()
         self.iterations = iterations
         self.identity = RunIdentity(run_id=run_id, model="model", layout=self.shape.layout)
+        self.wire = Wire()
         self.notes: dict[int, Sequence[str]] = {}
         self.sessions: dict[int, Session] = {}
         self.models: dict[int, Model] = {}
@@ -443,9 +467,23 @@ class ThreadJob:
     def _has_servers(self) -> bool:
         return self.config is not None and self.config.policy == "flowcheck"
 
+    @property
+    def _mirrors(self) -> bool:
+        return isinstance(self.config, FlowcheckConfig) and self.config.mirrors
+
     def _daemon(self, rank: int) -> _Daemon:
         may_send = lambda: not self.sends_slowly  # noqa: E731
-        return _Daemon(self.memory(rank), rank, may_send, serves_itself=self._has_servers)
+        return _Daemon(
+            self.memory(rank), rank, may_send, serves_itself=self._has_servers, capture=self._begin_capture(rank)
+        )
+
+    def _begin_capture(self, rank: int) -> MirrorCapture | None:
+        if not self._mirrors:
+            return None
+        config = self.config
+        assert isinstance(config, FlowcheckConfig)
+        watcher = Watcher(config.captures, loss=config.capture_loss, seed=rank)
+        return MirrorCapture(self.wire.port(), watcher, keep_iters=config.max_lag_iters + 2, wait_s=0.5)
 
     def _start(self, rank: int) -> None:
         thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -550,6 +588,7 @@ class ThreadJob:
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
             tied_gradient_bytes=tied.master.nbytes if tied else 0,
             boost=self._boost_of(model) if self._boost_of else None,
+            mirror=ModelMirror(model, stage, self.wire) if self._mirrors else None,
         )
         assembly = InMemoryAssembly(
             self.config, attached, events, elastic, self.folder / "snapshots", self._losses_of_config

@@ -178,6 +178,7 @@ class Model:
         self._clip = 1.0
         self._counted = np.zeros(shape.experts)
         self._armed = _Armed()
+        self.on_reduced: Callable[[], None] = lambda: None
 
     def _weight(self, operator: OperatorId) -> Weight | None:
         size = HIDDEN * (self.shape.experts if operator.kind is OperatorKind.GATE else 1)
@@ -333,6 +334,7 @@ class Model:
             weight.gradient /= self.loss_scale * self.shape.dp * MICRO_BATCHES
         self.buffers["bias"] += 0.01 * torch.sign(tokens.mean() - tokens)
         self.buffers["tokens"].zero_()
+        self.on_reduced()
 
     def _share_tied_gradient(self, logged: torch.Tensor | None) -> None:
         weight = self.tied_weight()

@@ -9,6 +9,9 @@ from launcher.entry import start
 from launcher.servers import require_servable
 from moe_ckpt.errors import ConfigError
 
+_MIRROR = ["ckpt.capture=mirror", "ckpt.mirror_interface=lo"]
+_WHOLE = "train.distributed_optimizer=false"
+
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
@@ -17,6 +20,17 @@ from moe_ckpt.errors import ConfigError
         (["precision=fp8_fp32_fp32", "precision.exp_avg=fp8"], "precision.exp_avg: got 'fp8', wanted fp32"),
         (["precision.exp_avg_sq=fp16"], "precision.exp_avg_sq: got 'fp16', wanted fp32"),
         (["runtime.guard=false"], "runtime.guard: got False, wanted auto or true with ckpt=flowcheck"),
+        (["ckpt.capture=mirror"], "ckpt.mirror_interface: got None, wanted an interface where ckpt.capture=mirror"),
+        (
+            ["ckpt.mirror_interface=e0"],
+            "ckpt.mirror_interface: got 'e0', wanted an interface where",
+        ),
+        (["ckpt.capture_loss=0.1"], "ckpt.capture_loss: got 0.1, wanted 0 where ckpt.capture=tap"),
+        (["ckpt.capture=hub"], "ckpt.capture: got 'hub', wanted tap or mirror"),
+        ([*_MIRROR, "ckpt.captures=1"], "ckpt.captures: got 1, wanted at least 2"),
+        ([*_MIRROR, "ckpt.capture_loss=1"], "ckpt.capture_loss: got 1.0, wanted at least 0 and less than 1"),
+        (_MIRROR, "train.distributed_optimizer: got True, wanted false where ckpt.capture=mirror: a sharded"),
+        ([*_MIRROR, _WHOLE, "precision=fp16"], "precision.dtype: got 'fp16', wanted bf16 or fp32 where"),
     ],
 )
 def test_what_servers_cannot_follow_is_named(overrides: list[str], says: str) -> None:

@@ -1,19 +1,24 @@
-"""The committed capture of scripts/write_captures.py: three ranks reduce two buckets in each of two iterations."""
+"""The committed capture of scripts/write_captures.py: on 3 ranks a mark, and two buckets in each of two iterations."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from moe_ckpt.mirror.frames import TcpSegment, segment_of
-from moe_ckpt.mirror.gradients import Capture, Collected
-from moe_ckpt.mirror.ring import RingTracker
+from moe_ckpt.mirror.gradients import Gradient
+from moe_ckpt.mirror.plan import MirroredSums
+from moe_ckpt.mirror.watcher import Watcher
 
 NUM_RANKS, ITERATIONS, SIZES = 3, 2, (1500, 700)
 BUCKETS = tuple(4 * size for size in SIZES)
+GROUP = b"the captured set".hex()
+OPERATIONS = len(SIZES) + 1
+"""Of an iteration: one for each bucket, and the norm."""
 _STORE_PORT = 29555
 _FILE_HEADER_BYTES, _RECORD = 24, struct.Struct("<IIII")
 
@@ -30,8 +35,17 @@ def read_pcap(path: Path) -> list[bytes]:
     return frames
 
 
-def frames() -> list[bytes]:
-    return read_pcap(Path(__file__).parent / "captures" / "ring.pcap")
+@cache
+def frames() -> tuple[bytes, ...]:
+    return tuple(read_pcap(Path(__file__).parent / "captures" / "ring.pcap"))
+
+
+def wanted(iteration: int) -> MirroredSums:
+    """Return the reductions of an iteration; operation 0 is the mark."""
+    first = 1 + OPERATIONS * iteration
+    return MirroredSums(
+        group=GROUP, size=NUM_RANKS, buckets=BUCKETS, dtype="float32", first=first, end=first + OPERATIONS
+    )
 
 
 def reduced(iteration: int) -> list[bytes]:
@@ -49,39 +63,43 @@ def is_of_store(segment: TcpSegment) -> bool:
     return _STORE_PORT in (segment.stream.source_port, segment.stream.target_port)
 
 
-class Mirror:
-    """Captures at some ranks, fed with frames or segments of whatever streams."""
-
-    def __init__(self, *ranks: int, patience_bytes: int = 1 << 16) -> None:
-        self.collected = Collected(BUCKETS)
-        self.captures = {
-            (_address(rank), _address((rank - 1) % NUM_RANKS)): Capture(
-                self.collected, RingTracker(BUCKETS, size=NUM_RANKS, rank=rank), patience_bytes=patience_bytes
-            )
-            for rank in ranks
-        }
-
-    def see(self, segments: Iterable[TcpSegment | None]) -> Mirror:
-        for segment in segments:
-            if segment is None or is_of_store(segment):
-                continue
-            capture = self.captures.get((segment.stream.source, segment.stream.target))
-            if capture:
-                capture.feed(segment)
-        for capture in self.captures.values():
-            capture.flush()
-        return self
-
-    def see_frames(self, frames: Iterable[bytes]) -> Mirror:
-        return self.see(map(segment_of, frames))
-
-    def whole_iterations(self) -> list[int]:
-        """Return the iterations that are complete, whose bytes are the ranks' sums."""
-        whole = [iteration for iteration in range(ITERATIONS) if self.collected.is_complete(iteration)]
-        for iteration in whole:
-            assert self.collected.take(iteration) == reduced(iteration)
-        return whole
+def watch(segments: Iterable[TcpSegment | None], captures: int = NUM_RANKS) -> Watcher:
+    """Return a watcher that has seen these segments, of which no more come."""
+    watcher = Watcher(captures)
+    for segment in segments:
+        if segment is not None:
+            watcher.see_segment(segment)
+    watcher.flush()
+    return watcher
 
 
-def _address(rank: int) -> bytes:
-    return bytes([10, 77, 0, rank + 1])
+def watch_frames(frames: Iterable[bytes], captures: int = NUM_RANKS) -> Watcher:
+    return watch(map(segment_of, frames), captures)
+
+
+def whole_iterations(watcher: Watcher) -> list[int]:
+    """Return the iterations that are complete, whose bytes are the ranks' sums."""
+    whole = []
+    for iteration in range(ITERATIONS):
+        sums = watcher.sums(wanted(iteration))
+        if sums is not None:
+            assert [bytes(each) for each in sums] == reduced(iteration)
+            whole.append(iteration)
+    return whole
+
+
+def missing_bytes(watcher: Watcher, iteration: int) -> int:
+    """Return how many bytes of an iteration's sums no capture has; all others are those of the ranks' sums."""
+    missing = 0
+    for number, (result, right) in enumerate(zip(_results(watcher, iteration), reduced(iteration), strict=True)):
+        spans = result._there.within(0, BUCKETS[number])
+        for start, end in spans:
+            assert result._bytes[start:end] == right[start:end], (number, start)
+        assert not result.differs
+        missing += BUCKETS[number] - sum(end - start for start, end in spans)
+    return missing
+
+
+def _results(watcher: Watcher, iteration: int) -> list[Gradient]:
+    results = watcher.results(wanted(iteration))
+    return [*results, *(Gradient(num_bytes) for num_bytes in BUCKETS[len(results) :])]

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import random
+import socket
 import struct
+import threading
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.mirror.capture import MirrorCapture
 from moe_ckpt.mirror.frames import Stream, TcpSegment, segment_of
-from moe_ckpt.mirror.framing import PREAMBLE_BYTES, Framing
+from moe_ckpt.mirror.framing import PREAMBLE_BYTES, UNKNOWN, FramedMessage, Framing
 from moe_ckpt.mirror.gradients import Gradient, Spans
-from moe_ckpt.mirror.ring import Ring, RingTracker
+from moe_ckpt.mirror.marks import MAGIC, StreamMark, find_mark, mark_of
+from moe_ckpt.mirror.operations import Placed, StreamRecord, place_all
+from moe_ckpt.mirror.plan import BucketPlace, Mirrored, mirrored_from_json, mirrored_to_json
+from moe_ckpt.mirror.port import MirrorPort
+from moe_ckpt.mirror.ring import Ring, RingSend
 from moe_ckpt.mirror.tcp import Begin, Gap, Reassembly
-from tests.mirror.captured import BUCKETS, ITERATIONS, NUM_RANKS, Mirror, frames, is_of_store, reduced
+from moe_ckpt.mirror.watcher import Watcher
+from tests.mirror.captured import (
+    BUCKETS,
+    GROUP,
+    ITERATIONS,
+    NUM_RANKS,
+    OPERATIONS,
+    frames,
+    is_of_store,
+    missing_bytes,
+    reduced,
+    wanted,
+    watch,
+    watch_frames,
+    whole_iterations,
+)
 
 EVERYTHING = list(range(ITERATIONS))
 STREAM = Stream(source=b"\x0a\x4d\x00\x01", source_port=1, target=b"\x0a\x4d\x00\x03", target_port=2)
@@ -31,18 +59,15 @@ def captured() -> Sequence[bytes]:
 # --- the committed capture
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (2, 0), (0, 1, 2)])
-def test_two_captures_have_every_gradient(ranks: tuple[int, ...], captured: Sequence[bytes]) -> None:
-    assert Mirror(*ranks).see_frames(captured).whole_iterations() == EVERYTHING
+@pytest.mark.parametrize("captures", [2, 3])
+def test_two_captures_have_every_gradient(captures: int, captured: Sequence[bytes]) -> None:
+    assert whole_iterations(watch_frames(captured, captures)) == EVERYTHING
 
 
-@pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_one_capture_lacks_a_share_of_each(rank: int, captured: Sequence[bytes]) -> None:
-    mirror = Mirror(rank).see_frames(captured)
-    assert mirror.whole_iterations() == []
-    missing = 2 * Ring(num_bytes=BUCKETS[0], size=NUM_RANKS).segment_bytes
-    there = mirror.collected.gradient(0)._there.within(0, BUCKETS[0])
-    assert sum(end - start for start, end in there) == BUCKETS[0] - missing == BUCKETS[0] * 2 // 3
+def test_one_capture_lacks_a_share_of_each(captured: Sequence[bytes]) -> None:
+    watcher = watch_frames(captured, 1)
+    assert whole_iterations(watcher) == []
+    assert missing_bytes(watcher, 0) == sum(BUCKETS) - sum(BUCKETS) * 2 // 3
 
 
 @given(seed=st.integers(0, 2**32), window=st.integers(2, 12))
@@ -50,24 +75,28 @@ def test_frames_may_come_in_another_order_and_twice(seed: int, window: int) -> N
     generator = random.Random(seed)
     segments = [segment for frame in frames() if (segment := segment_of(frame))]
     again = [segment for segment in segments for _ in range(generator.choice((1, 1, 2)))]
-    first, others = again[: len(again) // 20], again[len(again) // 20 :]  # connections begin in order
+    first = 1 + max(number for number, segment in enumerate(again) if find_mark(segment.payload))
+    marked, others = again[:first], again[first:]  # a stream is followed from its mark on
     shuffled = [
         segment
         for start in range(0, len(others), window)
         for segment in generator.sample(others[start : start + window], len(others[start : start + window]))
     ]
-    begun = [segment for segment in shuffled if segment.begins]
-    rest = [segment for segment in shuffled if not segment.begins]
-    assert Mirror(0, 1).see([*first, *begun, *rest]).whole_iterations() == EVERYTHING
+    lasting = [segment for segment in shuffled if not segment.ends]
+    assert whole_iterations(watch([*marked, *lasting], 2)) == EVERYTHING
 
 
 @given(seed=st.integers(0, 2**32), cuts=st.integers(1, 5))
 def test_segments_may_be_cut_anywhere(seed: int, cuts: int) -> None:
-    """Preambles come in pieces then, too."""
+    """Preambles come in pieces then, too; only the mark's own message must come whole."""
     generator = random.Random(seed)
     segments = [segment for frame in frames() if (segment := segment_of(frame))]
-    pieces = [piece for segment in segments for piece in _cut(segment, cuts, generator)]
-    assert Mirror(0, 1).see(pieces).whole_iterations() == EVERYTHING
+    pieces = [
+        piece
+        for segment in segments
+        for piece in ([segment] if find_mark(segment.payload) else _cut(segment, cuts, generator))
+    ]
+    assert whole_iterations(watch(pieces, 2)) == EVERYTHING
 
 
 def _cut(segment: TcpSegment, cuts: int, generator: random.Random) -> Iterable[TcpSegment]:
@@ -79,13 +108,13 @@ def _cut(segment: TcpSegment, cuts: int, generator: random.Random) -> Iterable[T
         yield replace(segment, sequence=(segment.sequence + start) % 2**32, payload=segment.payload[start:end])
 
 
-@given(seed=st.integers(0, 2**32), loss=st.sampled_from([0.003, 0.02, 0.2]), ranks=st.sampled_from([(0, 1), (0, 1, 2)]))
-def test_what_is_lost_is_missing_and_nothing_else_is_taken_for_it(
-    seed: int, loss: float, ranks: tuple[int, ...]
-) -> None:
-    """`whole_iterations` compares each complete iteration with the ranks' own sums."""
+@given(seed=st.integers(0, 2**32), loss=st.sampled_from([0.003, 0.02, 0.2]), captures=st.sampled_from([2, 3]))
+def test_lost_frames_leave_a_gap_and_no_wrong_bytes(seed: int, loss: float, captures: int) -> None:
     generator = random.Random(seed)
-    Mirror(*ranks).see_frames([frame for frame in frames() if generator.random() >= loss]).whole_iterations()
+    watcher = watch_frames([frame for frame in frames() if generator.random() >= loss], captures)
+    whole_iterations(watcher)
+    for iteration in EVERYTHING:
+        missing_bytes(watcher, iteration)  # compares the others with the ranks' own sums
 
 
 def _data_frames(captured: Sequence[bytes], rank: int) -> list[int]:
@@ -105,7 +134,7 @@ def test_what_one_capture_has_lost_two_others_have(captured: Sequence[bytes]) ->
     assert len(losses) > 30
     for lost in losses[::5]:
         left = [frame for number, frame in enumerate(captured) if number != lost]
-        assert Mirror(0, 1, 2).see_frames(left).whole_iterations() == EVERYTHING, lost
+        assert whole_iterations(watch_frames(left, 3)) == EVERYTHING, lost
 
 
 def test_a_capture_finds_its_place_again_after_a_loss(captured: Sequence[bytes]) -> None:
@@ -113,28 +142,67 @@ def test_a_capture_finds_its_place_again_after_a_loss(captured: Sequence[bytes])
     incomplete = 0
     for lost in _data_frames(captured, 0):
         left = [frame for number, frame in enumerate(captured) if number != lost]
-        mirror = Mirror(0, 1).see_frames(left)
-        missing = [_missing_bytes(mirror, operation) for operation in range(len(BUCKETS) * ITERATIONS)]
+        watcher = watch_frames(left, 2)
+        missing = [missing_bytes(watcher, iteration) for iteration in EVERYTHING]
         incomplete += any(missing)
         assert all(each <= 2 * 1048 for each in missing), (lost, missing)
+        assert 0 in missing, "the other iteration is whole: operations have numbers"
     assert incomplete
-
-
-def _missing_bytes(mirror: Mirror, operation: int) -> int:
-    """Return how many bytes of a result no capture has; all others are those of the ranks' sums."""
-    gradient, (iteration, bucket) = mirror.collected.gradient(operation), divmod(operation, len(BUCKETS))
-    spans = gradient._there.within(0, BUCKETS[bucket])
-    for start, end in spans:
-        assert gradient._bytes[start:end] == reduced(iteration)[bucket][start:end], (operation, start)
-    assert not gradient.differs
-    return BUCKETS[bucket] - sum(end - start for start, end in spans)
 
 
 def test_bytes_that_differ_between_captures_are_not_accepted(captured: Sequence[bytes]) -> None:
     damaged = list(captured)
     number = _data_frames(captured, 1)[-2]
     damaged[number] = damaged[number][:-1] + bytes([damaged[number][-1] ^ 1])
-    assert Mirror(0, 1, 2).see_frames(damaged).whole_iterations() == [0]
+    assert whole_iterations(watch_frames(damaged, 3)) == [0]
+
+
+def test_operations_of_another_iteration_are_never_taken(captured: Sequence[bytes]) -> None:
+    watcher = watch_frames(captured)
+    for first in range(1 + OPERATIONS * ITERATIONS):
+        sums = watcher.sums(replace(wanted(0), first=first, end=first + OPERATIONS))
+        found = None if sums is None else [bytes(each) for each in sums]
+        assert found == {1: reduced(0), 4: reduced(1)}.get(first), first
+    assert watcher.sums(replace(wanted(0), end=1 + 2 * OPERATIONS)) is None, "two iterations in place of one"
+    assert watcher.sums(replace(wanted(0), buckets=(BUCKETS[0], BUCKETS[1] + 4))) is None
+    assert watcher.sums(replace(wanted(0), group="00" * 16)) is None
+
+
+def test_dropped_iterations_free_their_bytes(captured: Sequence[bytes]) -> None:
+    watcher = watch_frames(captured)
+    held = watcher.size_bytes
+    watcher.drop(wanted(0))
+    assert watcher.sums(wanted(0)) is None
+    assert watcher.sums(wanted(1)) is not None
+    assert 0 < watcher.size_bytes < 0.6 * held
+    watcher.drop(wanted(1))
+    assert watcher.size_bytes == 0
+
+
+def test_a_watcher_forgets_what_overruns_its_memory(captured: Sequence[bytes]) -> None:
+    watcher = Watcher(2, most_bytes=1000)
+    for frame in captured:
+        watcher.see(frame)
+    watcher.limit()
+    assert not watcher.knows(GROUP)
+    assert watcher.size_bytes == 0
+    assert watcher.sums(wanted(1)) is None
+
+
+def test_captures_drop_the_share_of_frames_that_is_asked_for(captured: Sequence[bytes]) -> None:
+    seen = [watch_with_loss(captured, loss) for loss in (0.0, 0.3)]
+    assert seen[0].num_watched == seen[1].num_watched > 100
+    assert seen[0].num_dropped == 0
+    assert 0.15 < seen[1].num_dropped / seen[1].num_watched < 0.45
+    assert whole_iterations(seen[1]) == []
+
+
+def watch_with_loss(captured: Sequence[bytes], loss: float) -> Watcher:
+    watcher = Watcher(2, loss=loss)
+    for frame in captured:
+        watcher.see(frame)
+    watcher.flush()
+    return watcher
 
 
 # --- frames
@@ -258,8 +326,7 @@ def test_garbage_within_a_stream_is_never_accepted(noise: bytes, at: int) -> Non
     segment = segments[at]
     if segment and segment.payload and not segment.begins:
         segments[at] = replace(segment, payload=(noise + segment.payload)[: len(segment.payload)])
-    mirror = Mirror(0, 1, 2).see(segments)
-    mirror.whole_iterations()  # compares them with the ranks' sums
+    whole_iterations(watch(segments))  # compares them with the ranks' sums
 
 
 # --- the ring
@@ -284,46 +351,212 @@ def test_large_buffers_are_cut_into_segments_of_a_mebibyte() -> None:
     assert sum(sent.num_bytes for sent in ring.sends(0) if sent.is_final) == 6 * 873_816
 
 
-def test_the_count_begins_anew_with_each_operation() -> None:
-    """By Algorithm 1 as printed the second layer's first message would be one of the first layer's all-gather."""
-    tracker = RingTracker([120, 240], size=2, rank=0)
-    places = [tracker.place(slot, length) for slot, length in [(1, 32), (1, 24), (1, 32), (1, 32)] + [(2, 60)] * 4]
-    assert [place and (place.operation, place.sent.is_final) for place in places] == [
-        (0, False),
-        (0, False),
-        (0, True),
-        (0, True),
-        (1, False),
-        (1, False),
-        (1, True),
-        (1, True),
-    ]
+# --- operations
 
 
-def test_other_operations_of_the_group_are_passed_over() -> None:
-    tracker = RingTracker([120], size=2, rank=1)
-    assert [tracker.place(slot, 4) for slot in (1, 2, 3)] == [None] * 3
-    assert tracker.place(4, 32) is not None
-    assert tracker.place(5, 4) is None, "while another is under way"
-    assert tracker.place(4, 24) is None, "of this length there is none at this place"
-    assert tracker.place(4, 32) is None, "the place is lost"
+SENDS = Ring(num_bytes=120, size=2).sends(0)
+"""Four messages: 32 and 24 bytes of partial sums, then 32 and 32 of final ones."""
 
 
-def test_after_a_loss_between_operations_the_iteration_is_lost() -> None:
-    tracker = RingTracker([120], size=2, rank=1)
-    assert tracker.place(7, 32, 500) is None, "its beginning may be lost"
-    assert tracker.place(8, 32) is None, "this may be of another iteration"
-    tracker.resume(3)
-    place = tracker.place(9, 32)
-    assert place is not None
-    assert place.operation == 3
+def _message(number: int, length: int, skipped_bytes: int | None = None, kind: int = 4) -> FramedMessage:
+    slot = (kind << 56) | (number << 24)
+    return FramedMessage(slot=slot, length=length, pieces=((0, bytes(length)),), skipped_bytes=skipped_bytes)
+
+
+def _starts(messages: Sequence[FramedMessage], before: Sequence[RingSend] | None = None) -> list[int] | None:
+    placed = place_all(messages, SENDS, before)
+    return None if placed is None else [start for start, _ in placed.final_sums()]
+
+
+def test_final_sums_have_their_places() -> None:
+    assert [sent.num_bytes for sent in SENDS] == [32, 24, 32, 32]
+    assert _starts([_message(1, length) for length in (32, 24, 32, 32)]) == [sent.start for sent in SENDS[2:]]
+
+
+@pytest.mark.parametrize("lengths", [(24,), (32, 32), (32, 24, 32, 32, 32), (28,)])
+def test_messages_of_other_lengths_are_another_operation(lengths: Sequence[int]) -> None:
+    assert _starts([_message(1, length) for length in lengths]) is None
+
+
+def test_the_place_after_a_loss_follows_from_the_lost_bytes() -> None:
+    """Two messages and their announcements are lost."""
+    lost = 24 + 32 + 2 * PREAMBLE_BYTES
+    first = _message(1, 32)
+    for announced in (0, 2):
+        last = _message(1, 32, lost + announced * PREAMBLE_BYTES)
+        assert _starts([first, last]) == [SENDS[3].start]
+    assert _starts([first, _message(1, 32, UNKNOWN)]) == []
+    assert _starts([first, _message(1, 32, lost + 1)]) == []
 
 
 def test_a_loss_that_can_be_explained_in_two_ways_is_not() -> None:
-    """Messages of 432 bytes take as much as ten announcements."""
-    tracker = RingTracker([4 * 432], size=2, rank=0)
-    assert tracker.place(1, 432) is not None
-    assert tracker.place(1, 432, 480) is None
+    """Messages of 96 bytes take as much as three announcements."""
+    sends = Ring(num_bytes=4 * 96, size=2).sends(0)
+    placed = place_all([_message(1, 96), _message(1, 96, 3 * PREAMBLE_BYTES)], sends, None)
+    assert placed is not None
+    assert len(placed.messages) == 1
+    assert placed.left is None
+
+
+def test_a_loss_between_operations_is_counted_from_the_one_before() -> None:
+    lost = 32 + PREAMBLE_BYTES
+    second = _message(2, 24, lost)
+    assert _starts([second], before=None) == [], "an unknown share belongs to the operation before"
+    placed = place_all([second], SENDS, ())
+    assert placed is not None
+    assert [sent for sent, _ in placed.messages] == [SENDS[1]]
+    both = place_all([_message(2, 24, lost + 32 + PREAMBLE_BYTES)], SENDS, SENDS[3:])
+    assert both is not None
+    assert [sent for sent, _ in both.messages] == [SENDS[1]]
+    assert place_all([_message(2, 32, 0)], SENDS, SENDS[3:]) == Placed(messages=(), left=None), "of the one before"
+
+
+def test_operations_whose_messages_alternate_are_dropped() -> None:
+    record = StreamRecord()
+    for number in (1, 2, 1, 3):
+        record.add(_message(number, 32))
+    assert record.operations() == [3]
+    assert record.size_bytes == 32
+
+
+def test_only_all_reduces_are_kept() -> None:
+    record = StreamRecord()
+    for kind in (2, 4, 7):
+        record.add(_message(kind, 32, kind=kind))
+    assert record.operations() == [4]
+
+
+# --- marks
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_partial_mark_names_its_sender(size: int) -> None:
+    """A rank sends to the one before it: its first message has its own contribution, the next also its successor's."""
+    group = bytes(range(16))
+    units = [mark_of(group, size, rank)[: 32 + size] for rank in range(size)]
+    for sender in range(size):
+        merged = units[sender]
+        for behind in range(1, size):
+            mark = find_mark(b"earlier" + _data(7, merged) + b"later")
+            assert mark == StreamMark(group=group, size=size, rank=sender, start=7)
+            merged = bytes(map(max, merged, units[(sender + behind) % size]))
+        assert find_mark(_data(7, merged)) is None, "a whole mark is from any rank"
+
+
+def test_each_message_of_a_mark_is_one_unit() -> None:
+    for size in (2, 3, 5, 64):
+        mark = mark_of(bytes(16), size, 1)
+        assert {sent.num_bytes for sent in Ring(num_bytes=len(mark), size=size, element_bytes=1).sends(0)} == {
+            32 + size
+        }
+
+
+@given(noise=st.binary(max_size=200), cut=st.integers(0, 120))
+def test_garbage_is_no_mark(noise: bytes, cut: int) -> None:
+    whole = _data(7, mark_of(bytes(16), 2, 1)[:34])
+    assert find_mark(noise) is None
+    assert find_mark(noise + whole[:cut]) is None or cut >= len(whole)
+    assert find_mark(MAGIC + noise) is None
+
+
+# --- the thread that captures
+
+
+class Replay:
+    """A port whose frames a test gives."""
+
+    def __init__(self, *batches: Sequence[bytes]) -> None:
+        self.batches = list(batches)
+        self.is_read = threading.Event()
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def read(self, timeout_s: float) -> list[bytes]:
+        if self.may_read.wait(timeout_s) and self.batches:
+            batch = list(self.batches.pop(0))
+            if isinstance(batch[0], Exception):
+                raise batch[0]
+            return batch
+        self.is_read.set()
+        threading.Event().wait(0.001)  # as a quiet port waits
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def _capture(port: Replay, *, wait_s: float = 5.0, keep_iters: int = 2) -> MirrorCapture:
+    return MirrorCapture(port, Watcher(2), keep_iters=keep_iters, wait_s=wait_s)
+
+
+def test_several_threads_get_the_same_sums_also_those_still_to_come(captured: Sequence[bytes]) -> None:
+    port = Replay(captured)
+    port.may_read.clear()
+    capture = _capture(port)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(capture.sums, wanted(1)) for _ in range(4)]
+        port.may_read.set()
+        for each in asked:
+            assert [bytes(bucket) for bucket in each.result(20)] == reduced(1)
+    assert [bytes(bucket) for bucket in capture.sums(wanted(1))] == reduced(1), "kept"
+    with pytest.raises(CheckpointLoadError, match="incomplete"):
+        _capture_now(capture).sums(wanted(0))
+    capture.close()
+
+
+def _capture_now(capture: MirrorCapture) -> MirrorCapture:
+    """Let a capture wait no longer for what does not come."""
+    capture._wait_s = 0.0
+    return capture
+
+
+def test_a_capture_without_the_group_says_that_this_is_no_mirror_port() -> None:
+    capture = _capture(Replay(), wait_s=0.01)
+    with pytest.raises(CheckpointLoadError, match="wanted a mirror port"):
+        capture.sums(wanted(0))
+    capture.close()
+
+
+def test_an_incomplete_iteration_is_lost_for_all_that_ask(captured: Sequence[bytes]) -> None:
+    lost = _data_frames(captured, 0)[-1]
+    capture = _capture(Replay([frame for number, frame in enumerate(captured) if number != lost]), wait_s=0.2)
+    for _ in range(2):
+        with pytest.raises(CheckpointLoadError, match="got an incomplete capture of 8800 bytes"):
+            capture.sums(wanted(1))
+    capture.close()
+
+
+def test_a_port_that_fails_fails_all_that_ask() -> None:
+    capture = _capture(Replay([OSError("the port is gone")]))  # type: ignore[list-item]
+    with pytest.raises(CheckpointLoadError, match="the port is gone"):
+        capture.sums(wanted(0))
+    capture.close()
+
+
+# --- plans
+
+
+def test_a_plan_is_read_as_it_was_written() -> None:
+    places = (BucketPlace(group=0, bucket=1, start=3), None)
+    plan = Mirrored(groups=(wanted(1),), places=places)
+    assert mirrored_from_json(json.loads(json.dumps(mirrored_to_json(plan)))) == plan
+    assert mirrored_from_json(mirrored_to_json(None)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("places", [[1, 0, 0]]), ("places", [[0, 2, 0]]), ("places", [[0, 0, -1]]), ("places", 3), ("groups", [{}])],
+)
+def test_a_plan_with_a_wrong_place_is_refused(field: str, value: Any) -> None:
+    plan = mirrored_to_json(Mirrored(groups=(wanted(1),), places=()))
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        mirrored_from_json(plan | {field: value})
+
+
+@pytest.mark.parametrize("change", [{"size": 1}, {"dtype": "int8"}, {"buckets": ()}, {"first": 9}, {"group": "00"}])
+def test_sums_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="got"):
+        replace(wanted(0), **change)
 
 
 # --- gradients
@@ -345,6 +578,42 @@ def test_a_gradient_is_complete_once_all_bytes_are_there_and_the_same() -> None:
     gradient.put(4, b"efgh")
     assert not gradient.is_complete
     gradient.put(0, b"abcde")
-    assert gradient.to_bytes() == b"abcdefgh"
+    assert gradient.take() == b"abcdefgh"
     gradient.put(1, b"X")
     assert not gradient.is_complete
+
+
+# --- the port
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"ckpt.mirror_interface: got 'nothing0', wanted one of .*\blo\b"):
+        MirrorPort("nothing0")
+
+
+def test_a_process_without_the_privilege_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> socket.socket:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(ConfigError, match=r"ckpt.capture=mirror: got a process without the privilege, .*CAP_NET_RAW"):
+        MirrorPort("lo")
+
+
+def test_the_port_reads_what_this_machine_sends_itself() -> None:
+    try:
+        port = MirrorPort("lo")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    content = b"read at the loopback interface" + bytes(range(256))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
+        client.connect(server.getsockname())
+        client.sendall(content)
+        until_s = time.monotonic() + 10
+        while time.monotonic() < until_s:
+            segments = [segment_of(frame) for frame in port.read(1.0)]
+            if any(segment and segment.payload == content for segment in segments):
+                break
+        else:
+            pytest.fail("the frame was not seen")
+    port.close()

@@ -1,0 +1,81 @@
+"""A mirror port: the network interface on which a switch repeats the traffic of training ranks.
+
+Owns: the raw socket. Must not: look into frames. The loopback interface is the mirror port of all ranks of one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import struct
+from pathlib import Path
+from typing import Protocol
+
+from moe_ckpt.config import require
+from moe_ckpt.errors import ConfigError
+
+_ALL_PROTOCOLS = 3
+_SO_RCVBUFFORCE = 33
+_BUFFER_BYTES = 64 << 20
+_SOL_PACKET, _ADD_MEMBERSHIP, _PROMISCUOUS = 263, 1, 1
+_LARGEST_FRAME_BYTES = 1 << 17
+_MOST_FRAMES = 256
+_INTERFACES = Path("/sys/class/net")
+
+
+class FrameSource(Protocol):
+    """Frames, one after another."""
+
+    def read(self, timeout_s: float) -> list[bytes]:
+        """Return the frames that have come, in order; wait up to `timeout_s` seconds for the first."""
+        ...
+
+    def close(self) -> None:
+        """End; `read` returns nothing from now on."""
+        ...
+
+
+class MirrorPort:
+    """Reads all frames of an interface. Raises ConfigError without the privilege, or without the interface."""
+
+    def __init__(self, interface: str) -> None:
+        self._socket = _open(interface)
+
+    def read(self, timeout_s: float) -> list[bytes]:
+        frames: list[bytes] = []
+        try:
+            self._socket.settimeout(timeout_s)
+            frames.append(self._socket.recv(_LARGEST_FRAME_BYTES))
+            self._socket.setblocking(False)
+            while len(frames) < _MOST_FRAMES:
+                frames.append(self._socket.recv(_LARGEST_FRAME_BYTES))
+        except OSError as error:
+            is_quiet = isinstance(error, TimeoutError | BlockingIOError) or error.errno == errno.ENETDOWN
+            if not is_quiet:  # an interface that is down may come up again
+                raise
+        return frames
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _open(interface: str) -> socket.socket:
+    there = sorted(path.name for path in _INTERFACES.iterdir())
+    require(interface in there, "ckpt.mirror_interface", interface, f"one of {', '.join(there)}")
+    try:
+        port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
+    except PermissionError as error:
+        wanted = "CAP_NET_RAW, which reading a mirror port needs, or ckpt.capture=tap"
+        raise ConfigError(f"ckpt.capture=mirror: got a process without the privilege, wanted {wanted}") from error
+    try:
+        port.bind((interface, 0))
+        request = struct.pack("iHH8s", socket.if_nametoindex(interface), _PROMISCUOUS, 0, b"")
+        port.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, request)
+        with contextlib.suppress(PermissionError):  # it needs CAP_NET_ADMIN; frames are then lost earlier
+            port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+    except OSError as error:
+        port.close()
+        down = "an interface that is up" if error.errno == errno.ENETDOWN else "one that can be read"
+        raise ConfigError(f"ckpt.mirror_interface: got {interface}: {error.strerror}, wanted {down}") from error
+    return port

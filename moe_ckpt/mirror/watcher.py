@@ -1,0 +1,202 @@
+"""Follows the watched ranks of marked groups through the frames of a mirror port, and assembles their sums. Pure.
+
+Owns: the streams, by five-tuple, and their captured messages until a server has asked for them. Must not: read a port,
+or wait. FlowCheck, sections 6.1 and 6.2.
+
+    frame -> segment -> stream of a watched rank -> messages by operation -> sums(iteration) from all watched ranks
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from moe_ckpt.mirror.frames import Stream, TcpSegment, segment_of
+from moe_ckpt.mirror.framing import Framing
+from moe_ckpt.mirror.gradients import Gradient
+from moe_ckpt.mirror.marks import StreamMark, find_mark
+from moe_ckpt.mirror.operations import Placed, StreamRecord, place_all
+from moe_ckpt.mirror.plan import MirroredSums
+from moe_ckpt.mirror.ring import Ring, RingSend
+from moe_ckpt.mirror.tcp import Reassembly
+
+_PATIENCE_BYTES = 4 << 20
+_MOST_GROUPS = 1024
+_MOST_BYTES = 1 << 30
+
+
+class _WatchedStream:
+    """The stream from one watched rank of a group to the one before it."""
+
+    def __init__(self, start: int) -> None:
+        self._reassembly = Reassembly(_PATIENCE_BYTES, start)
+        self._framing = Framing()
+        self.record = StreamRecord()
+        self.left: dict[int, tuple[RingSend, ...] | None] = {}
+        """By operation that was placed: the messages that were still to come."""
+
+    def feed(self, segment: TcpSegment) -> None:
+        for chunk in self._reassembly.feed(segment):
+            for message in self._framing.feed(chunk):
+                self.record.add(message)
+
+    def flush(self) -> None:
+        for chunk in self._reassembly.flush():
+            for message in self._framing.feed(chunk):
+                self.record.add(message)
+
+    def drop_up_to(self, operation: int) -> None:
+        self.record.drop_up_to(operation)
+        self.left = {each: left for each, left in self.left.items() if each >= operation}
+
+
+@dataclass(slots=True)
+class _Group:
+    """The watched streams of a group, by the sender's rank in it."""
+
+    streams: dict[int, _WatchedStream] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(stream.record.size_bytes for stream in self.streams.values())
+
+    def operations(self, wanted: range) -> list[int]:
+        found = {each for stream in self.streams.values() for each in stream.record.operations()}
+        return sorted(each for each in found if each in wanted)
+
+
+class Watcher:
+    """Watches the first `captures` ranks of each marked group. Each capture loses a share `loss` of its frames."""
+
+    def __init__(self, captures: int, *, loss: float = 0.0, seed: int = 0, most_bytes: int = _MOST_BYTES) -> None:
+        self._captures = captures
+        self._loss = loss
+        self._random = random.Random(seed)
+        self._most_bytes = most_bytes
+        self._groups: dict[str, _Group] = {}  # in the order of their marks
+        self._streams: dict[Stream, tuple[str, _WatchedStream | None]] = {}  # None: of a rank that is not watched
+        self.num_frames = 0
+        self.num_watched = self.num_dropped = 0
+
+    def see(self, frame: bytes) -> None:
+        """Add a frame of the port; frames may come in any order."""
+        segment = segment_of(frame)
+        if segment is not None:
+            self.see_segment(segment)
+
+    def see_segment(self, segment: TcpSegment) -> None:
+        """Add a segment of any stream."""
+        self.num_frames += 1
+        group, stream = self._streams.get(segment.stream, (None, None))
+        if stream is not None and segment.payload:
+            self.num_watched += 1
+            if self._loss and self._random.random() < self._loss:
+                self.num_dropped += 1
+                return
+        mark = find_mark(segment.payload) if segment.payload else None
+        if mark and mark.group.hex() != group:
+            stream = self._watch(segment, mark)
+        if segment.begins or segment.ends:
+            self._streams.pop(segment.stream, None)
+        if stream is not None and not segment.begins:
+            stream.feed(segment)
+
+    def flush(self) -> None:
+        """Count missing bytes as lost: their frames will not come in time."""
+        for group in self._groups.values():
+            for stream in group.streams.values():
+                stream.flush()
+
+    @property
+    def size_bytes(self) -> int:
+        """Captured bytes that no server has asked for yet."""
+        return sum(group.size_bytes for group in self._groups.values())
+
+    def knows(self, group: str) -> bool:
+        """Return whether the mark of a group was captured."""
+        return group in self._groups
+
+    def sums(self, wanted: MirroredSums) -> list[bytearray] | None:
+        """Return the results of an iteration's all-reduces; None unless all of their bytes were captured.
+
+        Two captures that differ, and operations of which more than the wanted ones fit, count as incomplete.
+        """
+        results = self.results(wanted)
+        complete = len(results) == len(wanted.buckets) and all(result.is_complete for result in results)
+        return [result.take() for result in results] if complete else None
+
+    def results(self, wanted: MirroredSums) -> list[Gradient]:
+        """Return the results of the all-reduces that were found, with their captured parts; none if there are more."""
+        group = self._groups.get(wanted.group)
+        if group is None:
+            return []
+        sends = _sends(wanted.buckets, wanted.size, wanted.element_bytes)
+        results: list[Gradient] = []
+        for operation in group.operations(range(wanted.first, wanted.end)):
+            number = len(results)
+            if number == len(sends):
+                if any(_place(group, operation, of_bucket, remember=False) for of_bucket in sends):
+                    return []
+                continue
+            placed = _place(group, operation, sends[number], remember=True)
+            if placed:
+                results.append(Gradient(wanted.buckets[number]))
+                for each in placed:
+                    for start, piece in each.final_sums():
+                        results[-1].put(start, piece)
+        return results
+
+    def drop(self, wanted: MirroredSums) -> None:
+        """Drop the operations of an iteration, and all earlier ones of its group."""
+        group = self._groups.get(wanted.group)
+        for stream in group.streams.values() if group else ():
+            stream.drop_up_to(wanted.end - 1)
+
+    def limit(self) -> None:
+        """Forget groups until their captured bytes fit into the limit, the largest first: no server asks for it."""
+        while self.size_bytes > self._most_bytes:
+            self._forget(max(self._groups, key=lambda name: self._groups[name].size_bytes))
+
+    def _watch(self, segment: TcpSegment, mark: StreamMark) -> _WatchedStream | None:
+        """Follow a stream from its mark on."""
+        name = mark.group.hex()
+        stream = None
+        if mark.rank < self._captures:
+            stream = _WatchedStream((segment.sequence + mark.start) % (1 << 32))
+            self._groups.setdefault(name, _Group()).streams[mark.rank] = stream
+        self._streams[segment.stream] = name, stream
+        if len(self._groups) > _MOST_GROUPS:
+            self._forget(next(iter(self._groups)))
+        return stream
+
+    def _forget(self, name: str) -> None:
+        del self._groups[name]
+        self._streams = {each: known for each, known in self._streams.items() if known[0] != name}
+
+
+@lru_cache(maxsize=64)
+def _sends(buckets: tuple[int, ...], size: int, element_bytes: int) -> list[list[list[RingSend]]]:
+    """Return the messages of each bucket's all-reduce, by the sender's rank."""
+    rings = [Ring(num_bytes=num_bytes, size=size, element_bytes=element_bytes) for num_bytes in buckets]
+    return [[ring.sends(rank) for rank in range(size)] for ring in rings]
+
+
+def _place(
+    group: _Group, operation: int, sends: Sequence[Sequence[RingSend]], *, remember: bool
+) -> list[Placed] | None:
+    """Return the places of an operation's messages in all streams; None if it is not the all-reduce of `sends`."""
+    found: dict[int, Placed] = {}
+    for rank, stream in group.streams.items():
+        messages = stream.record.of(operation)
+        if messages:
+            placed = place_all(messages, sends[rank], stream.left.get(operation - 1))
+            if placed is None:
+                return None
+            found[rank] = placed
+    if not any(placed.messages for placed in found.values()):
+        return None
+    for rank, placed in found.items() if remember else ():
+        group.streams[rank].left[operation] = placed.left
+    return list(found.values())
