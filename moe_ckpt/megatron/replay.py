@@ -219,6 +219,8 @@ def require_replayable(state: TrainingState) -> None:
         (ddp_config, "overlap_param_gather"),  # weights that the next forward gathers
         *((config, name) for name in ("fp4", "fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention")),
         *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
+        (config, "tp_comm_overlap"),  # user buffers that belong to one communicator, which a generation replaces
+        (ddp_config, "nccl_ub"),
         (ddp_config, "fp8_param_gather"),
         *((optimizer.config, "optimizer_cpu_offload") for optimizer in state.inner_optimizers),
     ]
@@ -230,5 +232,24 @@ def require_replayable(state: TrainingState) -> None:
         require(is_known, "snapshots in memory: fp8_recipe", recipe, "delayed, tensorwise, blockwise or mxfp8")
     captured = getattr(config, "cuda_graph_impl", "none")
     require(captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none")
+    dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")  # DeepEP and HybridEP key buffers by group
+    known = dispatcher in ("alltoall", "allgather")
+    require(known, "snapshots in memory: moe_token_dispatcher_type", dispatcher, "alltoall or allgather")
     num_instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
     require(num_instances == 1, "snapshots in memory: num_distributed_optimizer_instances", num_instances, "1")
+    _require_plain_tensors(state)
+
+
+def _require_plain_tensors(state: TrainingState) -> None:
+    """Refuse weights and generators whose bytes are not those of one tensor: a copy of them would lose a part.
+
+    A quantized weight says that its type is the one that it is computed in, and keeps its scale elsewhere; a generator
+    for captured graphs is a handle.
+    """
+    for chunk in state.model:
+        for name, parameter in chunk.named_parameters():
+            kind = type(parameter.data)
+            require(kind is torch.Tensor, f"snapshots in memory: {name}", kind.__name__, "plain tensors")
+    for name, generator in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        is_plain = torch.is_tensor(generator)
+        require(is_plain, "snapshots in memory: generators for captured graphs", name, "none: use_cudagraphable_rng")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from launcher.loop import MegatronLoop, StageRunner
@@ -296,14 +296,43 @@ def test_an_aborted_pass_can_be_undone(overrides: tuple[str, ...]) -> None:
 def _refusals() -> None:
     state, _ = build_stage()
     require_replayable(state)
-    config: Any = cast("Any", state.model[0]).config
-    optimizer: Any = state.inner_optimizers[-1].config
-    for owner, name in ((config, "calculate_per_token_loss"), (config, "fp4"), (optimizer, "optimizer_cpu_offload")):
+    chunk, optimizer = cast("Any", state.model[0]), cast("Any", state.inner_optimizers[-1]).config
+    for owner, name in (
+        (chunk.config, "calculate_per_token_loss"),
+        (chunk.config, "fp4"),
+        (chunk.config, "tp_comm_overlap"),  # buffers that belong to one communicator
+        (chunk.ddp_config, "nccl_ub"),  # the same
+        (optimizer, "optimizer_cpu_offload"),
+    ):
         setattr(owner, name, True)
         with pytest.raises(ConfigError, match=f"{name}: got True, wanted False"):
             require_replayable(state)
         setattr(owner, name, False)
+    chunk.config.moe_token_dispatcher_type = "flex"
+    with pytest.raises(ConfigError, match="moe_token_dispatcher_type: got 'flex', wanted alltoall or allgather"):
+        require_replayable(state)
+    chunk.config.moe_token_dispatcher_type = "alltoall"
+    _refuse_a_quantized_weight(state)
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    states = tracker.get_states()
+    tracker.set_states({**states, "graph-safe": torch.Generator()})
+    with pytest.raises(ConfigError, match="generators for captured graphs: got 'graph-safe', wanted none"):
+        require_replayable(state)
+    tracker.set_states(states)
     require_replayable(state)
+
+
+class _QuantizedWeight(torch.Tensor):
+    """As Transformer Engine's FP8 weights: a subclass that says its type is the one that it is computed in."""
+
+
+def _refuse_a_quantized_weight(state: TrainingState) -> None:
+    norm: Any = next(module for module in state.model[0].modules() if "weight" in module._parameters)
+    plain = norm.weight
+    norm.weight = torch.nn.Parameter(plain.detach().as_subclass(_QuantizedWeight))
+    with pytest.raises(ConfigError, match="weight: got '_QuantizedWeight', wanted plain tensors"):
+        require_replayable(state)
+    norm.weight = plain
 
 
 def test_options_that_no_log_covers_are_refused() -> None:
