@@ -33,6 +33,12 @@ def parent_of(pid: int) -> int:
     return int(fields[_PARENT])
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the pids of a process's children, those that have ended and were not waited for among them."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [each for each in pids if (fields := _stat(Path(f"/proc/{each}/stat"))) and int(fields[_PARENT]) == pid]
+
+
 def thread_states(pid: int) -> str:
     """Return a letter, as in /proc/PID/stat, for each thread of a process; empty for one that has ended."""
     try:

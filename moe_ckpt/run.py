@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import logging
+import multiprocessing
 import os
 import runpy
 import sys
@@ -109,8 +110,9 @@ def _run_plainly(settings: RunSettings, training: Any) -> int:
 
 
 def run_program(command: Command) -> int:
-    """Run a script or module as `python` would; return its exit status."""
+    """Run a script or module as `python` would, and end its processes; return its exit status."""
     sys.argv = [command.name, *command.arguments]
+    status = 0
     try:
         if command.is_module:
             runpy.run_module(command.name, run_name="__main__", alter_sys=True)
@@ -120,8 +122,18 @@ def run_program(command: Command) -> int:
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
-        return ended.code if isinstance(ended.code, int) else _FAILED if ended.code else 0
-    return 0
+        status = ended.code if isinstance(ended.code, int) else _FAILED if ended.code else 0
+    _end_processes()
+    return status
+
+
+def _end_processes() -> None:
+    """End daemonic processes of multiprocessing and wait for all others, as an interpreter does that ends by itself."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.terminate()
+    for process in multiprocessing.active_children():
+        process.join()
 
 
 def _require_outermost() -> None:

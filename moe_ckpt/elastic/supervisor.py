@@ -1,9 +1,10 @@
 """The supervisor of one rank: the process that torchrun starts, which forks the worker and replaces it when it dies.
 
-Owns: the life of one worker after another, and the distinction of a death, a hang and an error. It imports all slow
-modules and stays single-threaded and away from CUDA, so that a replacement is a fork of milliseconds. Must not: train,
-or touch a process group. A worker that dies of a signal, or fails by a fault of the hardware (`elastic.failures`), is
-replaced. A worker that fails with any other exit status ends the job, as torchrun's users expect.
+Owns: the life of one worker after another and of all processes that a worker starts, and the distinction of a death, a
+hang and an error. It imports all slow modules and stays single-threaded and away from CUDA, so that a replacement is a
+fork of milliseconds. Must not: train, or touch a process group. A worker that dies of a signal, or fails by a fault of
+the hardware (`elastic.failures`), is replaced. A worker that fails with any other exit status ends the job, as
+torchrun's users expect.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import NoReturn
 from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.elastic.failures import WORKER_FAULT, Failure
 from moe_ckpt.elastic.generations import SUPERVISOR, Generations
+from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended
 from moe_ckpt.elastic.process_failure import Death
 from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.linux import children_of
 from moe_ckpt.types import Phase
 
 _log = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ class Supervisor:
         self._last_failure: Failure | None = None
         self._pid = 0
         self._daemon_pid = 0
+        self._beside: set[int] = set()
         self._life = 0
         self._worker_deaths = _Budget(limits.max_deaths)
         self._daemon_deaths = _Budget(limits.max_deaths)
@@ -77,6 +81,8 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         die_with_parent(signal.SIGTERM, parent=agent_pid())
+        self._beside = set(children_of(os.getpid()))  # all others are the daemon, a worker, and what a worker leaves
+        adopt_orphans()
         self._succeed()
         if self._start_daemon:
             self._daemon_pid = self._start_daemon()
@@ -85,6 +91,7 @@ class Supervisor:
             hung = self._watch()
             pid, status = os.waitpid(self._pid, 0)
             self._pid = 0  # from now on that number may belong to another process
+            end_orphans(self._own)  # a writer that is left would write beside its successor's
             failure = self._failure(status)
             if os.WIFEXITED(status) and failure is None:
                 return os.WEXITSTATUS(status)
@@ -95,6 +102,11 @@ class Supervisor:
             if (failure and self._is_repeated(failure)) or not self._may_replace(self._death(pid, name, why)):
                 return _FAILED
             self._life += 1
+
+    @property
+    def _own(self) -> set[int]:
+        """The children that no worker has started."""
+        return self._beside | {self._pid, self._daemon_pid}
 
     def _failure(self, status: int) -> Failure | None:
         """Return the exception of a worker that ended by a fault of the hardware."""
@@ -148,6 +160,7 @@ class Supervisor:
             poll.register(pidfd, select.POLLIN)
             while not poll.poll(_WATCH_EVERY_MS):
                 self._replace_dead_daemon()
+                self._beside -= reap_ended({self._pid, self._daemon_pid})
                 hung = self._hang()
                 if hung:
                     os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
@@ -213,6 +226,8 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
+        self._pid = 0
+        end_orphans(self._own)
         os._exit(status)
 
 

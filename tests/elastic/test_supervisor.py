@@ -5,8 +5,10 @@ who is replaced, who is given up, who is killed for hanging, and what goes with 
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +23,7 @@ from moe_ckpt.elastic.generations import Generations
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.supervisor import Supervisor, SupervisorLimits, die_with_parent
+from moe_ckpt.linux import is_alive
 from moe_ckpt.types import Phase
 from tests.elastic.processes import Child, Watch
 from tests.elastic.workers import open_store
@@ -221,6 +224,66 @@ def test_a_death_after_the_jobs_end_is_replaced_by_none(supervised, phase: Phase
     assert rank.exit_status() == status
     assert rank.has_no_successor
     assert not rank.generations.has_ended(1)
+
+
+LINGERING = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else signal.SIG_DFL)
+if os.fork() == 0:
+    os.setsid()
+    print(os.getppid(), os.getpid(), flush=True)
+    if "stopped" in sys.argv:
+        os.kill(os.getpid(), signal.SIGSTOP)
+signal.pause()
+"""
+
+
+def leave_processes(page: StatusPage, folder: Path, how: str) -> None:
+    """Start a process, and by it another one in a session of its own; wait until both have begun."""
+    command = [sys.executable, "-S", "-c", LINGERING, how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    (folder / "left").write_text(process.stdout.readline())
+
+
+def left_by(rank: Guarded, how: str = "") -> list[Watch]:
+    rank.do(functools.partial(leave_processes, folder=rank.folder, how=how))
+    return [Watch(rank.stack, int(pid)) for pid in (rank.folder / "left").read_text().split()]
+
+
+@pytest.mark.parametrize("how", ["", "deaf", "stopped"])
+def test_a_worker_is_replaced_once_its_processes_have_ended(supervised, how: str) -> None:
+    rank = supervised()
+    left = left_by(rank, how)
+    rank.kill_worker()
+    rank.meet_worker()
+    for process in left:
+        process.wait_for_end(0.0)
+    assert rank.life == 1
+
+
+@pytest.mark.parametrize("end", [return_zero, fail, signal.SIGTERM])
+def test_no_process_of_a_worker_outlives_its_job(supervised, end: Act | signal.Signals) -> None:
+    rank = supervised(supervisor_with_daemons)
+    left = left_by(rank)
+    if isinstance(end, signal.Signals):
+        os.kill(rank.supervisor_pid, end)
+    else:
+        rank.tell(end)
+    rank.exit_status()
+    for process in left:
+        process.wait_for_end(0.0)
+
+
+def test_an_end_of_a_workers_processes_spares_the_daemon(supervised) -> None:
+    rank = supervised(supervisor_with_daemons)
+    store = open_store(str(rank.folder))
+    left_by(rank)
+    rank.kill_worker()
+    rank.meet_worker()
+    rank.do(join_first_generation)
+    assert store.get("daemons") == b"1"
+    assert is_alive(int(store.get("daemon/1")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +23,7 @@ from moe_ckpt.agent import die_with_parent
 from moe_ckpt.events import StateDigest, TrainerStarted, read_events
 from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import FOLDER
+from tests.elastic.processes import Watch
 from tests.scenarios import ROOT
 
 T = TypeVar("T")
@@ -84,8 +87,18 @@ def run_jobs(folder: Path, *jobs: Job, timeout_s: float = 150.0) -> dict[str, En
     }  # no compiler to import
     with (folder / "log").open("w") as log:
         subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=timeout_s, check=True, cwd=folder)
+    _require_no_process(folder)
     statuses = json.loads((folder / "statuses.json").read_text())
     return {job.name: _ended(folder, job.name, statuses[job.name]) for job in jobs}
+
+
+def _require_no_process(folder: Path) -> None:
+    """Require that the last process that works in a folder ends by itself; all jobs there have ended."""
+    with ExitStack() as stack:
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # another user's process, or one that has just ended
+                if (path / "cwd").readlink() == folder:
+                    Watch(stack, int(path.name)).wait_for_end()
 
 
 def _ended(folder: Path, name: str, status: int) -> Ended:
