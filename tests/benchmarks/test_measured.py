@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lossy.measured import Fault, read_measured
-from launcher.faults.log import InjectedFault, append_faults
+from launcher.faults.log import append_faults
 from moe_ckpt.events import CapacityBoosted, ExpertsChosen
+from tests.benchmarks.faults import injected
 from tests.report_runs import Story, line_of, write_run
 
 
@@ -19,23 +20,8 @@ def run_of(path: Path, *, scope: str = "process") -> Path:
     run = write_run(path)
     result = {"iteration": 12, "digest_per_rank": ["a", "b", "c", "d"]}
     (run / "result.json").write_text(json.dumps(result))
-    faults = [(3, 9, "process"), (1, 6, scope)]
-    append_faults(run, [injected(rank, iteration, scope) for rank, iteration, scope in faults])
+    append_faults(run, [injected(3, 9), injected(1, 6, scope)])
     return run
-
-
-def injected(rank: int, iteration: int, scope: str) -> InjectedFault:
-    return InjectedFault(
-        unix_s=1005.0,
-        rank=rank,
-        pid=1,
-        signal="KILL",
-        scope=scope,
-        generation=1,
-        iteration=iteration,
-        phase="forward",
-        ordered=True,
-    )
 
 
 def boosted(iteration: int, layer: str, deficit: Sequence[Sequence[int]]) -> CapacityBoosted:

@@ -11,24 +11,14 @@ import pytest
 
 from benchmarks.lossy.variants import faults
 from benchmarks.partial import main
-from launcher.faults.log import InjectedFault, append_faults
+from launcher.faults.log import append_faults
+from tests.benchmarks.faults import injected
 from tests.report_runs import Story, write_run
 from tests.stand_in_torchrun import StandIn
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--iterations", "15", "--only", "none", "--only", "moc")
 SMALL = ("model.hidden_size=32", "train.eval_every_iters=3", "train.eval_batches=1", "train.sequence_length=16")
-FAULT = InjectedFault(
-    unix_s=1005.0,
-    rank=3,
-    pid=1,
-    signal="KILL",
-    scope="node",
-    generation=1,
-    iteration=6,
-    phase="forward",
-    ordered=True,
-)
 
 
 def _finished_run(run: Path, story: Story, policy: str) -> None:
@@ -46,7 +36,7 @@ def test_two_runs_make_a_page_and_a_figure(
     stand_in = StandIn(tmp_path / "bin", monkeypatch)
     _finished_run(stand_in.run_of("none"), Story(fault_after=None), "none")
     _finished_run(stand_in.run_of("moc"), Story(), "moc")
-    append_faults(stand_in.run_of("moc"), [FAULT])
+    append_faults(stand_in.run_of("moc"), [injected(3, 6, "node")])
     docs, runs = tmp_path / "docs", tmp_path / "runs"
     monkeypatch.setattr(sys, "argv", ["partial.py", "--to", str(docs), "--runs", str(runs), *SHORT, *SMALL])
     assert main() == 0

@@ -30,14 +30,12 @@ CHUNK_BYTES = 1 << 20  # files are read in pieces of this size
 
 
 def save(folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | None = None) -> Path:
-    """Write and commit a checkpoint."""
     directory = write(folder, iteration, files)
     commit(directory, manifest_of(directory, iteration))
     return directory
 
 
 def write(folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | None = None) -> Path:
-    """Write a checkpoint without committing it."""
     directory = folder.prepare(iteration)
     for name, content in (files or {"a.distcp": b"weights", "sub/b.distcp": b"moments"}).items():
         (directory / name).parent.mkdir(exist_ok=True)
@@ -121,25 +119,6 @@ def test_checkpoints_are_listed_newest_first(folder: CheckpointFolder, tmp_path:
     assert iterations_of(CheckpointFolder(tmp_path / "missing")) == ([], [])
 
 
-@pytest.mark.parametrize(("count", "kept"), [(1, [30]), (2, [30, 20]), (4, [30, 20, 10])])
-def test_keep_newest_drops_older_committed_checkpoints_only(tmp_path: Path, count: int, kept: list[int]) -> None:
-    folder = CheckpointFolder(tmp_path)
-    for iteration in (10, 30, 20):
-        save(folder, iteration)
-    write(folder, 5)
-    write(folder, 40)
-    folder.keep_newest(count, up_to=30)
-    assert iterations_of(folder) == (kept, [40]), "what a failed save left is dropped once a later one is committed"
-    assert {path.name for path in tmp_path.iterdir()} == {f"iter_{iteration:07d}" for iteration in (*kept, 40)}
-
-
-def test_keep_newest_never_drops_later_ones_or_the_one_just_saved(folder: CheckpointFolder) -> None:
-    for iteration in (40, 50, 60):  # 60 was refused as damaged, 40 loaded, 50 just saved
-        save(folder, iteration)
-    folder.keep_newest(1, up_to=50)
-    assert iterations_of(folder) == ([60, 50], [])
-
-
 def test_prepare_leaves_an_empty_torn_checkpoint(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     for make in (lambda _: None, lambda iteration: write(folder, iteration), lambda iteration: save(folder, iteration)):
@@ -166,12 +145,6 @@ def test_foreign_files_are_ignored_and_survive(tmp_path: Path) -> None:
     folder.prepare(2)
     assert {path.name for path in tmp_path.iterdir()} == {*theirs, "notes.txt", "iter_0000002", "iter_0000003"}
     assert all((tmp_path / name / MARKER).read_text() == "{}" for name in theirs)
-
-
-def test_unchanged_files_are_verified(folder: CheckpointFolder) -> None:
-    directory = save(folder, 1, {"empty": b"", "large": b"x" * (CHUNK_BYTES + 1), "d/small": b"y"})
-    (directory / "editor.swp").write_text("not ours")
-    verify_files(directory, read_manifest(directory).files)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -220,31 +193,19 @@ def test_a_marker_that_is_something_else_is_refused(saved: Path, content: bytes)
 
 RECORD = {"name": "a.distcp", "size_bytes": 7, "crc32": 1}
 RUN = {"run_id": "r", "model": "m"}
+LAYOUT = {"pp": 1, "dp": 1, "ep": 1, "tp": 1}
+WRONG: dict[str, list[object]] = {
+    "iteration": ["fifty", 1.5, float("inf")],
+    "identity": [None, RUN, {**RUN, "layout": {"pp": 1}}, {**RUN, "layout": {**LAYOUT, "cp": 1}}],
+    "files": [None, {}, "a.distcp", ["a.distcp"], [{"name": "a.distcp", "size_bytes": 7}], [{**RECORD, "mode": 644}]],
+}
+WRONG["files"] += [[{**RECORD, **wrong}] for wrong in ({"name": 3}, {"size_bytes": "7"}, {"crc32": "cbf43926"})]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("iteration", "fifty"),
-        ("iteration", 1.5),
-        ("iteration", float("inf")),
-        ("identity", None),
-        ("identity", RUN),
-        ("identity", {**RUN, "layout": {"pp": 1}}),
-        ("identity", {**RUN, "layout": {"pp": 1, "dp": 1, "ep": 1, "tp": 1, "cp": 1}}),
-        ("files", None),
-        ("files", {}),
-        ("files", "a.distcp"),
-        ("files", ["a.distcp"]),
-        ("files", [{"name": "a.distcp", "size_bytes": 7}]),
-        ("files", [{**RECORD, "mode": 644}]),
-        ("files", [{**RECORD, "name": 3}]),
-        ("files", [{**RECORD, "size_bytes": "7"}]),
-        ("files", [{**RECORD, "crc32": "cbf43926"}]),
-    ],
-)
-def test_a_marker_with_a_wrong_field_is_refused(saved: Path, field: str, value: object) -> None:
+@pytest.mark.parametrize("field", WRONG)
+def test_a_marker_with_a_wrong_field_is_refused(saved: Path, field: str) -> None:
     content = json.loads((saved / MARKER).read_text())
-    assert_refused(saved, json.dumps({**content, field: value}).encode())
+    for value in WRONG[field]:
+        assert_refused(saved, json.dumps({**content, field: value}).encode())
     del content[field]
     assert_refused(saved, json.dumps(content).encode(), field)

@@ -36,7 +36,6 @@ def rewrite_headers(folder: Path, change: Callable[[SnapshotHeader], SnapshotHea
 
 
 def is_unit(name: str, iteration: int | None = None) -> Choice:
-    """Choose a unit by its name, in one version or in all."""
     return lambda header: header.unit is not None and header.unit.name == name and iteration in (None, header.iteration)
 
 
@@ -46,7 +45,6 @@ def is_expert_at(iteration: int) -> Choice:
 
 
 def snapshots_in(path: Path, is_chosen: Choice = lambda _: True) -> dict[str, SnapshotHeader]:
-    """Return the headers of snapshots in a blob folder, by key."""
     folder = BlobFolder(path)
     blobs = {key: folder.get(key) for key in folder.keys()}  # noqa: SIM118 - not a mapping
     headers = {key: header_from_json(blob.header) for key, blob in blobs.items() if blob.payload is not None}

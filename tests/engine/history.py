@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from moe_ckpt.events import ExpertsChosen, Rejoined, TokensLost, read_events
+from moe_ckpt.replication.publisher import read_kept
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import COMPUTE, MASTER, MOMENTS
 from moe_ckpt.types import OperatorKind
 from tests.engine.job import ThreadJob
@@ -119,6 +121,35 @@ class History:
         return epochs[epoch]
 
 
+@dataclass
+class Follower:
+    """Compares the states that servers hold for each rank with its model's, iteration by iteration."""
+
+    job: ThreadJob
+    states: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
+    compared: int = 0
+
+    def started(self, iteration: int, rank: int, model: Model) -> None:
+        self.committed(iteration, rank, model)
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        pieces = model.pieces(range(len(model.operators)), ())
+        pieces += model.buffer_pieces(range(len(model.operators)))
+        self.states[rank, iteration] = {str(key): _content(tensor) for key, tensor, _ in pieces}
+
+    def compare(self) -> None:
+        for holder in self.job.ranks:
+            for owner in self.job.ranks:
+                for state in read_kept(BlobFolder(held_path(self.job.memory(holder), owner))).snapshots:
+                    wanted = self.states[owner, state.header.iteration]
+                    assert {str(p.key): _content(state.part(p)) for p in state.header.parts} == wanted
+                    self.compared += 1
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
 def _state(iteration: int, model: Model) -> State:
     is_expert = {weight: weight.operator.kind is OperatorKind.EXPERT for weight in model.weights.values()}
     experts = {
@@ -140,5 +171,4 @@ def _tensors(model: Model, weight: Weight) -> dict[str, torch.Tensor]:
 
 
 def _hash(tensors: Sequence[torch.Tensor]) -> str:
-    content = b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(b"".join(map(_content, tensors))).hexdigest()[:16]

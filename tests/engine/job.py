@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from signal import SIGKILL
@@ -30,12 +30,12 @@ from moe_ckpt.elastic.generations import Member
 from moe_ckpt.elastic.process_failure import Death
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
-from moe_ckpt.engine.interfaces import Boost, StagePlace
+from moe_ckpt.engine.interfaces import StagePlace
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.engine.worker_loop import ElasticJob
 from moe_ckpt.errors import PeersLostError, RolledBackError
-from moe_ckpt.events import EventLog, IterationCommitted, read_events
+from moe_ckpt.events import EventLog, read_events
 from moe_ckpt.mirror.capture import MirrorCapture
 from moe_ckpt.mirror.watcher import Watcher
 from moe_ckpt.replication.client import DaemonClient
@@ -51,6 +51,7 @@ from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, TOKENS, Model, Sha
 from tests.engine.model_files import ModelFiles
 from tests.engine.thread_ranks import ThreadGroup, ThreadRanks, WorkerKilled
 from tests.engine.wire import ModelMirror, Wire
+from tests.report_runs import committed
 
 T = TypeVar("T")
 
@@ -302,32 +303,15 @@ class _Training:
         return float("inf") if total[2] else float(total[0] / total[1])
 
     def _log(self, iteration: int, loss: float, gradients: ReadyGradients) -> None:
-        self.events.append(
-            IterationCommitted(
-                iteration=iteration,
-                loss=loss,
-                grad_norm=gradients.total_norm,
-                loss_scale=gradients.loss_scale,
-                learning_rate=0.0,
-                skipped=gradients.overflow,
-                seconds=0.0,
-                stall_s=0.0,
-                sent_activation_bytes=0,
-                sent_gradient_bytes=0,
-            )
-        )
+        step = {"grad_norm": gradients.total_norm, "loss_scale": gradients.loss_scale, "skipped": gradients.overflow}
+        self.events.append(replace(committed(iteration, loss=loss), **step))
 
 
 class Observer(Protocol):
-    """Sees the models of all ranks, from their threads."""
+    """Sees the models of all ranks, from their threads: where all go on from, and after each iteration of a rank."""
 
-    def started(self, iteration: int, rank: int, model: Model) -> None:
-        """All ranks go on from the state after `iteration`."""
-        ...
-
-    def committed(self, iteration: int, rank: int, model: Model) -> None:
-        """The rank has finished an iteration."""
-        ...
+    def started(self, iteration: int, rank: int, model: Model) -> None: ...
+    def committed(self, iteration: int, rank: int, model: Model) -> None: ...
 
 
 class ThreadJob:
@@ -351,7 +335,6 @@ class ThreadJob:
         run_id: str = "run",
         lossless: bool | None = None,
         settles: bool = False,
-        boost_of: Callable[[Model], Boost] | None = None,
     ) -> None:
         self.folder, self.config, self.shape = folder, config, shape or Shape()
         self.iterations = iterations
@@ -369,7 +352,6 @@ class ThreadJob:
         self._lossless = not is_partial if lossless is None else lossless
         self.checks_digests = config is not None and self._lossless
         self._settles = settles
-        self._boost_of = boost_of
         self.before_fetch: Callable[[int, int], None] = lambda rank, holder: None
         self._faults = list(faults)
         self._replicas = replicas if config and config.replicas == "auto" else int(config.replicas) if config else 0
@@ -389,7 +371,7 @@ class ThreadJob:
             rank: StatusPage(self._made(folder / "pages") / str(rank), strike=self._striker(rank))
             for rank in self.ranks
         }
-        self.suspect_iters, self.saves_slowly, self.sends_slowly = 2, False, False
+        self.saves_slowly, self.sends_slowly = False, False
         self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
 
     @property
@@ -557,14 +539,8 @@ class ThreadJob:
     ) -> Session:
         assert self.config is not None
         shape = self.shape
-        shard = ShardIdentity(
-            global_rank=rank,
-            pp_rank=model.stage,
-            tp_rank=0,
-            ep_rank=model.dp_rank % shape.ep,
-            etp_rank=0,
-            dp_rank=model.dp_rank,
-        )
+        places = {"pp_rank": model.stage, "ep_rank": model.dp_rank % shape.ep, "dp_rank": model.dp_rank}
+        shard = ShardIdentity(global_rank=rank, tp_rank=0, etp_rank=0, **places)
         place = StagePlace(
             identity=self.identity,
             shard=shard,
@@ -587,7 +563,6 @@ class ThreadJob:
             boundary_log_bytes=neighbours * MICRO_BATCHES * BOUNDARY_BYTES,
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
             tied_gradient_bytes=tied.master.nbytes if tied else 0,
-            boost=self._boost_of(model) if self._boost_of else None,
             mirror=ModelMirror(model, stage, self.wire) if self._mirrors else None,
         )
         assembly = InMemoryAssembly(
@@ -602,7 +577,7 @@ class ThreadJob:
             ranks,
             events,
             strict=self.config.strict,
-            suspect_iters=self.suspect_iters,
+            suspect_iters=2,
             elastic=elastic,
         )
 
@@ -677,8 +652,13 @@ def _reference(shape: Shape, iterations: int) -> tuple[Result, Mapping[int, Mapp
 
 
 def uninterrupted(shape: Shape, iterations: int) -> Result:
-    """Return the result of a job without faults and sessions."""
     return _reference(shape, iterations)[0]
+
+
+def exact(job: ThreadJob) -> ThreadJob:
+    """Run a job to its end, which is that of the job without faults."""
+    assert job.run() == uninterrupted(job.shape, job.iterations)
+    return job
 
 
 def _settle(session: Session) -> None:

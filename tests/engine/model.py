@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable
 
 HIDDEN, TOKENS, MICRO_BATCHES = 6, 3, 2
 BOUNDARY_BYTES = 2 * HIDDEN * TOKENS
-MOE_KINDS = (OperatorKind.GATE, OperatorKind.EXPERT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,9 @@ class Shape:
 
     def stage_of(self, rank: int) -> int:
         return rank // self.dp
+
+
+PAIR, PIPE = Shape(pp=2, dp=1), Shape(pp=3, dp=1)
 
 
 class Weight:
@@ -122,7 +125,7 @@ class Pipe:
 _OPPOSITE = {Direction.ACTIVATION: Direction.GRADIENT, Direction.GRADIENT: Direction.ACTIVATION}
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Pass:
     """What backward needs of a micro-batch's forward."""
 
@@ -136,18 +139,6 @@ class _Pass:
     expert_out: torch.Tensor
     out: torch.Tensor
     loss: float = 0.0
-
-
-@dataclass
-class _Armed:
-    """Called once, in the middle of a pass."""
-
-    callbacks: dict[str, Callable[[], None]] = field(default_factory=dict)
-
-    def fire(self, phase: str) -> None:
-        callback = self.callbacks.pop(phase, None)
-        if callback:
-            callback()
 
 
 class Model:
@@ -177,7 +168,7 @@ class Model:
         self._stepped: tuple[int, Mapping[str, float]] | None = None
         self._clip = 1.0
         self._counted = np.zeros(shape.experts)
-        self._armed = _Armed()
+        self._armed: dict[str, Callable[[], None]] = {}  # called once each, in the middle of a pass
         self.on_reduced: Callable[[], None] = lambda: None
 
     def _weight(self, operator: OperatorId) -> Weight | None:
@@ -196,7 +187,7 @@ class Model:
     def train_on(self, iteration: int, on_backward: Callable[[], None] = lambda: None) -> list[float]:
         """Leave the gradients of the iteration's batch; return the micro-batches' losses on the last stage."""
         passes = [self._forward(iteration, micro_batch) for micro_batch in range(MICRO_BATCHES)]
-        self._armed.fire("backward")
+        self._armed.pop("backward", lambda: None)()
         on_backward()
         for micro_batch, each in enumerate(passes):
             self._backward(iteration, micro_batch, each)
@@ -207,9 +198,13 @@ class Model:
             weight.gradient.zero_()
 
     def _forward(self, iteration: int, micro_batch: int) -> _Pass:
-        self._armed.fire("forward")
+        self._armed.pop("forward", lambda: None)()
         data = torch.randn(TOKENS, HIDDEN, generator=generator(f"{iteration} {micro_batch} {self.dp_rank}"))
-        hidden = data * self._values(OperatorKind.EMBEDDING) if self.stage == 0 else self._receive(Direction.ACTIVATION)
+        hidden = (
+            data * self._values(OperatorKind.EMBEDDING)
+            if self.stage == 0
+            else self.communicator.receive(Direction.ACTIVATION)
+        )
         keep = (torch.rand(TOKENS, HIDDEN, generator=self.generator) > 0.1).float()
         block = torch.tanh(hidden * self._values(OperatorKind.BLOCK))
         gate_in = hidden + keep * block
@@ -221,21 +216,11 @@ class Model:
         self._counted += counts.numpy()
         expert_out = self._experts_forward(gate_in, choices)
         out = gate_in + probabilities.gather(1, choices[:, None]) * expert_out
-        each = _Pass(
-            inputs=data,
-            block_in=hidden,
-            block_out=block,
-            keep=keep,
-            gate_in=gate_in,
-            probabilities=probabilities,
-            choices=choices,
-            expert_out=expert_out,
-            out=out,
-        )
+        each = _Pass(data, hidden, block, keep, gate_in, probabilities, choices, expert_out, out)
         if self.next_rank is None:
             each.loss = float(self._error(each).square().mean())
         else:
-            self._send(Direction.ACTIVATION, out)
+            self.communicator.send(Direction.ACTIVATION, out)
         return each
 
     def _backward(self, iteration: int, micro_batch: int, each: _Pass) -> None:
@@ -244,7 +229,7 @@ class Model:
             self._accumulate(OperatorKind.OUTPUT, (error * each.out).sum(0))
             gradient = error * self._values(OperatorKind.OUTPUT)
         else:
-            gradient = self._receive(Direction.GRADIENT)
+            gradient = self.communicator.receive(Direction.GRADIENT)
         chosen = each.probabilities.gather(1, each.choices[:, None])
         of_chosen = (gradient * each.expert_out).sum(1, keepdim=True) * chosen
         one_hot = torch.nn.functional.one_hot(each.choices, self.shape.experts).float()
@@ -258,7 +243,7 @@ class Model:
         if self.stage == 0:
             self._accumulate(OperatorKind.EMBEDDING, (gradient * each.inputs).sum(0))
         else:
-            self._send(Direction.GRADIENT, gradient)
+            self.communicator.send(Direction.GRADIENT, gradient)
 
     def _experts_forward(self, tokens: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs; tokens visit the rank of their expert."""
@@ -305,12 +290,6 @@ class Model:
 
     def _accumulate(self, kind: OperatorKind, gradient: torch.Tensor) -> None:
         next(weight for weight in self.weights.values() if weight.operator.kind is kind).accumulate(gradient)
-
-    def _send(self, direction: Direction, tensor: torch.Tensor) -> None:
-        self.communicator.send(direction, tensor)
-
-    def _receive(self, direction: Direction) -> torch.Tensor:
-        return self.communicator.receive(direction)
 
     def finish_gradients(self) -> ReadyGradients:
         """Reduce gradients over the stage, and agree on their norm with all ranks."""
@@ -403,7 +382,7 @@ class Model:
         self.gather()
 
     def abandon_pass(self) -> None:
-        self._armed = _Armed()
+        self._armed.clear()
 
     def update(self, gradients: ReadyGradients) -> None:
         assert gradients.total_norm is not None
@@ -455,15 +434,8 @@ class Model:
         if self._stepped is None or self._stepped[0] != iteration:
             return None
         numbers = self._stepped[1]
-        step = AdamStep(
-            learning_rate=numbers["lr"],
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=0.0,
-            decoupled=False,
-            steps=numbers["steps"],
-        )
+        adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decoupled": False}
+        step = AdamStep(learning_rate=numbers["lr"], steps=numbers["steps"], **adam)
         masters = [(weight.key(MASTER), weight.master) for weight in self._at(full)]
         return {key: (master.grad, step) for key, master in masters if master.grad is not None}
 
@@ -521,7 +493,7 @@ class Model:
         self.generator.manual_seed(noise.seed())
 
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
-        self._armed.callbacks[phase] = callback
+        self._armed[phase] = callback
 
     # What is compared
 
@@ -532,7 +504,6 @@ class Model:
         return [*states, *steps, *values, *self.buffers.values(), self.loss_scale, self.schedule]
 
     def digest(self) -> str:
-        """Return a hash of all that training depends on."""
         tensors = [*self.all_tensors(), self.generator.get_state()]
         return hashlib.sha256(b"".join(_bytes_of(tensor) for tensor in tensors)).hexdigest()[:16]
 
@@ -564,8 +535,6 @@ class Model:
 
 
 class TokenCounts:
-    """Implements `Counts` of a model."""
-
     def __init__(self, model: Model) -> None:
         self._model = model
 

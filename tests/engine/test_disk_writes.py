@@ -14,8 +14,7 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, WindowPersisted, read_events
 from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.snapshot.blobs import BlobFolder
-
-WAIT_S = 10.0
+from tests.waits import WAIT_S
 
 
 class Disk:

@@ -16,13 +16,11 @@ from moe_ckpt.durable.checkpoint_folder import MARKER, CheckpointFolder, is_comm
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResharded, StateResumed
 from moe_ckpt.types import CheckpointRef, ParallelLayout, Phase, RunIdentity
-from tests.engine.configs import config
-from tests.engine.job import Fault, ThreadJob, uninterrupted
-from tests.engine.model import Shape
+from tests.engine.job import Fault, ThreadJob, exact, uninterrupted
+from tests.engine.model import PAIR
 from tests.engine.thread_ranks import run_threads
 from tests.engine.tiers import IDENTITY, LAYOUT, OneFileEach, events_of, open_tier
-
-PAIR = Shape(pp=2, dp=1)
+from tests.policies.profiles import config
 
 
 def _save(folder: Path, *iterations: int, keep: int = 9) -> None:
@@ -51,9 +49,6 @@ def _reasons(function: Callable[[Ranks], object], error: type[Exception]) -> lis
         return str(failure.value)
 
     return run_threads(2, fail)
-
-
-# One tier
 
 
 def test_the_marker_lists_the_files_of_all_ranks_and_unnamed_ones(tmp_path: Path) -> None:
@@ -165,33 +160,28 @@ def test_a_torn_directory_is_emptied_before_it_is_written_again(tmp_path: Path) 
     assert [file.name for file in read_manifest(_directory(tmp_path, 1)).files] == ["metadata", "rank0", "rank1"]
 
 
-def _cut(directory: Path) -> None:
-    (directory / "metadata").write_bytes(b"name")
-
-
-def _flip(directory: Path) -> None:
-    (directory / "metadata").write_bytes(b"Names")
-
-
 def _edit(directory: Path, **changes: Any) -> None:
     marker = json.loads((directory / MARKER).read_text())
     (directory / MARKER).write_text(json.dumps(marker | changes))
 
 
+def _number_another(directory: Path) -> None:
+    """Let rank 0's file be of another iteration, and the marker describe it."""
+    (directory / "rank0").write_text("2")
+    files = seal_files(directory, ["metadata", "rank0", "rank1"])
+    _edit(directory, files=[{"name": f.name, "size_bytes": f.size_bytes, "crc32": f.crc32} for f in files])
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_flip, "metadata: got 5 bytes with CRC-32"),
-        (_cut, "metadata: got 4 bytes"),
-        (lambda directory: (directory / "rank1").unlink(), "rank1: No such file"),
+        (lambda directory: (directory / "metadata").write_bytes(b"Names"), "metadata: got 5 bytes with CRC-32"),
         (lambda directory: (directory / MARKER).unlink(), f"no readable {MARKER}"),
-        (lambda directory: (directory / MARKER).write_text("{"), "not a commit marker"),
-        (lambda directory: _edit(directory, iteration="1"), "not a commit marker"),
-        (lambda directory: (directory / "rank0").write_text("2") and _reseal(directory), "wanted 1"),
+        (_number_another, "wanted 1"),
     ],
-    ids=["flipped bit", "cut", "missing", "no marker", "garbage", "wrong type", "another iteration"],
+    ids=["flipped bit", "no marker", "another iteration"],
 )
-def test_what_the_marker_does_not_describe_is_not_loaded(
+def test_only_what_the_marker_describes_is_loaded(
     damage: Callable[[Path], object], reason: str, tmp_path: Path
 ) -> None:
     _save(tmp_path, 1)
@@ -200,11 +190,6 @@ def test_what_the_marker_does_not_describe_is_not_loaded(
     ref = CheckpointRef(iteration=1, directory=str(directory))
     reasons = _reasons(lambda ranks: open_tier(tmp_path, OneFileEach(ranks))[0].resume(ref), CheckpointLoadError)
     assert all(reason in each for each in reasons), reasons
-
-
-def _reseal(directory: Path) -> None:
-    files = seal_files(directory, ["metadata", "rank0", "rank1"])
-    _edit(directory, files=[{"name": f.name, "size_bytes": f.size_bytes, "crc32": f.crc32} for f in files])
 
 
 OTHER_RUN, OTHER_MODEL = replace(IDENTITY, run_id="run-2"), replace(IDENTITY, model="f00d")
@@ -255,9 +240,6 @@ def test_a_state_of_another_layout_is_loaded_as_such_and_reported(tmp_path: Path
     assert (resharded.iteration, resharded.saved_at, resharded.loaded_at) == (3, str(LAYOUT), str(wanted))
 
 
-# In a job
-
-
 def _job(folder: Path, *faults: Fault, policy: str = "gemini", **settings: Any) -> ThreadJob:
     """Return a job with checkpoints after iterations 2, 4 and 6, whose nodes keep no copies."""
     extra = {"every_iters": 3, "replicas": 0} if policy == "gemini" else {"window": 2, "replicas": 0}
@@ -265,15 +247,9 @@ def _job(folder: Path, *faults: Fault, policy: str = "gemini", **settings: Any) 
     return ThreadJob(folder, made, PAIR, iterations=6, faults=faults)
 
 
-def _all_lost(before_restart: Callable[[ThreadJob], None], iteration: int = 5) -> Fault:
-    return Fault(
-        rank=1,
-        phase=Phase.BACKWARD,
-        iteration=iteration,
-        also=(0,),
-        loses_memory=True,
-        before_restart=before_restart,
-    )
+def _all_lost(before_restart: Callable[[ThreadJob], None]) -> Fault:
+    both: dict[str, Any] = {"rank": 1, "also": (0,), "loses_memory": True}
+    return Fault(phase=Phase.BACKWARD, iteration=5, before_restart=before_restart, **both)
 
 
 def _checkpoint(job: ThreadJob, iteration: int) -> Path:
@@ -299,8 +275,7 @@ def _from_another_run(job: ThreadJob) -> None:
 def test_when_all_memory_is_lost_the_newest_usable_one_is_loaded(
     policy: str, spoil: Callable[[ThreadJob], None], back_to: int, reason: str | None, tmp_path: Path
 ) -> None:
-    job = _job(tmp_path, _all_lost(spoil), policy=policy)
-    assert job.run() == uninterrupted(PAIR, 6)
+    job = exact(_job(tmp_path, _all_lost(spoil), policy=policy))
     for rank in job.ranks:
         (resumed,) = job.events(StateResumed, rank)
         assert (resumed.iteration, resumed.source) == (back_to, str(_checkpoint(job, back_to)))
@@ -324,15 +299,14 @@ def test_a_save_that_a_fault_cuts_off_is_abandoned(tmp_path: Path) -> None:
     """Writers finish when they are waited for: the save of iteration 2 is under way when rank 1 dies in 3."""
     job = _job(tmp_path, Fault(rank=1, phase=Phase.BACKWARD, iteration=3), policy="moevement")
     job.saves_slowly = True
-    assert job.run() == uninterrupted(PAIR, 6)
+    exact(job)
     assert [[event.iteration for event in job.events(CheckpointSaved, rank)] for rank in job.ranks] == [[4, 6], [4, 6]]
     assert not _checkpoint(job, 2).exists(), "what was abandoned is cleaned up"
 
 
 def test_a_save_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    job = _job(tmp_path)
-    assert job.run() == uninterrupted(PAIR, 6)
+    job = exact(_job(tmp_path))
     assert [[event.iteration for event in job.events(CheckpointFailed, rank)] for rank in job.ranks] == [[2, 4, 6]] * 2
 
 

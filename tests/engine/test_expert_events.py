@@ -27,16 +27,16 @@ class Told:
     def __init__(self, folder: Path, *, tells: bool = True) -> None:
         self._folder = folder
         log = EventLog(folder / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0)
-        table = OperatorTable(operators=OPERATORS, full_bytes=BYTES, compute_bytes=BYTES)
-        self.of = ExpertEvents(table, log, tells=tells)
+        self.of = ExpertEvents(
+            OperatorTable(operators=OPERATORS, full_bytes=BYTES, compute_bytes=BYTES), log, tells=tells
+        )
 
     def window(self, start: int, *counts: float, slots: tuple[tuple[int, ...], ...] = ((1, 4), (0, 2, 3, 5))) -> None:
         """Let a window begin, for which the policy asks if `counts` are given; `slots` are positions in the table."""
         if counts:
             self.of.measured(np.array(counts, np.float64))
         for slot, full in enumerate(slots):
-            plan = SlotPlan(window_start=start, slot=slot, num_slots=len(slots), full=full, compute=())
-            self.of.took(plan)
+            self.of.took(SlotPlan(window_start=start, slot=slot, num_slots=len(slots), full=full, compute=()))
 
     def popularity(self) -> dict[int, list[list[float]]]:
         events = events_of(self._folder, ExpertPopularity)

@@ -12,11 +12,11 @@ from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
 from moe_ckpt.events import EventLog, LossNotFinite
 from moe_ckpt.types import Phase
-from tests.engine.configs import config
 from tests.engine.job import Fault, ThreadJob, uninterrupted
 from tests.engine.model import Shape
 from tests.engine.thread_ranks import run_threads
 from tests.engine.tiers import OneFileEach, open_tier
+from tests.policies.profiles import config
 
 SIX, FOUR = (Source(place=HOST_MEMORY, iteration=iteration) for iteration in (6, 4))
 

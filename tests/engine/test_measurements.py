@@ -44,9 +44,7 @@ class Loop:
         pytest.param(0.0, (0.5, 0.5, 0.5), 0.0, id="noise makes nothing cheaper than free"),
     ],
 )
-def test_a_snapshot_costs_its_stalls_and_slower_iterations(
-    stall_s: float, busy_s: tuple[float, ...], expected: float
-) -> None:
+def test_a_snapshot_costs_stalls_and_slower_steps(stall_s: float, busy_s: tuple[float, ...], expected: float) -> None:
     loop = Loop()
     loop.iterate(1.0, quiet=True)
     for seconds in busy_s:

@@ -11,10 +11,10 @@ import pytest
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.events import GradientsLost, GradientsSent, Rejoined, SnapshotTaken
 from moe_ckpt.types import Phase
-from tests.engine.configs import config
+from tests.engine.history import Follower
 from tests.engine.job import Fault, ThreadJob, uninterrupted
 from tests.engine.model import Shape
-from tests.engine.test_servers import Follower
+from tests.policies.profiles import config
 
 
 def mirrored(**settings: Any) -> InMemoryConfig:

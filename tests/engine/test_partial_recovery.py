@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.snapshot.blobs import held_path, own_path
 from moe_ckpt.types import CORE, Phase
-from tests.engine.configs import config
 from tests.engine.damage import Choice, drop_snapshots, flip_a_bit_of, is_expert_at, is_unit, snapshots_in
 from tests.engine.history import History, PlaceOf
-from tests.engine.job import Fault, ThreadJob, uninterrupted
+from tests.engine.job import Fault, ThreadJob, exact, uninterrupted
 from tests.engine.model import Shape
+from tests.policies.profiles import config
 
 APART, TOGETHER, SPREAD = Shape(pp=2, dp=1), Shape(pp=1, dp=2), Shape(pp=1, dp=2, ep=2, experts=4)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -123,8 +123,7 @@ WHOLE = {
     [pytest.param(policy, case, id=f"{policy}, {name}") for name, case in WHOLE.items() for policy in case.policies],
 )
 def test_with_all_experts_nothing_is_lost(policy: str, case: Whole, tmp_path: Path) -> None:
-    job = _whole(tmp_path, policy, case.shape, case.faults, **case.settings)
-    assert job.run() == uninterrupted(case.shape, 6)
+    job = exact(_whole(tmp_path, policy, case.shape, case.faults, **case.settings))
     for found, wanted in zip(_back_to(job), case.back_to, strict=True):
         assert found in ((wanted,) if isinstance(wanted, int) else wanted)
     for rank in job.ranks:
@@ -207,8 +206,7 @@ def test_a_torn_snapshot_is_passed_over(place: str, is_gone: Callable[[int], Cho
 
     policy = "moetion" if place == "held" else "moc"
     fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, loses_memory=place != "own", before_restart=tear)
-    job = _whole(tmp_path, policy, APART, [fault])
-    assert job.run() == uninterrupted(APART, 6)
+    job = exact(_whole(tmp_path, policy, APART, [fault]))
     assert _back_to(job) == [torn - 1]
 
 
@@ -229,7 +227,7 @@ def test_a_damaged_unit_comes_from_another_place(policy: str, elsewhere: str, tm
         damaged.append(str(only))
         flip_a_bit_of(own_path(job.memory(1)), is_unit(only.unit.name))
 
-    fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, before_restart=damage)
+    fault = replace(BEGINS_5, before_restart=damage)
     job = _partial(tmp_path, policy, APART, [fault])
     history = History(job)
     job.run()
@@ -240,14 +238,10 @@ def test_a_damaged_unit_comes_from_another_place(policy: str, elsewhere: str, tm
 
 
 def test_a_damaged_core_takes_all_ranks_one_snapshot_further_back(tmp_path: Path) -> None:
-    fault = Fault(
-        rank=1,
-        phase=Phase.FORWARD,
-        iteration=5,
-        before_restart=lambda job: flip_a_bit_of(own_path(job.memory(1)), is_unit(CORE, 4)),
-    )
-    job = _whole(tmp_path, "moc", APART, [fault])
-    assert job.run() == uninterrupted(APART, 6)
+    def damage(job: ThreadJob) -> None:
+        flip_a_bit_of(own_path(job.memory(1)), is_unit(CORE, 4))
+
+    job = exact(_whole(tmp_path, "moc", APART, [replace(BEGINS_5, before_restart=damage)]))
     assert _back_to(job) == [3]
 
 
@@ -263,16 +257,14 @@ def _foreign_run(folder: Path) -> Path:
     [(_foreign_run, "got run id other"), (lambda folder: own_path(folder / "job" / "memory" / "rank0000"), "shard")],
     ids=["run", "rank"],
 )
-def test_units_of_another_run_or_rank_are_refused(
-    foreign_of: Callable[[Path], Path], reason: str, tmp_path: Path
-) -> None:
+def test_foreign_units_are_refused(foreign_of: Callable[[Path], Path], reason: str, tmp_path: Path) -> None:
     """They lie where this rank's memory was; the disk has its own."""
 
-    def replace(job: ThreadJob) -> None:
+    def put_in_its_place(job: ThreadJob) -> None:
         shutil.rmtree(own_path(job.memory(1)), ignore_errors=True)
         shutil.copytree(foreign_of(tmp_path), own_path(job.memory(1)))
 
-    fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, loses_memory=True, before_restart=replace)
+    fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, loses_memory=True, before_restart=put_in_its_place)
     job = _partial(tmp_path / "job", "moc", APART, [fault])
     history = History(job)
     job.run()
@@ -290,21 +282,19 @@ def _epochs_in(job: ThreadJob) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("faults", "settings", "epoch"),
+    ("faults", "epoch"),
     [
-        ([], {}, 0),
-        ([BEGINS_5], {}, 1),
-        ([_dies(Phase.BACKWARD, 1), BEGINS_5], {}, 1),
-        ([_dies(Phase.BACKWARD, 3), BEGINS_5], {}, 2),
-        ([_dies(Phase.BACKWARD, 3), NODE_LOST], {}, 2),
-        ([_dies(Phase.BACKWARD, 3), ALL_LOST], {}, 2),
+        ([], 0),
+        ([BEGINS_5], 1),
+        ([_dies(Phase.BACKWARD, 1), BEGINS_5], 1),
+        ([_dies(Phase.BACKWARD, 3), BEGINS_5], 2),
+        ([_dies(Phase.BACKWARD, 3), NODE_LOST], 2),
+        ([_dies(Phase.BACKWARD, 3), ALL_LOST], 2),
     ],
     ids=["none", "one", "began anew", "two", "a node, from disk", "all nodes, from disk"],
 )
-def test_every_recovery_begins_an_epoch(
-    faults: Sequence[Fault], settings: dict[str, Any], epoch: int, tmp_path: Path
-) -> None:
-    job = _partial(tmp_path, "moc", APART, faults, **settings)
+def test_every_recovery_begins_an_epoch(faults: Sequence[Fault], epoch: int, tmp_path: Path) -> None:
+    job = _partial(tmp_path, "moc", APART, faults)
     job.run()
     assert _epochs_in(job) == {epoch}
 
@@ -343,12 +333,9 @@ NOTHING_LEFT = Fault(rank=1, phase=Phase.FORWARD, iteration=5, loses_memory=True
     [({"durable_every_iters": 3}, "iter_0000003"), ({"durable_every_iters": 2, "disk_every_iters": 1}, None)],
     ids=["to a checkpoint", "to local disks"],
 )
-def test_where_memory_leads_nowhere_all_go_back_to_disk(
-    settings: dict[str, Any], source: str | None, tmp_path: Path
-) -> None:
+def test_where_memory_is_no_use_all_go_to_disk(settings: dict[str, Any], source: str | None, tmp_path: Path) -> None:
     """The recovery itself looks at local disks; checkpoints are the next step down."""
-    job = _whole(tmp_path, "moetion", APART, [NOTHING_LEFT], **settings)
-    assert job.run() == uninterrupted(APART, 6)
+    job = exact(_whole(tmp_path, "moetion", APART, [NOTHING_LEFT], **settings))
     assert _back_to(job) == [3]
     resumed = job.events(StateResumed)
     assert [Path(event.source).name for event in resumed] == ([source] if source else [])
@@ -383,9 +370,7 @@ def test_copies_that_a_peer_cannot_send_count_as_none(tmp_path: Path) -> None:
     [({}, [1, 2, 4]), ({"k_snapshot": 3, "plt_limit": 0.99}, [3, 3, 3]), ({"dynamic_k": False}, [1, 1, 1])],
     ids=["doubled", "below the limit", "switched off"],
 )
-def test_experts_are_doubled_where_faults_cost_too_much(
-    settings: dict[str, Any], sizes: list[int], tmp_path: Path
-) -> None:
+def test_experts_double_where_faults_cost_too_much(settings: dict[str, Any], sizes: list[int], tmp_path: Path) -> None:
     """The number that a recovery has come to is in the snapshots, and counts after the next."""
     faults = [_dies(Phase.BACKWARD, 3), _dies(Phase.BACKWARD, 5, rank=0)]
     job = _partial(tmp_path, "moc", Shape(pp=2, dp=1, experts=4), faults, **{"dynamic_k": True} | settings)

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from allpairspy import AllPairs
 
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import CheckpointSaved, GradientsLost, GradientsSent, LossNotFinite, Rejoined, SnapshotTaken
+from moe_ckpt.events import GradientsLost, GradientsSent, LossNotFinite, Rejoined, SnapshotTaken
 from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.types import Phase
-from tests.engine.configs import config
 from tests.engine.copies import answer_copies
+from tests.engine.covering import fault_of, rows_of, shape_of
 from tests.engine.damage import drop_snapshots, flip_a_bit_of
-from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
-from tests.engine.model import Model, Shape
-
-PAIR = Shape(pp=2, dp=1)
+from tests.engine.history import Follower
+from tests.engine.job import MOMENTS, Fault, ThreadJob, exact, uninterrupted
+from tests.engine.model import PAIR, Shape
+from tests.policies.profiles import config
 
 AXES: dict[str, Sequence[Any]] = {
     "shape": [PAIR, Shape(pp=3, dp=1), Shape(pp=1, dp=2), Shape(ep=2), Shape(tied=True)],
@@ -39,31 +37,16 @@ AXES: dict[str, Sequence[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A job, and the fault in one of its iterations."""
-
-    shape: Shape
-    skips: int
-    max_lag_iters: int
-    phase: tuple[Phase, int]
-    iteration: int
-    dead: str
-    loses_memory: bool
-
-    def victims(self) -> tuple[int, ...]:
-        ranks = range(self.shape.world_size)
-        return {"first": (0,), "last": (ranks[-1],), "all": tuple(ranks)}[self.dead]
-
-
-def _is_possible(row: Sequence[Any]) -> bool:
-    """The state of a node that is lost is on another node's server."""
-    named = dict(zip(AXES, row, strict=False))
-    return not (named.get("loses_memory") and named.get("dead") == "all")
-
-
 _NUM_BY_DEFAULT = 10  # which hold each value of each axis
-ROWS = [Row(*row) for row in AllPairs(list(AXES.values()), filter_func=_is_possible)]
+
+
+def made(folder: Path, *faults: Fault, shape: Shape = PAIR, iterations: int = 8, **settings: Any) -> ThreadJob:
+    """Return a job whose servers may not lag if nothing else is set."""
+    settings = {"max_lag_iters": 0} | settings
+    return ThreadJob(folder, config("flowcheck", **settings), shape, iterations=iterations, faults=faults)
+
+
+ROWS = rows_of(AXES, lambda row: not (row.get("loses_memory") and row.get("dead") == "all"))  # copies are on one node
 
 
 @pytest.mark.parametrize(
@@ -77,15 +60,8 @@ ROWS = [Row(*row) for row in AllPairs(list(AXES.values()), filter_func=_is_possi
         for number, row in enumerate(ROWS)
     ],
 )
-def test_a_recovered_job_ends_as_without_faults(row: Row, tmp_path: Path) -> None:
-    shape = replace(row.shape, skips=row.skips)
-    first, *others = row.victims()
-    phase, skip = row.phase
-    fault = Fault(
-        rank=first, phase=phase, iteration=row.iteration, skip=skip, also=tuple(others), loses_memory=row.loses_memory
-    )
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=row.max_lag_iters), shape, faults=[fault])
-    assert job.run() == uninterrupted(shape, 8)
+def test_a_recovered_job_ends_as_without_faults(row: Any, tmp_path: Path) -> None:
+    exact(made(tmp_path, fault_of(row, row.iteration), shape=shape_of(row), max_lag_iters=row.max_lag_iters))
 
 
 def test_rows_that_always_run_hold_every_value() -> None:
@@ -93,38 +69,9 @@ def test_rows_that_always_run_hold_every_value() -> None:
         assert {getattr(row, axis) for row in ROWS[:_NUM_BY_DEFAULT]} == set(values), axis
 
 
-@dataclass
-class Follower:
-    """Compares the states that servers hold for each rank with its model's, iteration by iteration."""
-
-    job: ThreadJob
-    states: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
-    compared: int = 0
-
-    def started(self, iteration: int, rank: int, model: Model) -> None:
-        self.committed(iteration, rank, model)
-
-    def committed(self, iteration: int, rank: int, model: Model) -> None:
-        pieces = model.pieces(range(len(model.operators)), ())
-        pieces += model.buffer_pieces(range(len(model.operators)))
-        self.states[rank, iteration] = {str(key): _bytes_of(tensor) for key, tensor, _ in pieces}
-
-    def compare(self) -> None:
-        for holder in self.job.ranks:
-            for owner in self.job.ranks:
-                for state in read_kept(BlobFolder(held_path(self.job.memory(holder), owner))).snapshots:
-                    wanted = self.states[owner, state.header.iteration]
-                    assert {str(p.key): _bytes_of(state.part(p)) for p in state.header.parts} == wanted
-                    self.compared += 1
-
-
-def _bytes_of(tensor: Any) -> bytes:
-    return tensor.detach().contiguous().numpy().tobytes()
-
-
 @pytest.mark.parametrize("shape", [Shape(), Shape(ep=2, skips=2)], ids=["sharded", "experts spread, skipping"])
 def test_servers_hold_what_training_has_after_every_iteration(shape: Shape, tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), shape)
+    job = made(tmp_path, shape=shape)
     follower = Follower(job)
     job.observers.append(follower)
     job.run()
@@ -142,7 +89,7 @@ def test_servers_hold_what_training_has_after_every_iteration(shape: Shape, tmp_
 
 
 def test_no_more_than_the_last_states_are_kept_anywhere(tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, iterations=12)
+    job = made(tmp_path, iterations=12)
     job.run()
     for holder in job.ranks:
         assert not job.sessions[holder].sparse.stores.memory.windows(), "training's own memory is empty again"  # type: ignore[union-attr]
@@ -154,20 +101,10 @@ def test_no_more_than_the_last_states_are_kept_anywhere(tmp_path: Path) -> None:
 
 def test_ranks_go_on_from_servers_without_another_snapshot(tmp_path: Path) -> None:
     faults = [Fault(rank=1, phase=Phase.BACKWARD, iteration=4), Fault(rank=0, phase=Phase.STEP, iteration=7)]
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=faults, iterations=9)
-    assert job.run() == uninterrupted(PAIR, 9)
+    job = exact(made(tmp_path, *faults, iterations=9))
     for rank in job.ranks:
         assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0]
         assert [event.iteration in (2, 3) for event in job.events(Rejoined, rank)][:1] == [True]
-
-
-@pytest.mark.full  # a server of another node may be ahead of the own one: seldom, on a busy machine
-def test_ranks_read_the_servers_of_their_own_nodes(tmp_path: Path) -> None:
-    faults = [Fault(rank=1, phase=Phase.BACKWARD, iteration=4), Fault(rank=0, phase=Phase.STEP, iteration=7)]
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=faults, iterations=9)
-    assert job.run() == uninterrupted(PAIR, 9)
-    for rank in job.ranks:
-        assert not any(event.fetched_bytes for event in job.events(Rejoined, rank)), "its own node's server has it"
 
 
 def test_the_server_of_a_ranks_own_node_is_enough(tmp_path: Path) -> None:
@@ -178,8 +115,7 @@ def test_the_server_of_a_ranks_own_node_is_enough(tmp_path: Path) -> None:
             drop_snapshots(held_path(job.memory(1 - rank), rank), lambda _: True)
 
     fault = Fault(rank=0, phase=Phase.FORWARD, iteration=5, also=(1,), before_restart=keep_only_own)
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=[fault])
-    assert job.run() == uninterrupted(PAIR, 8)
+    job = exact(made(tmp_path, fault))
     for rank in job.ranks:
         (rejoined,) = job.events(Rejoined, rank)
         assert rejoined.iteration in (3, 4)
@@ -188,8 +124,7 @@ def test_the_server_of_a_ranks_own_node_is_enough(tmp_path: Path) -> None:
 
 def test_a_lost_node_gets_its_state_from_another_nodes_server(tmp_path: Path) -> None:
     fault = Fault(rank=0, phase=Phase.REDUCE, iteration=5, loses_memory=True)
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=[fault])
-    assert job.run() == uninterrupted(PAIR, 8)
+    job = exact(made(tmp_path, fault))
     state_bytes = sum(tensor.nbytes for _, tensor, _ in job.models[0].pieces(range(len(job.models[0].operators)), ()))
     (rejoined,) = job.events(Rejoined, 0)
     assert state_bytes <= rejoined.fetched_bytes < 2 * state_bytes + 20_000, "one state of one rank"
@@ -197,11 +132,11 @@ def test_a_lost_node_gets_its_state_from_another_nodes_server(tmp_path: Path) ->
 
 def test_gradients_that_do_not_arrive_cost_a_snapshot_of_every_rank(tmp_path: Path) -> None:
     """Rank 1 cannot send iteration 3: all ranks take a snapshot of a later one, and go on by gradients."""
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, iterations=9)
+    job = made(tmp_path, iterations=9)
     job.on_worker.append(lambda rank, session: _lose_update_of(3, session) if rank == 1 else None)
     follower = Follower(job)
     job.observers.append(follower)
-    assert job.run() == uninterrupted(PAIR, 9)
+    exact(job)
     follower.compare()
     for rank in job.ranks:
         assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0, 4]
@@ -222,7 +157,7 @@ def _lose_update_of(iteration: int, session: Session) -> None:
 
 
 def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=1), PAIR, iterations=9)
+    job = made(tmp_path, iterations=9, max_lag_iters=1)
     held: list[Future[None]] = []
 
     def hold() -> Future[None]:
@@ -234,7 +169,7 @@ def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
             answer_copies(session, lambda key: key.startswith("update-snapshot-3-"), hold)
 
     job.on_worker.append(hold_updates)
-    assert job.run() == uninterrupted(PAIR, 9)
+    exact(job)
     assert held, "the update of iteration 3 was held back"
     first = job.events(GradientsLost, 0)[0]
     assert first.iteration <= 5, "earlier where a busy machine's servers lag by themselves"
@@ -248,22 +183,14 @@ def test_a_damaged_state_on_the_own_server_is_replaced_by_the_peers(tmp_path: Pa
         flip_a_bit_of(held_path(job.memory(0), 0), lambda _: True)
 
     fault = Fault(rank=0, phase=Phase.FORWARD, iteration=6, before_restart=damage)
-    job = ThreadJob(tmp_path, config("flowcheck", max_lag_iters=0), PAIR, faults=[fault])
-    assert job.run() == uninterrupted(PAIR, 8)
+    job = exact(made(tmp_path, fault))
     assert job.events(Rejoined, 0)[0].fetched_bytes > 0
-
-
-def test_whole_checkpoints_come_from_the_durable_tier(tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("flowcheck", durable_every_iters=3), PAIR)
-    job.run()
-    assert [event.iteration for event in job.events(CheckpointSaved)] == [3, 6]
 
 
 def test_states_that_all_ranks_have_left_are_dropped_by_servers(tmp_path: Path) -> None:
     """All go back to memory, the loss is infinite, and they go down to the checkpoint at 4; then one more dies."""
     faults = [Fault(rank=1, phase=Phase.FORWARD, iteration=7), Fault(rank=0, phase=Phase.FORWARD, iteration=5)]
-    policy = config("flowcheck", max_lag_iters=0, durable_every_iters=4, keep=3)
-    job = ThreadJob(tmp_path, policy, PAIR, faults=faults, iterations=9)
+    job = made(tmp_path, *faults, iterations=9, durable_every_iters=4, keep=3)
     job.on_worker.append(lambda *_: job.diverging.update({7: 1}) if len(job.struck) == 1 else None)
     assert job.run().digests == uninterrupted(PAIR, 9).digests
     assert [(event.iteration, event.action[-1]) for event in job.events(LossNotFinite)] == [(7, "4")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -27,62 +27,45 @@ def test_costs_are_fitted(windows: list[tuple[int, int, float]], per_snapshot_s:
     assert fit_costs(costs) == pytest.approx((per_snapshot_s, per_byte_s))
 
 
-def measured(*blocks: tuple[Sequence[float], float], dense_bytes: int = 10) -> tuple[float, float] | None:
-    """Return the costs after blocks of busy iterations, a snapshot each, and one quiet iteration."""
+def measured(
+    *blocks: tuple[Sequence[float], float], first_s: float = 1.0, stall_s: float = 0.0, forgotten: Collection[int] = ()
+) -> SnapshotCost:
+    """Return the costs after blocks of busy iterations, a snapshot of 10 bytes each, and one quiet iteration."""
     cost = SnapshotCost()
-    cost.iteration_finished(blocks[0][1], is_quiet=True)
-    for busy, quiet_s in blocks:
-        cost.snapshot_began()
-        for number, seconds in enumerate(busy):
-            if number:
-                cost.snapshot_began()
+    cost.iteration_finished(first_s, is_quiet=True)
+    for number, (busy, quiet_s) in enumerate(blocks):
+        for seconds in busy:
+            cost.snapshot_began()
             cost.copied(10)
+            cost.stalled(stall_s)
             cost.iteration_finished(seconds, is_quiet=False)
+        if number in forgotten:
+            cost.forget()
         cost.iteration_finished(quiet_s, is_quiet=True)
     cost.snapshot_began()
-    return cost.fit(dense_bytes) if cost.is_settled else None
+    return cost
 
 
 def test_a_machine_that_gets_faster_makes_snapshots_neither_free_nor_dear() -> None:
     """Each block lies between quiet iterations of its own, 10.5 s and 9.5 s at first, and stalls for 0.25 s."""
-    blocks = [(10.0 - number, 9.5 - number) for number in range(ENOUGH_BLOCKS)]
-    cost = SnapshotCost()
-    cost.iteration_finished(10.5, is_quiet=True)
-    for seconds, quiet_s in blocks:
-        cost.snapshot_began()
-        cost.copied(10)
-        cost.stalled(0.25)
-        cost.iteration_finished(seconds, is_quiet=False)
-        cost.iteration_finished(quiet_s, is_quiet=True)
-    cost.snapshot_began()
-    assert cost.fit(10) == pytest.approx((0.0, 0.25))
+    blocks = [((10.0 - number,), 9.5 - number) for number in range(ENOUGH_BLOCKS)]
+    assert measured(*blocks, first_s=10.5, stall_s=0.25).fit(10) == pytest.approx((0.0, 0.25))
 
 
 def test_windows_without_a_quiet_iteration_between_them_are_one_block() -> None:
-    assert measured(*[((1.5, 1.25, 1.75), 1.0)] * (ENOUGH_BLOCKS - 1)) is None
-    assert measured(*[((1.5, 1.25, 1.75), 1.0)] * ENOUGH_BLOCKS) == pytest.approx((0.0, 0.5))
+    block = ((1.5, 1.25, 1.75), 1.0)
+    assert not measured(*[block] * (ENOUGH_BLOCKS - 1)).is_settled
+    cost = measured(*[block] * ENOUGH_BLOCKS)
+    assert cost.is_settled
+    assert cost.fit(10) == pytest.approx((0.0, 0.5))
 
 
 def test_costs_are_known_after_one_block_and_settled_after_enough() -> None:
-    cost, known = SnapshotCost(), []
-    for _ in range(ENOUGH_BLOCKS + 1):
-        cost.iteration_finished(1.0, is_quiet=True)
-        known.append((cost.fit(10), cost.is_settled))
-        cost.snapshot_began()
-        cost.copied(10)
-        cost.iteration_finished(1.5, is_quiet=False)
+    costs = [measured(*[((1.5,), 1.0)] * number) for number in range(ENOUGH_BLOCKS + 1)]
+    known = [(cost.fit(10), cost.is_settled) for cost in costs]
     assert known == [(None, False), *[((0.0, 0.5), False)] * (ENOUGH_BLOCKS - 1), ((0.0, 0.5), True)]
 
 
 def test_a_block_with_a_fault_does_not_count() -> None:
-    cost = SnapshotCost()
-    for number in range(ENOUGH_BLOCKS + 1):
-        cost.iteration_finished(1.0, is_quiet=True)
-        cost.snapshot_began()
-        cost.copied(10)
-        cost.iteration_finished(99.0 if number == 1 else 1.5, is_quiet=False)
-        if number == 1:
-            cost.forget()
-    cost.iteration_finished(1.0, is_quiet=True)
-    cost.snapshot_began()
-    assert cost.fit(10) == pytest.approx((0.0, 0.5))
+    blocks = [((99.0 if number == 1 else 1.5,), 1.0) for number in range(ENOUGH_BLOCKS + 1)]
+    assert measured(*blocks, forgotten=[1]).fit(10) == pytest.approx((0.0, 0.5))

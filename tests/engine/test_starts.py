@@ -10,12 +10,11 @@ import pytest
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointFailed, StateResumed
-from tests.engine.configs import config
 from tests.engine.damage import flip_a_bit
 from tests.engine.job import ThreadJob, uninterrupted
-from tests.engine.model import Shape
+from tests.engine.model import PAIR
+from tests.policies.profiles import config
 
-PAIR = Shape(pp=2, dp=1)
 POLICIES = {
     "checkfreq": {"every_iters": 2},
     "gemini": {"every_iters": 2, "disk_every_iters": 2},

@@ -9,11 +9,9 @@ import pytest
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import ReplayDiffered, StageRecovered, StateLost
 from moe_ckpt.faults.schedule import StateLoss
-from tests.engine.configs import config
-from tests.engine.job import ThreadJob, uninterrupted
-from tests.engine.model import Shape
-
-PIPE = Shape(pp=3, dp=1)
+from tests.engine.job import ThreadJob, exact
+from tests.engine.model import PIPE, Shape
+from tests.policies.profiles import config
 
 
 def lost(*losses: tuple[int, int, str], dp_rank: int | None = None) -> list[StateLoss]:
@@ -41,8 +39,7 @@ def lost(*losses: tuple[int, int, str], dp_rank: int | None = None) -> list[Stat
 )
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_lost_state_is_rebuilt(shape: Shape, losses: list[StateLoss], window: int, tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("moevement", window=window), shape, losses=losses)
-    assert job.run() == uninterrupted(shape, 8)
+    job = exact(ThreadJob(tmp_path, config("moevement", window=window), shape, losses=losses))
     struck = {(event.iteration, event.phase, rank) for rank in job.ranks for event in job.events(StateLost, rank)}
     assert struck == {
         (loss.iteration, loss.phase, rank)
@@ -56,8 +53,7 @@ def test_a_lost_state_is_rebuilt(shape: Shape, losses: list[StateLoss], window: 
 
 @pytest.mark.parametrize("settings", [{"boundary_log": False}, {"keep_windows": 2}, {"popularity": "soft"}])
 def test_a_lost_state_is_rebuilt_with_other_settings(settings: dict[str, object], tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("moevement", window=3, **settings), PIPE, losses=lost((5, 1, "forward")))
-    assert job.run() == uninterrupted(PIPE, 8)
+    job = exact(ThreadJob(tmp_path, config("moevement", window=3, **settings), PIPE, losses=lost((5, 1, "forward"))))
     replaying = {event.first_stage for event in job.events(StageRecovered, 1)}
     assert replaying == ({0} if "boundary_log" in settings else {1})
 

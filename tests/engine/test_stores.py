@@ -11,12 +11,10 @@ from moe_ckpt.engine.in_memory_tier import TierStores
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.types import Phase
-from tests.engine.configs import config
 from tests.engine.damage import snapshots_in
-from tests.engine.job import Fault, ThreadJob, uninterrupted
-from tests.engine.model import Model, Shape
-
-PIPE = Shape(pp=3, dp=1)
+from tests.engine.job import Fault, ThreadJob, exact
+from tests.engine.model import PIPE, Model, Shape
+from tests.policies.profiles import config
 
 
 class Keeping:
@@ -67,7 +65,7 @@ def test_logs_lead_from_the_oldest_window_to_the_state(window: int, tmp_path: Pa
     ]
     job = ThreadJob(tmp_path, config("moevement", window=window), PIPE, iterations=12, faults=faults)
     keeping = Keeping(job)
-    assert job.run() == uninterrupted(PIPE, 12)
+    exact(job)
     assert keeping.began_anew == 2 * PIPE.world_size
 
 

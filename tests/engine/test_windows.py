@@ -7,28 +7,28 @@ number of faults before it. Rows of `ROWS` cover every pair of settings.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from allpairspy import AllPairs
 
+from moe_ckpt.config import MaxBytesPerS
 from moe_ckpt.engine.session import Session
-from moe_ckpt.errors import NothingLeftError, PeersLostError
-from moe_ckpt.events import CheckpointSkipped, Rejoined, StageRecovered
+from moe_ckpt.errors import ConfigError, NothingLeftError, PeersLostError
+from moe_ckpt.events import CheckpointSkipped, Rejoined, SnapshotTaken, StageRecovered, WindowChosen
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
+from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase, ReadyGradients
-from tests.engine.configs import config
 from tests.engine.copies import answer_copies
+from tests.engine.covering import fault_of, rows_of, shape_of
 from tests.engine.damage import flip_a_bit, rewrite_headers
-from tests.engine.job import MOMENTS, Fault, ThreadJob, uninterrupted
-from tests.engine.model import MICRO_BATCHES, Shape
-
-PAIR, PIPE = Shape(pp=2, dp=1), Shape(pp=3, dp=1)
+from tests.engine.job import MOMENTS, Fault, ThreadJob, exact
+from tests.engine.model import MICRO_BATCHES, PAIR, PIPE, Shape
+from tests.policies.profiles import config
 
 AXES: dict[str, Sequence[Any]] = {
     "shape": [PAIR, PIPE, Shape(pp=1, dp=2), Shape(ep=2), Shape(pp=2, dp=1, tied=True), Shape(tied=True)],
@@ -43,53 +43,28 @@ AXES: dict[str, Sequence[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A job, and the fault in its sixth iteration."""
-
-    shape: Shape
-    skips: int
-    window: int | str
-    phase: tuple[Phase, int]
-    dead: str
-    loses_memory: bool
-    boundary_log: bool
-    keep_windows: int
-    pause_iters: int | str
-
-    def victims(self) -> tuple[int, ...]:
-        ranks = range(self.shape.world_size)
-        last_stage = tuple(ranks[-self.shape.dp :])
-        return {"first": (0,), "last": (ranks[-1],), "a stage": last_stage, "all": tuple(ranks)}[self.dead]
-
-
-def _is_possible(row: Sequence[Any]) -> bool:
+def _is_possible(row: Mapping[str, Any]) -> bool:
     """A node that is lost leaves copies of its memory on another node only."""
-    named = dict(zip(AXES, row, strict=False))
-    return not (named.get("loses_memory") and named.get("dead") in ("a stage", "all"))
+    return not (row.get("loses_memory") and row.get("dead") in ("a stage", "all"))
 
 
-ROWS = [Row(*row) for row in AllPairs(list(AXES.values()), filter_func=_is_possible)]
+ROWS = rows_of(AXES, _is_possible)
 
 
 def test_rows_cover_every_pair() -> None:
     for (first, values), (second, others) in itertools.combinations(AXES.items(), 2):
         covered = {(getattr(row, first), getattr(row, second)) for row in ROWS}
         for pair in itertools.product(values, others):
-            assert pair in covered or not _is_possible(
-                [dict(zip((first, second), pair, strict=True)).get(a) for a in AXES]
-            )
+            assert pair in covered or not _is_possible(dict(zip((first, second), pair, strict=True)))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.shape.pp}x{row.shape.dp} {row.dead} {row.phase[0].name}")
-def test_a_recovered_job_ends_as_without_faults(row: Row, tmp_path: Path) -> None:
-    shape = Shape(**{**vars(row.shape), "skips": row.skips})
+def test_a_recovered_job_ends_as_without_faults(row: Any, tmp_path: Path) -> None:
     settings = {name: getattr(row, name) for name in ("window", "pause_iters", "boundary_log", "keep_windows")}
-    first, *others = row.victims()
-    phase, skip = row.phase
-    fault = Fault(rank=first, phase=phase, iteration=6, skip=skip, also=tuple(others), loses_memory=row.loses_memory)
-    job = ThreadJob(tmp_path, config("moevement", profile_iters=2, **settings), shape, faults=[fault])
-    assert job.run() == uninterrupted(shape, 8)
+    exact(made(tmp_path, fault_of(row, iteration=6), shape=shape_of(row), profile_iters=2, **settings))
+
+
+AT_REDUCE = Fault(rank=1, phase=Phase.REDUCE, iteration=6)
 
 
 def rejoined(job: ThreadJob, generation: int = 2) -> list[Rejoined]:
@@ -103,23 +78,31 @@ def replayed(job: ThreadJob) -> dict[int, int]:
     return {rank: iters for rank, iters in of_each.items() if iters}
 
 
+def made(folder: Path, *faults: Fault, shape: Shape = PIPE, iterations: int = 8, **settings: Any) -> ThreadJob:
+    """Return a job with windows of two slots if no others are set."""
+    return ThreadJob(
+        folder, config("moevement", **{"window": 2} | settings), shape, iterations=iterations, faults=faults
+    )
+
+
 @pytest.mark.parametrize(
-    ("shape", "dead", "replaying"),
+    ("shape", "dead", "boundary_log", "replaying", "back_to"),
     [
-        pytest.param(PIPE, (1,), {1}, id="a stage in the middle"),
-        pytest.param(PIPE, (0, 1), {0, 1}, id="neighbours, jointly"),
-        pytest.param(PIPE, (0, 2), {0, 2}, id="stages apart, in parallel"),
-        pytest.param(Shape(), (3,), {2, 3}, id="one rank of a stage: its peers replay with it"),
+        pytest.param(PIPE, (1,), True, {1}, 5, id="a stage in the middle"),
+        pytest.param(PIPE, (0, 1), True, {0, 1}, 5, id="neighbours, jointly"),
+        pytest.param(PIPE, (0, 2), True, {0, 2}, 5, id="stages apart, in parallel"),
+        pytest.param(Shape(), (3,), True, {2, 3}, 5, id="one rank of a stage: its peers replay with it"),
+        pytest.param(PIPE, (1,), False, {0, 1, 2}, 5, id="all stages without boundary logs"),
+        pytest.param(PIPE, (0, 1, 2), True, {0, 1, 2}, 3, id="no survivors: to the end of the newest window"),
     ],
 )
 def test_only_stages_of_dead_ranks_replay(
-    shape: Shape, dead: tuple[int, ...], replaying: set[int], tmp_path: Path
+    shape: Shape, dead: tuple[int, ...], boundary_log: bool, replaying: set[int], back_to: int, tmp_path: Path
 ) -> None:
     fault = Fault(rank=dead[0], phase=Phase.REDUCE, iteration=6, also=dead[1:])
-    job = ThreadJob(tmp_path, config("moevement", window=3), shape, faults=[fault])
-    job.run()
-    assert replayed(job) == dict.fromkeys(replaying, 4), "from the window of iterations 1 to 3 up to 5"
-    assert [event.iteration for event in rejoined(job)] == [5] * shape.world_size
+    job = exact(made(tmp_path, fault, shape=shape, window=3, boundary_log=boundary_log))
+    assert replayed(job) == dict.fromkeys(replaying, back_to - 1), "from the window of iterations 1 to 3"
+    assert [event.iteration for event in rejoined(job)] == [back_to] * shape.world_size
     assert {rank for rank in job.ranks if job.events(StageRecovered, rank)} == replaying
 
 
@@ -139,7 +122,7 @@ def test_a_replay_goes_on_while_another_stage_fails(
 ) -> None:
     """Rank 0 replays iterations 2 to 5, and another stage's rank dies as it begins that forward, backward or step."""
     faults = [Fault(rank=0, phase=Phase.REDUCE, iteration=6), Fault(rank=dead, phase=Phase.DONE)]
-    job = ThreadJob(tmp_path, config("moevement", window=3), shape, faults=faults)
+    job = made(tmp_path, *faults, shape=shape, window=3)
     kind, number = moment.split()
 
     def arm(rank: int, _: Session) -> None:
@@ -160,15 +143,12 @@ def test_a_replay_goes_on_while_another_stage_fails(
             model.arm(kind, reach)
 
     job.on_worker.append(arm)
-    assert job.run() == uninterrupted(shape, 8)
-    assert replayed(job) == replaying
+    assert replayed(exact(job)) == replaying
 
 
 def test_a_stage_is_rebuilt_from_a_window_before_a_long_pause(tmp_path: Path) -> None:
     fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=15)
-    settings = config("moevement", window=1, pause_iters=14, profile_iters=2)
-    job = ThreadJob(tmp_path, settings, PIPE, iterations=18, faults=[fault])
-    assert job.run() == uninterrupted(PIPE, 18)
+    job = exact(made(tmp_path, fault, iterations=18, window=1, pause_iters=14, profile_iters=2))
     assert replayed(job) == {1: 13}, "from the window of iteration 1 to the end of the fourteenth"
 
 
@@ -178,19 +158,16 @@ def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
     The window of 12 slots is incomplete at the first fault, and the snapshot of iteration 10, which begins the next
     generation, does not reach peers before the second.
     """
+    first = Fault(rank=1, phase=Phase.BACKWARD, iteration=11)
+    second = Fault(rank=1, phase=Phase.REDUCE, iteration=11, loses_memory=True)
     shape = Shape(pp=2, dp=1, experts=12)
-    faults = [
-        Fault(rank=1, phase=Phase.BACKWARD, iteration=11),
-        Fault(rank=1, phase=Phase.REDUCE, iteration=11, loses_memory=True),
-    ]
-    job = ThreadJob(tmp_path, config("moevement", window=12, profile_iters=2), shape, iterations=13, faults=faults)
+    job = made(tmp_path, first, second, shape=shape, iterations=13, window=12, profile_iters=2)
 
     def is_held(key: str) -> bool:
         return len(job.struck) == 1 and key.startswith("snapshot-10-")
 
     job.on_worker.append(lambda _, session: answer_copies(session, is_held, Future))
-    assert job.run() == uninterrupted(shape, 13)
-    assert replayed(job) == {1: 20}, "twice from the window of iteration 0 to iteration 10"
+    assert replayed(exact(job)) == {1: 20}, "twice from the window of iteration 0 to iteration 10"
 
 
 @pytest.mark.parametrize(
@@ -201,13 +178,8 @@ def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
         (Phase.STEP, 1, 5, 0),  # its window of 4 and 5 was confirmed
     ],
 )
-def test_the_vote_decides_to_which_iteration_all_come(
-    phase: Phase, skip: int, iteration: int, executed: int, tmp_path: Path
-) -> None:
-    job = ThreadJob(
-        tmp_path, config("moevement", window=2), PAIR, faults=[Fault(rank=1, phase=phase, skip=skip, iteration=5)]
-    )
-    job.run()
+def test_the_vote_decides_where_all_go(phase: Phase, skip: int, iteration: int, executed: int, tmp_path: Path) -> None:
+    job = exact(made(tmp_path, Fault(rank=1, phase=phase, skip=skip, iteration=5), shape=PAIR))
     assert [event.iteration for event in rejoined(job)] == [iteration, iteration]
     if not skip:
         assert replayed(job) == {1: executed}
@@ -215,7 +187,7 @@ def test_the_vote_decides_to_which_iteration_all_come(
 
 def test_a_rank_votes_once_its_peers_hold_the_step(tmp_path: Path) -> None:
     """Else a rank that dies with its node after the vote could not be brought to the iteration that others come to."""
-    job = ThreadJob(tmp_path, config("moevement", window=2), PAIR, iterations=4)
+    job = made(tmp_path, shape=PAIR, iterations=4)
     job.sends_slowly = True
     missing: list[tuple[int, str]] = []
 
@@ -231,14 +203,13 @@ def test_a_rank_votes_once_its_peers_hold_the_step(tmp_path: Path) -> None:
         session._state.prepare = look_and_prepare
 
     job.on_worker.append(look_before_votes)
-    assert job.run() == uninterrupted(PAIR, 4)
+    exact(job)
     assert missing == []
 
 
 def test_a_rank_whose_vote_a_death_cuts_off_finishes_the_step(tmp_path: Path) -> None:
     """Rank 2 takes the step, rank 1 dies before it, and rank 0 has not returned from the vote by then."""
-    fault = Fault(rank=1, phase=Phase.STEP, iteration=5)
-    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, faults=[fault])
+    job = made(tmp_path, Fault(rank=1, phase=Phase.STEP, iteration=5))
 
     def stay_in_the_vote(rank: int, session: Session) -> None:
         vote = session._ranks.barrier
@@ -252,24 +223,8 @@ def test_a_rank_whose_vote_a_death_cuts_off_finishes_the_step(tmp_path: Path) ->
             session._ranks.barrier = wait_for_the_cut  # type: ignore[method-assign]
 
     job.on_worker.append(stay_in_the_vote)
-    assert job.run() == uninterrupted(PIPE, 8)
-    assert [event.iteration for event in rejoined(job)] == [5, 5, 5]
+    assert [event.iteration for event in rejoined(exact(job))] == [5, 5, 5]
     assert replayed(job) == {1: 2}
-
-
-def test_without_survivors_all_ranks_go_to_the_end_of_the_newest_window(tmp_path: Path) -> None:
-    fault = Fault(rank=0, phase=Phase.REDUCE, iteration=6, also=(1, 2))
-    job = ThreadJob(tmp_path, config("moevement", window=3), PIPE, faults=[fault])
-    assert job.run() == uninterrupted(PIPE, 8)
-    assert [event.iteration for event in rejoined(job)] == [3, 3, 3]
-    assert replayed(job) == {0: 2, 1: 2, 2: 2}
-
-
-def test_without_boundary_logs_all_stages_replay(tmp_path: Path) -> None:
-    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=6)
-    job = ThreadJob(tmp_path, config("moevement", window=3, boundary_log=False), PIPE, faults=[fault])
-    job.run()
-    assert replayed(job) == {0: 4, 1: 4, 2: 4}
 
 
 def test_a_lost_node_fetches_its_memory_from_its_peer(tmp_path: Path) -> None:
@@ -278,8 +233,7 @@ def test_a_lost_node_fetches_its_memory_from_its_peer(tmp_path: Path) -> None:
         Fault(rank=1, phase=Phase.BACKWARD, iteration=8),  # fetched memory is kept, and copied, as its own was
         Fault(rank=1, phase=Phase.BACKWARD, iteration=10, loses_memory=True),
     ]
-    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, iterations=11, faults=faults)
-    assert job.run() == uninterrupted(PIPE, 11)
+    job = exact(made(tmp_path, *faults, iterations=11))
     fetched = [[event.fetched_bytes > 0 for event in job.events(Rejoined, rank)] for rank in (0, 2)]
     assert fetched == [[True, False, True]] * 2
     assert set(replayed(job)) == {1}
@@ -287,8 +241,7 @@ def test_a_lost_node_fetches_its_memory_from_its_peer(tmp_path: Path) -> None:
 
 def test_each_rank_may_be_lost_in_turn(tmp_path: Path) -> None:
     faults = [Fault(rank=rank, phase=Phase.REDUCE, iteration=4 + rank, loses_memory=True) for rank in range(4)]
-    job = ThreadJob(tmp_path, config("moevement", window=2), Shape(), iterations=9, faults=faults)
-    assert job.run() == uninterrupted(Shape(), 9)
+    exact(made(tmp_path, *faults, shape=Shape(), iterations=9))
 
 
 @pytest.mark.parametrize(
@@ -302,22 +255,18 @@ def test_each_rank_may_be_lost_in_turn(tmp_path: Path) -> None:
     ],
 )
 def test_a_second_fault_comes_with_the_recovery(second: Fault, tmp_path: Path) -> None:
-    faults = [Fault(rank=1, phase=Phase.REDUCE, iteration=6), second, Fault(rank=1, phase=Phase.STEP, iteration=7)]
-    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, faults=faults)
-    assert job.run() == uninterrupted(PIPE, 8)
+    exact(made(tmp_path, AT_REDUCE, second, Fault(rank=1, phase=Phase.STEP, iteration=7)))
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.REDUCE, Phase.STEP])
 @pytest.mark.parametrize("shape", [PAIR, Shape(pp=2, dp=1, tied=True)], ids=["plain", "tied"])
 def test_a_rank_dies_in_the_first_iteration(shape: Shape, phase: Phase, tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("moevement", window=2), shape, faults=[Fault(rank=1, phase=phase, iteration=1)])
-    assert job.run() == uninterrupted(shape, 8)
+    exact(made(tmp_path, Fault(rank=1, phase=phase, iteration=1), shape=shape))
 
 
 def test_a_rank_dies_in_the_last_iteration_and_after_it(tmp_path: Path) -> None:
-    faults = [Fault(rank=0, phase=Phase.BACKWARD, iteration=8), Fault(rank=1, phase=Phase.DONE)]
-    job = ThreadJob(tmp_path, config("moevement", window=2), PAIR, faults=faults)
-    assert job.run() == uninterrupted(PAIR, 8)
+    in_the_last = Fault(rank=0, phase=Phase.BACKWARD, iteration=8)
+    exact(made(tmp_path, in_the_last, Fault(rank=1, phase=Phase.DONE), shape=PAIR))
 
 
 @pytest.mark.parametrize(
@@ -325,39 +274,22 @@ def test_a_rank_dies_in_the_last_iteration_and_after_it(tmp_path: Path) -> None:
 )
 def test_a_job_ends_where_nothing_is_left_of_a_rank(replicas: int, lost: tuple[int, ...], tmp_path: Path) -> None:
     fault = Fault(rank=lost[0], phase=Phase.REDUCE, iteration=6, also=lost[1:], loses_memory=True)
-    job = ThreadJob(tmp_path, config("moevement", window=2, replicas=replicas), PIPE, faults=[fault])
     with pytest.raises(NothingLeftError, match="cannot be rebuilt"):
-        job.run()
-
-
-def _damage_own(job: ThreadJob) -> None:
-    flip_a_bit(job.memory(1) / "own")
-
-
-def _damage_both(job: ThreadJob) -> None:
-    _damage_own(job)
-    flip_a_bit(job.memory(2) / "held" / "rank0001")
-
-
-def test_damaged_memory_comes_from_the_copy(tmp_path: Path) -> None:
-    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=6, before_restart=_damage_own)
-    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, faults=[fault])
-    assert job.run() == uninterrupted(PIPE, 8)
-    assert [event.reason for event in job.events(CheckpointSkipped, 1) if "checksum" in event.reason]
-    assert rejoined(job)[0].fetched_bytes > 0
+        made(tmp_path, fault, replicas=replicas).run()
 
 
 def test_damage_in_all_copies_is_an_error(tmp_path: Path) -> None:
-    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=6, before_restart=_damage_both)
-    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, faults=[fault])
+    def damage(job: ThreadJob) -> None:
+        flip_a_bit(job.memory(1) / "own")
+        flip_a_bit(job.memory(2) / "held" / "rank0001")
+
     with pytest.raises(NothingLeftError):
-        job.run()
+        made(tmp_path, replace(AT_REDUCE, before_restart=damage)).run()
 
 
 def test_a_copy_that_cannot_be_fetched_is_not_asked_for_again(tmp_path: Path) -> None:
     """It is damaged after its holder has verified it."""
-    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=6, loses_memory=True)
-    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, faults=[fault])
+    job = made(tmp_path, replace(AT_REDUCE, loses_memory=True))
     asked: list[int] = []
 
     def damage(rank: int, holder: int) -> None:
@@ -370,21 +302,45 @@ def test_a_copy_that_cannot_be_fetched_is_not_asked_for_again(tmp_path: Path) ->
     assert len(asked) == 1
 
 
+def _foreign(change: Callable[[SnapshotHeader], SnapshotHeader]) -> Callable[[Path], None]:
+    return lambda folder: rewrite_headers(folder, change)
+
+
 @pytest.mark.parametrize(
-    "foreign",
+    ("spoil", "reason"),
     [
-        pytest.param(lambda h: replace(h, identity=replace(h.identity, run_id="other")), id="another run"),
-        pytest.param(lambda h: replace(h, identity=replace(h.identity, model="other")), id="another model"),
-        pytest.param(lambda h: replace(h, shard=replace(h.shard, global_rank=0)), id="another rank"),
-        pytest.param(lambda h: replace(h, shard=replace(h.shard, pp_rank=0)), id="another stage"),
+        pytest.param(flip_a_bit, "checksum", id="damaged"),
+        pytest.param(_foreign(lambda h: replace(h, identity=replace(h.identity, run_id="other"))), "run", id="run"),
+        pytest.param(_foreign(lambda h: replace(h, identity=replace(h.identity, model="other"))), "model", id="model"),
+        pytest.param(_foreign(lambda h: replace(h, shard=replace(h.shard, global_rank=0))), "shard", id="rank"),
+        pytest.param(_foreign(lambda h: replace(h, shard=replace(h.shard, pp_rank=0))), "shard", id="stage"),
     ],
 )
-def test_foreign_snapshots_are_not_loaded(foreign: Callable[[SnapshotHeader], SnapshotHeader], tmp_path: Path) -> None:
-    def make_foreign(job: ThreadJob) -> None:
-        rewrite_headers(job.memory(1) / "own", foreign)
-
-    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=6, before_restart=make_foreign)
-    job = ThreadJob(tmp_path, config("moevement", window=2), PIPE, faults=[fault])
-    assert job.run() == uninterrupted(PIPE, 8)
-    assert job.events(CheckpointSkipped, 1)
+def test_spoilt_memory_comes_from_the_copy(spoil: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
+    fault = replace(AT_REDUCE, before_restart=lambda job: spoil(job.memory(1) / "own"))
+    job = exact(made(tmp_path, fault))
+    assert [event.reason for event in job.events(CheckpointSkipped, 1) if reason in event.reason]
     assert rejoined(job)[0].fetched_bytes > 0
+
+
+HOST_BYTES_PER_S = 5e3  # a snapshot has 312 bytes
+
+
+def _capped(bytes_per_s: float) -> MaxBytesPerS:
+    return MaxBytesPerS(host=bytes_per_s, peers=None, disk=None)
+
+
+def test_a_capped_job_recovers_as_without_faults(tmp_path: Path) -> None:
+    caps = {"window": "auto", "profile_iters": 2, "max_bytes_per_s": _capped(HOST_BYTES_PER_S)}
+    job = exact(made(tmp_path, Fault(rank=1, phase=Phase.STEP, iteration=6), shape=Shape(), **caps))
+    taken = [event for event in job.events(SnapshotTaken, 0) if event.iteration < 5]
+    assert taken
+    assert all(event.size_bytes <= HOST_BYTES_PER_S * (event.copy_s + BURST_S) for event in taken)
+    chosen = job.events(WindowChosen, 0)
+    assert chosen
+    assert all(event.copy_bytes_per_s <= HOST_BYTES_PER_S for event in chosen)
+
+
+def test_a_cap_that_lets_no_snapshot_through_in_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"runtime.copy_s: got .*, wanted at least .*at ckpt.max_bytes_per_s.host"):
+        made(tmp_path, iterations=2, window="auto", max_bytes_per_s=_capped(1e-3)).run()

@@ -68,7 +68,6 @@ class OneFileEach:
 def open_tier(
     folder: Path, state: OneFileEach, identity: RunIdentity = IDENTITY, *, keep: int = 1
 ) -> tuple[DurableTier, EventLog]:
-    """Return what saves and loads through `state`, and its events."""
     rank = state.ranks.rank
     events = EventLog(event_path(folder, rank), global_rank=rank, clock_origin_unix_s=0.0)
     return DurableTier(state, CheckpointFolder(folder), identity, state.ranks, events, keep=keep), events

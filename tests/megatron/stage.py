@@ -35,8 +35,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 class NoHooks:
-    """A loop without checkpointing."""
-
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         return True
 
@@ -79,22 +77,18 @@ def trained_stage(*overrides: str, iterations: int) -> tuple[TrainingState, Mega
 
 
 def stage_number() -> int:
-    """Return the pipeline stage of this rank."""
     return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def runner_of(loop: MegatronLoop) -> Any:
-    """Return what runs the loop's passes."""
     return cast("Any", loop)._runner
 
 
 def first_parameter(state: TrainingState) -> torch.nn.Parameter:
-    """Return a parameter of this rank."""
     return next(iter(state.model[0].parameters()))
 
 
 def torch_optimizer(state: TrainingState) -> Any:
-    """Return the Adam inside this rank's first inner optimizer."""
     return state.inner_optimizers[0].optimizer
 
 
@@ -109,7 +103,6 @@ def double_loss_scale(state: TrainingState) -> None:
 
 
 def everything(operators: RankOperators) -> range:
-    """Return the numbers of all operators of this rank's stage."""
     return range(len(operators.table.operators))
 
 
@@ -134,6 +127,5 @@ def compute_parts(operators: RankOperators) -> Parts:
 
 
 def differing(before: Tensors, after: Tensors) -> set[str]:
-    """Return the names of tensors that changed."""
     assert before.keys() == after.keys()
     return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}

@@ -20,14 +20,6 @@ from tests.ranks import rank_store, run_ranks
 NUM_TENSORS = 5
 
 
-def _planned(folder: Path) -> PlannedWrite:
-    dist.init_process_group("gloo", store=rank_store(), rank=int(os.environ["RANK"]), world_size=1)
-    content = {f"tensor{number}": torch.zeros(3) for number in range(NUM_TENSORS)}
-    group = dist.group.WORLD
-    assert group is not None
-    return PlannedWrite(folder, content, group)
-
-
 def _write_until_abandoned(planned: PlannedWrite) -> None:
     with pytest.raises(CheckpointSaveError, match=r"^abandoned: other ranks were lost$"):
         planned.write()
@@ -47,7 +39,10 @@ def _abandoned_in(folder: Path, tensor: int) -> int:
         return resolve_data(self, write_item)
 
     MCoreSavePlanner.resolve_data = held
-    planned = _planned(folder)
+    dist.init_process_group("gloo", store=rank_store(), rank=int(os.environ["RANK"]), world_size=1)
+    assert dist.group.WORLD is not None
+    content = {f"tensor{number}": torch.zeros(3) for number in range(NUM_TENSORS)}
+    planned = PlannedWrite(folder, content, dist.group.WORLD)
     with ThreadPoolExecutor() as threads:
         writing = threads.submit(_write_until_abandoned, planned)
         is_there.wait()
@@ -60,14 +55,3 @@ def _abandoned_in(folder: Path, tensor: int) -> int:
 @pytest.mark.parametrize("tensor", [1, 2, NUM_TENSORS])
 def test_an_abandoned_write_ends_before_its_next_tensor_or_its_check(tensor: int, tmp_path: Path) -> None:
     assert run_ranks(1, _abandoned_in, tmp_path, tensor) == [tensor]
-
-
-def _abandoned_before_it_began(folder: Path) -> None:
-    planned = _planned(folder)
-    planned.abandon()
-    _write_until_abandoned(planned)
-
-
-def test_a_write_that_is_abandoned_before_it_begins_makes_no_file(tmp_path: Path) -> None:
-    run_ranks(1, _abandoned_before_it_began, tmp_path)
-    assert list(tmp_path.iterdir()) == []

@@ -39,9 +39,6 @@ def _routers(state: TrainingState) -> list[BoostedRouter]:
     return [module for module in bare_model(state.model[0]).modules() if isinstance(module, BoostedRouter)]
 
 
-# --- without a deficit
-
-
 def _train(overrides: tuple[str, ...]) -> tuple[str, list[str], list[float]]:
     """Return digest, names in the model's state and losses of two iterations, with an evaluation in between."""
     state, loop = build_stage(*overrides)
@@ -72,9 +69,6 @@ def _train_boosted(overrides: tuple[str, ...]) -> tuple[str, list[str], list[flo
 )
 def test_training_without_deficit_is_megatrons(world_size: int, overrides: tuple[str, ...]) -> None:
     assert run_ranks(world_size, _train_boosted, overrides) == run_ranks(world_size, _train, overrides)
-
-
-# --- one router
 
 
 def _route(router: BoostedRouter, logits: torch.Tensor, factor: float | None = None) -> Tensors:
@@ -175,9 +169,6 @@ def _check_routing(overrides: tuple[str, ...], policy: str) -> int:
 )
 def test_each_expert_is_routed_as_by_megatron_at_its_capacity(overrides: tuple[str, ...], policy: str) -> None:
     assert run_ranks(1, _check_routing, overrides, policy)[0] > 20
-
-
-# --- iterations
 
 
 LONG = (LIMITED, "train.sequence_length=64", "model.num_layers=4")  # micro-batches of 128 tokens, at most 6 extra
@@ -302,9 +293,6 @@ def _abandon_an_attempt() -> None:
 
 def test_an_abandoned_attempt_is_not_counted() -> None:
     run_ranks(1, _abandon_an_attempt)
-
-
-# --- what cannot be boosted
 
 
 def _say_and_ignore(overrides: tuple[str, ...]) -> tuple[str, bool, list[str]]:

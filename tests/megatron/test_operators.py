@@ -54,9 +54,6 @@ EP2_DP4 = ("parallel.pp=1", "parallel.ep=2", "parallel.dp=4")  # each expert on 
 TIED = "model.tied_embeddings=true"
 
 
-# --- the table, and who owns what
-
-
 @dataclass(frozen=True)
 class Shape:
     """A job, what its stages' operators are called, and the bytes of a parameter's compute weights."""
@@ -212,9 +209,6 @@ def test_shard_identity_names_the_place_on_every_axis() -> None:
     assert shards == [(0, 0, 0, 0, 0, 0), (1, 0, 0, 1, 0, 1), (2, 1, 0, 0, 0, 0), (3, 1, 0, 1, 0, 1)]
 
 
-# --- taking and putting back
-
-
 def _held_by_operators(state: TrainingState) -> Tensors:
     """Return copies of the state without generators, schedule and loss scalers, which belong to no operator."""
     elsewhere = re.compile(r"rng\.|scheduler\.|optimizer\d+\.(scaler\.|\d+\.lr$)")
@@ -320,9 +314,6 @@ def test_a_missing_or_unfitting_part_is_refused_by_name() -> None:
     run_ranks(1, _refusals)
 
 
-# --- freezing
-
-
 def _freeze() -> None:
     """Freeze some operators, all, none, and some again; only embeddings gather gradients though they are frozen."""
     state, worker = build_stage("train.global_batch_size=4")
@@ -365,9 +356,6 @@ def optimizer_states(operators: RankOperators) -> dict[tuple[str, str], dict[str
 
 def test_frozen_operators_get_no_gradient_and_no_update() -> None:
     run_ranks(1, _freeze)
-
-
-# --- names
 
 
 def _module(**parts: Any) -> torch.nn.Module:

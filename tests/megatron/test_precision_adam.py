@@ -39,14 +39,8 @@ KINDS = [
 """The reference, and what it stands for: FusedAdam of Transformer Engine."""
 
 
-def made(
-    compute: torch.dtype,
-    master: torch.dtype,
-    exp_avg: torch.dtype,
-    exp_avg_sq: torch.dtype,
-    has_remainders: bool,
-    kind: str = "cpu",
-) -> PrecisionAwareAdam:
+def made(name: str, kind: str = "cpu") -> PrecisionAwareAdam:
+    compute, master, exp_avg, exp_avg_sq, has_remainders = FORMATS[name]
     adam = PrecisionAwareAdam
     if kind == "cuda":
         adam = pytest.importorskip("transformer_engine.pytorch.optimizers").FusedAdam
@@ -115,7 +109,7 @@ def test_fp32_states_give_the_weights_of_torchs_adam(decoupled: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_stored_states_are_put_back_bit_for_bit(name: str, kind: str) -> None:
-    adam, other = made(*FORMATS[name], kind), made(*FORMATS[name], kind)
+    adam, other = made(name, kind), made(name, kind)
     step(adam, gradients(10, 30))
     put_back(other, {key: tensor.clone() for key, tensor in stored(adam).items()}, steps=20)
     step(adam, gradients(30, 40))
@@ -127,7 +121,7 @@ def test_stored_states_are_put_back_bit_for_bit(name: str, kind: str) -> None:
 @pytest.mark.parametrize("left_out", ["exp_avg.scale", "exp_avg_sq.scale", "master_param.scale", "exp_avg"])
 def test_a_scale_that_is_left_out_is_missed(left_out: str, kind: str) -> None:
     name = "FP8/FP16/FP8+FP16"
-    adam, other = made(*FORMATS[name], kind), made(*FORMATS[name], kind)
+    adam, other = made(name, kind), made(name, kind)
     step(adam, gradients(10, 30))
     saved = {key: tensor.clone() for key, tensor in stored(adam).items()}
     put_back(other, saved | {left_out: torch.ones_like(saved[left_out])}, steps=20)
@@ -139,7 +133,7 @@ def test_a_scale_that_is_left_out_is_missed(left_out: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["FP16/FP16/FP16+FP16", "FP8/FP16/FP8+FP16"])
 def test_compute_weights_are_not_the_rounding_of_an_fp16_master(name: str, kind: str) -> None:
-    adam = made(*FORMATS[name], kind)
+    adam = made(name, kind)
     step(adam, gradients(10, 30))
     weights = weights_of(adam)
     derived = adam.get_unscaled_state(weights, "master_param").to(weights.dtype)
@@ -147,7 +141,7 @@ def test_compute_weights_are_not_the_rounding_of_an_fp16_master(name: str, kind:
 
 
 def test_compute_weights_are_the_rounding_of_an_fp8_master() -> None:
-    adam = made(*FORMATS["FP8/FP8/FP8+FP16"])
+    adam = made("FP8/FP8/FP8+FP16")
     step(adam, gradients(10, 30))
     weights = weights_of(adam)
     assert torch.equal(adam.get_unscaled_state(weights, "master_param").to(weights.dtype), weights)
@@ -183,7 +177,7 @@ def test_the_largest_value_is_kept_and_others_to_the_formats_digits() -> None:
 
 
 def test_parameters_without_gradients_and_empty_groups_do_not_step() -> None:
-    adam = made(*FORMATS["FP16/FP16/FP16+FP16"])
+    adam = made("FP16/FP16/FP16+FP16")
     adam.param_groups.append({**adam.param_groups[0], "params": []})
     before = weights_of(adam).detach().clone()
     adam.step()
@@ -192,7 +186,7 @@ def test_parameters_without_gradients_and_empty_groups_do_not_step() -> None:
 
 
 def test_settings_and_stored_states_are_loaded_as_they_are() -> None:
-    adam, other = made(*FORMATS["FP8/FP16/FP8+FP16"]), made(*FORMATS["FP8/FP16/FP8+FP16"])
+    adam, other = made("FP8/FP16/FP8+FP16"), made("FP8/FP16/FP8+FP16")
     step(adam, gradients(10, 13))
     content = copy.deepcopy(adam.state_dict())
     content["param_groups"][0]["lr"] = 0.5

@@ -206,9 +206,7 @@ TIED = "model.tied_embeddings=true"
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_replayed_stages_end_where_they_were(
-    world_size: int, overrides: tuple[str, ...], first: int, last: int
-) -> None:
+def test_replayed_stages_end_as_they_were(world_size: int, overrides: tuple[str, ...], first: int, last: int) -> None:
     run_ranks(world_size, _replay_segment, overrides, first, last)
 
 

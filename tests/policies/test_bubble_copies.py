@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.policies.bubble_copies import parts_in_bubbles
-
-
-@pytest.mark.parametrize(
-    ("part_bytes", "bubble_bytes", "expected"),
-    [
-        pytest.param([20, 20, 60], 50.0, 2, id="the first two fit"),
-        pytest.param([60, 20, 20], 50.0, 0, id="the first one does not"),
-        pytest.param([20, 20, 60], 100.0, 3, id="all, to the last byte"),
-        pytest.param([20, 20, 60], 0.0, 0, id="no bubble"),
-        pytest.param([], 5.0, 0, id="no parts"),
-        pytest.param([0, 0, 1], 0.0, 2, id="nothing needs no room"),
-    ],
-)
-def test_the_first_parts_go_into_bubbles(part_bytes: list[int], bubble_bytes: float, expected: int) -> None:
-    assert parts_in_bubbles(part_bytes, bubble_bytes) == expected
 
 
 @given(part_bytes=st.lists(st.integers(0, 100), max_size=10), bubble_bytes=st.integers(0, 600))

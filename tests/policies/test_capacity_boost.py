@@ -16,30 +16,15 @@ IntArray = npt.NDArray[np.int64]
 @pytest.mark.parametrize(
     ("demand", "deficit", "factor", "expected"),
     [
-        pytest.param([150, 95, 130], [40, 0, 0], 0.2, [105, 100, 100], id="what another leaves"),
-        pytest.param([150, 50, 130], [40, 0, 0], 0.1, [110, 100, 100], id="up to a tenth"),
-        pytest.param([150, 50, 130], [7, 0, 0], 0.1, [107, 100, 100], id="up to what was lost"),
-        pytest.param([103, 50, 130], [40, 0, 0], 0.1, [103, 100, 100], id="up to what is wanted"),
-        pytest.param([150, 50, 130], [0, 0, 0], 0.1, [100, 100, 100], id="nobody recovers"),
-        pytest.param([150, 100, 130], [40, 0, 0], 0.1, [100, 100, 100], id="nobody leaves anything"),
-        pytest.param([50, 150, 130], [40, 40, 0], 0.1, [100, 110, 100], id="a recovering expert leaves, too"),
         pytest.param([150, 85, 150], [20, 0, 40], 0.1, [105, 100, 110], id="the largest deficit first"),
         pytest.param([150, 85, 150], [40, 0, 40], 0.1, [110, 100, 105], id="of equals the lowest expert"),
         pytest.param([150, 0], [99, 0], 0.29, [129, 100], id="29 percent of 100 are 29"),
     ],
 )
-def test_recovering_experts_take_what_others_leave(
-    demand: list[int], deficit: list[int], factor: float, expected: list[int]
-) -> None:
+def test_largest_deficits_come_first(demand: list[int], deficit: list[int], factor: float, expected: list[int]) -> None:
     got = boosted_capacity(np.array(demand), np.array(deficit), capacity=100, factor=factor)
     assert got.dtype == np.int64
     assert got.tolist() == expected
-
-
-def test_a_tenth_is_rounded_down() -> None:
-    demand, deficit = np.array([99, 0]), np.array([99, 0])
-    assert boosted_capacity(demand, deficit, capacity=19).tolist() == [20, 19]
-    assert boosted_capacity(demand, deficit, capacity=9).tolist() == [9, 9]
 
 
 @st.composite
@@ -65,7 +50,7 @@ def test_a_boost_costs_nobody_anything(batch: tuple[IntArray, IntArray, int, flo
 
 
 @given(batch=batches())
-def test_nothing_is_left_unused_that_a_recovering_expert_could_take(
+def test_nothing_is_unused_that_a_recovering_expert_could_take(
     batch: tuple[IntArray, IntArray, int, float],
 ) -> None:
     demand, deficit, capacity, factor = batch
@@ -101,7 +86,3 @@ def test_shares_are_the_deficit_and_equal_but_for_one_token(deficit: list[int], 
     assert shares.sum(axis=0).tolist() == deficit
     assert np.all(np.diff(shares, axis=0) <= 0)
     assert np.all(shares[0] - shares[-1] <= 1)
-
-
-def test_the_first_shares_take_what_is_over() -> None:
-    assert [int(share_of(np.array([7]), index=index, num_shares=3)[0]) for index in range(3)] == [3, 2, 2]

@@ -38,9 +38,7 @@ def test_the_rarer_the_faults_the_longer_the_interval(mtbf_s: float) -> None:
 
 
 @given(iteration_s=SECONDS, checkpoint_s=SECONDS, overhead=st.floats(0.001, 0.5))
-def test_the_capped_interval_is_the_shortest_under_the_cap(
-    iteration_s: float, checkpoint_s: float, overhead: float
-) -> None:
+def test_a_capped_interval_is_the_shortest_there_is(iteration_s: float, checkpoint_s: float, overhead: float) -> None:
     fewest = capped_interval(iteration_s=iteration_s, checkpoint_s=checkpoint_s, overhead=overhead)
     assert checkpoint_s / (fewest * iteration_s) <= overhead * (1 + 1e-9)
     assert fewest == 1 or checkpoint_s / ((fewest - 1) * iteration_s) > overhead * (1 - 1e-9)

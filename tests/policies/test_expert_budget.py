@@ -45,34 +45,19 @@ def test_a_budget_without_room_for_an_expert_is_refused() -> None:
     )
 
 
-# Division among layers
-
-
-def with_risks(risks: list[int], num_experts: int) -> IntArray:
-    """Return a popularity of which each layer's sum is its risk."""
-    return np.array([[risk] + [0] * (num_experts - 1) for risk in risks], np.int64)
-
-
 @pytest.mark.parametrize(
     ("risks", "num_experts", "num_total", "expected"),
     [
-        pytest.param([50, 30, 20], 8, 10, [5, 3, 2], id="in proportion"),
-        pytest.param([50, 30, 20], 8, 7, [4, 2, 1], id="3.5, 2.1, 1.4: the half goes up"),
-        pytest.param([50, 30, 20], 8, 8, [4, 2, 2], id="4.0, 2.4, 1.6"),
-        pytest.param([10, 10, 10], 8, 2, [1, 1, 0], id="of equals the first layers"),
         pytest.param([90, 5, 5], 4, 8, [4, 2, 2], id="beyond a full layer the others share"),
         pytest.param([90, 8, 1, 1], 4, 9, [4, 4, 1, 0], id="and beyond the next"),
         pytest.param([60, 0, 0], 4, 7, [4, 2, 1], id="layers without risk share what is left"),
         pytest.param([0, 0, 0], 4, 7, [3, 2, 2], id="nothing was counted yet"),
-        pytest.param([7, 1], 4, 99, [4, 4], id="never more than there are"),
-        pytest.param([7, 1], 4, 0, [0, 0], id="none"),
         pytest.param([10**15, 1], 64, 127, [64, 63], id="many tokens"),
     ],
 )
-def test_layers_get_a_share_of_their_risk(
-    risks: list[int], num_experts: int, num_total: int, expected: list[int]
-) -> None:
-    assert allocate(with_risks(risks, num_experts), num_total).tolist() == expected
+def test_full_layers_share_with_others(risks: list[int], num_experts: int, num_total: int, expected: list[int]) -> None:
+    popularity = np.array([[risk] + [0] * (num_experts - 1) for risk in risks], np.int64)
+    assert allocate(popularity, num_total).tolist() == expected
 
 
 @st.composite

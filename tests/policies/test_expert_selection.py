@@ -28,8 +28,6 @@ from moe_ckpt.policies.expert_selection import (
 
 IntArray = npt.NDArray[np.int64]
 
-# Sequential
-
 
 @pytest.mark.parametrize(
     ("turn", "expected"),
@@ -43,12 +41,6 @@ IntArray = npt.NDArray[np.int64]
 def test_sequential_selection_is_that_of_the_figure(turn: int, expected: list[int]) -> None:
     chosen = sequential_experts(turn, num_layers=4, num_experts=3, ep=3, k=1)
     assert chosen == tuple((expert,) for expert in expected)
-
-
-def test_blocks_of_experts_are_taken_in_turns() -> None:
-    """8 experts on 2 ranks: 0-3 and 4-7; an expert of each in every layer."""
-    chosen = [sequential_experts(turn, num_layers=2, num_experts=8, ep=2, k=2) for turn in range(4)]
-    assert chosen == [((0, 4), (1, 5)), ((1, 5), (2, 6)), ((2, 6), (3, 7)), ((3, 7), (0, 4))]
 
 
 @st.composite
@@ -88,49 +80,19 @@ def test_ranks_save_as_many_within_one_and_equation_9_tells_when_all_alike(
     assert imbalanced == (len(set(by_dp_rank)) > 1)
 
 
-@pytest.mark.parametrize(
-    ("k", "num_moe_layers", "dp", "ep", "expected"),
-    [
-        pytest.param(1, 4, 3, 3, True, id="Figure 4"),
-        pytest.param(3, 4, 3, 3, False, id="all of Figure 4"),
-        pytest.param(1, 12, 8, 8, True, id="Table 2, case 1"),
-        pytest.param(1, 12, 16, 16, True, id="Table 2, case 2"),
-        pytest.param(1, 12, 16, 8, True, id="Table 2, case 3"),
-        pytest.param(2, 12, 16, 8, True, id="three for each of two groups"),
-        pytest.param(4, 12, 16, 8, False, id="six for each of two groups"),
-        pytest.param(16, 12, 16, 8, False, id="all experts"),
-    ],
-)
-def test_imbalance_is_equation_9(k: int, num_moe_layers: int, dp: int, ep: int, expected: bool) -> None:
-    assert is_imbalanced(k, num_moe_layers=num_moe_layers, dp=dp, ep=ep) is expected
-
-
-# By load
-
-
-@pytest.mark.parametrize(
-    ("tokens", "num_taken", "expected"),
-    [
-        pytest.param([[5, 9, 5]], [2], ((0, 1),), id="the lowest of equals"),
-        pytest.param([[1, 2, 3], [9, 8, 7]], [1, 2], ((2,), (0, 1)), id="each layer its own number"),
-        pytest.param([[1, 2, 3], [0, 0, 0]], [0, 3], ((), (0, 1, 2)), id="none and all"),
-    ],
-)
-def test_the_most_popular_are_taken(tokens: list[list[int]], num_taken: list[int], expected: Selection) -> None:
-    assert most_popular(np.array(tokens, np.int64), num_taken) == expected
-
-
 @given(model=models(), data=st.data())
-def test_load_aware_selection_leaves_nothing_larger(model: tuple[int, int, int, int], data: st.DataObject) -> None:
+def test_the_most_popular_are_taken_of_equals_the_lowest(model: tuple[int, int, int, int], data: st.DataObject) -> None:
     num_layers, num_experts, _, k = model
     row = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
     unsaved = np.array(data.draw(st.lists(row, min_size=num_layers, max_size=num_layers)), np.int64)
-    for layer, taken in enumerate(load_aware_experts(unsaved, k)):
-        ranked = sorted(range(num_experts), key=lambda expert: (-int(unsaved[layer, expert]), expert))
-        assert taken == tuple(sorted(ranked[:k]))
-
-
-# What of a snapshot goes to storage
+    counts = data.draw(st.lists(st.integers(0, num_experts), min_size=num_layers, max_size=num_layers))
+    for num_taken, selection in (
+        (counts, most_popular(unsaved, counts)),
+        ([k] * num_layers, load_aware_experts(unsaved, k)),
+    ):
+        for layer, taken in enumerate(selection):
+            ranked = sorted(range(num_experts), key=lambda expert: (-int(unsaved[layer, expert]), expert))
+            assert taken == tuple(sorted(ranked[: num_taken[layer]]))
 
 
 @pytest.mark.parametrize(
@@ -144,23 +106,19 @@ def test_load_aware_selection_leaves_nothing_larger(model: tuple[int, int, int, 
         pytest.param(((0, 2), (0, 2)), [[1, 1, 1, 1], [2, 1, 1, 1]], 1, ((0,), (0,)), id="need before balance"),
     ],
 )
-def test_storage_gets_what_it_lacks_most(
-    selection: Selection, unsaved: list[list[int]], k: int, expected: Selection
-) -> None:
+def test_disks_get_what_they_lack(selection: Selection, unsaved: list[list[int]], k: int, expected: Selection) -> None:
     assert most_unsaved_of(selection, np.array(unsaved, np.int64), k, ep=2) == expected
 
 
-def persisted(model: tuple[int, int, int, int], k_persist: int, *, turns: int, every: int = 1) -> list[Selection]:
-    """Return what goes to storage in each turn of sequential snapshots, nothing in turns that are not persisted."""
+def persisted(model: tuple[int, int, int, int], k_persist: int, *, turns: int) -> list[Selection]:
+    """Return what goes to storage in each turn of sequential snapshots."""
     num_layers, num_experts, ep, k = model
     waiting = np.zeros((num_layers, num_experts), np.int64)
     history = []
     for turn in range(turns):
         waiting += 1
-        chosen: Selection = ((),) * num_layers
-        if turn % every == 0:
-            snapshot = sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k)
-            chosen = most_unsaved_of(snapshot, waiting, k_persist, ep=ep)
+        snapshot = sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k)
+        chosen = most_unsaved_of(snapshot, waiting, k_persist, ep=ep)
         for layer, experts in enumerate(chosen):
             waiting[layer, list(experts)] = 0
         history.append(chosen)
@@ -199,20 +157,10 @@ def test_what_goes_to_storage_is_spread_over_ranks_too(model: tuple[int, int, in
         assert max(on_rank.values()) == num_layers // ep
 
 
-def test_a_rhythm_of_persisting_may_leave_experts_out_for_good() -> None:
-    history = persisted((1, 4, 1, 2), 2, turns=40, every=2)
-    assert {chosen[0] for chosen in history} == {(0, 1), ()}
-
-
-# How many
-
-
 def literal_sequential(other: IntArray, expert: IntArray, ep: int, k: int) -> int:
     _, num_layers, num_experts = expert.shape
-    turns = [
-        sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k)
-        for turn in range(num_experts)
-    ]
+    sizes = {"num_layers": num_layers, "num_experts": num_experts, "ep": ep, "k": k}
+    turns = [sequential_experts(turn, **sizes) for turn in range(num_experts)]
     return max(
         int(own) + sum(int(rows[layer, list(taken)].sum()) for layer, taken in enumerate(chosen))
         for own, rows in zip(other, expert, strict=True)
@@ -229,14 +177,6 @@ def byte_tables(draw: st.DrawFn) -> tuple[IntArray, IntArray, int]:
     sizes = draw(st.lists(st.integers(0, 20), min_size=size, max_size=size))
     other = draw(st.lists(st.integers(0, 20), min_size=num_ranks, max_size=num_ranks))
     return np.array(other, np.int64), np.array(sizes, np.int64).reshape(num_ranks, num_layers, num_experts), ep
-
-
-def test_the_bottleneck_of_two_ranks() -> None:
-    expert_bytes = np.zeros((2, 2, 4), np.int64)
-    expert_bytes[0, :, :2] = expert_bytes[1, :, 2:] = 10
-    other_bytes = np.array([5, 5], np.int64)
-    assert bottleneck_by_k(other_bytes, expert_bytes, ep=2, sequential=True).tolist() == [15, 25, 35, 45]
-    assert bottleneck_by_k(other_bytes, expert_bytes, ep=2, sequential=False).tolist() == [25, 45, 45, 45]
 
 
 @given(table=byte_tables())
@@ -267,9 +207,6 @@ def test_a_smaller_k_may_be_the_one_that_does_not_fit() -> None:
 @pytest.mark.parametrize(("snapshot_s", "overlap_s", "stall_s"), [(3.0, 1.0, 2.0), (1.0, 3.0, 0.0), (2.0, 2.0, 0.0)])
 def test_a_snapshot_stalls_for_what_is_not_hidden(snapshot_s: float, overlap_s: float, stall_s: float) -> None:
     assert snapshot_stall_s(snapshot_s, overlap_s) == stall_s
-
-
-# Dynamic-K
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,17 @@ import pytest
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.flowcheck import ServerSnapshots
-from moe_ckpt.types import Measured, SlotPlan
-from tests.engine.configs import config
-from tests.policies.profiles import equal
+from moe_ckpt.types import SlotPlan
+from tests.policies.profiles import config, equal, unasked
 
 
 def policy(num_copies: int = 1, **settings: object) -> ServerSnapshots:
-    made = config("flowcheck", **settings)
-    return ServerSnapshots(made, [equal(3)], 0, num_copies)  # type: ignore[arg-type]
-
-
-def _never() -> Measured:
-    raise AssertionError("nothing is measured")
+    return ServerSnapshots(config("flowcheck", **settings), [equal(3)], 0, num_copies)
 
 
 def test_everything_is_saved_in_every_iteration_and_durably_when_due() -> None:
     flowcheck = policy(durable_every_iters=3)
-    plans = [flowcheck.plan(iteration, _never) for iteration in range(7)]
+    plans = [flowcheck.plan(iteration, unasked) for iteration in range(7)]
     slots = [plan.sparse for plan in plans if isinstance(plan.sparse, SlotPlan)]
     assert [slot.window_start for slot in slots] == list(range(7))
     assert {(slot.full, slot.compute) for slot in slots} == {((0, 1, 2), ())}

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from moe_ckpt.policies.memory_forecast import MemoryForecast, forecast
 
+WINDOWS = {"window_bytes": 1000, "period_iters": 5, "dense_bytes": 700}
+LOGS = {"log_bytes_per_iteration": 10, "step_log_bytes_per_iteration": 3}
+
 
 def test_a_forecast_counts_the_logs_of_all_windows_and_of_this_iteration() -> None:
-    wanted = forecast(
-        window_bytes=1000,
-        period_iters=5,
-        keep_windows=2,
-        log_bytes_per_iteration=10,
-        dense_bytes=700,
-        step_log_bytes_per_iteration=3,
-    )
-    assert wanted == MemoryForecast(
+    assert forecast(keep_windows=2, **WINDOWS, **LOGS) == MemoryForecast(
         snapshots_bytes=3000,
         boundary_log_bytes=160,
         step_log_bytes=48,
@@ -25,16 +20,7 @@ def test_a_forecast_counts_the_logs_of_all_windows_and_of_this_iteration() -> No
 
 
 def test_copies_for_others_take_as_much_as_the_largest_of_them() -> None:
-    wanted = forecast(
-        window_bytes=1000,
-        period_iters=5,
-        keep_windows=1,
-        log_bytes_per_iteration=10,
-        dense_bytes=700,
-        step_log_bytes_per_iteration=3,
-        num_copies=2,
-        largest_window_bytes=1500,
-    )
+    wanted = forecast(keep_windows=1, num_copies=2, largest_window_bytes=1500, **WINDOWS, **LOGS)
     assert wanted.copies_bytes == 2 * (2 * 1500 + 11 * 3)
     assert wanted.total_bytes == 2000 + 110 + 33 + wanted.copies_bytes
 

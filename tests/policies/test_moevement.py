@@ -119,9 +119,6 @@ def popularity_for(stage: StageProfile, seed: int) -> list[float]:
     return np.random.default_rng(seed).integers(0, 5, num_experts).astype(np.float64).tolist()
 
 
-# Base
-
-
 @pytest.mark.parametrize("window", ["auto", 1, 3])
 @pytest.mark.parametrize("iteration", [0, 40])
 def test_the_first_plan_takes_everything(window: int | str, iteration: int) -> None:
@@ -152,11 +149,8 @@ def test_auto_does_not_profile_again_after_a_fault() -> None:
     assert first.window == TRIAL
 
 
-# Slots
-
-
 @given(stages=stages(), data=st.data())
-def test_a_fixed_window_takes_every_operator_once_a_window_on_every_stage(
+def test_a_fixed_window_takes_every_operator_once_on_every_stage(
     stages: list[StageProfile], data: st.DataObject
 ) -> None:
     num_slots = data.draw(st.integers(1, max(len(stage.table.operators) for stage in stages)))
@@ -202,13 +196,6 @@ def alone(stage: StageProfile, budget_bytes: float) -> int:
     return fitting_window(stage.table, order, budget_bytes, max_slots=len(order))
 
 
-def test_a_stage_of_few_operators_has_empty_slots() -> None:
-    policy = begun(equal(2), equal(12), window=12)
-    _, slots = next_window(policy, 1, Measurements(1.0))
-    assert_is_window(slots, 1, 12, 2)
-    assert [slot.slot for slot in slots if slot.full] == [3, 9]
-
-
 def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
     policy = begun(equal(6), window=3)
     measure = Measurements(1.0)
@@ -226,9 +213,6 @@ def test_an_iteration_that_was_planned_already_changes_nothing() -> None:
     first = slots_of([policy.plan(iteration, measure) for iteration in (11, 12)])
     assert [policy.plan(iteration, unasked) for iteration in (12, 11, 10, 3)] == [NOTHING] * 4
     assert_is_window([*first, *slots_of([policy.plan(13, unasked)])], 11, 3, 6)
-
-
-# Length
 
 
 def test_windows_are_tried_until_it_is_known_what_they_cost() -> None:
@@ -273,22 +257,26 @@ def cheapest(policy: SparseWindows, begin: int, *, costs_s: tuple[float, float],
     return choice
 
 
-def test_windows_that_cost_nothing_follow_each_other() -> None:
-    choice = cheapest(begun(equal(6)), 6, costs_s=(0.0, 0.0))
-    assert (choice.num_slots, choice.pause_iters, choice.snapshot_share) == (1, 0, 0.0)
-
-
-def test_a_pause_balances_snapshots_and_replays() -> None:
-    """A snapshot of 0.9 s and iterations of 2 s: every 40th at an MTBF of an hour, sqrt(2 * 0.9 * 3600) / 2."""
-    choice = cheapest(begun(equal(6)), 6, costs_s=(0.9, 0.9))
-    assert (choice.num_slots, choice.pause_iters) == (1, 39)
-    assert choice.snapshot_share == pytest.approx(0.9 / 80)
-    assert choice.replay_share == pytest.approx((1.5 + 39 / 2) * 2 / 3600)
-
-
-def test_a_stage_that_replays_fast_has_longer_pauses() -> None:
-    fast = cheapest(begun(equal(6)), 6, costs_s=(0.9, 0.9), replayed_iteration_s=0.5)
-    assert (fast.num_slots, fast.pause_iters) == (1, 79)
+@pytest.mark.parametrize(
+    ("settings", "facts", "pause_iters", "snapshot_share"),
+    [
+        pytest.param({}, {"costs_s": (0.0, 0.0)}, 0, 0.0, id="windows that cost nothing follow each other"),
+        pytest.param({}, {}, 39, 0.9 / 80, id="sqrt(2 * 0.9 * 3600) / 2 balances snapshots and replays"),
+        pytest.param({}, {"replayed_iteration_s": 0.5}, 79, 0.9 / 160, id="fast replays make longer pauses"),
+        pytest.param({"mtbf_s": 20.0, "overhead": 0.99}, {}, 2, 0.15, id="frequent faults make short pauses"),
+        pytest.param({"mtbf_s": 20.0, "overhead": 0.031}, {}, 14, 0.03, id="under a cap on overhead longer ones"),
+        pytest.param({"pause_iters": 7}, {}, 7, 0.9 / 16, id="a pause that is given is kept"),
+    ],
+)
+def test_a_pause_loses_the_least_time(
+    settings: dict[str, Any], facts: dict[str, Any], pause_iters: int, snapshot_share: float
+) -> None:
+    """A snapshot of 0.9 s, iterations of 2 s, and a fault an hour if no others are given."""
+    choice = cheapest(begun(equal(6), **settings), 6, **{"costs_s": (0.9, 0.9)} | facts)
+    assert (choice.num_slots, choice.pause_iters) == (1, pause_iters)
+    assert choice.snapshot_share == pytest.approx(snapshot_share)
+    replay_s, mtbf_s = facts.get("replayed_iteration_s", 2.0), settings.get("mtbf_s", 3600.0)
+    assert choice.replay_share == pytest.approx((1.5 + pause_iters / 2) * replay_s / mtbf_s)
 
 
 def test_copies_that_take_longer_than_an_iteration_make_slots() -> None:
@@ -305,14 +293,6 @@ def test_slots_fit_into_the_time_before_the_update() -> None:
         next_window(begun(equal(6)), 6, Measurements(40.0, overlap_s=overlap_s, **rates))[0] for overlap_s in (2.0, 1.5)
     )
     assert (early.num_slots, late.num_slots) == (3, 4)
-
-
-def test_a_cap_on_overhead_makes_pauses_longer() -> None:
-    free, capped = (
-        cheapest(begun(equal(6), mtbf_s=20.0, overhead=overhead), 6, costs_s=(0.9, 0.9)) for overhead in (0.99, 0.031)
-    )
-    assert (free.pause_iters, capped.pause_iters) == (2, 14)
-    assert capped.snapshot_share == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(("drift", "is_kept"), [(0.5, True), (0.01, False)])
@@ -334,10 +314,9 @@ def test_a_pause_is_no_longer_than_memory_for_logs() -> None:
         assert (choice.num_slots, choice.pause_iters) == (1, pause_iters)
 
 
-def test_a_pause_that_is_given_is_kept() -> None:
+def test_a_pause_is_kept_beside_a_fixed_window() -> None:
     fixed = begun(equal(6), window=2, pause_iters=3)
     assert [next_window(fixed, begin, Measurements(1.0))[0].pause_iters for begin in (1, 6)] == [3, 3]
-    assert cheapest(begun(equal(6), pause_iters=7), 6, costs_s=(0.9, 0.9)).pause_iters == 7
 
 
 def test_iterations_without_copies_are_measured_again_now_and_then() -> None:
@@ -355,22 +334,8 @@ def test_the_papers_window_changes_by_more_than_the_drift(drift: float, num_slot
     assert (first.num_slots, second.num_slots, second.fitting, second.pause_iters) == (3, num_slots, 2, 0)
 
 
-# Order
-
-
-@pytest.mark.parametrize(
-    ("popularity", "experts"), [([0.0, 0.0, 0.0], [2, 3, 4]), ([9.0, 1.0, 5.0], [3, 4, 2])], ids=["none yet", "uneven"]
-)
-def test_popular_experts_are_deferred_and_blocks_come_last(popularity: list[float], experts: list[int]) -> None:
-    policy = begun(profile([[1] * 5], num_experts=3), window=5)
-    _, slots = next_window(policy, 1, Measurements(1.0, popularity=[popularity]))
-    assert [slot.full for slot in slots] == [(operator,) for operator in [*experts, 1, 0]]
-
-
 @given(counts=st.lists(st.integers(0, 9), min_size=2, max_size=12), ranks=st.integers(1, 4), data=st.data())
-def test_the_more_popular_expert_of_a_rank_comes_in_no_earlier_slot(
-    counts: list[int], ranks: int, data: st.DataObject
-) -> None:
+def test_a_ranks_more_popular_expert_is_in_no_earlier_slot(counts: list[int], ranks: int, data: st.DataObject) -> None:
     homes = [expert % ranks for expert in range(len(counts))]
     parameters = [[int(rank == 0), *(int(home == rank) for home in homes)] for rank in range(ranks)]
     num_slots = data.draw(st.integers(1, len(counts) + 1))
@@ -393,9 +358,7 @@ def test_the_more_popular_expert_of_a_rank_comes_in_no_earlier_slot(
         pytest.param(0.25, 0.25, [100] * 6 + [80, 120], False, id="by less than is allowed"),
     ],
 )
-def test_experts_are_reordered_when_enough_of_them_changed(
-    change: float, share: float, now: list[int], reordered: bool
-) -> None:
+def test_experts_are_reordered_if_enough_changed(change: float, share: float, now: list[int], reordered: bool) -> None:
     policy = begun(profile([[1] * 8], num_experts=8), window=8, reorder_change=change, reorder_share=share)
     measure = Measurements(1.0, popularity=[[100] * 8, now])
     first, slots = next_window(policy, 1, measure)
@@ -424,9 +387,6 @@ def test_an_order_is_kept_over_a_change_of_the_window() -> None:
     assert [slot.full for slot in later] == [(5,), (3, 4), (2,), (0, 1)]
 
 
-# Memory
-
-
 def test_the_forecast_is_that_of_the_rank_with_the_most() -> None:
     """A parameter takes 12 bytes and 2 a slot but one; two windows are kept beside that in flight."""
     logs = profile([[100] * 12, [90] * 12], boundary_log_bytes=7000, step_log_bytes=7)
@@ -440,23 +400,8 @@ def test_the_forecast_is_that_of_the_rank_with_the_most() -> None:
     assert policy.own_forecast() == policy.forecast_of(2, 12)
 
 
-@pytest.mark.parametrize("num_slots", range(1, 7))
-def test_the_budget_bounds_the_window(num_slots: int) -> None:
-    unlimited = SparseWindows(moevement(), [equal(6)], 0)
-    assert unlimited.max_slots == 6
-    budget = unlimited.forecast(num_slots).total_bytes
-    if num_slots > 1:
-        assert SparseWindows(moevement(memory_budget_bytes=budget - 1), [equal(6)], 0).max_slots == num_slots - 1
-    choice, slots = next_window(begun(equal(6), memory_budget_bytes=budget), 6, Measurements(1.0))
-    assert choice.fitting == num_slots, "no slot is small enough for this rate"
-    assert choice.num_slots <= num_slots
-    assert_is_window(slots, 6, choice.num_slots, 6)
-
-
 @given(stages=stages(), budget_bytes=st.integers(1, 20_000), speeds=st.lists(st.floats(1, 500), max_size=4))
-def test_auto_stays_in_the_budget_and_uses_it(
-    stages: list[StageProfile], budget_bytes: int, speeds: list[float]
-) -> None:
+def test_auto_stays_in_budget_and_uses_it(stages: list[StageProfile], budget_bytes: int, speeds: list[float]) -> None:
     unlimited = SparseWindows(moevement(), stages, 0)
     allowed = [w for w in range(1, unlimited.max_slots + 1) if unlimited.forecast(w).total_bytes <= budget_bytes]
     settings = moevement(memory_budget_bytes=budget_bytes, profile_iters=2, window_drift=0.0)
@@ -504,18 +449,14 @@ def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
 
 def test_a_fixed_window_that_does_not_fit_is_refused() -> None:
     budget = SparseWindows(moevement(), [equal(6)], 0).forecast(3).total_bytes
-    assert SparseWindows(moevement(window=3, memory_budget_bytes=budget), [equal(6)], 0).max_slots == 3
-    wanted = rf"^ckpt\.memory_budget_bytes: got {budget}, wanted with a window of 4 at least \d+:"
-    with pytest.raises(ConfigError, match=wanted):
-        SparseWindows(moevement(window=4, memory_budget_bytes=budget), [equal(6)], 0)
-
-
-def test_a_window_of_more_slots_than_any_stage_has_operators_is_refused() -> None:
+    too_much = rf"^ckpt\.memory_budget_bytes: got {budget}, wanted with a window of 4 at least \d+:"
+    too_long = r"^ckpt\.window: got 7, wanted at most 6, the operators of the largest stage$"
     stages = [equal(2), equal(6), equal(3)]
+    for window, memory_bytes, reason in ((4, budget, too_much), (7, None, too_long)):
+        with pytest.raises(ConfigError, match=reason):
+            SparseWindows(moevement(window=window, memory_budget_bytes=memory_bytes), stages, 1)
+    assert SparseWindows(moevement(window=3, memory_budget_bytes=budget), stages[1:2], 0).max_slots == 3
     assert SparseWindows(moevement(window=6), stages, 0).max_slots == 6
-    wanted = r"^ckpt\.window: got 7, wanted at most 6, the operators of the largest stage$"
-    with pytest.raises(ConfigError, match=wanted):
-        SparseWindows(moevement(window=7), stages, 1)
 
 
 def test_paper_exact_cuts_by_count_and_takes_all_operators_for_equal() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from moe_ckpt.policies.expert_selection import is_imbalanced, sequential_experts
 from moe_ckpt.policies.sharding import (
-    Share,
     adaptive_modules,
     bottleneck_bytes,
     cut_experts,
@@ -35,41 +34,10 @@ def sizes(*values: int) -> IntArray:
     return np.array(values, np.int64)
 
 
-def savers(shares: list[Share]) -> dict[int, int]:
-    return {share.part: share.dp_rank for share in shares}
-
-
-# Figure 7: DP = 4, EP = 2, two layers of two experts
-
-ALL = ((0, 1), (0, 1))
-EXPERTS = np.full((2, 2), 10, np.int64)
-
-
-def test_the_baseline_leaves_half_of_the_ranks_idle() -> None:
-    shares = first_group_experts(EXPERTS, ALL, ep=2)
-    assert savers(shares) == {0: 0, 1: 1, 2: 0, 3: 1}
-    assert rank_bytes(shares, 4).tolist() == [20, 20, 0, 0]
-    modules = first_rank_modules(sizes(8, 8, 8, 8))
-    assert rank_bytes(modules, 4).tolist() == [32, 0, 0, 0]
-    assert bottleneck_bytes(rank_bytes(shares, 4), rank_bytes(modules, 4)) == 52
-
-
-def test_equal_sharding_gives_each_rank_half_of_its_experts() -> None:
-    shares = equal_experts(EXPERTS, ALL, dp=4, ep=2)
-    assert savers(shares) == {0: 0, 1: 1, 2: 2, 3: 3}
-    modules = equal_modules(sizes(8, 8, 8, 8), dp=4)
-    assert savers(modules) == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert bottleneck_bytes(rank_bytes(shares, 4), rank_bytes(modules, 4)) == 18
-
-
 def test_an_expert_may_be_cut_instead() -> None:
     shares = cut_experts(sizes(10, 11).reshape(1, 2), ((0, 1),), dp=4, ep=2)
-    assert [(share.part, share.start, share.stop, share.dp_rank) for share in shares] == [
-        (0, 0, 5, 0),
-        (0, 5, 10, 2),
-        (1, 0, 5, 1),
-        (1, 5, 11, 3),
-    ]
+    found = [(share.part, share.start, share.stop, share.dp_rank) for share in shares]
+    assert found == [(0, 0, 5, 0), (0, 5, 10, 2), (1, 0, 5, 1), (1, 5, 11, 3)]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +67,6 @@ def test_modules_are_shared_out_by_bytes(modules: list[int], dp: int, expected: 
 def test_spare_ranks_get_more(modules: list[int], loads: list[int], expected: list[int]) -> None:
     shares = adaptive_modules(sizes(*modules), sizes(*loads))
     assert [share.dp_rank for share in shares] == expected
-
-
-# Properties
 
 
 @st.composite
@@ -203,19 +168,15 @@ BYTES = {"weight_bytes": 2, "optimizer_bytes": 12}
 
 
 def test_sizes_of_the_paper() -> None:
+    """Equation (6) has 19.1 % where section 6.2.1 measures 42.3 %: by Table 3 the optimizer state shrinks by less."""
     assert sum(GPT_350M.values()) / 2**30 == pytest.approx(1.7, abs=0.05)  # Table 1: "1.7G"
     full = full_checkpoint_bytes(**GPT_350M, **BYTES)
     shares = [params * size / full for params in GPT_350M.values() for size in BYTES.values()]
     assert shares == pytest.approx([0.02, 0.12, 0.12, 0.74], abs=0.005)  # Figure 2
     assert partial_checkpoint_bytes(**GPT_350M, **BYTES, k=16, num_experts=16) == full
+    assert partial_checkpoint_bytes(**GPT_350M, **BYTES, k=1, num_experts=16) / full == pytest.approx(0.191, abs=5e-4)
     weights_only = partial_checkpoint_bytes(**GPT_350M, weight_bytes=2, optimizer_bytes=0, k=1, num_experts=16)
     assert (weights_only + sum(GPT_350M.values()) * 12) / full == pytest.approx(0.88, abs=0.005)  # Table 3: W
-
-
-def test_equation_6_promises_a_smaller_checkpoint_than_the_paper_measured() -> None:
-    """42.3 % in section 6.2.1; by Table 3 the optimizer state shrinks by 0.46 of a checkpoint, not by 0.69."""
-    full = full_checkpoint_bytes(**GPT_350M, **BYTES)
-    assert partial_checkpoint_bytes(**GPT_350M, **BYTES, k=1, num_experts=16) / full == pytest.approx(0.191, abs=5e-4)
 
 
 def test_a_tiny_checkpoint_by_hand() -> None:
@@ -256,12 +217,6 @@ def test_the_gain_of_sharding(dp: int, ep: int, full_gain: float, partial_gain: 
     baseline, equal, adaptive = bottlenecks(dp, ep, k=1)
     assert 1 - equal / baseline == pytest.approx(partial_gain, abs=5e-4)
     assert 1 - adaptive / equal == pytest.approx(adaptive_gain, abs=5e-4)
-
-
-def test_equation_8_by_the_letter_would_be_a_loss_with_two_groups() -> None:
-    baseline, _, _ = bottlenecks(16, 8, k=16)
-    assert ideal_rank_bytes(**GPT_350M, **BYTES, dp=16) < 0.72 * baseline
-    assert paper_rank_bytes(**GPT_350M, **BYTES, dp=16, ep=8) > baseline
 
 
 def test_the_rank_that_saves_most_by_who_saves_what() -> None:

@@ -32,20 +32,6 @@ def make_window(slots: Sequence[Sequence[str]], first_iteration: int) -> list[Sn
 WINDOW = make_window([["E1", "E2"], ["E3", "E4"], ["NE", "G"]], 10)
 
 
-@pytest.mark.parametrize(
-    ("target_iteration", "expected"),
-    [
-        (12, [(10, 11), (11, 12), (12, None)]),
-        (16, [(10, 11), (11, 12), (12, 13), (None, 14), (None, 15), (None, 16)]),
-    ],
-)
-def test_steps_load_and_run_until_the_target(
-    target_iteration: int, expected: list[tuple[int | None, int | None]]
-) -> None:
-    steps = plan_conversion(WINDOW, target_iteration)
-    assert [(step.load_iteration, step.run_iteration) for step in steps] == expected
-
-
 @st.composite
 def windows(draw: st.DrawFn) -> list[SnapshotContents]:
     num_slots = draw(st.integers(1, 6))
@@ -73,8 +59,11 @@ def test_every_operator_ends_active_at_the_target(window: list[SnapshotContents]
     assert state == dict.fromkeys(names, (target, True))
 
 
-def with_change(of_slot: int, **changes: Any) -> list[SnapshotContents]:
+def changed(of_slot: int, **changes: Any) -> list[SnapshotContents]:
     return [replace(snapshot, **changes) if snapshot.slot == of_slot else snapshot for snapshot in WINDOW]
+
+
+COMPUTE = r"compute weights of \['E3', 'E4', 'NE'\] in the snapshot of iteration 10, .*\['E3', 'E4', 'G', 'NE'\]$"
 
 
 @pytest.mark.parametrize(
@@ -83,32 +72,19 @@ def with_change(of_slot: int, **changes: Any) -> list[SnapshotContents]:
         pytest.param([], 12, "got no snapshots", id="none"),
         pytest.param(WINDOW[:2], 12, r"got slots \[0, 1\] of 3, .*no slot \[2\]$", id="no last slot"),
         pytest.param([*WINDOW, WINDOW[1]], 12, r"got slots \[0, 1, 1, 2\]", id="a slot twice"),
-        pytest.param(with_change(2, slot=3), 12, r"got slots \[0, 1, 3\] of 3, .*no slot \[2\]$", id="a slot too high"),
-        pytest.param(with_change(2, iteration=13), 14, r"got snapshots of iterations \[10, 11, 13\]", id="a gap"),
+        pytest.param(changed(2, slot=3), 12, r"got slots \[0, 1, 3\] of 3, .*no slot \[2\]$", id="a slot too high"),
+        pytest.param(changed(2, iteration=13), 14, r"got snapshots of iterations \[10, 11, 13\]", id="a gap"),
         pytest.param(WINDOW, 11, "got target iteration 11, wanted at least 12", id="a target inside the window"),
-        pytest.param(
-            with_change(1, window_start=7), 12, r"got snapshots of windows .*\[\(7, 3\), \(10, 3\)\]", id="two windows"
-        ),
-        pytest.param(with_change(1, num_slots=4), 12, r"windows .*\[\(10, 3\), \(10, 4\)\]", id="two lengths"),
-        pytest.param(
-            with_change(1, full=("E3", "E4", "E1")), 12, "operator 'E1' whole 2 times", id="whole in two slots"
-        ),
-        pytest.param(
-            with_change(0, full=("E1", "E1", "E2")), 12, "operator 'E1' whole 2 times", id="whole twice in one"
-        ),
-        pytest.param(with_change(2, full=("NE",)), 12, r"operators \['G'\] whole in no slot", id="never whole"),
-        pytest.param(
-            with_change(0, compute=("E3", "E4", "NE")),
-            12,
-            r"compute weights of \['E3', 'E4', 'NE'\] in the snapshot of iteration 10, .*\['E3', 'E4', 'G', 'NE'\]$",
-            id="compute weights missing",
-        ),
-        pytest.param(with_change(1, compute=("NE", "G", "G")), 12, "in the snapshot of iteration 11", id="one twice"),
-        pytest.param(with_change(1, compute=("NE", "G", "E3")), 12, "in the snapshot of iteration 11", id="its own"),
+        pytest.param(changed(1, window_start=7), 12, r"windows .*\[\(7, 3\), \(10, 3\)\]", id="two windows"),
+        pytest.param(changed(1, num_slots=4), 12, r"windows .*\[\(10, 3\), \(10, 4\)\]", id="two lengths"),
+        pytest.param(changed(1, full=("E3", "E4", "E1")), 12, "operator 'E1' whole 2 times", id="whole in two slots"),
+        pytest.param(changed(0, full=("E1", "E1", "E2")), 12, "operator 'E1' whole 2 times", id="whole twice in one"),
+        pytest.param(changed(2, full=("NE",)), 12, r"operators \['G'\] whole in no slot", id="never whole"),
+        pytest.param(changed(0, compute=("E3", "E4", "NE")), 12, COMPUTE, id="compute weights missing"),
+        pytest.param(changed(1, compute=("NE", "G", "G")), 12, "in the snapshot of iteration 11", id="one twice"),
+        pytest.param(changed(1, compute=("NE", "G", "E3")), 12, "in the snapshot of iteration 11", id="its own"),
     ],
 )
-def test_snapshots_that_are_no_window_are_refused(
-    snapshots: list[SnapshotContents], target_iteration: int, message: str
-) -> None:
+def test_what_is_no_window_is_refused(snapshots: list[SnapshotContents], target_iteration: int, message: str) -> None:
     with pytest.raises(CheckpointLoadError, match=rf"^conversion: .*{message}"):
         plan_conversion(snapshots, target_iteration)

@@ -35,7 +35,6 @@ class Job:
         return [inventory for inventory in self.inventories if inventory.stage == stage]
 
     def anywhere(self, global_rank: int) -> list[WindowRef]:
-        """Return a rank's windows in all memories."""
         memories = [
             i.windows if i.global_rank == global_rank else i.held.get(global_rank, ()) for i in self.inventories
         ]

@@ -1,12 +1,11 @@
-"""Where all ranks are to be: a table, and a property over random standings. Jobs that stop anywhere: modelled.py."""
+"""Where all ranks are to be, over random standings. Jobs that stop anywhere: modelled.py."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.recovery.target import Standing, Target, plan_target
+from moe_ckpt.recovery.target import Standing, plan_target
 
 Row = tuple[int | None, str]
 """What a rank reached, and whether it is prepared for one more ("p") and whole ("w")."""
@@ -18,35 +17,6 @@ def standings_of(*stages: list[Row]) -> list[Standing]:
         for stage, rows in enumerate(stages)
         for reached, flags in rows
     ]
-
-
-DEAD: Row = (None, "")
-AT_7: Row = (7, "w")
-READY_7: Row = (7, "pw")
-HALF_8: Row = (8, "")
-AT_8: Row = (8, "w")
-
-
-@pytest.mark.parametrize(
-    ("stages", "iteration", "lost", "finishing"),
-    [
-        pytest.param([[AT_8], [AT_8, AT_8]], 8, [], [], id="all are there"),
-        pytest.param([[AT_8, READY_7]], 8, [], [0], id="one rank has to take it, too"),
-        pytest.param([[READY_7, AT_8], [AT_8, DEAD], [AT_8, AT_8]], 8, [1], [0], id="the one in the docstring"),
-        pytest.param([[AT_7, AT_8], [AT_8, DEAD], [AT_8, AT_8]], 8, [0, 1], [], id="and the other"),
-        pytest.param([[HALF_8, AT_8], [AT_8]], 8, [], [0], id="weights to be gathered"),
-        pytest.param([[HALF_8, DEAD], [AT_8]], 8, [0], [], id="a lost stage has nothing to finish"),
-        pytest.param([[(1, "")], [DEAD, (0, "p")]], 1, [1], [0], id="no state is not state 0"),
-        pytest.param([[(0, "p")], [(None, "p")]], 0, [1], [0], id="who has no state is prepared for nothing"),
-    ],
-)
-def test_target(stages: list[list[Row]], iteration: int, lost: list[int], finishing: list[int]) -> None:
-    expected = Target(iteration=iteration, lost_stages=frozenset(lost), finishing_stages=frozenset(finishing))
-    assert plan_target(standings_of(*stages)) == expected
-
-
-def test_without_any_state_there_is_no_target() -> None:
-    assert plan_target(standings_of([DEAD, DEAD], [(None, "pw")])) is None
 
 
 rows = st.tuples(st.none() | st.integers(0, 3), st.sampled_from(["", "p", "w", "pw"]))

@@ -40,22 +40,6 @@ def test_pieces_of_one_expert_are_of_one_version() -> None:
     ]
 
 
-def test_lines_are_not_mixed() -> None:
-    """The newer line is one rank's; units of the older one neither go with its core nor complete it."""
-    old, new = {CORE: [at(6)], "a": [at(5)]}, {CORE: [at(6), at(4, 1)], "a": [at(5), at(4, 1)]}
-    ranks = [rank(0, new, {}, ["a"]), rank(1, old, {}, ["a"])]
-    torn = rank(0, {CORE: [at(6), at(4, 1)], "a": [at(3)]}, {}, ["a"])
-    assert newest_line(ranks) == 1
-    for members, units in (
-        (ranks[:1], {CORE: at(4, 1), "a": at(4, 1)}),
-        (ranks, {CORE: at(6), "a": at(5)}),
-        ([torn], {CORE: at(6), "a": at(3)}),
-    ):
-        plan = plan_units(members)
-        assert plan is not None
-        assert plan.units == units
-
-
 def versions() -> st.SearchStrategy[list[Version]]:
     return st.lists(st.sampled_from(VERSIONS), max_size=6)
 

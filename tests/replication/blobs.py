@@ -26,7 +26,6 @@ def largest_file(size_bytes: int) -> Iterator[None]:
 
 
 def filled(folder: BlobFolder, content: bytes) -> torch.Tensor:
-    """Allocate memory of a folder that holds these bytes."""
     payload = folder.allocate(len(content))
     payload.numpy()[:] = bytearray(content)
     return payload
@@ -49,13 +48,11 @@ def deposit(folder: BlobFolder, key: str, content: bytes, header: bytes = b"head
 
 
 def payload_of(blob: Blob) -> torch.Tensor:
-    """Return the whole buffer of a blob that has one."""
     assert blob.payload is not None
     return blob.payload
 
 
 def content_of(folder: BlobFolder, key: str) -> tuple[bytes, bytes | None]:
-    """Return the header and the payload of a blob."""
     blob = folder.get(key)
     return blob.header, None if blob.payload is None else blob.payload[: blob.payload_bytes].numpy().tobytes()
 

@@ -67,7 +67,6 @@ class Ranks:
         return BlobFolder(held_path(self.folder(rank), owner_rank))
 
     def again(self, number: int = 1) -> BlobFolder:
-        """Return a folder to fetch into."""
         return BlobFolder(self._root / f"again{number}")
 
     def serve(self, rank: int, timeout_s: float = WAIT_S) -> CopyServer:
@@ -111,7 +110,6 @@ def ranks_in(root: Path) -> Iterator[Ranks]:
 
 
 def copy(replicator: Replicator, *keys: str) -> None:
-    """Copy blobs, and wait until they are confirmed."""
     replicator.copy(keys).result(WAIT_S)
 
 

@@ -9,8 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from moe_ckpt.replication.messages import Address
-
-_WAIT_S = 30.0
+from tests.waits import WAIT_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +43,11 @@ class Proxy:
 
     def close(self) -> None:
         _shut_down(self._listening)
-        self._threads[0].join(_WAIT_S)
+        self._threads[0].join(WAIT_S)
         self.may_pass.set()
         self.cut_all()
         for thread in self._threads:
-            thread.join(_WAIT_S)
+            thread.join(WAIT_S)
         for connection in [self._listening, *self._sockets]:
             connection.close()
 
@@ -63,7 +62,7 @@ class Proxy:
 
     def _connect(self, client: socket.socket) -> None:
         try:
-            server = socket.create_connection((self.target.host, self.target.port), _WAIT_S)
+            server = socket.create_connection((self.target.host, self.target.port), WAIT_S)
         except OSError:
             _shut_down(client)
             return
@@ -82,7 +81,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
                 if is_client:
-                    assert self.may_pass.wait(_WAIT_S)
+                    assert self.may_pass.wait(WAIT_S)
                 if damage and passed_bytes <= damage.offset < passed_bytes + len(data):
                     place = damage.offset - passed_bytes
                     data = data[:place] if damage.cut else data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]

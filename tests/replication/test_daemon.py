@@ -144,17 +144,6 @@ def test_copies_reach_all_peers_and_come_back(ranks: list[Rank], third_rank: Ran
         assert content_of(again, "a") == (b"header", LARGE)
 
 
-def test_a_forgotten_blob_is_dropped_after_earlier_copies(ranks: list[Rank]) -> None:
-    worker, own = ranks[0].worker(ranks[1].address), ranks[0].own()
-    for key in ("a", "b", "c"):
-        publish(own, key)
-    copied = worker.copy(["a", "b"])
-    worker.forget(["a"])
-    worker.copy(["c"]).result(WAIT_S)
-    copied.result(WAIT_S)
-    assert ranks[1].held(0).keys() == ["b", "c"]
-
-
 def test_a_copy_that_fails_says_why(ranks: list[Rank], third_rank: Rank) -> None:
     worker, own = ranks[0].worker(), ranks[0].own()
     publish(own, "a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,47 @@ def recoveries(outcome: Outcome) -> list[Recovered]:
     return [stretch for stretch in outcome.timeline if isinstance(stretch, Recovered)]
 
 
+def windows_of(recovered: Recovered) -> list[tuple[range, int, int]]:
+    """Return the stages that roll back, each with the start and the slots of its window."""
+    assert recovered.plan is not None
+    return [(each.segment.stages, each.window_start, each.num_slots) for each in recovered.plan.rollbacks]
+
+
+def case(name: str, saving: Saving, kills: Sequence[Kill], *windows: tuple[range, int, int], **facts: object) -> Any:
+    return pytest.param(saving, kills, windows, facts, id=name)
+
+
+LOST_AT_ONCE = [at(95.0, rank=2), at(95.0, rank=4), at(95.0, rank=0)]
+LOST_NODE = [at(95.0, rank=4, scope="node")]
+LOST_IN_RECOVERY = [at(95.0, rank=4), Kill(rank=0, phase="recovery")]
+AUTO = plan_saving(ckpt("ckpt=moevement", "ckpt.replicas=1"), SETUP)
+THIRD = (range(2, 3), 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("saving", "kills", "windows", "facts"),
+    [
+        case("back to a whole snapshot", GEMINI, [at(95.0)], (range(4), 8, 1), lost_iters=1, source="host memory"),
+        case("a stage replays alone", LOCAL, [at(95.0, rank=4)], THIRD, iteration=9, lost_iters=0, replayed_iters=2),
+        case("only the base while iterations are profiled", AUTO, [at(45.0)], (range(1), 0, 1), replayed_iters=4),
+        case("at once: one fault, neighbours together", LOCAL, LOST_AT_ONCE, (range(3), 7, 3), faults=[(2, 4, 0)]),
+        case("before all met again", LOCAL, [at(95.0, rank=4), at(97.0, rank=2)], (range(1, 3), 7, 3), rebuild_s=3.0),
+        case("hung, found late", LOCAL, [at(95.0, signal="STOP")], (range(1), 7, 3), detect_s=9.0, rebuild_s=2.0),
+        case("copies of another node", LOCAL, LOST_NODE, THIRD, iteration=9, fetches=[(4, 6), (5, 7)]),
+        case("in a recovery", LOCAL, LOST_IN_RECOVERY, (range(1), 7, 3), THIRD, faults=[(4,), (0,)]),
+    ],
+)
+def test_a_recovery_is_that_of_the_plan(
+    saving: Saving, kills: Sequence[Kill], windows: tuple[tuple[range, int, int], ...], facts: dict[str, object]
+) -> None:
+    (recovered,) = recoveries(run(saving, kills))
+    assert recovered.plan is not None
+    assert windows_of(recovered) == list(windows)
+    fetches = [(fetch.global_rank, fetch.source_rank) for fetch in recovered.plan.fetches]
+    found = {"faults": [fault.ranks for fault in recovered.faults], "fetches": fetches}
+    assert {name: found.get(name, getattr(recovered, name, None)) for name in facts} == facts
+
+
 @given(duration_s=st.floats(1.0, 1e6), iteration_s=st.floats(1e-3, 1e3))
 def test_without_faults_and_checkpoints_all_time_is_of_use(duration_s: float, iteration_s: float) -> None:
     of = setup(iteration_s=iteration_s)
@@ -58,17 +100,14 @@ def test_without_faults_and_checkpoints_all_time_is_of_use(duration_s: float, it
     assert (outcome.iterations - 1) * iteration_s < duration_s
 
 
-def test_a_run_ends_with_its_last_iteration() -> None:
-    outcome = simulate(SETUP, NONE, [], duration_s=1e9, last_iteration=7)
-    assert (outcome.iterations, outcome.ledger.wall_s) == (7, 70.0)
-
-
 def test_without_checkpoints_everything_is_trained_again() -> None:
     outcome = run(NONE, [at(95.0)])
     ledger = outcome.ledger
     assert (ledger.again_s, ledger.recovery_s, ledger.stall_s) == (95.0, 1.0 + 50.0, 0.0)
     assert outcome.iterations == 26  # (400 - 146) / 10, rounded up
     assert ledger.wall_s == pytest.approx(146.0 + 260.0)
+    ended = simulate(SETUP, NONE, [], duration_s=1e9, last_iteration=7)
+    assert (ended.iterations, ended.ledger.wall_s) == (7, 70.0)
 
 
 def test_a_restart_goes_on_from_what_was_written_by_then() -> None:
@@ -81,30 +120,12 @@ def test_a_restart_goes_on_from_what_was_written_by_then() -> None:
     assert (recovered.rebuild_s, recovered.fetch_s, recovered.source) == (50.0, 2.0, "disk")
 
 
-def test_all_go_back_to_the_newest_whole_snapshot() -> None:
-    (recovered,) = recoveries(run(GEMINI, [at(95.0, rank=3)]))
-    assert (recovered.iteration, recovered.lost_iters, recovered.source) == (8, 1, "host memory")
-    assert (recovered.detect_s, recovered.rebuild_s) == (1.0, 2.0)
-    assert recovered.replay_s == pytest.approx(GEMINI.whole_bytes / GEMINI.reload_bytes_per_s)
-
-
 def test_a_snapshot_that_is_not_copied_yet_is_none() -> None:
     copying_s = GEMINI.whole_bytes / GEMINI.kept_bytes_per_s
     assert 0 < copying_s < 5.0
     before, after = (recoveries(run(GEMINI, [at(80.0 + share * copying_s)]))[0] for share in (0.9, 1.1))
     assert (before.iteration, before.lost_iters) == (4, 4)
     assert (after.iteration, after.lost_iters) == (8, 0)
-
-
-def test_a_lost_stage_replays_alone_and_nobody_goes_back() -> None:
-    outcome = run(LOCAL, [at(95.0, rank=4)])
-    (recovered,) = recoveries(outcome)
-    assert (recovered.iteration, recovered.lost_iters) == (9, 0)
-    assert recovered.plan is not None
-    (rollback,) = recovered.plan.rollbacks
-    assert (rollback.segment.stages, rollback.window_start, rollback.num_slots) == (range(2, 3), 7, 3)
-    assert recovered.replayed_iters == 2
-    assert outcome.ledger.again_s == pytest.approx(5.0)  # the iteration that was cut off
 
 
 def test_whoever_lives_takes_the_step_that_all_were_ready_for() -> None:
@@ -119,29 +140,12 @@ def test_whoever_lives_takes_the_step_that_all_were_ready_for() -> None:
     assert late.since_s == pytest.approx(100.0)
 
 
-def test_the_first_windows_come_after_profiling() -> None:
-    automatic = plan_saving(ckpt("ckpt=moevement", "ckpt.replicas=1"), SETUP)
-    (recovered,) = recoveries(run(automatic, [at(45.0)]))
-    assert recovered.plan is not None
-    assert recovered.plan.rollbacks[0].window_start == 0  # the base is all that there is
-    assert recovered.replayed_iters == 4
-
-
 def test_after_a_recovery_windows_begin_with_a_new_base() -> None:
     first = recoveries(run(LOCAL, [at(95.0, rank=4)]))[0]
     soon_s = first.since_s + first.seconds + 25.0  # two iterations later
     second = recoveries(run(LOCAL, [at(95.0, rank=4), at(soon_s, rank=0)]))[1]
     assert (first.iteration, second.iteration) == (9, 11)
-    assert second.plan is not None
-    (rollback,) = second.plan.rollbacks
-    assert (rollback.window_start, rollback.num_slots) == (9, 1)
-
-
-def test_ranks_lost_at_once_are_one_fault_and_neighbours_recover_together() -> None:
-    (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=2), at(95.0, rank=4), at(95.0, rank=0)]))
-    assert len(recovered.faults) == 1
-    assert recovered.plan is not None
-    assert [rollback.segment.stages for rollback in recovered.plan.rollbacks] == [range(3)]
+    assert [window[1:] for window in windows_of(second)] == [(9, 1)]
 
 
 def test_a_further_loss_makes_all_plan_again() -> None:
@@ -150,8 +154,7 @@ def test_a_further_loss_makes_all_plan_again() -> None:
     outcome = run(LOCAL, [at(95.0, rank=4), at(again_s, rank=2)])
     (recovered,) = recoveries(outcome)
     assert outcome.num_faults == len(recovered.faults) == 2
-    assert recovered.plan is not None
-    assert [rollback.segment.stages for rollback in recovered.plan.rollbacks] == [range(1, 3)]
+    assert [stages for stages, _, _ in windows_of(recovered)] == [range(1, 3)]
     assert (recovered.detect_s, recovered.rebuild_s) == (2.0, 4.0)
     assert recovered.seconds > alone.seconds
 
@@ -162,26 +165,6 @@ def test_stages_that_were_on_their_way_back_have_no_state() -> None:
     replaying_s = alone.since_s + alone.detect_s + alone.rebuild_s + 1.0
     (recovered,) = recoveries(run(no_logs, [at(85.0), at(replaying_s)]))
     assert (alone.iteration, recovered.iteration) == (8, 6)  # nobody is at 8 any more: the window leads to 6
-
-
-def test_a_loss_before_all_have_met_again_is_part_of_the_same_recovery() -> None:
-    outcome = run(LOCAL, [at(95.0, rank=4), at(97.0, rank=2)])
-    (recovered,) = recoveries(outcome)
-    assert recovered.detect_s + recovered.rebuild_s == pytest.approx(2.0 + 3.0)  # from 95 to 97, then from 97 on
-    assert recovered.plan is not None
-    assert [rollback.segment.stages for rollback in recovered.plan.rollbacks] == [range(1, 3)]
-
-
-def test_a_hung_process_is_found_late() -> None:
-    (recovered,) = recoveries(run(LOCAL, [at(95.0, signal="STOP")]))
-    assert recovered.detect_s == 9.0
-
-
-def test_a_lost_node_takes_its_memory_and_copies_come_from_another() -> None:
-    (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=4, scope="node")]))
-    assert recovered.plan is not None
-    assert [(fetch.global_rank, fetch.source_rank) for fetch in recovered.plan.fetches] == [(4, 6), (5, 7)]
-    assert recovered.iteration == 9
 
 
 def test_nodes_that_keep_each_others_copies_take_everything_with_them() -> None:
@@ -238,11 +221,6 @@ def test_kills_at_points_come_when_training_gets_there() -> None:
     assert (first.iteration, second.iteration) == (6, 19)
 
 
-def test_a_kill_in_recovery_comes_in_the_next_one() -> None:
-    (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=4), Kill(rank=0, phase="recovery")]))
-    assert [fault.ranks for fault in recovered.faults] == [(4,), (0,)]
-
-
 def test_partial_snapshots_lose_tokens_and_grow_when_they_lose_too_many() -> None:
     fixed = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.dynamic_k=false"), SETUP)
     grows = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.plt_limit=0.02"), SETUP)
@@ -279,9 +257,7 @@ def poisson(mtbf_s: float, seed: int, scope: str = "process", count: int = 100) 
     scope=st.sampled_from(["process", "node"]),
     seed=st.integers(0, 1000),
 )
-def test_time_adds_up_and_the_same_seed_is_the_same_run(
-    overrides: tuple[str, ...], mtbf_s: float, scope: str, seed: int
-) -> None:
+def test_time_adds_up_and_seeds_repeat_runs(overrides: tuple[str, ...], mtbf_s: float, scope: str, seed: int) -> None:
     saving, kills = plan_saving(ckpt(*overrides), SETUP), poisson(mtbf_s, seed, scope)
     outcome, again = (run(saving, kills, duration_s=3000.0) for _ in range(2))
     ledger = outcome.ledger

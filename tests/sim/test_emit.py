@@ -80,22 +80,15 @@ def test_a_killed_rank_starts_again_and_only_its_stage_replays(outcome: Outcome)
 def test_snapshots_are_logged_slot_by_slot_with_what_chose_them(outcome: Outcome) -> None:
     events = told(outcome, 1)
     taken = [logged.event for logged in events if isinstance(logged.event, SnapshotTaken)]
-    assert [(event.iteration, event.slot, event.num_slots) for event in taken[:5]] == [
-        (0, 0, 1),
-        (1, 0, 3),
-        (2, 1, 3),
-        (3, 2, 3),
-        (4, 0, 3),
-    ]
+    places = [(event.iteration, event.slot, event.num_slots) for event in taken[:5]]
+    assert places == [(0, 0, 1), (1, 0, 3), (2, 1, 3), (3, 2, 3), (4, 0, 3)]
     assert taken[1].size_bytes < taken[0].size_bytes == taken[0].dense_bytes
     assert all(event.window_start == event.iteration - event.slot for event in taken)
-    chosen = [logged.event for logged in events if isinstance(logged.event, WindowChosen)]
-    assert {event.num_slots for event in chosen} == {3}
-    committed_s = {
-        logged.event.iteration: logged.t_s for logged in events if isinstance(logged.event, IterationCommitted)
-    }
-    begun = [(logged.t_s, logged.event.iteration) for logged in events if isinstance(logged.event, WindowChosen)]
-    assert [t_s for t_s, _ in begun[:4]] == [committed_s[iteration] for _, iteration in begun[:4]]
+    begun = [(logged.t_s, logged.event) for logged in events if isinstance(logged.event, WindowChosen)]
+    assert {event.num_slots for _, event in begun} == {3}
+    commits = [(logged.t_s, logged.event) for logged in events if isinstance(logged.event, IterationCommitted)]
+    committed_s = {event.iteration: t_s for t_s, event in commits}
+    assert [t_s for t_s, _ in begun[:4]] == [committed_s[event.iteration] for _, event in begun[:4]]
 
 
 def test_a_restart_is_told_as_one() -> None:

@@ -60,28 +60,8 @@ def test_a_window_is_kept_as_soon_as_the_gradients_after_it_are_there() -> None:
     assert (window.start, window.end) == (1, 3)
 
 
-def test_a_whole_snapshot_is_kept_once_peers_have_it() -> None:
-    slow = setup(machines=cluster(network_bytes_per_s=16000.0))
-    gemini = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=3", "ckpt.replicas=1"), slow)
-    kept_s = gemini.whole_bytes / gemini.kept_bytes_per_s
-    assert 10.0 < kept_s < 20.0
-    of = Generation(slow.costs, gemini, gemini.later, start=0, since_s=0.0, carried=())
-    late_s = kept_s - 10.0
-    (early,), (late,) = (of.kept(after(4, late_s + more_s)) for more_s in (-0.1, 0.1))
-    assert (early.start, late.start) == (0, 3)
-
-
 def test_several_windows_are_kept_and_those_from_before_until_then() -> None:
     before = (Kept(start=10, end=12), Kept(start=13, end=15))
     of = generation(TWO, start=16, carried=before)
     spans = [[(window.start, window.end) for window in of.kept(after(done))] for done in (0, 1, 4, 8)]
     assert spans == [[(10, 12), (13, 15)], [(13, 15), (16, 16)], [(16, 16), (17, 19)], [(17, 19), (20, 22)]]
-
-
-def test_what_is_on_disk_was_written_by_then() -> None:
-    of, durable = generation(LOCAL), LOCAL.durable
-    assert durable is not None
-    begun_s = of.elapsed_s(4) - durable.stall_s
-    iterations = of.first_commit_after(100.0 + begun_s + durable.done_s)
-    assert of.on_disk(after(iterations)) == Kept(start=iterations // 4 * 4, end=iterations // 4 * 4) or iterations > 7
-    assert of.on_disk(after(3)) is None

@@ -114,13 +114,10 @@ def test_the_newest_of_several_checkpoints_is_taken_that_all_can_have() -> None:
 
 def test_snapshots_grow_by_the_policys_own_rule() -> None:
     _, partial, line = told("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.plt_limit=0.02")
-    assert line.account.facts[0] == 1.0
-    little, much = (
-        Account(
-            lost=np.full(8, share * 1000 * partial.tokens.an_iteration * 2).astype(np.int64), facts=line.account.facts
-        )
-        for share in (0.009, 0.011)
-    )  # of two doublings each may cost 0.01
+    facts, tokens = line.account.facts, 1000 * partial.tokens.an_iteration * 2
+    assert facts[0] == 1.0
+    # of two doublings each may cost 0.01
+    little, much = (Account(lost=np.full(8, share * tokens).astype(np.int64), facts=facts) for share in (0.009, 0.011))
     assert partial.next_line(line, little, 1000).account.facts[0] == 1.0
     grown = partial.next_line(line, much, 1000)
     assert grown.account.facts == (2.0, pytest.approx(11.0, rel=1e-3))

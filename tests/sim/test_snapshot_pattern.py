@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,14 +36,8 @@ def make(overrides: Sequence[str]) -> SparseWindows | WholeSnapshots:
 
 def answers(*, measured_before: bool) -> list[Measured]:
     popularity = np.ones(32)
-    known = Measured(
-        iteration_s=2.0,
-        copy_bytes_per_s=1e5,
-        popularity=popularity,
-        snapshot_cost_s=0.7,
-        empty_snapshot_s=0.1,
-        dense_snapshot_s=0.7,
-    )
+    costs: dict[str, Any] = {"snapshot_cost_s": 0.7, "empty_snapshot_s": 0.1, "dense_snapshot_s": 0.7}
+    known = Measured(iteration_s=2.0, copy_bytes_per_s=1e5, popularity=popularity, **costs)
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
     return [known if measured_before else nothing, known]
 
@@ -67,9 +62,7 @@ def heard(overrides: Sequence[str], *, measured_before: bool) -> Rhythm:
 
 @pytest.mark.parametrize("measured_before", [False, True])
 @pytest.mark.parametrize("overrides", POLICIES, ids=" ".join)
-def test_a_rhythm_is_what_the_policy_says_iteration_by_iteration(
-    overrides: Sequence[str], measured_before: bool
-) -> None:
+def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str], measured_before: bool) -> None:
     rhythm = heard(overrides, measured_before=measured_before)
     first, then = answers(measured_before=measured_before)
     replies, policy = iter([first]), make(overrides)

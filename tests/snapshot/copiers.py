@@ -13,8 +13,7 @@ from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
 from moe_ckpt.snapshot.codec import Snapshot, verify
 from moe_ckpt.snapshot.copier import HostCopier
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
-from tests.snapshot.samples import HEADER, IDENTITY, SHARD, Piece
-from tests.snapshot.window_samples import pool
+from tests.snapshot.samples import HEADER, IDENTITY, SHARD, Piece, pool
 from tests.waits import WAIT_S
 
 
@@ -66,8 +65,6 @@ def _waits_for_a_future(thread_id: int) -> bool:
 
 
 class Engine:
-    """A snapshot engine with all that it needs."""
-
     def __init__(
         self,
         limit_bytes: int | None = None,

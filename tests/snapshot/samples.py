@@ -1,12 +1,14 @@
-"""Snapshots and what they are made of, as values: one run, one shard, one header, and parts of any role."""
+"""Snapshots and windows of them, as values: one run, one shard, one header, and parts of any role."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from moe_ckpt.snapshot.codec import PartKey, ShardIdentity, Snapshot, SnapshotHeader
+from moe_ckpt.snapshot.codec import PartKey, ShardIdentity, Snapshot, SnapshotHeader, layout_parts
+from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory, SnapshotPublisher
 from moe_ckpt.types import ParallelLayout, RunIdentity
 
 IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1))
@@ -44,3 +46,43 @@ def damaged(data: bytes) -> Iterator[bytes]:
     for place in range(len(data)):
         yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
         yield data[:place]
+
+
+def pool(limit_bytes: int | None = None) -> HostBuffers:
+    return HostBuffers(PrivateMemory(pinned=False), limit_bytes)
+
+
+def snapshot_of(buffers: HostBuffers, place: tuple[int, int, int], pieces: Sequence[Piece] = ()) -> Snapshot:
+    """Take the snapshot of a (window start, slot, number of slots), of 1000 bytes if no pieces are given."""
+    start, slot, num_slots = place
+    parts, payload_bytes = layout_parts(pieces or [piece(torch.zeros(250))])
+    numbers = {"iteration": start + slot, "window_start": start, "slot": slot, "num_slots": num_slots}
+    header = replace(HEADER, **numbers, parts=parts, payload_bytes=payload_bytes)
+    return Snapshot(header=header, payload=buffers.acquire(payload_bytes))
+
+
+def take_window(
+    memory: SnapshotMemory,
+    buffers: HostBuffers,
+    start: int,
+    num_slots: int = 2,
+    *,
+    daemon: SnapshotPublisher | None = None,
+) -> None:
+    memory.begin(start, num_slots)
+    for slot in range(num_slots):
+        snapshot = snapshot_of(buffers, (start, slot, num_slots))
+        if daemon:
+            daemon.add_snapshot(snapshot)
+        memory.add(snapshot)
+
+
+def persist_window(
+    memory: SnapshotMemory, buffers: HostBuffers, start: int, *, daemon: SnapshotPublisher | None = None
+) -> None:
+    take_window(memory, buffers, start, daemon=daemon)
+    memory.confirm()
+
+
+def starts_of(memory: SnapshotMemory) -> list[int]:
+    return [window.start for window in memory.windows()]

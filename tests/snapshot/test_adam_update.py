@@ -217,9 +217,7 @@ def test_a_server_seals_no_state_that_it_made_of_damage(owner: Owner, is_damaged
         assert header_from_json(made.header).checksum == checksum(payload_of(made), made.payload_bytes)
 
 
-def test_a_peer_that_never_comes_to_the_same_is_sent_whole_states(
-    owner: Owner, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_that_never_comes_to_the_same_gets_whole_states(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(6):
         owner.train(learning_rate_told=1.0)
     assert len(caplog.records) == 3, "then there is no other attempt"

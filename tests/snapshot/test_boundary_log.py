@@ -16,7 +16,7 @@ from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.snapshot.boundary_log import BoundaryLog, Direction
 from moe_ckpt.snapshot.copier import HostCopier
 from tests.snapshot.copiers import finish, held, held_until_waited_for
-from tests.snapshot.window_samples import pool
+from tests.snapshot.samples import pool
 
 ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
 NUM_BYTES = 24  # of each tensor that is written
@@ -62,9 +62,6 @@ def content(iteration: int, direction: Direction, number: int) -> torch.Tensor:
     return torch.tensor([iteration, list(Direction).index(direction), number])
 
 
-# Order
-
-
 @given(sent=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(Direction), st.integers(-99, 99)), max_size=40))
 def test_any_order_of_sending_is_kept_by_iteration_and_direction(sent: list[tuple[int, Direction, int]]) -> None:
     written = Written()
@@ -102,9 +99,6 @@ def test_the_bytes_of_any_tensor_are_logged(written: Written, tensor: torch.Tens
     assert torch.equal(sent.view(tensor.dtype).view(tensor.shape), tensor)
     assert written.log.size_bytes == tensor.numel() * tensor.element_size()
     assert written.usable_from(1) == 1
-
-
-# What is logged
 
 
 def test_nothing_is_logged_outside_an_iteration(written: Written) -> None:
@@ -181,9 +175,6 @@ def test_old_iterations_are_dropped_and_their_memory_is_used_again(written: Writ
     assert log.size_bytes == written.buffers.in_use_bytes == 0
 
 
-# While it is copied
-
-
 def test_a_recorded_tensor_may_be_freed_or_given_another_storage(written: Written) -> None:
     log, swapped, freed = written.log, torch.arange(5000), torch.arange(5000) + 1
     source = weakref.ref(freed)
@@ -219,9 +210,6 @@ def test_a_buffer_is_given_back_only_when_its_copy_is_done(written: Written, dro
         getattr(written.log, drop)(*(() if drop == "clear" else (1,)))
         assert waited.is_set()
         assert written.buffers.in_use_bytes == 0
-
-
-# What can be used
 
 
 @pytest.mark.parametrize(

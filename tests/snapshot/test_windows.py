@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,21 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.policies.memory_forecast import forecast
 from moe_ckpt.snapshot.blobs import BlobFolder
-from moe_ckpt.snapshot.codec import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, Snapshot
+from moe_ckpt.snapshot.codec import ROLES, Snapshot
 from moe_ckpt.snapshot.windows import (
     BYTES_OF_ROLE,
     HostBuffers,
     HostMemory,
     PrivateMemory,
     SnapshotMemory,
-    Window,
-    WindowState,
 )
 from tests.replication.blobs import KIB
-from tests.snapshot.samples import Piece, piece
-from tests.snapshot.window_samples import persist_window, pool, snapshot_of, starts_of, take_window
+from tests.snapshot.samples import Piece, persist_window, piece, pool, snapshot_of, starts_of, take_window
 from tests.waits import WAIT_S
 
 
@@ -195,67 +190,19 @@ def add_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, slots: 
         memory.add(snapshot_of(buffers, (start, slot, len(slots)), pieces))
 
 
-def run_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, sizes: list[int]) -> set[int]:
-    """Take and confirm a window of snapshots of these sizes; return the ids of the buffers that it used."""
-    add_window(memory, buffers, start, [[piece(torch.empty(size, dtype=torch.uint8))] for size in sizes])
-    memory.confirm()
-    return {id(snapshot.payload) for snapshot in memory.windows()[0].snapshots}
-
-
 @pytest.mark.parametrize("keep_windows", [1, 2])
 def test_windows_of_the_same_sizes_use_the_memory_of_the_first(keep_windows: int) -> None:
     buffers = pool()
     memory, sizes = SnapshotMemory(buffers, keep_windows), [660_000, 620_000, 580_000, 540_000]
     used: set[int] = set()
     for window in range(12):
-        now = run_window(memory, buffers, 1 + 4 * window, sizes)
+        slots = [[piece(torch.empty(size, dtype=torch.uint8))] for size in sizes]
+        add_window(memory, buffers, 1 + 4 * window, slots)
+        memory.confirm()
+        now = {id(snapshot.payload) for snapshot in memory.windows()[0].snapshots}
         assert window <= keep_windows or now <= used, "a buffer was allocated"
         used |= now
         assert buffers.total_bytes == min(window + 1, keep_windows + 1) * sum(sizes)
-
-
-def test_windows_of_drifting_sizes_need_no_more_than_the_largest_two() -> None:
-    buffers = pool()
-    memory, chooser = SnapshotMemory(buffers, 1), random.Random(1)
-    start, two_windows_bytes, last_bytes = 1, 0, 0
-    for window in range(200):
-        scale = 1.0 + 0.005 * window + chooser.random() / 2
-        sizes = [int(scale * (500_000 + 40_000 * left)) for left in range(chooser.randrange(2, 6), 0, -1)]
-        run_window(memory, buffers, start, sizes)
-        two_windows_bytes = max(two_windows_bytes, last_bytes + sum(sizes))
-        start, last_bytes = start + len(sizes), sum(sizes)
-        assert buffers.total_bytes <= 1.25 * two_windows_bytes + 10 * 4096
-
-
-@given(st.lists(st.lists(st.integers(1, 300_000), min_size=1, max_size=5), min_size=1, max_size=8))
-def test_sizes_that_settle_after_a_drift_soon_need_no_new_buffers(windows: list[list[int]]) -> None:
-    buffers = pool()
-    memory, start = SnapshotMemory(buffers, 1), 1
-    history: list[set[int]] = []
-    keep_alive: list[Window] = []  # so that ids stay unique
-    for sizes in windows + [windows[-1]] * 20:
-        history.append(run_window(memory, buffers, start, sizes))
-        keep_alive += memory.windows()
-        start += len(sizes)
-    assert set.union(*history[-6:]) <= set.union(*history[:-6])
-
-
-def test_a_window_is_taken_slot_by_slot_and_then_persisted() -> None:
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
-    assert (memory.in_flight(), memory.complete, memory.oldest_needed_iteration()) == (None, False, None)
-    memory.begin(11, 3)
-    assert str(memory.in_flight()) == "the window from 11 (0 of 3 slots, in flight)"
-    snapshots = {slot: snapshot_of(buffers, (11, slot, 3)) for slot in (1, 0, 2)}
-    for slot, complete in ((1, False), (0, False), (2, True)):
-        memory.add(snapshots[slot])
-        assert memory.complete is complete
-    ordered = tuple(snapshots[slot] for slot in range(3))
-    window = Window(start=11, num_slots=3, state=WindowState.IN_FLIGHT, snapshots=ordered)
-    assert (memory.in_flight(), memory.windows()) == (window, [])
-    memory.confirm()
-    assert (memory.in_flight(), memory.windows()) == (None, [replace(window, state=WindowState.PERSISTED)])
-    assert buffers.in_use_bytes == 3000
 
 
 def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
@@ -297,9 +244,7 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
         (2, "persist 4, take 4, keep_complete", [4], None),  # the same window again
     ],
 )
-def test_windows_held_after_a_script(
-    keep_windows: int, script: str, starts: list[int], in_flight: tuple[int, int] | None
-) -> None:
+def test_after_a_script(keep_windows: int, script: str, starts: list[int], in_flight: tuple[int, int] | None) -> None:
     memory = carry_out(script, keep_windows)
     window = memory.in_flight()
     assert (window and (window.start, len(window.snapshots))) == in_flight
@@ -350,50 +295,3 @@ def test_bytes_are_counted_by_role_over_all_windows() -> None:
     memory.confirm()
     add_window(memory, buffers, 2, [pieces])
     assert memory.bytes_by_role() == {"full_bytes": 2 * 444, "compute_bytes": 2 * 4000, "buffer_bytes": 2 * 40_000}
-
-
-@given(st.lists(st.sampled_from(["begin", "add", "confirm", "abandon", "drop"]), max_size=60), st.integers(1, 3))
-def test_every_buffer_in_use_is_held_and_every_other_is_free(calls: list[str], keep_windows: int) -> None:
-    buffers = pool()
-    memory, start = SnapshotMemory(buffers, keep_windows), 0
-    for call in calls:
-        if call == "begin":
-            start += 2
-            memory.begin(start, 2)
-        elif call == "add" and memory.in_flight():
-            memory.add(snapshot_of(buffers, (start, len(in_flight(memory)) % 2, 2)))
-        elif call == "confirm" and memory.complete:
-            memory.confirm()
-        elif call == "abandon":
-            memory.abandon()
-        elif call == "drop" and memory.windows():
-            memory.drop(memory.windows()[-1].start)
-        assert buffers.in_use_bytes == 1000 * num_held(memory)
-        assert len(memory.windows()) <= keep_windows
-        assert all(window.complete for window in memory.windows())
-        assert starts_of(memory) == sorted(starts_of(memory), reverse=True)
-
-
-@pytest.mark.parametrize(("num_slots", "per_parameter"), [(1, 12), (2, 13), (4, 15)])
-def test_windows_of_equal_slots_take_12_and_w_less_1_bytes_a_parameter(num_slots: int, per_parameter: int) -> None:
-    num_parameters = 1200
-    buffers = pool()
-    memory = SnapshotMemory(buffers, 1)
-    full = [piece(torch.empty(num_parameters // num_slots), role=role) for role in (MASTER, EXP_AVG, EXP_AVG_SQ)]
-    slots = []
-    for num_later in reversed(range(num_slots)):
-        frozen = torch.empty(num_parameters * num_later // num_slots, dtype=torch.bfloat16)
-        slots.append([*full, piece(frozen, role="compute")])
-    add_window(memory, buffers, 1, slots)
-    memory.confirm()
-    add_window(memory, buffers, 1 + num_slots, slots)
-    wanted = forecast(
-        window_bytes=per_parameter * num_parameters,
-        period_iters=num_slots,
-        keep_windows=1,
-        log_bytes_per_iteration=0,
-        dense_bytes=12 * num_parameters,
-        step_log_bytes_per_iteration=0,
-    )
-    assert sum(memory.bytes_by_role().values()) == buffers.in_use_bytes == wanted.snapshots_bytes
-    assert wanted.snapshots_bytes == 2 * (12 + (num_slots - 1)) * num_parameters
