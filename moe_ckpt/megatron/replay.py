@@ -268,6 +268,7 @@ def _require_plain_tensors(state: TrainingState) -> None:
         for name, parameter in chunk.named_parameters():
             kind = type(parameter.data)
             require(kind is torch.Tensor, f"snapshots in memory: {name}", kind.__name__, "plain tensors")
-    for name, generator in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    for name, generator in tracker.get_states().items():
         is_plain = torch.is_tensor(generator)
         require(is_plain, "snapshots in memory: generators for captured graphs", name, "none: use_cudagraphable_rng")
