@@ -10,7 +10,7 @@ session.finish()
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,8 +54,8 @@ class TrainingLoop:
     """The parts of a training loop that a replay uses.
 
     `forward_backward(iteration)` clears nothing and updates nothing: it runs Megatron's schedule over the iteration's
-    batch, with `communicator` as its `p2p_communicator`. An iteration has `num_micro_batches` of `micro_batch_size`
-    sequences of `sequence_length` tokens on every rank.
+    batch, with `communicator` as its `p2p_communicator`. An iteration has at most `num_micro_batches` of
+    `micro_batch_size` sequences, of which every rank sees `sequence_length` tokens.
     """
 
     communicator: StageCommunicator
@@ -96,6 +96,8 @@ def attach(
     wanted = "none: only ckpt=moevement recovers what is lost in a living process"
     require(isinstance(ckpt, MoevementConfig) or not losses, "fault.at", [str(loss) for loss in losses], wanted)
     if isinstance(ckpt, InMemoryConfig):
+        if isinstance(ckpt, MoevementConfig) and len(state.model) > 1:
+            ckpt = replace(ckpt, boundary_log=False)  # the last stage sends to the first one, too: all recover together
         attached = _attached(ckpt, identity, state, loop)
         assembly = InMemoryAssembly(ckpt, attached, events, elastic, folder.with_name("snapshots"), losses)
         session = Session(
@@ -138,7 +140,12 @@ def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState,
         tied_gradient_bytes=stage.tied_gradient_bytes,
         boost=boost,
         mirror=mirror,
-        notes=[*([boost.note] if boost else []), *([mirror.note()] if mirror else []), *_notes_of_servers(ckpt)],
+        notes=[
+            *([boost.note] if boost else []),
+            *([mirror.note()] if mirror else []),
+            *_notes_of_servers(ckpt),
+            *_notes_of_stages(state),
+        ],
     )
 
 
@@ -147,6 +154,13 @@ def _notes_of_servers(ckpt: InMemoryConfig) -> list[str]:
     if not isinstance(ckpt, FlowcheckConfig) or not torch.cuda.is_available():
         return []
     return ["servers take the optimizer's steps on CPUs: after a fault all ranks have their states, not the GPUs' bits"]
+
+
+def _notes_of_stages(state: TrainingState) -> list[str]:
+    """Return a note on virtual stages."""
+    return (
+        ["virtual stages: no boundary log, after a fault all stages go back together"] if len(state.model) > 1 else []
+    )
 
 
 def _place(identity: RunIdentity, communicator: StageCommunicator) -> StagePlace:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 class ParallelLayout:
     """The number of ways in which each axis of parallelism splits the job.
 
-    `ep` (expert parallel) divides `dp` (data parallel): experts spread over ranks that see different tokens.
+    `ep` (expert parallel) divides `dp` (data parallel): experts spread over ranks that see different tokens. Context
+    parallelism counts as data parallelism: its ranks hold one state, too, and see other tokens of the same sequences.
     """
 
     pp: int
@@ -272,12 +273,15 @@ class ReadyGradients:
     """The facts that a step needs beside the gradients, equal on all ranks; an overflow on any rank means no update.
 
     `overflows`: whether fp16 found inf or NaN, for each of Megatron's chained optimizers, which scale losses
-    separately.
+    separately. An update advances the schedule of learning rates by `schedule_increment`. `num_tokens` are those of
+    all ranks' batches, if they divide the gradients (a loss per token), else None.
     """
 
     overflows: tuple[bool, ...]
     total_norm: float | None
     loss_scale: float
+    schedule_increment: int = 1
+    num_tokens: int | None = None
 
     @property
     def overflow(self) -> bool:

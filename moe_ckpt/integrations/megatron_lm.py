@@ -11,6 +11,7 @@ recovery. The loop itself stays Megatron-LM's: forward and backward of a step, l
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import inspect
@@ -33,7 +34,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
 from moe_ckpt.attach import TrainingLoop, attach
-from moe_ckpt.config import MoetionConfig, require
+from moe_ckpt.config import MoetionConfig, PartialConfig, require
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import RolledBackError
@@ -42,9 +43,16 @@ from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_tu
 from moe_ckpt.integrations.megatron_lm_options import require_supported
 from moe_ckpt.integrations.megatron_lm_seams import mark_attached
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.megatron.overlapped import gathers_in_forward
 from moe_ckpt.megatron.pipeline import Observed, StageCommunicator
 from moe_ckpt.megatron.state import TrainingState, digest_of
-from moe_ckpt.megatron.step import advance_schedule, apply_update, finish_gradients, gather_parameters
+from moe_ckpt.megatron.step import (
+    advance_schedule,
+    apply_update,
+    finish_gradients,
+    gather_late_parameters,
+    gather_parameters,
+)
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
@@ -119,8 +127,8 @@ class AttachedLoop:
             require(options.get(name) is None, f"pretrain: {name}", options.get(name), "None with moe_ckpt.run")
         _, _, process_non_loss, config, *others = rest
         args = self._training.get_args()
-        increment = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
-        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=increment)
+        samples = functools.partial(_batch_size, args)
+        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=samples)
         for inner in state.inner_optimizers:  # not an option of the command line, and the split step would ignore it
             threshold = getattr(inner.config, "grad_norm_skip_threshold", math.inf)
             require(math.isinf(threshold), "OptimizerConfig.grad_norm_skip_threshold", threshold, "inf")
@@ -144,7 +152,9 @@ class AttachedLoop:
         events.append(ModelBuilt(seconds=time.monotonic() - self._built_s))
 
         def enter(done: int) -> Any:
+            gather_late_parameters(state)
             _reset(self._training, config, state, done)
+            self._reset_samples(done)
             iterators = self._batches.training_after(done), self._batches.validation_after(done)
             return self._train(
                 rank.forward_step, model, optimizer, scheduler, *iterators, process_non_loss, config, *others, **options
@@ -162,11 +172,19 @@ class AttachedLoop:
         done = self._rank.session.resume(None)
         if done == 0 and self._load is not None:
             done, _ = self._load()
-            args = self._training.get_args()
-            wanted = f"{done} iterations of --global-batch-size {args.global_batch_size}"
-            valid = args.consumed_train_samples == done * args.global_batch_size
-            require(valid, "--load: consumed samples", args.consumed_train_samples, wanted)
+            got, wanted = self._training.get_args().consumed_train_samples, self._batches.consumed.after(done)
+            require(got == wanted, "--load: consumed samples", got, f"{wanted}, which {done} iterations consume")
         return done
+
+    def _reset_samples(self, done: int) -> None:
+        args, consumed = self._training.get_args(), self._batches.consumed
+        args.consumed_train_samples = consumed.after(done)
+        consumed.set_batch_size(done + 1)
+        operations = self._training.num_floating_point_operations
+        sizes = (consumed.after(iteration) - consumed.after(iteration - 1) for iteration in range(1, done + 1))
+        args.num_floating_point_operations_so_far = sum(
+            times * operations(args, size) for size, times in collections.Counter(sizes).items()
+        )
 
     def _finish(self, faults: int) -> dict[str, Any]:
         """Write and return the contents of result.json. Collective."""
@@ -247,9 +265,9 @@ class RankTraining:
         return TrainingLoop(
             communicator=self.communicator,
             forward_backward=self._replay,
-            num_micro_batches=get_num_microbatches(),
+            num_micro_batches=self._batches.consumed.largest_batch // _batch_size(self._args, num_micro_batches=1),
             micro_batch_size=self._args.micro_batch_size,
-            sequence_length=self._args.seq_length,
+            sequence_length=self._args.seq_length // self._args.context_parallel_size,
         )
 
     def run(self, done: int, notes: Sequence[str]) -> None:
@@ -309,7 +327,7 @@ class RankTraining:
         machine.should_run_forward_backward = run_again_or_go_on
         try:
             stepping = SplitStep(optimizer, lambda: self._step(number))
-            held = HeldSchedule(scheduler, self.state.schedule_increment)
+            held = HeldSchedule(scheduler, self.state.increment_of_this_iteration)
             outcome = train_step(forward_step, batches, model, stepping, held, *rest, iteration=iteration, **options)
         finally:
             del machine.should_run_forward_backward
@@ -342,6 +360,7 @@ class RankTraining:
     def _replay(self, iteration: int) -> None:
         machine = get_rerun_state_machine()
         mode, machine.mode = machine.mode, RerunMode.DISABLED  # it would compare this pass with the one it saw last
+        self._batches.consumed.set_batch_size(iteration)
         try:
             with self._batches.replaying(iteration) as batches:
                 self._forward_backward(
@@ -441,6 +460,9 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
 
     def checked(*arguments: Any, **options: Any) -> Any:
         require_supported(get_args())
+        if isinstance(settings.ckpt, PartialConfig):  # their account of lost tokens counts iterations
+            growth = getattr(get_args(), "step_batch_size_schedule", None)
+            require(growth is None, "--step-batch-size-schedule", growth, f"None with --ckpt {settings.ckpt.policy}")
         boost = settings.ckpt.boost if isinstance(settings.ckpt, MoetionConfig) else 0.0
         require(not boost, "ckpt.boost", boost, "0 with moe_ckpt.run: routers are the script's own")
         return initialize(*arguments, **options)
@@ -467,12 +489,14 @@ def _route_groups() -> None:
 
 def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingState) -> None:
     """Set the hooks of `train` for its schedules: a recovery runs these before a new process enters `train`."""
+    model: list[Any] = list(state.model)
     config.grad_scale_func = state.optimizer.scale_loss
     config.timers = timers
     config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads
     if args.overlap_grad_reduce:
-        config.no_sync_func = state.model[0].no_sync
-        config.grad_sync_func = state.model[0].start_grad_sync if args.align_grad_reduce else None
+        config.no_sync_func = _by_chunk([chunk.no_sync for chunk in model])
+        starts = [chunk.start_grad_sync for chunk in model]
+        config.grad_sync_func = _by_chunk(starts) if args.align_grad_reduce else None
     for chunk in state.model:
         chunk.train()
 
@@ -481,9 +505,6 @@ def _reset(training: Any, config: Any, state: TrainingState, done: int) -> None:
     """Reset Megatron-LM's globals to the values that `train` expects when it begins after iteration `done`."""
     args = training.get_args()
     args.iteration = args.curr_iteration = done
-    args.consumed_train_samples = done * args.global_batch_size
-    per_iteration = training.num_floating_point_operations(args, args.global_batch_size)
-    args.num_floating_point_operations_so_far = done * per_iteration
     config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
     machine = get_rerun_state_machine()
     machine.state, machine.data_iterator_checkpoints = RerunState.NOT_RUNNING_YET, None
@@ -495,12 +516,29 @@ def _reset(training: Any, config: Any, state: TrainingState, done: int) -> None:
         training.get_moe_metrics_tracker().clear()
     for chunk in state.model:
         chunk.train()
+        _enable_gathering(chunk)
+
+
+def _enable_gathering(chunk: Any) -> None:
+    """Enable the hooks that gather weights in forward: `train` disables them until its first iteration is done."""
+    if gathers_in_forward(chunk) and not chunk.remove_forward_pre_hook_handles:
+        chunk.enable_forward_pre_hook()
+
+
+def _by_chunk(functions: list[Any]) -> Any:
+    """Return functions of model chunks as Megatron's configuration holds them: a single one is no list."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _batch_size(args: Any, num_micro_batches: int | None = None) -> int:
+    """Return the samples of the current iteration, or of so many micro-batches, on all ranks together."""
+    return (num_micro_batches or get_num_microbatches()) * args.micro_batch_size * args.data_parallel_size
 
 
 def _layout() -> ParallelLayout:
     return ParallelLayout(
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
-        dp=parallel_state.get_data_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),
     )

@@ -1,7 +1,7 @@
-"""Megatron-LM's options under which an attachment would not be exact, each refused by name with the reason. Pure.
+"""Megatron-LM's options: those that are exact, each with its test, and those that are refused, each with its reason.
 
-Owns: the table. An option that is not in it changes neither the course of an iteration nor the state after it, or
-snapshots contain that state anyway.
+Owns: both tables. An option that is in neither changes neither the course of an iteration nor the state after it, or
+snapshots contain that state anyway. Pure.
 """
 
 from __future__ import annotations
@@ -26,6 +26,54 @@ class Refusal:
         return "--" + self.option.replace("_", "-")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exact:
+    """Options that are exact, as the documentation names them, and the tests that prove it."""
+
+    options: str
+    tests: tuple[str, ...]
+
+
+_JOBS, _LOSSES = "tests/integrations/test_megatron_lm.py", "tests/launcher/test_recipes.py"
+EXACT: Sequence[Exact] = (
+    Exact(
+        options="`--calculate-per-token-loss`",
+        tests=(f"{_LOSSES}: overlapped, loss per token, tied", f"{_JOBS}: overlapped, per token"),
+    ),
+    Exact(
+        options="`--overlap-param-gather`, `--overlap-grad-reduce`, with several buckets",
+        tests=(f"{_LOSSES}: overlapped, loss per token, tied", f"{_JOBS}: overlapped, per token"),
+    ),
+    Exact(
+        options="frozen parameters (`requires_grad` is off before the model is wrapped)",
+        tests=(f"{_LOSSES}: frozen base", f"{_JOBS}: frozen base, growing batches"),
+    ),
+    Exact(options="`--step-batch-size-schedule`", tests=(f"{_JOBS}: frozen base, growing batches",)),
+    Exact(options="`--context-parallel-size`", tests=(f"{_JOBS}: context parallel",)),
+    Exact(
+        options="`--mtp-num-layers`",
+        tests=(f"{_LOSSES}: tokens further ahead", f"{_JOBS}: tokens further ahead"),
+    ),
+    Exact(
+        options="virtual stages (`--num-virtual-stages-per-pipeline-rank`): all stages go back together",
+        tests=(f"{_JOBS}: virtual stages",),
+    ),
+    Exact(
+        options="`--use-precision-aware-optimizer` with moments of 16 bits",
+        tests=(f"{_JOBS}: precision-aware optimizer", "tests/launcher/test_formats.py"),
+    ),
+    Exact(
+        options="`--bf16`, untied embeddings, `--swiglu`",
+        tests=(f"{_JOBS}: bf16, overlapped reduction",),
+    ),
+    Exact(
+        options="`--fp16` with loss scaling, expert bias, an auxiliary loss, `--rerun-mode validate_results`",
+        tests=(f"{_JOBS}: fp16, balanced by bias and loss",),
+    ),
+    Exact(options="full recomputation, `--num-workers 1`", tests=(f"{_JOBS}: recomputed, loader processes",)),
+)
+
+
 def _off(reason: str, *options: str) -> list[Refusal]:
     return [Refusal(option=option, allowed=(False, None, 0, [], "none"), reason=reason) for option in options]
 
@@ -39,23 +87,18 @@ _OTHER_LIBRARY = "another library would replace or restart the same processes"
 REFUSALS: Sequence[Refusal] = (
     Refusal(option="cuda_graph_impl", allowed=(None, "none"), reason=_GRAPHS),
     *_off(_GRAPHS, "optimizer_cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
-    *_off("the next forward gathers weights: not tried", "overlap_param_gather"),
     *_off("the step and its gathering overlap", "overlap_param_gather_with_optimizer_step"),
     *_off("its buffers belong to one communicator", "nccl_ub", "tp_comm_overlap", "use_sharp"),
     *_off(_NOT_THE_STATE, "use_megatron_fsdp", "use_torch_fsdp2", "init_model_with_meta_device"),
     *_off(_NOT_THE_STATE, "use_layer_wise_distributed_optimizer", "optimizer_cpu_offload"),
-    *_off(_NOT_THE_STATE, "use_precision_aware_optimizer", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
+    *_off(_NOT_THE_STATE, "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
     Refusal(option="optimizer", allowed=("adam",), reason=_NOT_THE_STATE),
     Refusal(option="num_distributed_optimizer_instances", allowed=_ONE, reason=_NOT_THE_STATE),
     Refusal(option="moe_token_dispatcher_type", allowed=("alltoall", "allgather"), reason="its buffers outlive groups"),
     *_off(_OTHER_STEP, "qk_clip", "log_max_attention_logit", "log_num_zeros_in_grad", "vision_pretraining"),
-    *_off("the step log has no tokens of other stages", "calculate_per_token_loss"),
-    *_off("a stage with several chunks is not replayed", "virtual_pipeline_model_parallel_size", "mtp_num_layers"),
-    Refusal(option="context_parallel_size", allowed=_ONE, reason="not tried"),
     Refusal(option="gtp_weight_remat_size", allowed=_ONE, reason="not tried"),
     Refusal(option="expert_gtp_weight_remat_size", allowed=_ONE, reason="not tried"),
     *_off("ranks of one stage would not be consecutive", "use_tp_pp_dp_mapping"),
-    *_off("the number of samples of an iteration must not change", "rampup_batch_size", "step_batch_size_schedule"),
     *_off("the number of samples of an iteration must not change", "decrease_batch_size_if_needed"),
     *_off("the number of samples of an iteration must not change", "phase_transition_iterations"),
     *_off(_OTHER_LOOP, "iterations_to_skip", "perform_rl_step", "skip_train", "lazy_mpu_init"),
@@ -94,9 +137,10 @@ def _require_optimizer_everywhere(arguments: Any) -> None:
         raise ConfigError(f"--use-distributed-optimizer: got False, wanted True with --moe-layer-freq: {reason}")
 
 
-def refusal_table() -> list[str]:
-    """Return the refused options as lines of a Markdown table, as docs/attach.md has them."""
-    rows = ["| option | must be | reason |", "| --- | --- | --- |"]
+def option_table() -> list[str]:
+    """Return the exact options, then the refused ones, as lines of a Markdown table, as docs/attach.md has it."""
+    rows = ["| option | exact, or wanted | test, or reason of the refusal |", "| --- | --- | --- |"]
+    rows += [f"| {each.options} | exact | {'; '.join(f'`{test}`' for test in each.tests)} |" for each in EXACT]
     for refusal in REFUSALS:
         values = [f"`{value}`" for value in refusal.allowed if value is not None]
         wanted = "off" if False in refusal.allowed else " or ".join(values)
@@ -105,4 +149,4 @@ def refusal_table() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(refusal_table()))
+    print("\n".join(option_table()))

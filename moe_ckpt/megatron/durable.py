@@ -40,6 +40,7 @@ from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.megatron.async_write import PlannedWrite, Written, reason_of
 from moe_ckpt.megatron.reshard import Reshard, reseed
 from moe_ckpt.megatron.state import TrainingState, load_sharded_state, sharded_state
+from moe_ckpt.megatron.step import gather_late_parameters
 from moe_ckpt.types import FileRecord, ParallelLayout
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -80,6 +81,7 @@ class MegatronDurableState:
 
     def start_save(self, directory: Path, iteration: int) -> None:
         assert not self.is_writing(), "one save at a time"
+        gather_late_parameters(self._state)
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
         sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
         self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))

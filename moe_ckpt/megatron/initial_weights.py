@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from moe_ckpt.megatron.operators import bare_model
+from moe_ckpt.megatron.operators import bare_model, shares_embedding
 from moe_ckpt.megatron.state import TrainingState
 
 
@@ -31,6 +31,6 @@ def _share_embedding(state: TrainingState) -> None:
         return
     for chunk in state.model:
         model: Any = bare_model(chunk)
-        if model.share_embeddings_and_output_weights:
-            first_stage = dist.get_process_group_ranks(group)[0]
-            dist.broadcast(model.shared_embedding_or_output_weight().data, src=first_stage, group=group)
+        weight = model.shared_embedding_or_output_weight() if shares_embedding(model) else None
+        if weight is not None:  # with virtual stages, only one chunk of a rank has it
+            dist.broadcast(weight.data, src=dist.get_process_group_ranks(group)[0], group=group)

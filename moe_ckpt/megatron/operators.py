@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from moe_ckpt.config import require
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.megatron import fp8_linear
 from moe_ckpt.megatron.buffers import named_buffers
@@ -34,6 +35,7 @@ from moe_ckpt.megatron.optimizer_state import (
     updated_tensor,
     write_step_count,
 )
+from moe_ckpt.megatron.overlapped import gathers_in_forward
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.transformer_engine import is_scaling
 from moe_ckpt.packed import pack_rows, unpack_rows
@@ -56,20 +58,38 @@ _SECTIONS = (OperatorKind.EMBEDDING, OperatorKind.BLOCK, OperatorKind.FINAL_NORM
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedParameter:
-    """A parameter of this rank and the range of its flattened elements that this rank snapshots (may be empty)."""
+    """A parameter of this rank and the range of its flattened elements that this rank snapshots (may be empty).
+
+    One that the script has frozen has no optimizer: its state is its compute weights.
+    """
 
     operator: OperatorId
     name: str
     parameter: torch.nn.Parameter
-    optimizer: MegatronOptimizer
-    optimizer_index: int
+    optimizer: MegatronOptimizer | None
+    optimizer_index: int | None
     start: int
     end: int
     replicas: dist.ProcessGroup
+    is_gathered_later: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        return self.optimizer is not None
+
+    @property
+    def trained_by(self) -> MegatronOptimizer:
+        assert self.optimizer is not None, f"{self.name} is frozen"
+        return self.optimizer
 
     @property
     def is_sharded(self) -> bool:
         return isinstance(self.optimizer, DistributedOptimizer)
+
+    @property
+    def derives_compute(self) -> bool:
+        """Whether compute weights are the rounding of the stored master weights."""
+        return self.optimizer is not None and derives_compute(self.optimizer)
 
     def weights(self) -> torch.Tensor:
         """Return all compute weights, flattened."""
@@ -77,7 +97,7 @@ class OwnedParameter:
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's master weights and moments, flattened, by role: its shard, or all of them."""
-        if self.is_sharded and self.start == self.end:
+        if self.optimizer is None or (self.is_sharded and self.start == self.end):
             return {}
         return stored_state(self.optimizer, self.parameter)
 
@@ -88,7 +108,7 @@ class OwnedParameter:
         """
         if full:
             yield from self._state_pieces()
-        if not full or not derives_compute(self.optimizer):
+        if not full or not self.derives_compute:
             yield from self._compute_pieces()
 
     def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
@@ -101,7 +121,7 @@ class OwnedParameter:
             for key, tensor, _ in self._state_pieces():
                 _copy_part(parts, key, tensor)
         weights = self.weights()[self.start : self.end]
-        if full and derives_compute(self.optimizer):
+        if full and self.derives_compute:
             state = self.optimizer_state()
             if state:
                 weights.copy_(master_values(state)[self._held()])
@@ -112,10 +132,12 @@ class OwnedParameter:
             payload, *scale = (tensor for _, tensor in loaded)
             weights.copy_(fp8_linear.from_fp8(payload, scale[0]) if scale else payload)
         if steps is not None and self.optimizer_state():
-            write_step_count(self.optimizer, self.parameter, steps)
+            write_step_count(self.trained_by, self.parameter, steps)
 
     def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
         """Return the gradient of the owned piece, and its step, if that is one of `steps`."""
+        if self.optimizer is None:
+            return None
         master = updated_tensor(self.optimizer, self.parameter)
         if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
             return None
@@ -123,7 +145,7 @@ class OwnedParameter:
 
     def reduced_gradient(self) -> torch.Tensor | None:
         """Return the gradient of the owned piece, float32, flattened; None if there is none."""
-        if self.start == self.end:  # with a sharded optimizer only another rank knows it
+        if self.optimizer is None or self.start == self.end:  # with a sharded optimizer only another rank knows it
             return None
         master = updated_tensor(self.optimizer, self.parameter)
         if master.grad is None:
@@ -133,13 +155,17 @@ class OwnedParameter:
 
     def clipped_by(self, total_norm: float | None) -> float:
         """Return the factor by which Megatron multiplies the gradient before the step, for a norm over all ranks."""
-        most = self.optimizer.config.clip_grad
+        most = self.trained_by.config.clip_grad
         scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
         return scale if scale < 1.0 else 1.0
 
     def forward_values(self) -> torch.Tensor:
-        """Return all weights with which forward passes compute, flattened."""
-        return fp8_linear.forward_values(self.parameter).view(-1)
+        """Return the weights with which forward passes compute, flattened.
+
+        Of weights that the next pass gathers, the shard: the others are still those of an earlier step.
+        """
+        values = fp8_linear.forward_values(self.parameter).view(-1)
+        return values[self.start : self.end] if self.is_gathered_later else values
 
     def _held(self) -> slice:
         """Return the range of the owned piece within this rank's part of the optimizer's state."""
@@ -226,6 +252,8 @@ class RankOperators:
 
     def require_steps(self) -> None:
         """Raise ConfigError unless servers can repeat the optimizer's steps."""
+        frozen = next((each.name for each in self.parameters if not each.is_trained), None)
+        require(frozen is None, "parameters", f"{frozen} frozen", "all trained where ckpt=flowcheck")
         self._steps.require_known()
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
@@ -242,7 +270,7 @@ class RankOperators:
         steps, found = self._steps.known(iteration), dict[PartKey, AdamStep]()
         for each in self.parameters if steps else ():
             if each.reduced_gradient() is not None:
-                step = steps[id(updated_tensor(each.optimizer, each.parameter))]
+                step = steps[id(updated_tensor(each.trained_by, each.parameter))]
                 found[each.key(MASTER)] = replace(step, scale=each.clipped_by(self._total_norm))
         return found
 
@@ -267,7 +295,8 @@ class RankOperators:
         """
         loaded = [owned for owned in self.parameters if str(owned.operator) in {*full, *compute}]
         for owned in loaded:
-            owned.load(parts, adam_steps[owned.optimizer_index] if str(owned.operator) in full else None)
+            index = owned.optimizer_index if str(owned.operator) in full else None
+            owned.load(parts, None if index is None else adam_steps[index])
         for buffer in self.buffers:
             if str(buffer.operator) in {*full, *compute}:
                 key, tensor, _ = buffer.piece()
@@ -288,22 +317,25 @@ class RankOperators:
         """Let the weights of these operators skip their gradients, and all others compute them.
 
         The embedding always computes its own, so that every rank runs backward through all its layers: the exchanges of
-        tokens there are collective. Grouped experts skip theirs only all together. If gradients are reduced during
-        backward, none is skipped: Megatron waits for all of them. The optimizer skips all frozen operators in any case:
-        see `drop_frozen_gradients`.
+        tokens there are collective. Grouped experts skip theirs only all together. None is skipped if gradients are
+        reduced during backward, as Megatron waits for all of them, or if the script itself has frozen parameters: then
+        no embedding may be there to lead all ranks through backward. The optimizer skips all frozen operators in any
+        case: see `drop_frozen_gradients`.
         """
         self._frozen = frozenset(frozen)
+        trained = [owned for owned in self.parameters if owned.is_trained]
         overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
-        needed = {_grouped_name(owned) for owned in self.parameters if str(owned.operator) not in frozen}
-        for owned in self.parameters:
+        all_compute = overlapped or len(trained) < len(self.parameters)
+        needed = {_grouped_name(owned) for owned in trained if str(owned.operator) not in frozen}
+        for owned in trained:
             computes = owned.operator.kind is OperatorKind.EMBEDDING or _grouped_name(owned) in needed
-            owned.parameter.requires_grad_(overlapped or computes)
+            owned.parameter.requires_grad_(all_compute or computes)
 
     def drop_frozen_gradients(self) -> None:
         """Drop the gradients of frozen operators: the optimizer's next step then skips them (section 3.3)."""
         for owned in self.parameters:
-            if str(owned.operator) in self._frozen and owned.start < owned.end:
-                updated = updated_tensor(owned.optimizer, owned.parameter)
+            if owned.is_trained and str(owned.operator) in self._frozen and owned.start < owned.end:
+                updated = updated_tensor(owned.trained_by, owned.parameter)
                 updated.grad = None
                 if hasattr(updated, "decoupled_grad"):
                     cast("Any", updated).decoupled_grad = None
@@ -317,7 +349,7 @@ def shard_identity() -> ShardIdentity:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=cast("int", parallel_state.get_expert_tensor_parallel_rank()),
-        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
 
 
@@ -331,6 +363,11 @@ def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
     while hasattr(chunk, "module"):
         chunk = cast("torch.nn.Module", chunk.module)
     return chunk
+
+
+def shares_embedding(model: Any) -> bool:
+    """Return whether the last stage holds a copy of the first stage's word embedding, for its output or for MTP."""
+    return model.share_embeddings_and_output_weights or bool(getattr(model.config, "mtp_num_layers", None))
 
 
 def locate(model: torch.nn.Module, name: str) -> OperatorId:
@@ -382,9 +419,10 @@ def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
     for index, chunk in enumerate(state.model):
         model = bare_model(chunk)
         for name, parameter in model.named_parameters():
-            if parameter not in optimizer_of:
-                raise ConfigError(f"snapshots in memory: no optimizer updates {name!r}, wanted one for every parameter")
-            optimizer_index, optimizer = optimizer_of[parameter]
+            if parameter.requires_grad and parameter not in optimizer_of:
+                wanted = "one for every parameter that is not frozen"
+                raise ConfigError(f"snapshots in memory: no optimizer updates {name!r}, wanted {wanted}")
+            optimizer_index, optimizer = optimizer_of.get(parameter, (None, None))
             replicas = _replicas(parameter)
             start, end = _owned_range(parameter, optimizer, replicas)
             yield OwnedParameter(
@@ -396,6 +434,7 @@ def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
                 start=start,
                 end=end,
                 replicas=replicas,
+                is_gathered_later=optimizer is not None and gathers_in_forward(chunk),
             )
 
 
@@ -426,7 +465,7 @@ def _replicas(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
 
 
 def _owned_range(
-    parameter: torch.nn.Parameter, optimizer: MegatronOptimizer, replicas: dist.ProcessGroup
+    parameter: torch.nn.Parameter, optimizer: MegatronOptimizer | None, replicas: dist.ProcessGroup
 ) -> tuple[int, int]:
     if isinstance(optimizer, DistributedOptimizer):
         if parameter not in optimizer.model_param_group_index_map:

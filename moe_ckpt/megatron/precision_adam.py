@@ -88,7 +88,9 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        capturable: bool = False,  # megatron-core 0.19 passes it
     ) -> None:
+        assert not capturable, "CUDA graphs"
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

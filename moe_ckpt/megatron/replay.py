@@ -4,7 +4,7 @@ Owns: the start of an iteration, the values that cross stages in it beside activ
 with logged facts in place of collectives over all stages. Must not: decide which iterations run, or fetch their inputs.
 
     begin       generators, loss scalers, schedule position, buffers          -> restored if the iteration is undone
-    gradients   forward, backward, reduced; tied embeddings' shared gradient  -> logged, or taken from the log
+    gradients   forward, backward, reduced; sums over stages                  -> logged, or taken from the log
     finish      norm, overflow                                                -> logged, or taken from the log
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.config import require
-from moe_ckpt.megatron.operators import OwnedParameter, RankOperators, bare_model
+from moe_ckpt.megatron.operators import OwnedParameter, RankOperators, bare_model, shares_embedding
+from moe_ckpt.megatron.overlapped import forget_communication, mark_gathered
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.state import (
     TrainingState,
@@ -35,6 +37,7 @@ from moe_ckpt.megatron.step import (
     advance_schedule,
     apply_update,
     clear_gradients,
+    gather_late_parameters,
     gather_parameters,
     unscale_gradients,
 )
@@ -61,7 +64,7 @@ class StageReplay:
         self._communicator = communicator
         self._forward_backward = forward_backward
         self._operators = operators
-        self._tied = _TiedEmbedding(state, operators)
+        self._sums = _StageSums(state, operators)
         self._began: int | None = None
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._modes: Mapping[torch.nn.Module, bool] = {}
@@ -69,7 +72,7 @@ class StageReplay:
     @property
     def tied_gradient_bytes(self) -> int:
         """The bytes of a shared embedding's gradient in an iteration's record."""
-        return self._tied.size_bytes
+        return self._sums.tied_bytes
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
         """Return the state that `iteration` starts from beside parameters and moments; buffers are remembered here."""
@@ -86,7 +89,8 @@ class StageReplay:
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
         """Return the facts of an iteration whose gradients are ready."""
-        return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=self._tied.observed)
+        complete = replace(gradients, num_tokens=self._sums.num_tokens)
+        return StepRecord(iteration=iteration, gradients=complete, tied_gradient=self._sums.tied_gradient)
 
     def replay(
         self,
@@ -104,11 +108,12 @@ class StageReplay:
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
+        mark_gathered(self._state.model)
         config: Any = cast("Any", self._state.model[0]).config
         timers, config.timers = config.timers, None  # they may wait for all ranks of the job
-        tied = None if whole_model else record.tied_gradient
+        gather, config.param_sync_func = config.param_sync_func, None
         try:
-            with self._communicator.replaying(ends), self._tied.replaying(tied):
+            with self._communicator.replaying(ends), self._sums.replaying(None if whole_model else record):
                 self._forward_backward(record.iteration)
             unscale_gradients(self._state)
             self._operators.drop_frozen_gradients()
@@ -116,13 +121,14 @@ class StageReplay:
             self.update(record.gradients)
             self.gather()
         finally:
-            config.timers = timers
+            config.timers, config.param_sync_func = timers, gather
         advance_scalers(self._state, record.gradients)
 
     def abandon_pass(self) -> None:
         """Clean up after a pass that was cut off: Megatron's globals, and modules in evaluation mode."""
         for module, training in self._modes.items():
             module.training = training
+        forget_communication(self._state.model)
         forget_pass()
         tensor_parallel.random._unset_checkpointing()  # it sets and unsets a flag around what it recomputes later
 
@@ -134,32 +140,41 @@ class StageReplay:
     def gather(self) -> None:
         """Gather the weights after a step. Collective in the stage; may be repeated."""
         gather_parameters(self._state)
+        gather_late_parameters(self._state)
 
 
-class _TiedEmbedding:
-    """The gradient of a word embedding that first and last stage share, which Megatron sums over both.
+class _StageSums:
+    """The sums over stages that finish an iteration's gradients.
 
-    It is summed after each stage has reduced its own, in the function that Megatron's schedules call at the end of all
-    micro-batches: that function is wrapped here.
+    They are the gradient of a word embedding that first and last stage share, and the number of tokens by which a loss
+    per token divides all gradients. Megatron's schedules compute both in one function at the end of all micro-batches,
+    after each stage has reduced its own gradients: that function is wrapped here.
     """
 
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
-        self.observed: torch.Tensor | None = None
+        self.tied_gradient: torch.Tensor | None = None
+        self._tokens: torch.Tensor | None = None
         self._owned = _tied_parameter(state, operators)
-        self._logged: torch.Tensor | None = None
+        self._logged: StepRecord | None = None
+        config = cast("Any", state.model[0]).config
         if self._owned is not None:
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            config = cast("Any", state.model[0]).config
+        if self._owned is not None or config.calculate_per_token_loss:
             self._finalize = config.finalize_model_grads_func
             config.finalize_model_grads_func = self._finalize_observed
 
     @property
-    def size_bytes(self) -> int:
+    def num_tokens(self) -> int | None:
+        """The tokens of all ranks' batches, if gradients were divided by them."""
+        return None if self._tokens is None else int(self._tokens)
+
+    @property
+    def tied_bytes(self) -> int:
         return 0 if self._owned is None else self._gradient().nbytes
 
     @contextlib.contextmanager
-    def replaying(self, logged: torch.Tensor | None) -> Iterator[None]:
-        """Within the context, take the sum from a log and do not communicate with the other stage; None: no change."""
+    def replaying(self, logged: StepRecord | None) -> Iterator[None]:
+        """Within the context, take the sums from a record and communicate with no other stage; None: no change."""
         self._logged = logged
         try:
             yield
@@ -167,17 +182,29 @@ class _TiedEmbedding:
             self._logged = None
 
     def _finalize_observed(
-        self, model: Any, num_tokens: Any = None, *, pg_collection: Any = None, **options: Any
+        self, model: Any, num_tokens: torch.Tensor | None = None, *, pg_collection: Any = None, **options: Any
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         if self._logged is None:
             self._finalize(model, num_tokens, pg_collection=groups, **options)
+            self._tokens = num_tokens  # Megatron sums them in place
         else:
-            groups = copy.copy(groups)
+            self._finalize_logged(model, self._logged, copy.copy(groups), **options)
+        if self._owned is not None:
+            self.tied_gradient = self._gradient().detach().to("cpu", copy=True)
+
+    def _finalize_logged(self, model: Any, logged: StepRecord, groups: Any, **options: Any) -> None:
+        if self._owned is not None:
             groups.embd = cast("dist.ProcessGroup", self._alone)
-            self._finalize(model, num_tokens, pg_collection=groups, **options)
-            self._gradient().copy_(self._logged)
-        self.observed = self._gradient().detach().to("cpu", copy=True)
+        self._finalize(model, None, pg_collection=groups, **options)
+        num_tokens = logged.gradients.num_tokens
+        if num_tokens is not None:  # in Megatron's types and order of operations, for the same bits
+            self._tokens = torch.tensor(num_tokens, dtype=torch.int, device=torch.cuda.current_device())
+            for chunk in model:
+                chunk.scale_gradients(1.0 / torch.clamp(self._tokens, min=1))
+        if self._owned is not None:
+            assert logged.tied_gradient is not None, logged.iteration
+            self._gradient().copy_(logged.tied_gradient)
 
     def _gradient(self) -> torch.Tensor:
         """Return the part of the reduced gradient that this rank's optimizer uses, flattened."""
@@ -193,30 +220,21 @@ def _tied_parameter(state: TrainingState, operators: RankOperators) -> OwnedPara
         return None
     for chunk in state.model:
         model: Any = bare_model(chunk)
-        weight = model.shared_embedding_or_output_weight() if _shares_embedding(model) else None
+        weight = model.shared_embedding_or_output_weight() if shares_embedding(model) else None
         for owned in operators.parameters:
-            if owned.parameter is weight:
+            if owned.parameter is weight and owned.is_trained:
                 return owned
     return None
-
-
-def _shares_embedding(model: Any) -> bool:
-    return model.share_embeddings_and_output_weights or bool(getattr(model.config, "mtp_num_layers", None))
 
 
 def require_replayable(state: TrainingState) -> None:
     """Raise ConfigError for options that cross stages, or change state, in a way that no log here covers."""
     config = cast("Any", state.model[0]).config
     ddp_config = cast("Any", state.model[0]).ddp_config
-    require(
-        len(state.model) == 1, "snapshots in memory: model chunks a stage", len(state.model), "1: no virtual stages"
-    )
     unsupported = [
-        (config, "calculate_per_token_loss"),  # sums tokens over stages
         (config, "variable_seq_lengths"),
         (config, "mtp_standalone"),
         (ddp_config, "use_megatron_fsdp"),
-        (ddp_config, "overlap_param_gather"),  # weights that the next forward gathers
         *((config, name) for name in ("fp4", "fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention")),
         *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
         (config, "tp_comm_overlap"),  # user buffers that belong to one communicator, which a generation replaces
@@ -250,6 +268,7 @@ def _require_plain_tensors(state: TrainingState) -> None:
         for name, parameter in chunk.named_parameters():
             kind = type(parameter.data)
             require(kind is torch.Tensor, f"snapshots in memory: {name}", kind.__name__, "plain tensors")
-    for name, generator in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    for name, generator in tracker.get_states().items():
         is_plain = torch.is_tensor(generator)
         require(is_plain, "snapshots in memory: generators for captured graphs", name, "none: use_cudagraphable_rng")

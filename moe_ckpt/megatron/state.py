@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from moe_ckpt.megatron import fp8_linear, optimizer_state
 from moe_ckpt.megatron.buffers import buffers_by_name, named_buffers, restore_buffers_by_name
 from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, torch_optimizer
+from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
 
 BUFFERS, RNG_STATE, STORED_STATES = "buffers", "rng_state", "stored_states"  # per-rank parts of a sharded state
 _SHARDING_METADATA: dict[str, Any] = {
@@ -36,13 +37,18 @@ class TrainingState:
     """The objects that a training loop built with Megatron-Core.
 
     `model` holds this rank's chunks, wrapped for data parallelism. An update advances the schedule by
-    `schedule_increment`: iterations, or the samples of one, as the loop counts.
+    `schedule_increment`: iterations, or the samples of one, as the loop counts. It is a function, called at the end of
+    each pass, if iterations differ in it.
     """
 
     model: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    schedule_increment: int = 1
+    schedule_increment: int | Callable[[], int] = 1
+
+    @property
+    def increment_of_this_iteration(self) -> int:
+        return self.schedule_increment() if callable(self.schedule_increment) else self.schedule_increment
 
     @property
     def inner_optimizers(self) -> list[MegatronOptimizer]:
@@ -52,10 +58,16 @@ class TrainingState:
 
 
 def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor that the next iteration depends on, under a name that is stable over restarts."""
+    """Yield every tensor that the next iteration depends on, under a name that is stable over restarts.
+
+    Of weights that the next forward pass gathers, the rank's shard: others are still those of an earlier step.
+    """
+    held = shards(state.inner_optimizers)
     for index, chunk in enumerate(state.model):
         for name, parameter in chunk.named_parameters():
-            yield f"model{index}.{name}", fp8_linear.forward_values(parameter)
+            values = fp8_linear.forward_values(parameter)
+            is_partial = gathers_in_forward(chunk) and parameter in held
+            yield f"model{index}.{name}", values.view(-1)[held[parameter]] if is_partial else values
         for name, buffer in named_buffers(chunk):
             yield f"model{index}.{name}", buffer
     for index, optimizer in enumerate(state.inner_optimizers):
@@ -141,7 +153,7 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
 
     Megatron reads the count off a parameter, and saves rank 0's for all ranks.
     """
-    num_steps = state.scheduler.num_steps // state.schedule_increment
+    num_steps = max(map(optimizer_state.step_count, state.inner_optimizers))
     for optimizer in state.inner_optimizers:
         inner = torch_optimizer(optimizer)
         if inner and counts_steps_per_parameter(optimizer) and not optimizer.get_parameters():

@@ -60,8 +60,9 @@ class StateWiper:
 
 def _wipe(state: TrainingState) -> None:
     generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
-    tensors = [parameter.data for chunk in state.model for parameter in chunk.parameters()]
-    tensors += [cast("Any", parameter).main_grad for chunk in state.model for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in state.model for parameter in chunk.parameters()]
+    tensors = [parameter.data for parameter in parameters]
+    tensors += [cast("Any", parameter).main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     for optimizer in state.inner_optimizers:
         tensors += [tensor for _, tensor in named_tensors(optimizer)]
         for group in getattr(torch_optimizer(optimizer), "param_groups", []):

@@ -17,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
+from moe_ckpt.megatron.overlapped import gathers_in_forward, mark_gathered
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ReadyGradients
 
@@ -33,7 +34,12 @@ def finish_gradients(state: TrainingState) -> ReadyGradients:
     loss_scale = float(state.optimizer.get_loss_scale().item())
     overflows = tuple(bool(cast("Any", optimizer).prepare_grads()) for optimizer in state.inner_optimizers)
     total_norm = None if any(overflows) else float(state.optimizer.get_grad_norm())
-    return ReadyGradients(overflows=overflows, total_norm=total_norm, loss_scale=loss_scale)
+    return ReadyGradients(
+        overflows=overflows,
+        total_norm=total_norm,
+        loss_scale=loss_scale,
+        schedule_increment=state.increment_of_this_iteration,
+    )
 
 
 def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
@@ -57,21 +63,29 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
 def gather_parameters(state: TrainingState) -> None:
     """Gather the compute weights that other ranks have updated. Collective in the stage; may be repeated.
 
-    Does nothing if no optimizer is sharded, or if the next forward gathers them.
+    Does nothing if no optimizer is sharded. Weights that the next forward pass gathers are left to it.
     """
     sharded: list[Any] = [inner for inner in state.inner_optimizers if isinstance(inner, DistributedOptimizer)]
     for optimizer in sharded:
         if not optimizer.is_stub_optimizer:
             optimizer._copy_main_params_to_model_params()  # a gather that was cut off may have left anything here
-    if sharded and not sharded[0].ddp_config.overlap_param_gather:
-        for chunk in state.model:
+    for chunk in state.model if sharded else ():
+        if not gathers_in_forward(chunk):
             cast("Any", chunk).start_param_sync()
+
+
+@torch.no_grad()
+def gather_late_parameters(state: TrainingState) -> None:
+    """Gather the weights that the next forward pass would gather; it then gathers none. Collective in the stage."""
+    for chunk in filter(gathers_in_forward, state.model):
+        mark_gathered([chunk])  # a handle may be there of a collective that was cut off
+        cast("Any", chunk).start_param_sync(force_sync=True)
 
 
 def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
     """Advance the learning rate after an update; a skipped update leaves it unchanged."""
     if not gradients.overflow:
-        state.scheduler.step(increment=state.schedule_increment)
+        state.scheduler.step(increment=gradients.schedule_increment)
 
 
 @torch.no_grad()

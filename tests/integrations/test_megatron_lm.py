@@ -84,6 +84,41 @@ OPTIONS_TOGETHER = {
 }
 
 
+CLIENT = str(Path(__file__).with_name("recipe_client.py"))
+RECIPES = {
+    "overlapped, per token": (
+        *("--calculate-per-token-loss", "--overlap-param-gather", "--overlap-grad-reduce"),
+        *("--bf16", "--ddp-bucket-size", "4000"),
+    ),
+    "frozen base, growing batches": (
+        *("--train-only", "experts|layernorm", "--step-batch-size-schedule", "0:4 192:8"),
+    ),
+    "context parallel": ("--context-parallel-size", "2", "--calculate-per-token-loss"),
+    "tokens further ahead": (
+        *("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion"),
+        "--untie-embeddings-and-output-weights",
+    ),
+    "virtual stages": (
+        *("--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"),
+        *("--overlap-grad-reduce", "--overlap-param-gather"),
+    ),
+    "precision-aware optimizer": (
+        *("--use-precision-aware-optimizer", "--bf16", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+    ),
+}
+"""Arguments beside the example's, of a client that takes them."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", RECIPES.values(), ids=RECIPES)
+def test_recipes_are_exact_under_kills(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    plain = replace(PLAIN, arguments=arguments, script=CLIENT)
+    options = (*OPTIONS["moevement"], *PATIENT)
+    killed = Job(name="killed", options=options, kills=KILLS, arguments=arguments, script=CLIENT)
+    ended = run_jobs(tmp_path, plain, killed)
+    require_equal(ended["killed"], ended["plain"])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("arguments", OPTIONS_TOGETHER.values(), ids=OPTIONS_TOGETHER)
 def test_options_of_recipes_are_exact(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -135,12 +170,12 @@ def test_a_job_that_could_not_be_exact_ends_before_it_builds(tmp_path: Path) -> 
     options = OPTIONS["moevement"]
     ended = run_jobs(
         tmp_path,
-        Job(name="gathering", options=options, arguments=("--overlap-param-gather", "--overlap-grad-reduce")),
+        Job(name="counting", options=options, arguments=("--log-num-zeros-in-grad",)),
         Job(name="boosted", options=("--ckpt", "moetion")),
         Job(name="idle", options=options, script=str(idle)),
     )
     messages = {
-        "gathering": "--overlap-param-gather: got True, wanted False or None with moe_ckpt.run: the next forward",
+        "counting": "--log-num-zeros-in-grad: got True, wanted False or None with moe_ckpt.run: the split optimizer",
         "boosted": "ckpt.boost: got 0.1, wanted 0 with moe_ckpt.run",
         "idle": "wanted a program that calls megatron.training's pretrain: nothing was protected",
     }

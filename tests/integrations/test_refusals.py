@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
+from benchmarks.recipes import EXACT_SINCE, SPEED, read_recipes, refused_now
 from moe_ckpt import run
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations import megatron_lm_seams as seams
-from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal, refusal_table, require_supported
+from moe_ckpt.integrations.megatron_lm_options import EXACT, REFUSALS, Refusal, option_table, require_supported
 from moe_ckpt.run_elastic import run_elastic
 from scripts.fetch_megatron_lm import FOLDER
 from tests.scenarios import ROOT
@@ -45,9 +46,26 @@ def test_each_refused_option_is_named_with_its_reason(refusal: Refusal) -> None:
     assert str(error.value).endswith(refusal.reason)
 
 
-def test_the_documentation_has_every_refused_option() -> None:
+def test_the_documentation_has_every_option() -> None:
     text = (ROOT / "docs" / "attach.md").read_text()
-    assert "\n".join(refusal_table()) in text, "python -m moe_ckpt.integrations.megatron_lm_options prints the table"
+    assert "\n".join(option_table()) in text, "python -m moe_ckpt.integrations.megatron_lm_options prints the table"
+
+
+def test_every_exact_option_names_tests_that_exist() -> None:
+    for path, _, row in (test.partition(": ") for each in EXACT for test in each.tests):
+        assert f'"{row}"' in (ROOT / path).read_text() or not row, (path, row)
+
+
+def test_recipes_of_megatron_bridge_meet_the_table_of_refusals() -> None:
+    recipes = read_recipes()
+    assert len(recipes) == 54
+    assert set(recipes[0]) >= {*EXACT_SINCE, *SPEED}
+    left = {recipe["recipe"] for recipe in recipes if {each.option for each in refused_now(recipe)} - {*SPEED}}
+    assert left == {
+        "deepseek_v4_flash_pretrain_32gpu_h100_bf16_muon",
+        "deepseek_v4_flash_pretrain_64gpu_gb200_bf16_muon",
+        "kimi_k2_pretrain_512gpu_h100_bf16",
+    }, "Muon's state is not in snapshots"
 
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")

@@ -296,7 +296,7 @@ def _refusals() -> None:
     require_replayable(state)
     chunk, optimizer = cast("Any", state.model[0]), cast("Any", state.inner_optimizers[-1]).config
     for owner, name in (
-        (chunk.config, "calculate_per_token_loss"),
+        (chunk.config, "variable_seq_lengths"),
         (chunk.config, "fp4"),
         (chunk.config, "tp_comm_overlap"),  # buffers that belong to one communicator
         (chunk.ddp_config, "nccl_ub"),  # the same
