@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.marks import rewrite  # noqa: E402
 from moe_ckpt.mirror.frames import TcpSegment, segment_of  # noqa: E402
-from moe_ckpt.mirror.marks import mark_of  # noqa: E402
+from moe_ckpt.mirror.marks import find_mark, mark_of  # noqa: E402
 from moe_ckpt.mirror.plan import MirroredSums  # noqa: E402
 from moe_ckpt.mirror.port import MirrorPort  # noqa: E402
 from moe_ckpt.mirror.redundancy import failure_probability  # noqa: E402
@@ -78,8 +78,9 @@ def record(num_ranks: int, num_bytes: int, iterations: int) -> list[TcpSegment]:
     thread.join()
     port.close()
     assert statuses == [0] * num_ranks, statuses
-    seen = dict.fromkeys(segment for frame in frames if (segment := segment_of(frame)))  # both directions at `lo`
-    return [packet for segment in seen for packet in _packets(segment)]
+    seen = dict.fromkeys(segment for frame in frames if (segment := segment_of(frame)))  # `lo` shows each frame twice
+    streams = {segment.stream for segment in seen if find_mark(segment.payload)}  # and those of other processes
+    return [packet for segment in seen if segment.stream in streams for packet in _packets(segment)]
 
 
 def _packets(segment: TcpSegment) -> Iterator[TcpSegment]:

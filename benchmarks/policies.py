@@ -52,6 +52,13 @@ VARIANTS = (
     Variant(name="moc", overrides=("ckpt=moc",)),
     Variant(name="moetion", overrides=("ckpt=moetion",)),
     Variant(name="flowcheck", overrides=("ckpt=flowcheck",)),
+    Variant(
+        name="flowcheck, mirror, whole optimizer",
+        overrides=(
+            *("ckpt=flowcheck", "ckpt.capture=mirror", "ckpt.mirror_interface=lo"),
+            "train.distributed_optimizer=false",
+        ),
+    ),
 )
 COLUMNS = (
     "policy",

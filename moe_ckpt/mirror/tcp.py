@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from moe_ckpt.mirror.frames import TcpSegment
 
@@ -35,66 +36,78 @@ Chunk = bytes | Gap | Begin
 
 
 class Reassembly:
-    """One stream. `start`: the sequence number from which on it is read; None: that of the first segment."""
+    """One stream. `start`: the sequence number from which on it is read; None: that of the first segment.
+
+    Bytes have positions, counted from the first; sequence numbers are these, modulo 2 ** 32.
+    """
 
     def __init__(self, patience_bytes: int, start: int | None = None) -> None:
         self._patience_bytes = patience_bytes
-        self._next = start
+        self._start = start  # the sequence number of position 0
         self._first: int | None = None
-        self._held: dict[int, bytes] = {}  # by sequence number, all beyond `_next`
+        self._next = 0
+        self._held: dict[int, bytes] = {}  # by position, all beyond `_next`
+        self._order: list[int] = []  # a heap of their positions
+        self._held_bytes = 0
 
     def feed(self, segment: TcpSegment) -> Iterator[Chunk]:
         """Yield the bytes and gaps that follow in order now."""
         if segment.begins:
             if segment.sequence != self._first:  # else it was retransmitted
-                self._first, self._held = segment.sequence, {}
-                self._next = (segment.sequence + 1) % _MODULUS
+                self._begin(segment.sequence)
                 yield Begin(opened=segment.opens)
             return
         if not segment.payload:
             return
-        if self._next is None:
-            self._next = segment.sequence
+        if self._start is None:
+            self._start = segment.sequence
             yield Gap(num_bytes=0)
-        ahead = self._distance(segment.sequence)
+        ahead = self._ahead(segment.sequence)
         if ahead <= 0:  # retransmitted, wholly or in part, or in order
             yield from self._take(segment.payload[-ahead:])
-        elif ahead < _WINDOW and len(segment.payload) > len(self._held.get(segment.sequence, b"")):
-            self._held[segment.sequence] = segment.payload
-            if sum(map(len, self._held.values())) > self._patience_bytes:
+        elif ahead < _WINDOW:
+            self._hold(self._next + ahead, segment.payload)
+            if self._held_bytes > self._patience_bytes:
                 yield from self._give_up()
 
     def flush(self) -> Iterator[Chunk]:
         """Yield all held bytes: nothing more comes in time."""
-        while self._held:
+        while self._order:
             yield from self._give_up()
 
+    def _begin(self, sequence: int) -> None:
+        self._first, self._start, self._next = sequence, (sequence + 1) % _MODULUS, 0
+        self._held, self._order, self._held_bytes = {}, [], 0
+
+    def _hold(self, position: int, payload: bytes) -> None:
+        before = self._held.get(position, b"")
+        if not before:
+            heappush(self._order, position)
+        if len(payload) > len(before):
+            self._held[position] = payload
+            self._held_bytes += len(payload) - len(before)
+
     def _give_up(self) -> Iterator[Chunk]:
-        nearest = min(self._held, key=self._distance)
-        yield Gap(num_bytes=self._distance(nearest))
+        nearest = self._order[0]
+        yield Gap(num_bytes=nearest - self._next)
         self._next = nearest
-        yield from self._take(self._held.pop(nearest))
+        yield from self._take(b"")
 
     def _take(self, payload: bytes) -> Iterator[Chunk]:
         """Yield bytes that are next, and those held that follow."""
         if payload:
-            self._advance(len(payload))
+            self._next += len(payload)
             yield payload
-        while self._held:
-            nearest = min(self._held, key=self._distance)
-            ahead = self._distance(nearest)
-            if ahead > 0:
-                return
-            following = self._held.pop(nearest)[-ahead:]
+        while self._order and self._order[0] <= self._next:
+            position = heappop(self._order)
+            held = self._held.pop(position)
+            self._held_bytes -= len(held)
+            following = held[self._next - position :]
             if following:
-                self._advance(len(following))
+                self._next += len(following)
                 yield following
 
-    def _advance(self, num_bytes: int) -> None:
-        assert self._next is not None
-        self._next = (self._next + num_bytes) % _MODULUS
-
-    def _distance(self, sequence: int) -> int:
+    def _ahead(self, sequence: int) -> int:
         """Return how far a sequence number is ahead of the next one; below 0: behind it."""
-        assert self._next is not None
-        return (sequence - self._next + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+        assert self._start is not None
+        return (sequence - self._start - self._next + _MODULUS // 2) % _MODULUS - _MODULUS // 2

@@ -22,7 +22,7 @@ from moe_ckpt.mirror.plan import MirroredSums
 from moe_ckpt.mirror.ring import Ring, RingSend
 from moe_ckpt.mirror.tcp import Reassembly
 
-_PATIENCE_BYTES = 4 << 20
+_PATIENCE_BYTES = 1 << 20
 _MOST_GROUPS = 1024
 _MOST_BYTES = 1 << 30
 

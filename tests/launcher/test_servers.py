@@ -26,7 +26,7 @@ _WHOLE = "train.distributed_optimizer=false"
             "ckpt.mirror_interface: got 'e0', wanted an interface where",
         ),
         (["ckpt.capture_loss=0.1"], "ckpt.capture_loss: got 0.1, wanted 0 where ckpt.capture=tap"),
-        (["ckpt.capture=hub"], "ckpt.capture: got 'hub', wanted tap or mirror"),
+        (["ckpt.capture=hub"], "ckpt.capture: got 'hub', wanted one of tap, mirror"),
         ([*_MIRROR, "ckpt.captures=1"], "ckpt.captures: got 1, wanted at least 2"),
         ([*_MIRROR, "ckpt.capture_loss=1"], "ckpt.capture_loss: got 1.0, wanted at least 0 and less than 1"),
         (_MIRROR, "train.distributed_optimizer: got True, wanted false where ckpt.capture=mirror: a sharded"),

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.mirror.plan import BucketPlace, Mirrored, MirroredSums
 from moe_ckpt.replication.local_disk import copy_blobs
 from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.replication.sender import Replicator
@@ -24,12 +25,22 @@ from moe_ckpt.snapshot.adam_update import (
     Update,
     apply_update,
     is_update,
+    no_capture,
     update_from_bytes,
     update_to_bytes,
 )
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
-from moe_ckpt.snapshot.codec import EXP_AVG, EXP_AVG_SQ, MASTER, PartKey, UnitTag, checksum, header_from_json
+from moe_ckpt.snapshot.codec import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    PartKey,
+    SnapshotHeader,
+    UnitTag,
+    checksum,
+    header_from_json,
+)
 from moe_ckpt.snapshot.copier import HostCopier
 from moe_ckpt.snapshot.windows import HostBuffers
 from tests.replication.blobs import buffers_of, content_of, payload_of
@@ -240,3 +251,52 @@ def test_updates_that_a_process_could_not_send_end_with_it(tmp_path: Path) -> No
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     with pytest.raises(CheckpointLoadError):
         update_from_bytes(data)
+
+
+def _following(before: SnapshotHeader, target: str, **fields: Any) -> Update:
+    """Return the update that leads to the iteration after a state, as a rank hands it over to a server."""
+    header = replace(before, iteration=before.iteration + 1, window_start=before.iteration + 1, checksum=0)
+    steps = before.iteration + 1.0
+    step = AdamStep(
+        learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, steps=steps, scale=0.5
+    )
+    return Update(target=target, steps=(step,) * len(SIZES), header=header, seals=True, **fields)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(owner: Owner, dtype: str, tmp_path: Path) -> None:
+    """One of the two gradients lies in a bucket behind five elements of others."""
+    key, folder = owner.train(), BlobFolder(tmp_path / "server")
+    copy_blobs(owner.peer, folder, [key])
+    before = header_from_json(folder.get(key).header)
+    drawn = torch.randn(sum(SIZES.values()), generator=torch.Generator().manual_seed(3)).to(getattr(torch, dtype))
+    gradients = drawn.float()
+    bucket = torch.cat([torch.ones(5, dtype=drawn.dtype), drawn[SIZES["fc1"] :]]).view(torch.uint8).numpy().tobytes()
+    sums = MirroredSums(group="ab" * 16, size=2, buckets=(8, len(bucket)), dtype=dtype, first=3, end=6)
+    mirrored = Mirrored(groups=(sums,), places=(None, BucketPlace(group=0, bucket=1, start=5)))
+    made = {}
+    for target, share, places in (("tapped", gradients, None), ("captured", gradients[: SIZES["fc1"]], mirrored)):
+        update = _following(before, f"snapshot-{target}", base=key, mirrored=places)
+        assert update.payload_bytes == share.nbytes
+        payload = folder.allocate(share.nbytes)
+        payload.copy_(share.view(torch.uint8))
+        captured = lambda wanted: [bytearray(8), bytearray(bucket)] if wanted == sums else []  # noqa: E731
+        apply_update(folder, "update", update_to_bytes(update), payload, share.nbytes, captured)
+        made[target] = content_of(folder, f"snapshot-{target}")
+    assert made["tapped"] == made["captured"]
+    far = replace(mirrored, places=(None, BucketPlace(group=0, bucket=1, start=6)))
+    for places, capture, says in ((far, captured, "wanted a place within"), (mirrored, no_capture, "ckpt.capture")):
+        update = _following(before, "snapshot-none", base=key, mirrored=places)
+        payload = folder.allocate(update.payload_bytes)
+        with pytest.raises(CheckpointLoadError, match=says):
+            apply_update(folder, "update", update_to_bytes(update), payload, update.payload_bytes, capture)
+    assert "snapshot-none" not in folder.keys()  # noqa: SIM118 - not a mapping
+
+
+def test_an_update_with_a_place_too_few_is_refused(owner: Owner) -> None:
+    key = owner.train()
+    update = _following(header_from_json(owner.peer.get(key).header), "snapshot-next", base=key)
+    assert update_from_bytes(update_to_bytes(update)) == update
+    with_one = replace(update, mirrored=Mirrored(groups=(), places=(None,)))
+    with pytest.raises(CheckpointLoadError, match="got 1 places"):
+        update_from_bytes(update_to_bytes(with_one))
