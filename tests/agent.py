@@ -89,7 +89,6 @@ def _supervise(settings: Settings) -> int:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    signal.signal(signal.SIGUSR1, _wedge)
     try:
         return start(settings)
     except MoeCkptError as error:
@@ -110,12 +109,6 @@ def _set_environment(rank: int, world_size: int, port: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-
-
-def _wedge(number: int, _: object) -> None:
-    """Hang for ever in the thread that trains: what an order of SIGUSR1 does to a worker."""
-    while True:
-        time.sleep(3600)
 
 
 def _wait_for_supervisors(pids: set[int]) -> int:

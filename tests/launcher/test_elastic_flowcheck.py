@@ -54,10 +54,11 @@ def _can_be_supervised(row: Row) -> bool:
     """Leave out jobs that differ or hang before a fault under every policy with supervisors.
 
     A job of one rank computes with other thread counts than its reference. Where one stage has no experts and the
-    optimizer is whole, a rank that builds its model alone makes no optimizer for experts, and norms do not meet.
+    optimizer is whole, a rank that builds its model alone makes no optimizer for experts, and norms do not meet; with
+    expert parallelism its digests lack the learning rate of that empty optimizer.
     """
     has_dense_stage = row["first layer"] == "dense" and LAYOUTS[row["layout"]].pp > 1
-    return row["layout"] != "PP1" and not (has_dense_stage and row["optimizer"] == "whole")
+    return row["layout"] != "PP1" and not (has_dense_stage and (row["optimizer"] == "whole" or row["layout"] == "PP2"))
 
 
 @pytest.mark.full

@@ -51,10 +51,9 @@ FOUR_LAYERS = (
 )  # no masks: they are drawn anew
 AT_PP2_EP2, PP2_EP2 = ("parallel.pp=2", "parallel.ep=2"), ParallelLayout(pp=2, dp=2, ep=2, tp=1)
 OTHERS = {"PP=1 EP=4": ("parallel.pp=1", "parallel.ep=4"), "PP=4 EP=1": ("parallel.pp=4", "parallel.ep=1")}
-GLOBAL_AUX_LOSS = ("model.moe_balancing=global_aux_loss", FP32)
+COUNTING = "model.moe_balancing=global_aux_loss"
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "bf16": (BF16,),
-    "global aux loss": GLOBAL_AUX_LOSS,
+    "bf16, global aux loss": (BF16, COUNTING),
     "fp16 with skipped steps, dense first layer, shared experts": (
         *FP16_SKIPPING,
         *("model.num_dense_layers=1", "model.dense_ffn_hidden_size=64", "model.shared_expert_ffn_hidden_size=32"),
@@ -215,7 +214,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     def save(variant: str) -> tuple[Path, list[Stand]]:
         if variant not in kept:
             folder = tmp_path_factory.mktemp("saved") / "checkpoint"
-            mark = _by_layer if VARIANTS[variant] == GLOBAL_AUX_LOSS else None
+            mark = _by_layer if COUNTING in VARIANTS[variant] else None
             kept[variant] = folder, run_ranks(4, _save, folder, (*FOUR_LAYERS, *VARIANTS[variant], *AT_PP2_EP2), mark)
         return kept[variant]
 
@@ -225,7 +224,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 @pytest.mark.parametrize(
     ("variant", "layout"),
     [
-        ("bf16", "PP=1 EP=4"),
+        ("bf16, global aux loss", "PP=1 EP=4"),
         # two optimizers and loss scalers become one; a stage has no experts
         ("fp16 with skipped steps, dense first layer, shared experts", "PP=4 EP=1"),
         ("optimizer not sharded, aux-loss-free bias, tied embeddings", "PP=1 EP=4"),
@@ -244,13 +243,13 @@ def test_state_is_the_same_bit_for_bit_and_loss_nearly(variant: str, layout: str
 
 def test_counters_in_the_comparison_above_tell_layers_apart(saved: Any) -> None:
     """Megatron does not save them, and zeros would be right by chance."""
-    whole = _whole(rank.by_operator for rank in saved("global aux loss")[1])
+    whole = _whole(rank.by_operator for rank in saved("bf16, global aux loss")[1])
     counters = {bits.tobytes() for name, bits in whole.items() if name.endswith("global_tokens_per_expert")}
     assert len(counters) == 4
 
 
 def test_counters_that_belong_to_a_rank_are_refused(tmp_path: Path) -> None:
-    overrides = (*FOUR_LAYERS, *GLOBAL_AUX_LOSS)
+    overrides = (*FOUR_LAYERS, FP32, COUNTING)
     run_ranks(4, _save, tmp_path / "checkpoint", (*overrides, *AT_PP2_EP2), _by_rank)
     with pytest.raises(RankFailedError, match=r"buffer decoder\.layers\.\d\.mlp\.router\.global_tokens_per_exp"):
         run_ranks(4, _load, tmp_path / "checkpoint", PP2_EP2, (*overrides, *OTHERS["PP=1 EP=4"]))
@@ -275,8 +274,8 @@ def _load_with_megatron_alone(folder: Path, overrides: tuple[str, ...]) -> Parts
 
 
 def test_megatron_alone_loads_the_weights(saved: Any) -> None:
-    folder, before = saved("bf16")
-    overrides = (*FOUR_LAYERS, *VARIANTS["bf16"], "parallel.pp=1", "parallel.ep=2")
+    folder, before = saved("bf16, global aux loss")
+    overrides = (*FOUR_LAYERS, *VARIANTS["bf16, global aux loss"], "parallel.pp=1", "parallel.ep=2")
 
     loaded = _whole(run_ranks(2, _load_with_megatron_alone, folder, overrides))
 
@@ -292,7 +291,7 @@ def _generators(state: TrainingState) -> dict[str, bytes]:
 
 def _generators_around_a_load(folder: Path) -> list[dict[str, bytes]]:
     """Return what they are when a run starts, after a load, as seeded for the same iteration, and for the next."""
-    state, _ = build_stage(*FOUR_LAYERS, FP32, "parallel.pp=2", "parallel.ep=1")
+    state, _ = build_stage(*FOUR_LAYERS, *VARIANTS["bf16, global aux loss"], *PP2, "parallel.ep=1")
     run_seed, found = torch.initial_seed(), [_generators(state)]
     MegatronDurableState(state, asynchronous=False).load(folder, PP2_EP2)
     found.append(_generators(state))
@@ -303,7 +302,7 @@ def _generators_around_a_load(folder: Path) -> list[dict[str, bytes]]:
 
 
 def test_generators_are_seeded_by_stage_and_iteration(saved: Any) -> None:
-    folder, _ = saved("global aux loss")
+    folder, _ = saved("bf16, global aux loss")
     ranks = run_ranks(4, _generators_around_a_load, folder)
     for fresh, loaded, seeded, seeded_for_next in ranks:
         assert loaded == seeded
