@@ -10,20 +10,23 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import grouped  # noqa: E402
 from benchmarks.lossy.figure import Line, Panel, draw  # noqa: E402
 from benchmarks.runs import commit_of, finished_run, hardware, packages  # noqa: E402
-from launcher.config import compose_settings, read_settings  # noqa: E402
-from launcher.parameters import count_parameters  # noqa: E402
+from launcher.config import ModelConfig, compose_settings, read_settings  # noqa: E402
+from launcher.parameters import count_parameters, operator_parameters  # noqa: E402
 from launcher.report.facts import gather  # noqa: E402
 from launcher.report.read import read_run  # noqa: E402
 from moe_ckpt.events import SnapshotTaken, read_events  # noqa: E402
 from moe_ckpt.state_format import StateFormat  # noqa: E402
+from moe_ckpt.types import OperatorKind  # noqa: E402
 
 ITERATIONS, WINDOW = 400, 3
 _BYTE_TOKENS = 256
@@ -74,17 +77,33 @@ rows but the last lie within that.
 ## Bytes
 
 A window of W snapshots holds every operator once in full, and with compute weights in each snapshot before that one:
-with operators of one size, full + C * (W - 1) / 2 bytes a parameter. Measured are the bytes of a window over all
-parameters, with the buffers and scales that belong to it; `tests/launcher/test_formats.py` compares a slot with the
-formula element by element. FP8 is what linear layers of the decoder compute with: embeddings, norms, routers and the
-output layer stay in 16 bits, which is a larger part of `tiny` than of a real model.
+with operators of one size, full + C * (W - 1) / 2 bytes a parameter. FP8 is what linear layers of the decoder compute
+with, {share:.0%} of the parameters of this `tiny`: embeddings, norms, routers and the output layer stay in 16 bits. So
+computed are averages over both. Measured are the bytes of the first whole snapshot and of the last window of all ranks,
+with scales and buffers, over all parameters; operators of a window are not of one size.
+`tests/launcher/test_formats.py` compares each slot of a window with the formula element by element.
 
-| `precision=` | C | state, paper | state, exact | window of {window} | measured | against BF16 | measured | paper |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| `precision=` | C | state, paper | exact | whole | measured | window of {window} | measured | against BF16 | paper |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {bytes}
 
-`state, exact` is more than the paper counts where the compute weight is not the rounding of the stored master weight:
+`exact` is more than the paper counts where the compute weight is not the rounding of the stored master weight:
 an FP16 master is itself rounded, so a snapshot in full holds the compute weight as well.
+
+FP8 parameters (`precision=fp8_fp32_fp32 precision.fp8_param_gather=true`) take the same bytes: a payload of one, and
+scales. With delayed scaling a snapshot in full has the payload beside the master, 13 bytes. On a GPU, layers that
+multiply in FP8 keep BF16 parameters otherwise: C is 2 there.
+
+## Frozen experts of a grouped layer
+
+In a replay some experts of a layer are frozen, while others are trained again. With experts in modules of their own,
+frozen weights skip their gradients. Transformer Engine's `GroupedLinear` asks its first weight alone, so a layer
+computes all of them, unless all of its experts are frozen. Processor seconds of a forward and a backward pass of one
+layer on a CPU ({grouped}):
+
+| frozen | without their weight gradients | with all weight gradients | price |
+| --- | --- | --- | --- |
+{grouped_rows}
 
 ## Measured on
 
@@ -113,14 +132,17 @@ def write(folder: Path, runs: Mapping[str, Path], iterations: int, command: str)
     lines = [Line(name=name, style=STYLES[name], points=curve) for name, curve in curves.items()]
     settings = read_settings(runs["bf16"] / "config.yaml")
     num_parameters, _ = count_parameters(settings.model, _BYTE_TOKENS, settings.train.sequence_length)
-    taken = {name: (format_of(path), window_bytes(path)) for name, path in runs.items()}
+    share = fp8_share(settings.model)
     panel = Panel(title="", y="evaluation loss, nats per token", lines=lines, marks=(), has_legend=True)
     page = _PAGE.format(
         command=command,
         iterations=iterations,
         window=WINDOW,
         losses="\n".join(_loss_rows(curves)),
-        bytes="\n".join(_byte_rows(taken, num_parameters)),
+        share=share,
+        bytes="\n".join(_byte_rows(runs, share, num_parameters)),
+        grouped=grouped.SAID,
+        grouped_rows="\n".join(grouped.rows()),
         hardware=hardware(),
         packages=packages(runs["bf16"]),
         commit=commit_of(runs.values()),
@@ -141,17 +163,43 @@ def evaluations(run: Path) -> Sequence[tuple[float, float]]:
 
 def window_bytes(run: Path) -> int:
     """Return the bytes of the last whole window of all ranks."""
-    total = 0
+    taken = list(_snapshots(run))
+    last = max(event.window_start for event in taken if event.slot == WINDOW - 1)
+    return sum(event.size_bytes for event in taken if event.window_start == last)
+
+
+def _snapshots(run: Path) -> Iterator[SnapshotTaken]:
     for path in sorted((run / "events").glob("*.jsonl")):
-        taken = [logged.event for logged in read_events(path) if isinstance(logged.event, SnapshotTaken)]
-        last = max(event.window_start for event in taken if event.slot == WINDOW - 1)
-        total += sum(event.size_bytes for event in taken if event.window_start == last)
-    return total
+        yield from (logged.event for logged in read_events(path) if isinstance(logged.event, SnapshotTaken))
 
 
-def window_by_formula(stored: StateFormat, full_bytes: int) -> float:
+def whole_bytes(run: Path) -> int:
+    """Return the bytes of the first snapshot of all ranks, which has the whole state."""
+    return sum(event.size_bytes for event in _snapshots(run) if event.iteration == 0)
+
+
+def fp8_share(model: ModelConfig) -> float:
+    """Return the share of parameters that are weights of the decoder's linear layers."""
+    counts = list(operator_parameters(model, _BYTE_TOKENS))
+    norms = 2 * model.hidden_size  # of a block, RMSNorm
+    blocks = sum(count - norms for operator, count in counts if operator.kind is OperatorKind.BLOCK)
+    experts = sum(count for operator, count in counts if operator.kind is OperatorKind.EXPERT)
+    return (blocks + experts) / sum(count for _, count in counts)
+
+
+def window_by_formula(stored: StateFormat, full_bytes: float) -> float:
     """Return the bytes a parameter of a window with operators of one size."""
     return full_bytes + stored.compute_bytes * (WINDOW - 1) / 2
+
+
+def mean_bytes(stored: StateFormat, share: float, bytes_of: Callable[[StateFormat], float]) -> float:
+    """Return the mean bytes over parameters that compute in the format, and those that stay in 16 bits beside FP8."""
+    other = replace(stored, compute="bf16") if stored.compute == "fp8" else stored
+    return share * bytes_of(stored) + (1 - share) * bytes_of(other)
+
+
+def exact_window(stored: StateFormat) -> float:
+    return window_by_formula(stored, stored.full_bytes)
 
 
 def _loss_rows(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[str]:
@@ -162,21 +210,22 @@ def _loss_rows(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[
         yield f"| `{name}` | {stored} | {last:.4f} | {last - reference:+.4f} | {SAID[name]} |"
 
 
-def _byte_rows(runs: Mapping[str, tuple[StateFormat, int]], num_parameters: int) -> Iterator[str]:
-    reference, measured_reference = runs["bf16"]
-    for name, (stored, measured) in runs.items():
-        exact = window_by_formula(stored, stored.full_bytes)
+def _byte_rows(runs: Mapping[str, Path], share: float, num_parameters: int) -> Iterator[str]:
+    reference = format_of(runs["bf16"])
+    for name, run in runs.items():
+        stored = format_of(run)
+        whole = mean_bytes(stored, share, lambda each: each.full_bytes)
         paper = window_by_formula(stored, stored.state_bytes)
-        base = window_by_formula(reference, reference.full_bytes)
         cells = [
             str(stored.compute_bytes),
             str(stored.state_bytes),
             str(stored.full_bytes),
-            f"{exact:.1f}",
-            f"{measured / num_parameters:.1f}",
-            f"{exact / base:.2f}",
-            f"{measured / measured_reference:.2f}",
-            f"{paper / base:.2f}",
+            f"{whole:.2f}",
+            f"{whole_bytes(run) / num_parameters:.2f}",
+            f"{mean_bytes(stored, share, exact_window):.2f}",
+            f"{window_bytes(run) / num_parameters:.2f}",
+            f"{window_bytes(run) / window_bytes(runs['bf16']):.2f}",
+            f"{paper / exact_window(reference):.2f}",
         ]
         yield f"| `{name}` | {' | '.join(cells)} |"
 

@@ -148,6 +148,7 @@ class PrecisionConfig:
     fp8: bool
     fp8_recipe: str
     fp8_amax_history_len: int
+    fp8_param_gather: bool
     master: str
     exp_avg: str
     exp_avg_sq: str
@@ -167,6 +168,8 @@ class PrecisionConfig:
         if self.fp8 or self.master == "remainder":
             setting, got = ("precision.fp8", self.fp8) if self.fp8 else ("precision.master", self.master)
             require(self.dtype == "bf16", "precision.dtype", self.dtype, f"bf16 where {setting}={got}".lower())
+        if self.fp8_param_gather:
+            self._require_fp8_parameters()
         require_at_least("precision.min_loss_scale", self.min_loss_scale, 1.0)
         require_at_least("precision.initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
         require_at_least("precision.loss_scale_window_iters", self.loss_scale_window_iters, 1)
@@ -174,9 +177,23 @@ class PrecisionConfig:
     @property
     def state_format(self) -> StateFormat:
         """How each parameter's weights and moments are stored."""
-        has_own_scales = self.fp8 and self.fp8_recipe == "tensorwise"
-        compute = "fp8" if has_own_scales else self.dtype
-        return StateFormat(compute=compute, master=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
+        is_delayed = self.fp8_recipe == "delayed"
+        return StateFormat(
+            compute="fp8" if self.fp8_param_gather or (self.fp8 and not is_delayed) else self.dtype,
+            master=self.master,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            has_history=self.fp8_param_gather and is_delayed,
+        )
+
+    def _require_fp8_parameters(self) -> None:
+        setting = "precision.fp8_param_gather=true"
+        require(self.fp8, "precision.fp8", self.fp8, f"true where {setting}")
+        # Megatron accepts FP16 masters, and breaks: see `moe_ckpt.megatron.replay`
+        require(self.master == "fp32", "precision.master", self.master, f"fp32 where {setting}")
+        has_fp32_moments = (self.exp_avg, self.exp_avg_sq) == ("fp32", "fp32")
+        wanted = f"tensorwise or blockwise where {setting} and moments are not fp32"
+        require(has_fp32_moments or self.fp8_recipe != "delayed", "precision.fp8_recipe", self.fp8_recipe, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron import fp8_linear, precision_adam
+from moe_ckpt.megatron import cpu_fp8_tensors, fp8_linear, precision_adam
 from moe_ckpt.megatron.capacity_boost import use_router
 from moe_ckpt.megatron.grouped_linear import group_experts
+from moe_ckpt.megatron.initial_weights import broadcast_parameters
 from moe_ckpt.megatron.operators import stage_group
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ParallelLayout
@@ -48,10 +49,11 @@ def build_training(
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=settings.precision.grad_reduce_in_fp32,
             use_distributed_optimizer=settings.train.distributed_optimizer,
+            fp8_param_gather=settings.precision.fp8_param_gather,
         ),
         _build_stage(settings, config, vocab_size, router),
     )
-    model.broadcast_params()
+    broadcast_parameters(model)
     optimizer = get_megatron_optimizer(_optimizer_config(settings), [model], use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
@@ -148,6 +150,7 @@ def _fp8(precision: PrecisionConfig) -> dict[str, Any]:
         "fp8_recipe": precision.fp8_recipe,
         "fp8_amax_history_len": precision.fp8_amax_history_len,
         "fp8_amax_compute_algo": "max",
+        "fp8_param": precision.fp8_param_gather,
     }
 
 
@@ -196,10 +199,19 @@ def _build_stage(
     )
     if torch.cuda.is_available():
         stage.cuda(torch.cuda.current_device())
-    if settings.precision.fp8 and not torch.cuda.is_available():
-        is_delayed, history_len = settings.precision.fp8_recipe == "delayed", settings.precision.fp8_amax_history_len
-        fp8_linear.use_fp8(stage, fp8_linear.DelayedScaling(stage_group, history_len) if is_delayed else None)
-    return stage if settings.precision.dtype == "fp32" else Float16Module(config, stage)
+    precision = settings.precision
+    if precision.fp8 and not torch.cuda.is_available():
+        _use_fp8_on_cpu(stage, precision)
+    wrapped = stage if precision.dtype == "fp32" else Float16Module(config, stage)
+    if precision.fp8_param_gather and not torch.cuda.is_available():
+        cpu_fp8_tensors.convert(wrapped, fp8_linear.quantizer_of)  # a wrapper that changes types would undo it
+    return wrapped
+
+
+def _use_fp8_on_cpu(stage: GPTModel, precision: PrecisionConfig) -> None:
+    is_delayed = precision.fp8_recipe == "delayed"
+    delayed = fp8_linear.DelayedScaling(stage_group, precision.fp8_amax_history_len) if is_delayed else None
+    fp8_linear.use_fp8(stage, delayed, blocks=precision.fp8_recipe == "blockwise")
 
 
 def _use_transformer_engine() -> bool:
@@ -214,6 +226,9 @@ def _require_formats(settings: Settings) -> None:
     elif precision.fp8 and precision.fp8_recipe == "delayed":
         wanted = "none with precision.fp8_recipe=delayed on a CPU"
         require(train.recompute == "none", "train.recompute", train.recompute, wanted)
+    if precision.fp8_param_gather:
+        wanted = "true where precision.fp8_param_gather=true"
+        require(train.distributed_optimizer, "train.distributed_optimizer", train.distributed_optimizer, wanted)
     if not precision.state_format.is_plain:
         wanted = f"true where precision.master, exp_avg or exp_avg_sq are not fp32 (got {precision.state_format})"
         require(train.distributed_optimizer, "train.distributed_optimizer", train.distributed_optimizer, wanted)
@@ -260,6 +275,8 @@ def _optimizer_arguments(settings: Settings) -> dict[str, Any]:
         fp16=precision.dtype == "fp16",
         params_dtype=_DTYPES[precision.dtype],
         use_distributed_optimizer=train.distributed_optimizer,
+        # Megatron takes the masters of FP8 parameters from FusedAdam otherwise
+        fp8_recipe=precision.fp8_recipe if precision.fp8_param_gather else None,
         **_loss_scaling(precision),
     )
 

@@ -236,9 +236,11 @@ def _fingerprint(settings: Settings, source: TokenSource) -> str:
     }
     fingerprint = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
     stored = settings.precision.state_format
-    if settings.precision.fp8 and settings.precision.fp8_recipe == "delayed":
-        return f"{fingerprint} in {stored}, FP8 with delayed scaling"
-    return fingerprint if stored.is_plain and not settings.precision.fp8 else f"{fingerprint} in {stored}"
+    precision = settings.precision
+    if not precision.fp8:
+        return fingerprint if stored.is_plain else f"{fingerprint} in {stored}"
+    recipe = "" if precision.fp8_recipe == "tensorwise" else f", FP8 with {precision.fp8_recipe} scaling"
+    return f"{fingerprint} in {stored}{recipe}{', FP8 parameters' if precision.fp8_param_gather else ''}"
 
 
 def _resume(session: Session, settings: Settings, folder: RunFolder, *, is_first: bool) -> int:

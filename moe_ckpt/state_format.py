@@ -13,18 +13,22 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "remainder": 2, "fp8": 1}
 
 COMPUTE_FORMATS = ("fp32", "bf16", "fp16", "fp8")
 MASTER_FORMATS = ("fp32", "fp16", "remainder", "fp8")
-FP8_RECIPES = ("tensorwise", "delayed")
+FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
 MOMENT_FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
-    """How a parameter's compute weight, master weight and moments are stored; FP8 and FP16 states have FP32 scales."""
+    """How a parameter's compute weight, master weight and moments are stored; FP8 and FP16 states have FP32 scales.
+
+    `has_history`: the scales of compute weights are taken from earlier passes (delayed scaling).
+    """
 
     compute: str
     master: str
     exp_avg: str
     exp_avg_sq: str
+    has_history: bool = False
 
     @property
     def compute_bytes(self) -> int:
@@ -47,8 +51,9 @@ class StateFormat:
 
         An FP16 master is itself rounded, from the value that the compute weight was rounded from; a remainder is no
         value without the compute weight. An FP8 master is the reference optimizer's own, which rounds the stored one.
+        FP8 parameters with delayed scaling are rounded with scales that do not follow from the master.
         """
-        return self.master in ("fp32", "fp8")
+        return self.master in ("fp32", "fp8") and not self.has_history
 
     @property
     def is_plain(self) -> bool:

@@ -20,4 +20,4 @@ fetch "megatron-core==$version" 2>/dev/null || fetch --python-version 3.12 "mega
 
 export PYTHONPATH="$target/site"
 "$python" -W ignore -c 'import megatron.core; print("megatron-core", megatron.core.__version__, "from", megatron.core.__path__[0])'
-"$python" -m pytest tests/adapters tests/launcher/test_exact.py tests/launcher/test_reshard.py "$@"
+"$python" -m pytest tests/megatron tests/launcher/test_exact.py tests/launcher/test_formats.py tests/launcher/test_reshard.py "$@"

@@ -7,6 +7,11 @@ import pytest
 from moe_ckpt.state_format import StateFormat
 
 
+def test_scales_of_earlier_passes_do_not_follow_from_masters() -> None:
+    stored = StateFormat(compute="fp8", master="fp32", exp_avg="fp32", exp_avg_sq="fp32", has_history=True)
+    assert (stored.compute_bytes, stored.state_bytes, stored.full_bytes) == (1, 12, 13)
+
+
 def format_of(row: str) -> StateFormat:
     compute, master, exp_avg, exp_avg_sq = row.replace("+", "/").lower().split("/")
     return StateFormat(compute=compute, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -19,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from moe_ckpt.config import require
 from moe_ckpt.events import CapacityBoosted
+from moe_ckpt.megatron.layer_specs import moe_submodules
 from moe_ckpt.megatron.operators import bare_model, locate, stage_group
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.policies.capacity_boost import boosted_capacity, made_up, share_of
@@ -233,15 +232,9 @@ class CapacityBoost:
 
 
 def use_router(block: TransformerBlockSubmodules, router: type[TopKRouter]) -> None:
-    """Build the layers of a block's specification with this router, in place of Megatron's.
-
-    Megatron-core 0.16 describes an MoE layer by a ModuleSpec, 0.17 and later by a partial of its class.
-    """
-    for layer in block.layer_specs or []:
-        mlp = cast("Any", layer.submodules).mlp
-        submodules = mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else mlp.submodules
-        if isinstance(submodules, MoESubmodules):
-            submodules.router = router
+    """Build the layers of a block's specification with this router, in place of Megatron's."""
+    for submodules in moe_submodules(block):
+        submodules.router = router
 
 
 def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, Router]]:

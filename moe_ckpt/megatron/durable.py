@@ -12,6 +12,7 @@ checks it while training continues.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -38,14 +39,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.megatron.async_write import PlannedWrite, Written, reason_of
+from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter
+from moe_ckpt.megatron.optimizer_state import is_rounded
 from moe_ckpt.megatron.reshard import Reshard, reseed
 from moe_ckpt.megatron.state import TrainingState, load_sharded_state, sharded_state
-from moe_ckpt.megatron.step import gather_late_parameters
+from moe_ckpt.megatron.step import gather_late_parameters, gather_parameters
 from moe_ckpt.types import FileRecord, ParallelLayout
+
+_log = logging.getLogger(__name__)
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
 _LOOK_AGAIN_S = 1.0
+_OTHER_SCALES = (
+    "FP8 and FP16 states have a scale for each shard: at another layout they are stored again with other scales, and "
+    "are not the same bit for bit"
+)
 _LOAD_ERRORS = (
     CheckpointException,
     CheckpointingException,
@@ -111,12 +120,17 @@ class MegatronDurableState:
         return self._save is not None or (self._abandoned is not None and not self._abandoned.done())
 
     def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
-        if resharded_from is None:
-            return gather_results(TorchRanks(), lambda: self._load(directory), CheckpointLoadError)[0]
-        num_ranks = resharded_from.world_size
-        return gather_results(TorchRanks(), lambda: self._load_resharded(directory, num_ranks), CheckpointLoadError)[0]
+        num_ranks = resharded_from.world_size if resharded_from else None
+        iterations = gather_results(TorchRanks(), lambda: self._load(directory, num_ranks), CheckpointLoadError)
+        if any(is_fp8_parameter(parameter) for chunk in self._state.model for parameter in chunk.parameters()):
+            gather_parameters(self._state)
+        if num_ranks is not None and any(map(is_rounded, self._state.inner_optimizers)) and dist.get_rank() == 0:
+            _log.warning("%s: %s", directory, _OTHER_SCALES)
+        return iterations[0]
 
-    def _load(self, directory: Path) -> int:
+    def _load(self, directory: Path, num_saving_ranks: int | None) -> int:
+        if num_saving_ranks is not None:
+            return self._load_resharded(directory, num_saving_ranks)
         template: dict[str, Any] = {"iteration": 0, **sharded_state(self._state, is_loading=True)}
         with _failing_as_load(directory):
             loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))

@@ -1,52 +1,89 @@
 """FP8 linear layers on a CPU: what a GPU multiplies in FP8 is rounded to FP8 values before it is multiplied here.
 
-Owns: the rounding of weights and inputs (E4M3) and of gradients (E5M2) with one scale a tensor, and which layers round.
-Must not: change the tensors that it rounds. Two of Transformer Engine's recipes:
+Owns: the rounding of weights and inputs (E4M3) and of gradients (E5M2), and which layers round. Must not: change the
+tensors that it rounds. Three of Transformer Engine's recipes:
 
     tensorwise  a scale is taken from the tensor itself. Scales are powers of two, so the values of an FP8 tensor are
                 BF16 numbers: a weight that was stored in FP8 and read into its BF16 parameter is the same in the next
                 forward pass. The rounding of such numbers returns them, though its scale may be half of the stored one.
+    blockwise   the same for each 128 x 128 values of a weight, and for each 128 values in a row of other tensors. A
+                GPU rounds a second copy of these along columns for the gradient of a weight; here it is the same copy.
     delayed     a scale is taken from the largest values of earlier passes, over all ranks of the stage: it is training
-                state (`te.named_scaling`), and weights are saved as BF16.
+                state (`transformer_engine.named_scaling`), and weights are saved as BF16.
+
+FP8 parameters (`cpu_fp8_tensors`) have FP8 values already, which are multiplied as they are.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 
+from moe_ckpt.megatron.cpu_fp8_tensors import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    QuantizedTensor,
+)
+from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter, payload_of, scales_of
 from moe_ckpt.megatron.transformer_engine import BACKWARD, FORWARD
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_MARK, _SCALING = "forward_is_fp8", "fp8_scaling"
+Block = tuple[int, int]
+WEIGHT_BLOCK: Block = (128, 128)
+_ROW_BLOCK: Block = (1, 128)
+_MARK, _BLOCKS, _SCALING = "forward_is_fp8", "forward_is_in_blocks", "fp8_scaling"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 
 
-def to_fp8(values: torch.Tensor, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the FP8 payload, of the same shape, and the scale, float32 [1], that it is to be multiplied with."""
-    largest = torch.finfo(dtype).max
-    absmax = values.detach().abs().amax().float().reshape(1)
+def to_fp8(
+    values: torch.Tensor, dtype: torch.dtype = E4M3, block: Block | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the FP8 payload, of the same shape, and the scales, float32, that it is to be multiplied with.
+
+    There is one scale, [1], or one for each `block` (rows, columns) of the values: [blocks of rows, blocks in a row].
+    """
+    largest, values = torch.finfo(dtype).max, values.detach().float()
+    absmax = values.abs().amax().reshape(1) if block is None else _largest_of_blocks(values, block)
     mantissa, exponent = torch.frexp(absmax / largest)
     scale = torch.exp2((exponent - (mantissa == 0.5).int()).float().clamp_(-126.0, 127.0))
     scale = torch.where(absmax > 0, scale, 1.0)
-    return (values.detach().float() / scale).clamp_(-largest, largest).to(dtype), scale
+    return (values / spread(scale, values.shape, block)).clamp_(-largest, largest).to(dtype), scale
 
 
-def from_fp8(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def from_fp8(payload: torch.Tensor, scale: torch.Tensor, block: Block | None = None) -> torch.Tensor:
     """Return the values of an FP8 tensor as float32."""
-    return payload.float() * scale
+    return payload.float() * spread(scale, payload.shape, block)
 
 
-def use_fp8(model: torch.nn.Module, delayed: DelayedScaling | None = None) -> None:
+def spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
+    """Return scales in a form that multiplies a tensor of this shape: one for each value, where there are blocks."""
+    if block is None:
+        return scale
+    num_rows = math.prod(shape[:-1])
+    rows = scale.repeat_interleave(block[0], 0)[:num_rows]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[-1]].reshape(shape)
+
+
+def _largest_of_blocks(values: torch.Tensor, block: Block) -> torch.Tensor:
+    matrix = values.abs().view(-1, values.shape[-1])
+    rows, columns = (math.ceil(size / length) for size, length in zip(matrix.shape, block, strict=True))
+    missing = (0, columns * block[1] - matrix.shape[1], 0, rows * block[0] - matrix.shape[0])
+    return F.pad(matrix, missing).view(rows, block[0], columns, block[1]).amax((1, 3))
+
+
+def use_fp8(model: torch.nn.Module, delayed: DelayedScaling | None = None, *, blocks: bool = False) -> None:
     """Let the linear layers of the decoder's layers multiply in FP8; router, embedding and output layer do not.
 
-    Without `delayed` each tensor's scale is taken from itself.
+    Without `delayed` each tensor's scale is taken from itself, or each block's if there are `blocks`.
     """
     _install()
     layer = importlib.import_module(_LAYERS)
@@ -60,19 +97,55 @@ def use_fp8(model: torch.nn.Module, delayed: DelayedScaling | None = None) -> No
         else:
             for weight in weights:
                 setattr(weight, _MARK, True)
+                setattr(weight, _BLOCKS, blocks)
     if delayed:
         delayed.follow(cast("Any", model).decoder.layers)
 
 
+def quantizer_of(parameter: torch.Tensor) -> Float8CurrentScalingQuantizer | None:
+    """Return how an FP8 parameter in this one's place is cast; None for a weight that no layer multiplies in FP8."""
+    scaling = getattr(parameter, _SCALING, None)
+    if scaling is not None:
+        forward, _, index = scaling
+        place = slice(3 * index + 1, 3 * index + 2)
+        return Float8Quantizer(forward.scale[place], forward.amax_history[0, place])
+    if not is_fp8(parameter):
+        return None
+    return Float8BlockQuantizer() if block_of(parameter) else Float8CurrentScalingQuantizer()
+
+
 def is_fp8(parameter: torch.Tensor) -> bool:
-    """Return whether forward passes use a parameter's values rounded to FP8 with a scale of their own."""
+    """Return whether forward passes use a parameter's values rounded to FP8 with scales of their own."""
     return getattr(parameter, _MARK, False)
 
 
-def forward_values(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the weights that forward passes compute with, in the parameter's type."""
+def block_of(parameter: torch.Tensor) -> Block | None:
+    """Return rows and columns of the blocks of a weight that have a scale each; None if all of it has one."""
+    return WEIGHT_BLOCK if getattr(parameter, _BLOCKS, False) else None
+
+
+def rounded(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return payload and scales of a weight that forward passes use rounded to FP8."""
+    return to_fp8(parameter, block=block_of(parameter))
+
+
+def read_rounded(parameter: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor, owned: slice) -> torch.Tensor:
+    """Return the values, float32, of the elements `owned` of a flattened weight: their payload, and all its scales."""
+    block = block_of(parameter)
+    if block is None:
+        return payload.float() * scale
+    blocks = [math.ceil(size / length) for size, length in zip(parameter.shape, block, strict=True)]
+    return payload.float() * spread(scale.view(blocks), parameter.shape, block).reshape(-1)[owned]
+
+
+def forward_tensors(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the weights that forward passes compute with, by a suffix of their name: values, or payload and scales."""
+    if is_fp8_parameter(parameter):
+        return {"": payload_of(parameter), ".scale": scales_of(parameter)}
     weights = parameter.detach()
-    return from_fp8(*to_fp8(weights)).to(weights.dtype) if is_fp8(parameter) else weights
+    if not is_fp8(parameter):
+        return {"": weights}
+    return {"": from_fp8(*rounded(parameter), block_of(parameter)).to(weights.dtype)}
 
 
 class ScalingState:
@@ -201,14 +274,21 @@ class _Roundings(NamedTuple):
     gradient: Rounding
 
 
-def _round_alone(values: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    return from_fp8(*to_fp8(values, dtype)).to(values.dtype)
+def _round_alone(values: torch.Tensor, dtype: torch.dtype = E4M3, block: Block | None = None) -> torch.Tensor:
+    return from_fp8(*to_fp8(values, dtype, block), block).to(values.dtype)
 
 
 def _roundings(weight: torch.Tensor) -> _Roundings | None:
     """Return what is rounded in products with a weight; None for none of it."""
+    found = _roundings_of_values(weight)
+    return found._replace(weight=QuantizedTensor.dequantize) if found and is_fp8_parameter(weight) else found
+
+
+def _roundings_of_values(weight: torch.Tensor) -> _Roundings | None:
     if is_fp8(weight):
-        return _Roundings(_round_alone, _round_alone, partial(_round_alone, dtype=E5M2))
+        block = block_of(weight)
+        in_rows = partial(_round_alone, block=_ROW_BLOCK if block else None)
+        return _Roundings(in_rows, partial(_round_alone, block=block), partial(in_rows, dtype=E5M2))
     scaling = getattr(weight, _SCALING, None)
     if scaling is None:
         return None

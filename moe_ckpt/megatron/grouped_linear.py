@@ -6,6 +6,7 @@ each expert's tokens. Must not: know experts; biases and tensor parallelism are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,12 +14,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.models.gpt.gpt_layer_specs import TransformerBlockSubmodules
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe import experts
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from moe_ckpt.config import require
 from moe_ckpt.megatron import fp8_linear
+from moe_ckpt.megatron.layer_specs import moe_submodules
 
 
 class GroupedLinear(torch.nn.Module):
@@ -72,11 +74,12 @@ class GroupedLinear(torch.nn.Module):
 
 def group_experts(block: TransformerBlockSubmodules) -> None:
     """Build the layers of a block's specification with their local experts in one module."""
-    grouped = ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear))
-    for layer in block.layer_specs or []:
-        submodules: Any = cast("Any", layer.submodules).mlp.submodules
-        if getattr(submodules, "experts", None) is not None:
-            submodules.experts = grouped
+    # megatron-core 0.17 and later have a class for the parts, and call what builds them
+    parts = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    for submodules in moe_submodules(block):
+        is_called = isinstance(submodules.experts, functools.partial)
+        kind = functools.partial if is_called else ModuleSpec
+        submodules.experts = cast("Any", kind(experts.TEGroupedMLP, submodules=parts))
 
 
 def _multiply(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moe_ckpt.config import require
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
-from moe_ckpt.megatron import fp8_linear
+from moe_ckpt.megatron import fp8_linear, fp8_parameters
 from moe_ckpt.megatron.buffers import named_buffers
+from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
 from moe_ckpt.megatron.gradients import AdamSteps
 from moe_ckpt.megatron.optimizer_state import (
     derives_compute,
@@ -88,11 +89,14 @@ class OwnedParameter:
 
     @property
     def derives_compute(self) -> bool:
-        """Whether compute weights are the rounding of the stored master weights."""
-        return self.optimizer is not None and derives_compute(self.optimizer)
+        """Whether compute weights follow from the stored master weights: snapshots in full leave them out then."""
+        has_history = fp8_parameters.has_history(self.parameter)
+        return self.optimizer is not None and derives_compute(self.optimizer) and not has_history
 
     def weights(self) -> torch.Tensor:
-        """Return all compute weights, flattened."""
+        """Return all compute weights, flattened; of an FP8 parameter, the payload."""
+        if is_fp8_parameter(self.parameter):
+            return fp8_parameters.payload_of(self.parameter)
         return self.parameter.data.view(-1)
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
@@ -114,25 +118,40 @@ class OwnedParameter:
     def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
         """Load the owned piece of a snapshot: the whole state, after so many steps, or the compute weights.
 
-        Raises CheckpointLoadError for a part that is missing or differs in size.
+        FP8 parameters that follow from masters are left to `cast_masters`, which needs all ranks. Raises
+        CheckpointLoadError for a part that is missing or differs in size.
         """
         full = steps is not None
         if full:
             for key, tensor, _ in self._state_pieces():
                 _copy_part(parts, key, tensor)
-        weights = self.weights()[self.start : self.end]
-        if full and self.derives_compute:
-            state = self.optimizer_state()
-            if state:
-                weights.copy_(master_values(state)[self._held()])
-        else:
-            loaded = [(key.role, torch.empty_like(tensor)) for key, tensor, _ in self._compute_pieces()]
-            for role, tensor in loaded:
-                _copy_part(parts, self.key(role), tensor)
-            payload, *scale = (tensor for _, tensor in loaded)
-            weights.copy_(fp8_linear.from_fp8(payload, scale[0]) if scale else payload)
+        state = self.optimizer_state() if full and self.derives_compute else {}
+        if not full or not self.derives_compute:
+            self._load_compute(parts)
+        elif state and not is_fp8_parameter(self.parameter):
+            self.weights()[self.start : self.end].copy_(master_values(state)[self._held()])
         if steps is not None and self.optimizer_state():
             write_step_count(self.trained_by, self.parameter, steps)
+
+    def _load_compute(self, parts: Mapping[PartKey, torch.Tensor]) -> None:
+        loaded = {key.role: torch.empty_like(tensor) for key, tensor, _ in self._compute_pieces()}
+        for role, tensor in loaded.items():
+            _copy_part(parts, self.key(role), tensor)
+        weights, scale = self.weights()[self.start : self.end], loaded.get(scale_of(COMPUTE))
+        if is_fp8_parameter(self.parameter):
+            scales = fp8_parameters.scales_of(self.parameter)
+            scales.copy_(loaded[scale_of(COMPUTE)].view(scales.shape))
+            weights.copy_(loaded[COMPUTE])
+        elif scale is None:
+            weights.copy_(loaded[COMPUTE])
+        else:
+            owned = slice(self.start, self.end)
+            weights.copy_(fp8_linear.read_rounded(self.parameter, loaded[COMPUTE], scale, owned))
+
+    def shard(self) -> Shard:
+        """Return this rank's part of the master weights of an FP8 parameter."""
+        state = self.optimizer_state()
+        return Shard(self.parameter, state[MASTER] if state else None, self.start if state else None)
 
     def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
         """Return the gradient of the owned piece, and its step, if that is one of `steps`."""
@@ -140,6 +159,8 @@ class OwnedParameter:
             return None
         master = updated_tensor(self.optimizer, self.parameter)
         if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
+            return None
+        if not self.derives_compute:  # another process would have the new masters, and the old compute weights
             return None
         return master.grad.view(-1)[self._held()], steps[id(master)]
 
@@ -159,13 +180,13 @@ class OwnedParameter:
         scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
         return scale if scale < 1.0 else 1.0
 
-    def forward_values(self) -> torch.Tensor:
-        """Return the weights with which forward passes compute, flattened.
+    def forward_tensors(self) -> list[torch.Tensor]:
+        """Return the weights with which forward passes compute, flattened; of an FP8 parameter, payload and scales.
 
         Of weights that the next pass gathers, the shard: the others are still those of an earlier step.
         """
-        values = fp8_linear.forward_values(self.parameter).view(-1)
-        return values[self.start : self.end] if self.is_gathered_later else values
+        found = [tensor.reshape(-1) for tensor in fp8_linear.forward_tensors(self.parameter).values()]
+        return [tensor[self.start : self.end] for tensor in found] if self.is_gathered_later else found
 
     def _held(self) -> slice:
         """Return the range of the owned piece within this rank's part of the optimizer's state."""
@@ -180,12 +201,15 @@ class OwnedParameter:
 
     def _compute_pieces(self) -> Iterator[Piece]:
         owned = (self.start, self.end)
-        if not fp8_linear.is_fp8(self.parameter):
-            yield self.key(COMPUTE), self.weights()[slice(*owned)], owned
+        if is_fp8_parameter(self.parameter):
+            payload, scale = self.weights(), fp8_parameters.scales_of(self.parameter)
+        elif fp8_linear.is_fp8(self.parameter):
+            payload, scale = fp8_linear.rounded(self.parameter)
         else:
-            payload, scale = fp8_linear.to_fp8(self.parameter)
-            yield self.key(COMPUTE), payload.view(-1)[slice(*owned)], owned
-            yield self.key(scale_of(COMPUTE)), scale, (0, 1)
+            payload, scale = self.weights(), None
+        yield self.key(COMPUTE), payload.view(-1)[slice(*owned)], owned
+        if scale is not None:
+            yield self.key(scale_of(COMPUTE)), scale.reshape(-1), (0, scale.numel())
 
     def key(self, role: str) -> PartKey:
         return PartKey(operator=str(self.operator), tensor=self.name, role=role)
@@ -251,10 +275,13 @@ class RankOperators:
         self._total_norm = gradients.total_norm
 
     def require_steps(self) -> None:
-        """Raise ConfigError unless servers can repeat the optimizer's steps."""
+        """Raise ConfigError unless servers can repeat the optimizer's steps, and these give the compute weights."""
         frozen = next((each.name for each in self.parameters if not each.is_trained), None)
         require(frozen is None, "parameters", f"{frozen} frozen", "all trained where ckpt=flowcheck")
         self._steps.require_known()
+        underived = [each.name for each in self.parameters if not each.derives_compute]
+        wanted = "weights that follow from masters where ckpt=flowcheck: not FP8 parameters with delayed scaling"
+        require(not underived, "fp8_recipe", underived[:1], wanted)
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
         """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
@@ -302,13 +329,15 @@ class RankOperators:
                 key, tensor, _ = buffer.piece()
                 _widen(parts, key, tensor)
                 _copy_part(parts, key, tensor)
+        _cast_masters(each for each in loaded if str(each.operator) in full and each.derives_compute)
         _make_whole(loaded, full)
+        fp8_parameters.refresh(each.parameter for each in loaded)
 
     def digests(self) -> dict[str, str]:
         """Return an XXH3 hash, in hex, of this rank's pieces of each operator: weights, optimizer state, buffers."""
         hashes: dict[str, Any] = {}
         for owned in self.parameters:
-            _hash_into(hashes, owned.operator, [owned.forward_values(), *owned.optimizer_state().values()])
+            _hash_into(hashes, owned.operator, [*owned.forward_tensors(), *owned.optimizer_state().values()])
         for buffer in self.buffers:
             _hash_into(hashes, buffer.operator, [buffer.buffer])
         return {name: total.hexdigest() for name, total in hashes.items()}
@@ -423,7 +452,7 @@ def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
                 wanted = "one for every parameter that is not frozen"
                 raise ConfigError(f"snapshots in memory: no optimizer updates {name!r}, wanted {wanted}")
             optimizer_index, optimizer = optimizer_of.get(parameter, (None, None))
-            replicas = _replicas(parameter)
+            replicas = replicas_of(parameter)
             start, end = _owned_range(parameter, optimizer, replicas)
             yield OwnedParameter(
                 operator=locate(model, name),
@@ -458,7 +487,8 @@ def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Param
     )
 
 
-def _replicas(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """Return the ranks that hold copies of a parameter."""
     if getattr(parameter, "allreduce", True):  # Megatron's mark: false on what expert parallelism splits
         return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
     return cast("dist.ProcessGroup", parallel_state.get_expert_data_parallel_group())
@@ -539,6 +569,16 @@ def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None
             _merge(pieces, group)
 
 
+def _cast_masters(loaded: Iterable[OwnedParameter]) -> None:
+    """Cast master weights to the FP8 parameters among these that follow from them."""
+    shards: dict[dist.ProcessGroup, list[Shard]] = {}
+    for owned in loaded:
+        if is_fp8_parameter(owned.parameter):
+            shards.setdefault(owned.replicas, []).append(owned.shard())
+    for group, parts in shards.items():
+        fp8_parameters.cast_masters(parts, group)
+
+
 def _merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup) -> None:
     """Merge tensors of which each rank holds one range: a sum of bytes, zero outside the own range."""
     for tensor, start, end in pieces:
@@ -549,6 +589,11 @@ def _merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup
     parts = merged.split([tensor.nbytes for tensor, _, _ in pieces])
     for (tensor, _, _), part in zip(pieces, parts, strict=True):
         tensor.view(torch.uint8).copy_(part)
+
+
+def is_grouped(name: str) -> bool:
+    """Return whether a parameter is the weight of an expert in a layer of all local experts."""
+    return _GROUPED_EXPERT.search(name) is not None
 
 
 def _grouped_name(owned: OwnedParameter) -> str:

@@ -19,11 +19,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.config import require
-from moe_ckpt.megatron.operators import OwnedParameter, RankOperators, bare_model, shares_embedding
-from moe_ckpt.megatron.overlapped import forget_communication, mark_gathered
+from moe_ckpt.megatron import fp8_parameters
+from moe_ckpt.megatron.operators import OwnedParameter, RankOperators, bare_model, is_grouped, shares_embedding
+from moe_ckpt.megatron.optimizer_state import holds_masters
+from moe_ckpt.megatron.overlapped import forget_communication, gathers_in_forward, mark_gathered
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.state import (
     TrainingState,
@@ -235,11 +238,11 @@ def require_replayable(state: TrainingState) -> None:
         (config, "variable_seq_lengths"),
         (config, "mtp_standalone"),
         (ddp_config, "use_megatron_fsdp"),
-        *((config, name) for name in ("fp4", "fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention")),
+        *((config, name) for name in ("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention")),
         *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
         (config, "tp_comm_overlap"),  # user buffers that belong to one communicator, which a generation replaces
         (ddp_config, "nccl_ub"),
-        (ddp_config, "fp8_param_gather"),
+        (ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"),
         *((optimizer.config, "optimizer_cpu_offload") for optimizer in state.inner_optimizers),
     ]
     for owner, name in unsupported:
@@ -248,6 +251,7 @@ def require_replayable(state: TrainingState) -> None:
         recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
         is_known = recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
         require(is_known, "snapshots in memory: fp8_recipe", recipe, "delayed, tensorwise, blockwise or mxfp8")
+    _require_known_parameters(state)
     captured = getattr(config, "cuda_graph_impl", "none")
     require(captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none")
     dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")  # DeepEP and HybridEP key buffers by group
@@ -255,20 +259,50 @@ def require_replayable(state: TrainingState) -> None:
     require(known, "snapshots in memory: moe_token_dispatcher_type", dispatcher, "alltoall or allgather")
     num_instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
     require(num_instances == 1, "snapshots in memory: num_distributed_optimizer_instances", num_instances, "1")
-    _require_plain_tensors(state)
+    _require_known_generators()
 
 
-def _require_plain_tensors(state: TrainingState) -> None:
-    """Refuse weights and generators whose bytes are not those of one tensor: a copy of them would lose a part.
-
-    A quantized weight says that its type is the one that it is computed in, and keeps its scale elsewhere; a generator
-    for captured graphs is a handle.
-    """
-    for chunk in state.model:
-        for name, parameter in chunk.named_parameters():
-            kind = type(parameter.data)
-            require(kind is torch.Tensor, f"snapshots in memory: {name}", kind.__name__, "plain tensors")
+def _require_known_generators() -> None:
+    """Refuse generators for captured graphs: their state is a handle, of which a copy would lose a part."""
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     for name, generator in tracker.get_states().items():
         is_plain = torch.is_tensor(generator)
         require(is_plain, "snapshots in memory: generators for captured graphs", name, "none: use_cudagraphable_rng")
+
+
+def _require_known_parameters(state: TrainingState) -> None:
+    """Raise ConfigError for parameters whose stored form, or whose cast from masters, is not covered."""
+    for chunk in state.model:
+        parameters = dict(bare_model(chunk).named_parameters())
+        for name, parameter in parameters.items():
+            kind = type(parameter.data)
+            known = kind is torch.Tensor or fp8_parameters.is_supported(parameter)
+            wanted = "plain tensors, or FP8 with delayed, tensorwise or blockwise scaling"
+            require(known, f"snapshots in memory: {name}", kind.__name__, wanted)
+        fp8 = {name: each for name, each in parameters.items() if fp8_parameters.is_fp8_parameter(each)}
+        if fp8:
+            _require_cast_by_megatron(state, chunk)
+        grouped = any(fp8_parameters.has_history(each) and is_grouped(name) for name, each in fp8.items())
+        wanted = "tensorwise or blockwise where grouped experts have FP8 parameters: they share the tensor of histories"
+        require(not grouped, "snapshots in memory: fp8_recipe", "delayed", wanted)
+
+
+def _require_cast_by_megatron(state: TrainingState, chunk: torch.nn.Module) -> None:
+    """Raise ConfigError unless Megatron holds the masters of FP8 parameters and casts them.
+
+    FusedAdam, where it holds them, sets the scale of a parameter on ranks only that keep a part of its master, and
+    takes 16-bit remainders for masters; with FP16 masters and a recipe other than delayed Megatron gives it no
+    parameters at all.
+    """
+    gather = cast("Any", chunk).ddp_config.fp8_param_gather
+    require(gather, "snapshots in memory: ddp_config.fp8_param_gather", gather, "True where parameters are FP8")
+    late = gathers_in_forward(chunk)
+    require(not late, "snapshots in memory: overlap_param_gather", late, "False where parameters are FP8: not tried")
+    for optimizer in state.inner_optimizers:
+        sharded = isinstance(optimizer, DistributedOptimizer)
+        require(sharded, "snapshots in memory: use_distributed_optimizer", sharded, "True where parameters are FP8")
+        wanted = (
+            "FP32 where parameters are FP8, and with use_precision_aware_optimizer fp8_recipe tensorwise or blockwise"
+        )
+        got = f"{optimizer.config.main_params_dtype} in FusedAdam"
+        require(not holds_masters(optimizer), "snapshots in memory: main_params_dtype", got, wanted)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -65,9 +66,9 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
     held = shards(state.inner_optimizers)
     for index, chunk in enumerate(state.model):
         for name, parameter in chunk.named_parameters():
-            values = fp8_linear.forward_values(parameter)
             is_partial = gathers_in_forward(chunk) and parameter in held
-            yield f"model{index}.{name}", values.view(-1)[held[parameter]] if is_partial else values
+            for suffix, tensor in fp8_linear.forward_tensors(parameter).items():
+                yield f"model{index}.{name}{suffix}", tensor.view(-1)[held[parameter]] if is_partial else tensor
         for name, buffer in named_buffers(chunk):
             yield f"model{index}.{name}", buffer
     for index, optimizer in enumerate(state.inner_optimizers):
@@ -117,9 +118,11 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
     """
     model = {key: module.sharded_state_dict(metadata=_SHARDING_METADATA) for key, module in _keyed_modules(state)}
     _count_steps_without_parameters(state)
+    optimizer = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA)
+    force_all_tensors_to_non_fp8(model)  # FP8 parameters are cast again from their masters: `gather_parameters`
     return {
         **model,
-        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA),
+        "optimizer": optimizer,
         "opt_param_scheduler": state.scheduler.state_dict(),
         RNG_STATE: _per_rank(RNG_STATE, _rng_tensors()),
         BUFFERS: _per_rank(BUFFERS, buffers_by_name(state.model)),
@@ -161,7 +164,7 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
 
 
 def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
-    """Load a sharded state dict; generators that it lacks stay as they are."""
+    """Load a sharded state dict; generators that it lacks stay as they are. FP8 parameters are cast by the caller."""
     for key, module in _keyed_modules(state):
         module.load_state_dict(loaded[key])
     parts = loaded["optimizer"]

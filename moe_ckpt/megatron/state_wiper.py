@@ -15,6 +15,7 @@ import torch
 
 from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.buffers import named_buffers
+from moe_ckpt.megatron.fp8_parameters import refresh, weights_of
 from moe_ckpt.megatron.operators import bare_model
 from moe_ckpt.megatron.optimizer_state import named_tensors, torch_optimizer
 from moe_ckpt.megatron.state import TrainingState, restore_small_state, small_state
@@ -61,7 +62,7 @@ class StateWiper:
 def _wipe(state: TrainingState) -> None:
     generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
     parameters = [parameter for chunk in state.model for parameter in chunk.parameters()]
-    tensors = [parameter.data for parameter in parameters]
+    tensors = [tensor for parameter in parameters for tensor in weights_of(parameter)]
     tensors += [cast("Any", parameter).main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     for optimizer in state.inner_optimizers:
         tensors += [tensor for _, tensor in named_tensors(optimizer)]
@@ -69,6 +70,7 @@ def _wipe(state: TrainingState) -> None:
             group.update({"step": 0} if "step" in group else {})
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
+    refresh(parameters)
     for chunk in state.model:
         for _, buffer in named_buffers(chunk):
             buffer.zero_()

@@ -1,11 +1,12 @@
 """Megatron's optimizer step, split at the points that fault tolerance needs.
 
     finish_gradients    unscale, look for overflow, total gradient norm           (communicates)
-    apply_update        clip by that norm, Adam, master -> own compute weights    (local)
-    gather_parameters   compute weights that other ranks have updated             (communicates; may be repeated)
+    apply_update        clip by that norm, Adam                                   (local)
+    gather_parameters   master -> own compute weights, and those of other ranks   (communicates; may be repeated)
 
 Called one after another they equal `MegatronOptimizer.step`, bit for bit. A replay calls `apply_update` with a logged
-norm in place of a measured one.
+norm in place of a measured one. FP8 parameters are cast with scales that all ranks of the stage agree on, so masters
+become compute weights in the part that communicates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any, cast
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from moe_ckpt.megatron.overlapped import gathers_in_forward, mark_gathered
 from moe_ckpt.megatron.state import TrainingState
@@ -53,22 +53,22 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
             decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, config.clip_grad, gradients.total_norm, decoupled)
     for optimizer in state.inner_optimizers:
-        if isinstance(optimizer, DistributedOptimizer):
-            MixedPrecisionOptimizer.step_with_ready_grads(optimizer)  # its own gathers parameters as well
-        else:
+        if not isinstance(optimizer, DistributedOptimizer):
             optimizer.step_with_ready_grads()
+        elif not optimizer.is_stub_optimizer:
+            cast("Any", optimizer).optimizer.step()  # its own step casts and gathers parameters as well
 
 
 @torch.no_grad()
 def gather_parameters(state: TrainingState) -> None:
-    """Gather the compute weights that other ranks have updated. Collective in the stage; may be repeated.
+    """Make compute weights of masters, and gather those of other ranks. Collective in the stage; may be repeated.
 
     Does nothing if no optimizer is sharded. Weights that the next forward pass gathers are left to it.
     """
     sharded: list[Any] = [inner for inner in state.inner_optimizers if isinstance(inner, DistributedOptimizer)]
     for optimizer in sharded:
         if not optimizer.is_stub_optimizer:
-            optimizer._copy_main_params_to_model_params()  # a gather that was cut off may have left anything here
+            optimizer._copy_main_params_to_model_params()  # each time: a gather that was cut off leaves anything here
     for chunk in state.model if sharded else ():
         if not gathers_in_forward(chunk):
             cast("Any", chunk).start_param_sync()

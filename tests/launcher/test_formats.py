@@ -26,13 +26,19 @@ from tests.references import outcome_of, uninterrupted
 from tests.training import Kill, events_of, fast, losing, train
 
 E4M3 = torch.float8_e4m3fn
-SCALED = (torch.float16, E4M3)
+SCALED = (torch.float16, E4M3, torch.uint8)
 PP2_DP2 = ("parallel.pp=2", "parallel.ep=2", "train.iterations=8")
 REMAINDERS = "bf16 precision.master=remainder precision.exp_avg=fp8 precision.exp_avg_sq=fp16"
 GROUPED = "bf16 model.moe_grouped_gemm=true"
 DELAYED = "fp8_fp16_fp8 precision.fp8_recipe=delayed precision.fp8_amax_history_len=3"
 GROUPED_DELAYED = "fp8_fp32_fp32 precision.fp8_recipe=delayed model.moe_grouped_gemm=true"
 GROUPED_FP8 = "fp8_fp16_fp8 model.moe_grouped_gemm=true"
+BLOCKWISE = "fp8_fp16_fp8 precision.fp8_recipe=blockwise"
+FP8_PARAMETERS = "fp8_fp32_fp32 precision.fp8_param_gather=true"
+FP8_PARAMETERS_IN_BLOCKS = f"{FP8_PARAMETERS} precision.fp8_recipe=blockwise model.moe_grouped_gemm=true"
+FP8_PARAMETERS_DELAYED = f"{FP8_PARAMETERS} precision.fp8_recipe=delayed precision.fp8_amax_history_len=3"
+FP8_PARAMETERS_AND_MOMENTS = f"{FP8_PARAMETERS} precision.exp_avg=fp8 precision.exp_avg_sq=fp16"
+FP8_STORED = (FP8_PARAMETERS, FP8_PARAMETERS_IN_BLOCKS, FP8_PARAMETERS_DELAYED, FP8_PARAMETERS_AND_MOMENTS)
 
 
 def _full(*rows: str) -> list[Any]:
@@ -44,6 +50,7 @@ def _full(*rows: str) -> list[Any]:
     [
         *("fp16_fp16_fp16", REMAINDERS, GROUPED_FP8, GROUPED_DELAYED),
         *_full("fp8_fp32_fp32", DELAYED, "fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8", GROUPED),
+        *_full(BLOCKWISE, *FP8_STORED),
     ],
 )
 def test_a_lost_state_is_rebuilt_in_every_format(precision: str, tmp_path: Path) -> None:
@@ -54,7 +61,8 @@ def test_a_lost_state_is_rebuilt_in_every_format(precision: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "precision", [GROUPED_FP8, *_full("fp16_fp16_fp16", "fp8_fp16_fp8", REMAINDERS, GROUPED, GROUPED_DELAYED)]
+    "precision",
+    [GROUPED_FP8, *_full("fp16_fp16_fp16", "fp8_fp16_fp8", REMAINDERS, GROUPED, GROUPED_DELAYED, *FP8_STORED)],
 )
 def test_a_resumed_run_is_exact_in_every_format(precision: str, tmp_path: Path) -> None:
     training = (*PP2_DP2, *f"precision={precision}".split(" "))
@@ -78,6 +86,9 @@ ALL_EXPERTS = {"moc": ("ckpt.k_snapshot=4", "ckpt.k_persist=4"), "moetion": ("ck
         pytest.param("fp8_fp16_fp8", "checkfreq", FULL_SNAPSHOTS, Phase.FORWARD, marks=pytest.mark.full),
         pytest.param(REMAINDERS, "moc", ALL_EXPERTS["moc"], Phase.BETWEEN, marks=pytest.mark.full),
         pytest.param(GROUPED_FP8, "moetion", ALL_EXPERTS["moetion"], Phase.BACKWARD, marks=pytest.mark.full),
+        pytest.param(FP8_PARAMETERS_IN_BLOCKS, "moevement", ("ckpt.window=2",), Phase.BACKWARD, marks=pytest.mark.full),
+        pytest.param(FP8_PARAMETERS_DELAYED, "gemini", FULL_SNAPSHOTS, Phase.STEP, marks=pytest.mark.full),
+        pytest.param(FP8_PARAMETERS_AND_MOMENTS, "moc", ALL_EXPERTS["moc"], Phase.FORWARD, marks=pytest.mark.full),
     ],
 )
 def test_ranks_die_and_the_run_is_exact(
@@ -109,7 +120,29 @@ def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path: Path) -> No
         (("precision=fp16", "precision.fp8=true"), r"precision\.dtype: got 'fp16', wanted bf16 where precision\.fp8"),
         (("precision=fp32", "precision.master=remainder"), r"precision\.dtype: got 'fp32', wanted bf16 where prec"),
         (("precision.master=fp4",), r"precision\.master: got 'fp4', wanted one of fp32, fp16, remainder, fp8"),
-        (("precision.fp8_recipe=mxfp8",), r"precision\.fp8_recipe: got 'mxfp8', wanted one of tensorwise, delayed"),
+        (
+            ("precision.fp8_recipe=mxfp8",),
+            r"precision\.fp8_recipe: got 'mxfp8', wanted one of tensorwise, blockwise, de",
+        ),
+        (
+            ("precision.fp8_param_gather=true",),
+            r"precision\.fp8: got False, wanted true where precision\.fp8_param_gather",
+        ),
+        (
+            ("precision=fp8_fp16_fp8", "precision.fp8_param_gather=true"),
+            r"precision\.master: got 'fp16', wanted fp32 where precision\.fp8_param_gather=true",
+        ),
+        (
+            (
+                *FP8_PARAMETERS_AND_MOMENTS.replace("fp8_fp32", "precision=fp8_fp32", 1).split(),
+                "precision.fp8_recipe=delayed",
+            ),
+            r"precision\.fp8_recipe: got 'delayed', wanted tensorwise or blockwise where precision\.fp8_param_gather",
+        ),
+        (
+            ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true", "train.distributed_optimizer=false"),
+            r"train\.distributed_optimizer: got False, wanted true where precision\.fp8_param_gather=true",
+        ),
         (("precision.fp8_amax_history_len=0",), r"precision\.fp8_amax_history_len: got 0, wanted at least 1"),
         (
             ("precision=fp8_fp32_fp32", "precision.fp8_recipe=delayed", "train.recompute=full"),
@@ -139,7 +172,7 @@ def _parts_of_window(settings: Settings) -> list[list[tuple[str, str, torch.dtyp
     ]
 
 
-TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": E4M3}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +180,7 @@ TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "
     [
         *("bf16", "fp32 train.distributed_optimizer=false", "fp16_fp16_fp16", "fp8_fp16_fp8"),
         *_full("fp8_fp32_fp32", "fp8_fp16_fp32", "fp8_fp8_fp8", REMAINDERS),
+        *_full(BLOCKWISE, FP8_PARAMETERS_IN_BLOCKS, FP8_PARAMETERS_AND_MOMENTS),
     ],
 )
 def test_a_slot_holds_the_bytes_of_the_formula(precision: str, tmp_path: Path) -> None:
@@ -171,7 +205,9 @@ def test_a_slot_holds_the_bytes_of_the_formula(precision: str, tmp_path: Path) -
                 dtypes = {tensor: dtype for tensor, of, dtype, size in parts if of == role and size}
                 assert set(dtypes.values()) <= _dtypes_of(stored, role, settings.precision.dtype), (role, dtypes)
                 scaled = {
-                    tensor for tensor, dtype in dtypes.items() if dtype in SCALED and (role != COMPUTE or dtype == E4M3)
+                    tensor
+                    for tensor, dtype in dtypes.items()
+                    if dtype in SCALED and (role != COMPUTE or dtype != torch.float16)
                 }
                 assert scales >= scaled
         assert len(slots) == 3
@@ -179,7 +215,8 @@ def test_a_slot_holds_the_bytes_of_the_formula(precision: str, tmp_path: Path) -
 
 def _dtypes_of(stored: StateFormat, role: str, activations: str) -> set[torch.dtype]:
     if role == COMPUTE:
-        return {TORCH[stored.compute], TORCH[activations]}  # FP8: of linear layers in the decoder only
+        # FP8: of linear layers in the decoder only; FP8 parameters keep it as bytes
+        return {TORCH[stored.compute], TORCH[activations], *({torch.uint8} if stored.compute == "fp8" else ())}
     chosen = {MASTER: stored.master, EXP_AVG: stored.exp_avg, EXP_AVG_SQ: stored.exp_avg_sq}[role]
     return {torch.int16 if chosen == "remainder" else TORCH[chosen]}
 

@@ -59,6 +59,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         *("model.num_dense_layers=1", "model.dense_ffn_hidden_size=64", "model.shared_expert_ffn_hidden_size=32"),
     ),
     "optimizer not sharded, aux-loss-free bias, tied embeddings": (*UNSHARDED, *BIAS, *TIED, FP32),
+    "fp8 parameters": (
+        *("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true", "precision.fp8_recipe=blockwise"),
+    ),
+    "states with scales": ("precision=fp16_fp16_fp16", "precision.initial_loss_scale=1024.0"),
 }
 RUN = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=5", "ckpt.keep=9", *FOUR_LAYERS, FP32)
 
@@ -92,7 +96,7 @@ class Stand:
 
 def _bits(tensor: torch.Tensor) -> Raw:
     whole = tensor.detach().contiguous()
-    return whole.view({2: torch.int16, 4: torch.int32}[whole.element_size()]).numpy().copy()
+    return whole.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[whole.element_size()]).numpy().copy()
 
 
 def _parts_by_operator(state: TrainingState) -> Iterator[tuple[str, Part]]:
@@ -228,6 +232,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
         # two optimizers and loss scalers become one; a stage has no experts
         ("fp16 with skipped steps, dense first layer, shared experts", "PP=4 EP=1"),
         ("optimizer not sharded, aux-loss-free bias, tied embeddings", "PP=1 EP=4"),
+        pytest.param("fp8 parameters", "PP=1 EP=4", marks=pytest.mark.full),
     ],
 )
 def test_state_is_the_same_bit_for_bit_and_loss_nearly(variant: str, layout: str, saved: Any) -> None:
@@ -239,6 +244,25 @@ def test_state_is_the_same_bit_for_bit_and_loss_nearly(variant: str, layout: str
     tolerance = TOLERANCE[FP32 if FP32 in VARIANTS[variant] else BF16]
     assert after[0].eval_loss == pytest.approx(before[0].eval_loss, rel=tolerance)
     assert after[0].next_loss == pytest.approx(before[0].next_loss, rel=tolerance)
+
+
+def _warnings_of_a_load(folder: Path, overrides: tuple[str, ...]) -> list[str]:
+    state, _ = build_stage(*overrides)
+    warned, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt.megatron.durable").addHandler(handler)
+    MegatronDurableState(state, asynchronous=False).load(folder, PP2_EP2)
+    return warned
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["states with scales", "bf16"])
+def test_states_with_a_scale_for_each_shard_are_said_to_change(variant: str, saved: Any) -> None:
+    folder, _ = saved(variant)
+    overrides = (*FOUR_LAYERS, *VARIANTS[variant], *OTHERS["PP=1 EP=4"])
+    warned, *others = run_ranks(4, _warnings_of_a_load, folder, overrides)
+    assert others == [[]] * 3
+    assert [True for line in warned if "have a scale for each shard" in line] == [True] * (variant != "bf16")
 
 
 def test_counters_in_the_comparison_above_tell_layers_apart(saved: Any) -> None:

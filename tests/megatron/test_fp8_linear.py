@@ -6,7 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from moe_ckpt.megatron.fp8_linear import E4M3, E5M2, forward_values, from_fp8, is_fp8, multiplying_fp8, to_fp8
+from moe_ckpt.megatron.fp8_linear import (
+    E4M3,
+    E5M2,
+    WEIGHT_BLOCK,
+    forward_tensors,
+    from_fp8,
+    is_fp8,
+    multiplying_fp8,
+    read_rounded,
+    rounded,
+    to_fp8,
+)
 
 GENERATOR = torch.Generator().manual_seed(0)
 VALUES = {
@@ -30,15 +41,53 @@ def test_scales_are_powers_of_two_and_nothing_overflows(values: torch.Tensor, dt
     assert not largest or torch.finfo(dtype).max / 2 <= payload.float().abs().max() <= torch.finfo(dtype).max
 
 
+def in_fp8(values: torch.Tensor, *, blocks: bool = False) -> torch.nn.Parameter:
+    """Return a weight that a layer multiplies in FP8."""
+    weight = torch.nn.Parameter(values)
+    weight.forward_is_fp8 = True  # type: ignore[attr-defined]
+    weight.forward_is_in_blocks = blocks  # type: ignore[attr-defined]
+    return weight
+
+
+def computed_with(weight: torch.Tensor) -> torch.Tensor:
+    return forward_tensors(weight)[""]
+
+
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_weights_read_from_fp8_into_bf16_are_rounded_to_themselves(values: torch.Tensor) -> None:
-    weights = torch.nn.Parameter(values.bfloat16())
-    weights.forward_is_fp8 = True  # type: ignore[attr-defined]
-    computed_with = forward_values(weights)
-    read = torch.nn.Parameter(from_fp8(*to_fp8(weights)).bfloat16())
-    read.forward_is_fp8 = True  # type: ignore[attr-defined]
-    assert torch.equal(read, computed_with), "their values are BF16 numbers"
-    assert torch.equal(forward_values(read), computed_with)
+    weights = in_fp8(values.bfloat16())
+    read = in_fp8(from_fp8(*to_fp8(weights)).bfloat16())
+    assert torch.equal(read, computed_with(weights)), "their values are BF16 numbers"
+    assert torch.equal(computed_with(read), computed_with(weights))
+
+
+def test_each_block_of_a_weight_has_a_scale_of_its_own() -> None:
+    values = torch.randn(300, 200, generator=GENERATOR)
+    values[128:256, 128:] *= 1e6
+    weights = in_fp8(values.bfloat16(), blocks=True)
+    payload, scale = rounded(weights)
+    assert (payload.shape, scale.shape) == ((300, 200), (3, 2))
+    for row, column in ((0, 0), (1, 1), (2, 1)):
+        block = slice(128 * row, 128 * (row + 1)), slice(128 * column, 128 * (column + 1))
+        alone, its_scale = to_fp8(weights[block])
+        assert torch.equal(payload[block].float(), alone.float())
+        assert scale[row, column] == its_scale
+    read = in_fp8(from_fp8(payload, scale, WEIGHT_BLOCK).bfloat16(), blocks=True)
+    assert torch.equal(computed_with(read), computed_with(weights)), "stored and read, they are the same"
+    owned = slice(12345, 54321)
+    part = read_rounded(weights, payload.view(-1)[owned], scale.view(-1), owned)
+    assert torch.equal(part, computed_with(weights).float().view(-1)[owned])
+
+
+def test_inputs_and_gradients_have_a_scale_for_each_part_of_a_row() -> None:
+    weight = in_fp8(torch.eye(256, dtype=torch.bfloat16), blocks=True)
+    inputs = torch.randn(2, 3, 256, generator=GENERATOR).bfloat16()
+    inputs[1, 2, :128] *= 1e4
+    output = multiplying_fp8(lambda values, weights: F.linear(values, weights))(inputs, weight)
+    for row in ((0, 0), (1, 2)):
+        for part in (slice(0, 128), slice(128, 256)):
+            alone = from_fp8(*to_fp8(inputs[row][part])).bfloat16()
+            assert torch.equal(output[row][part], alone)
 
 
 def test_a_layer_multiplies_rounded_values_and_rounds_gradients() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -15,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 
 from launcher.model import transformer_config
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter
 from moe_ckpt.megatron.operators import (
     RankOperators,
     bare_model,
@@ -52,6 +54,7 @@ SIZE = (f"model.num_layers={NUM_LAYERS}", f"model.num_experts={NUM_EXPERTS}")
 EP2_DP2 = ("parallel.pp=2", "parallel.ep=2", "parallel.dp=2")
 EP2_DP4 = ("parallel.pp=1", "parallel.ep=2", "parallel.dp=4")  # each expert on two ranks
 TIED = "model.tied_embeddings=true"
+FP8_PARAMETERS = ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true")
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,15 @@ def test_shard_identity_names_the_place_on_every_axis() -> None:
 def _held_by_operators(state: TrainingState) -> Tensors:
     """Return copies of the state without generators, schedule and loss scalers, which belong to no operator."""
     elsewhere = re.compile(r"rng\.|scheduler\.|optimizer\d+\.(scaler\.|\d+\.lr$)")
-    return {name: tensor.clone() for name, tensor in named_state(state) if not elsewhere.match(name)}
+    held = {name: tensor.clone() for name, tensor in named_state(state) if not elsewhere.match(name)}
+    return held | {f"{name}.computed": weights.clone() for name, weights in _fp8_values(state)}
+
+
+def _fp8_values(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what forward passes multiply: FP8 parameters keep a copy that has to follow payloads and scales."""
+    for name, parameter in state.model[0].named_parameters():
+        if is_fp8_parameter(parameter):
+            yield name, cast("Any", parameter).dequantize()
 
 
 def _make_round_trips(overrides: tuple[str, ...]) -> None:
@@ -222,8 +233,9 @@ def _make_round_trips(overrides: tuple[str, ...]) -> None:
     full, compute = full_parts(operators), compute_parts(operators)
     before, adam_steps = _held_by_operators(state), operators.adam_steps()
     assert adam_steps == (2.0,) * len(state.inner_optimizers)
+    assert (COMPUTE in {key.role for key in full}) == ("precision.fp8_recipe=delayed" in overrides)
     StateWiper(state).wipe()
-    kept_zero = {name for name in before if name.endswith("local_tokens_per_expert")}
+    kept_zero = {name for name in before if name.endswith(("local_tokens_per_expert", ".amax_history"))}
     assert before.keys() - differing(before, _held_by_operators(state)) <= kept_zero
     operators.load(full, names_of(operators), (), adam_steps)
     assert operators.adam_steps() == adam_steps
@@ -244,6 +256,10 @@ def _make_round_trips(overrides: tuple[str, ...]) -> None:
         (*EP2_DP4, *BIAS),
         (*EP2_DP4, UNSHARDED, *BIAS),
         (*EP2_DP4, UNSHARDED, "precision=fp32"),
+        (*EP2_DP4, *FP8_PARAMETERS, "precision.fp8_recipe=blockwise"),
+        (*EP2_DP4, *FP8_PARAMETERS, "precision.fp8_recipe=delayed"),
+        pytest.param((*EP2_DP4, *FP8_PARAMETERS), marks=pytest.mark.full),
+        pytest.param((*EP2_DP4, "precision=fp8_fp32_fp32", "precision.fp8_recipe=blockwise"), marks=pytest.mark.full),
         (*EP2_DP4, "precision=fp32"),
         (*EP2_DP2, *FP16, TIED),
     ],

@@ -37,6 +37,7 @@ def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
     [
         (4, (CLIPPED,)),  # two stages of two ranks
         (2, ("train.clip_grad=0",)),
+        (2, ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true", "precision.fp8_recipe=delayed")),
         (2, (CLIPPED, UNSHARDED, "precision=fp32")),
         (4, ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")),
     ],
