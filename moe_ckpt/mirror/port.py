@@ -9,7 +9,6 @@ import contextlib
 import errno
 import socket
 import struct
-from pathlib import Path
 from typing import Protocol
 
 from moe_ckpt.config import require
@@ -21,7 +20,6 @@ _BUFFER_BYTES = 64 << 20
 _SOL_PACKET, _ADD_MEMBERSHIP, _PROMISCUOUS = 263, 1, 1
 _LARGEST_FRAME_BYTES = 1 << 17
 _MOST_FRAMES = 256
-_INTERFACES = Path("/sys/class/net")
 
 
 class FrameSource(Protocol):
@@ -61,7 +59,7 @@ class MirrorPort:
 
 
 def _open(interface: str) -> socket.socket:
-    there = sorted(path.name for path in _INTERFACES.iterdir())
+    there = sorted(name for _, name in socket.if_nameindex())  # of this process's network namespace
     require(interface in there, "ckpt.mirror_interface", interface, f"one of {', '.join(there)}")
     try:
         port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
