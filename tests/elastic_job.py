@@ -26,7 +26,7 @@ from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.types import Phase
 from tests.agent import run_agent, supervisor_log
-from tests.ranks import _CONTEXT
+from tests.ranks import CONTEXT
 from tests.training import fast
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class ElasticJob:
         self._folder.mkdir(exist_ok=True)
         where = (f"run.dir={self.run}", f"runtime.shared_memory={self._shared}")
         settings = compose_settings(fast(f"ckpt={ckpt}", *where, *_PATIENT, *overrides))
-        self._process = _CONTEXT.Process(target=run_agent, args=(settings, world_size, folder, setup))
+        self._process = CONTEXT.Process(target=run_agent, args=(settings, world_size, folder, setup))
         self._deadline_s = time.monotonic() + timeout_s
         self._pages: dict[int, StatusPage] = {}
 
@@ -169,19 +169,11 @@ class ElasticJob:
         return pid
 
     def daemon_pid(self, rank: int) -> int:
-        """Return the pid of the process that keeps a rank's copies
-
-        what its supervisor has forked beside the worker.
-        """
+        """Return the pid of the process that a rank's supervisor has forked beside the worker: it keeps copies."""
         worker = self.worker(rank)
         children = Path(f"/proc/{worker.supervisor_pid}/task/{worker.supervisor_pid}/children").read_text().split()
         (pid,) = {int(child) for child in children} - {worker.pid}
         return pid
-
-    @property
-    def orders_obeyed(self) -> int:
-        """How many orders were carried out, in all ranks' lives."""
-        return sum(page.orders_obeyed for page in self._pages.values())
 
     def processes(self) -> list[int]:
         """Return the pids of the agent, supervisors, daemons and workers that live."""

@@ -150,7 +150,7 @@ def parked_job(folder: Path, world_size: int, **walk: Any) -> Iterator[tuple[Job
 
 
 def make_run(run: Path, world_size: int) -> Path:
-    """Make a run's folder, as far as whoever injects faults looks into it."""
+    """Make a run's folder, as far as the injector of faults looks into it."""
     run.mkdir()
     (run / "run.json").write_text(json.dumps({"world_size": world_size}))
     return run

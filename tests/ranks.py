@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preload"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
 class RankFailedError(AssertionError):
@@ -33,9 +33,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
     `function` must be importable: defined at the top of a test module. Raises RankFailedError.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            _CONTEXT.Process(target=_rank_main, args=(rank, world_size, folder, pipes[rank][1], function, arguments))
+            CONTEXT.Process(target=_rank_main, args=(rank, world_size, folder, pipes[rank][1], function, arguments))
             for rank in range(world_size)
         ]
         try:

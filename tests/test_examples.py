@@ -16,7 +16,7 @@ import torch
 from launcher.faults.carry_out import carry_out
 from moe_ckpt.faults.schedule import Kill
 from tests.agent import run_job
-from tests.ranks import _CONTEXT
+from tests.ranks import CONTEXT
 from tests.scenarios import ROOT
 from tests.waits import START_S
 
@@ -36,7 +36,7 @@ def run_own_loop(run: Path) -> int:
 def result_of(folder: Path, *kills: Kill) -> dict[str, Any]:
     folder.mkdir()
     run = folder / "run"
-    agent = _CONTEXT.Process(target=run_job, args=(functools.partial(run_own_loop, run), 2, folder, None))
+    agent = CONTEXT.Process(target=run_job, args=(functools.partial(run_own_loop, run), 2, folder, None))
     agent.start()
     try:
         assert not kills or carry_out(kills, run, ranks_per_node=1)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from tests.ranks import CONTEXT
 from tests.waits import START_S, WAIT_S
-
-CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Child:

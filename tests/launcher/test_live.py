@@ -1,4 +1,4 @@
-"""Who lives: files of workers against the processes that there are."""
+"""Which workers live: their files against the processes that there are."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.parallel import _make_deterministic
 from moe_ckpt.elastic.torchrun import Launch, read_launch
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.run_elastic import require_forkable
 from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of
 from tests.ranks import run_ranks
@@ -187,14 +186,6 @@ def test_without_torchrun_the_error_says_how_to_start(torchrun: pytest.MonkeyPat
     message = error_of(read_launch, "launcher/train.py")
     assert f"({', '.join(missing)} not set)" in message
     assert "torchrun --nproc-per-node=4 launcher/train.py" in message
-
-
-def test_a_supervisor_does_not_fork_where_an_import_has_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine starts CUDA as it is imported where flash-attn is installed."""
-    require_forkable()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted false: .*flash-attn"):
-        require_forkable()
 
 
 def _settings_of_a_deterministic_gpu() -> tuple[bool, str | None]:

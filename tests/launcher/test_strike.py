@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,25 +16,12 @@ from launcher.faults.strike import nobody_replaced, strike_node
 from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import read_written, write_live
 from moe_ckpt.linux import is_alive
+from tests.elastic.processes import Child
 from tests.jobs import parked_job
-from tests.ranks import _CONTEXT
 from tests.waits import WAIT_S
 
 ROUNDS = 30
 NUM_RANKS = 20
-
-
-@contextmanager
-def busy(work: Callable[..., None], *arguments: Any) -> Iterator[int]:
-    """Let another process work until the block ends; yields its pid."""
-    process = _CONTEXT.Process(target=work, args=arguments)
-    process.start()
-    try:
-        assert process.pid is not None
-        yield process.pid
-    finally:
-        process.kill()
-        process.join()
 
 
 def await_true(look: Callable[[], object]) -> None:
@@ -45,7 +31,7 @@ def await_true(look: Callable[[], object]) -> None:
         os.sched_yield()
 
 
-def bear(run: Path, memory: Path) -> None:
+def bear(_: Connection, run: Path, memory: Path) -> None:
     """Be the supervisor of workers that live long, so that to look takes a while, and of new ones at every moment."""
     for rank in range(1, NUM_RANKS):
         write_live(run, global_rank=rank, node=0, supervisor_pid=os.getpid(), memory=memory, life=0)
@@ -57,23 +43,23 @@ def newest_life(run: Path) -> int:
     return max((worker.life for worker in read_written(run)), default=-1)
 
 
-def test_no_worker_is_born_between_the_look_and_the_strike(tmp_path: Path) -> None:
-    with busy(bear, tmp_path, tmp_path / "memory") as supervisor:
-        await_true(lambda: newest_life(tmp_path) > 0)
-        for _ in range(ROUNDS // 3):
-            with nobody_replaced(tmp_path, range(NUM_RANKS), wait_s=WAIT_S) as (worker, *_):
-                assert stands_still(supervisor)
-                assert worker.life == newest_life(tmp_path), "the last that there was"
-            await_true(lambda last=worker.life: newest_life(tmp_path) > last)
+def test_no_worker_is_born_between_the_look_and_the_strike(tmp_path: Path, start: Callable[..., Child]) -> None:
+    supervisor = start(bear, tmp_path, tmp_path / "memory")
+    await_true(lambda: newest_life(tmp_path) > 0)
+    for _ in range(ROUNDS // 3):
+        with nobody_replaced(tmp_path, range(NUM_RANKS), wait_s=WAIT_S) as (worker, *_):
+            assert stands_still(supervisor.pid)
+            assert worker.life == newest_life(tmp_path), "the last that there was"
+        await_true(lambda last=worker.life: newest_life(tmp_path) > last)
 
 
-def test_supervisors_go_on_where_the_strike_fails(tmp_path: Path) -> None:
-    with busy(bear, tmp_path, tmp_path / "memory"):
-        await_true(lambda: newest_life(tmp_path) > 0)
-        with pytest.raises(OSError, match="no room"), nobody_replaced(tmp_path, [0], wait_s=WAIT_S):
-            raise OSError("no room for a note of it")
-        last = newest_life(tmp_path)
-        await_true(lambda: newest_life(tmp_path) > last)
+def test_supervisors_go_on_where_the_strike_fails(tmp_path: Path, start: Callable[..., Child]) -> None:
+    start(bear, tmp_path, tmp_path / "memory")
+    await_true(lambda: newest_life(tmp_path) > 0)
+    with pytest.raises(OSError, match="no room"), nobody_replaced(tmp_path, [0], wait_s=WAIT_S):
+        raise OSError("no room for a note of it")
+    last = newest_life(tmp_path)
+    await_true(lambda: newest_life(tmp_path) > last)
 
 
 def test_supervisors_of_other_ranks_are_left_alone(tmp_path: Path) -> None:
@@ -95,7 +81,7 @@ def test_a_dead_workers_memory_is_lost_before_its_successor_starts(tmp_path: Pat
         assert [path.name for path in (job.memory(0) / "own").iterdir()] == ["life1"]
 
 
-def keep_writing(memory: Path) -> None:
+def keep_writing(_: Connection, memory: Path) -> None:
     """Be a daemon: new files in its folders, which it makes again where they are gone."""
     for number in count():
         for part in ("own", "held/rank0001"):
@@ -107,17 +93,18 @@ def keep_writing(memory: Path) -> None:
                 continue
 
 
-def test_memory_is_lost_whatever_its_daemon_writes_meanwhile(tmp_path: Path) -> None:
+def test_memory_is_lost_whatever_its_daemon_writes_meanwhile(tmp_path: Path, start: Callable[..., Child]) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     write_live(tmp_path, global_rank=0, node=0, supervisor_pid=os.getppid(), memory=memory, life=0)
     (worker,) = read_written(tmp_path)
-    with busy(keep_writing, memory):
-        for _ in range(ROUNDS):
-            await_true(lambda: all((memory / part).is_dir() for part in ("own", "held/rank0001")))
-            marked = [memory / part / "marked" for part in ("own", "held/rank0001")]
-            for mark in marked:
-                mark.touch()
-            assert strike_node(tmp_path, [worker], wait_s=WAIT_S) == []
-            assert [mark for mark in marked if mark.exists()] == []
+    daemon = start(keep_writing, memory)
+    parts = [memory / "own", memory / "held" / "rank0001"]
+    for _ in range(ROUNDS):
+        await_true(lambda: all(part.is_dir() for part in parts))
+        for part in parts:
+            (part / "marked").touch()
+        assert strike_node(tmp_path, [worker], wait_s=WAIT_S) == []
+        assert not any((part / "marked").exists() for part in parts)
+    daemon.kill()
     assert {path.name for path in memory.iterdir()} <= {"own", "held"}, "nothing is left of it elsewhere"
