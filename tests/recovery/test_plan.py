@@ -27,8 +27,9 @@ def inventory(
 ) -> Inventory:
     """Return what a rank has, the only one of its stage."""
     copies = {owner: tuple(of_owner) for owner, of_owner in (held or {}).items()}
-    logs = {"logged_from": logged[0], "logged_to": logged[1]}
-    return Inventory(global_rank=rank, stage=rank, windows=tuple(windows), held=copies, **logs)
+    first, last = logged
+    own = tuple(windows)
+    return Inventory(global_rank=rank, stage=rank, windows=own, held=copies, logged_from=first, logged_to=last)
 
 
 def rollback(first_stage: int, last_stage: int, window_start: int, num_slots: int = 3) -> Rollback:

@@ -121,7 +121,7 @@ def test_a_stage_on_its_way_back_is_lost_with_what_is_lost_then() -> None:
     assert [rollback.segment.stages for rollback in plan.rollbacks] == [range(1, 3)]
 
 
-def test_a_cut_off_replay_goes_on_from_the_last_whole_iteration() -> None:
+def test_a_cut_off_replay_goes_on_from_its_last_whole_iteration() -> None:
     (whole,) = plan_after(SETUP, LOCAL, KEPT, losses(1), REACHED).rollbacks
     window = Kept(start=whole.states[0], end=whole.states[-1])
     left_s = [replay_s(SETUP, LOCAL, range(1), window, REACHED, done) for done in range(5)]
