@@ -32,6 +32,9 @@ SEAMS = {
     "optimizer.distrib_optimizer.DistributedOptimizer.load_parameter_state_from_fully_reshardable": "state_dict",
     "optimizer.distrib_optimizer.DistributedOptimizer._get_main_param_and_optimizer_states": "model_param",
     "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states": "model_param tensors",
+    "optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params": "",
+    "fp8_utils.quantize_param_shard": "model_params main_params start_offsets data_parallel_group",
+    "fp8_utils.post_all_gather_processing": "model_params",
     "dist_checkpointing.state_dict_utils.save_preprocess": "sharded_state_dict",
     "dist_checkpointing.strategies.torch._replace_state_dict_keys_with_sharded_keys": (
         "sharded_state_dict keep_only_main_replica"
