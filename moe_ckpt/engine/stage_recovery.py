@@ -151,7 +151,7 @@ class StageRecovery:
             self._report(mine, target, self._roll_back(mine, target, progress), started_s)
 
     def _replay_again(self, plan: RecoveryPlan, mine: Rollback | None, differing: Sequence[list[str]]) -> None:
-        """Find out which of two states is the odd one by a second replay; the last one's result is the state from here."""
+        """Find out by a second replay which of two states is the odd one; all ranks go on from the last replay."""
         verdict = self._second_replay(plan, mine)
         own = differing[self._place.shard.global_rank]
         if own:
