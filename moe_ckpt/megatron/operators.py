@@ -26,7 +26,7 @@ from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.megatron import fp8_linear, fp8_parameters
 from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
-from moe_ckpt.megatron.gradients import AdamSteps
+from moe_ckpt.megatron.gradients import AdamSteps, repeats_on_a_host
 from moe_ckpt.megatron.merging import merge
 from moe_ckpt.megatron.optimizer_state import (
     derives_compute,
@@ -155,13 +155,15 @@ class OwnedParameter:
         return Shard(self.parameter, state[MASTER] if state else None, self.start if state else None)
 
     def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
-        """Return the gradient of the owned piece, and its step, if that is one of `steps`."""
+        """Return the gradient of the owned piece, and its step, if that is one of `steps` and repeats on a host."""
         if self.optimizer is None:
             return None
         master = updated_tensor(self.optimizer, self.parameter)
         if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
             return None
         if not self.derives_compute:  # another process would have the new masters, and the old compute weights
+            return None
+        if not repeats_on_a_host(master):
             return None
         return master.grad.view(-1)[self._held()], steps[id(master)]
 

@@ -1,7 +1,7 @@
-"""Small tensors of a device brought to the host in one transfer: each `.cpu()` makes the host wait for the device anew.
+"""Tensors of a device brought to the host in the course of an iteration: each `.cpu()` makes the host wait anew.
 
-Owns: packing, and the counts by which a test without a GPU sees how often the host waits. Must not: serve large
-tensors (`copier` does): packing takes a copy of all of them on the device.
+Owns: packing small tensors into one transfer, copies of larger ones for which the host waits later, and the counts by
+which a test without a GPU sees how often it waits. Must not: serve snapshots (`copier` does).
 """
 
 from __future__ import annotations
@@ -28,6 +28,24 @@ class HostTransfers:
         packed = torch.cat(padded).to("cpu", copy=True)
         parts = packed.split([part.numel() for part in padded])
         return [_restored(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class PendingCopy:
+    """A copy on the host that the device makes in the order of the current stream; the host waits in `result`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        pinned = tensor.is_cuda  # from pageable memory the host would wait at once
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        self._host.copy_(tensor.detach(), non_blocking=True)
+        self._copied = torch.cuda.Event() if pinned else None
+        if self._copied:
+            self._copied.record()
+
+    def result(self) -> torch.Tensor:
+        """Return the copy once it is complete."""
+        if self._copied:
+            self._copied.synchronize()
+        return self._host
 
 
 def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ckpt.snapshot.host_transfers import HostTransfers
+from moe_ckpt.snapshot.host_transfers import HostTransfers, PendingCopy
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -39,3 +39,12 @@ def test_a_copy_does_not_change_with_its_source() -> None:
 def test_nothing_takes_no_transfer() -> None:
     transfers = HostTransfers()
     assert (transfers.fetch([]), transfers.num_transfers) == ([], 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_a_copy_that_is_waited_for_later_is_of_its_moment(device: str) -> None:
+    source = torch.arange(12.0, device=device).reshape(3, 4)
+    copy = PendingCopy(source.t())
+    source.zero_()
+    assert copy.result().tolist() == torch.arange(12.0).reshape(3, 4).t().tolist()
+    assert copy.result().device.type == "cpu"
