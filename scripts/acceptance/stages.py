@@ -100,8 +100,8 @@ def _snapshots(scale: Scale) -> str:
 def _kill(scale: Scale) -> str:
     plain = _reference(scale, 1)
     points = [("backward", "KILL"), ("step", "KILL"), ("snapshot", "KILL"), ("forward", "STOP")]
-    killed = _train(scale, "kill", 1, "+ckpt=moevement", "ckpt.window=2", *_kills([(0, *point) for point in points]))
-    return _as_before(killed, plain, len(points), scale.out / "kill")
+    killed = _train(scale, "killed", 1, "+ckpt=moevement", "ckpt.window=2", *_kills([(0, *point) for point in points]))
+    return _as_before(killed, plain, len(points), scale.out / "killed")
 
 
 def _ranks4(scale: Scale) -> str:
@@ -117,8 +117,8 @@ def _ranks4kill(scale: Scale) -> str:
     plain = _reference(scale, 4)
     points = [(2, "backward", "KILL"), (1, "reduce", "KILL"), (3, "step", "KILL"), (0, "forward", "STOP")]
     settings = ("+ckpt=moevement", "ckpt.window=2", "runtime.backend=staged", *_kills(points))
-    killed = _train(scale, "ranks4kill", 4, *settings)
-    return _as_before(killed, plain, len(points), scale.out / "ranks4kill")
+    killed = _train(scale, "killed4", 4, *settings)
+    return _as_before(killed, plain, len(points), scale.out / "killed4")
 
 
 def _fp8cast(scale: Scale) -> str:
