@@ -269,6 +269,7 @@ def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> Sta
         shard=shard,
         ranks=ranks,
         stage_ranks=stage_ranks,
+        host_ranks=ranks,
         previous_rank=None,
         next_rank=None,
         device=torch.device("cpu"),

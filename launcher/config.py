@@ -243,6 +243,7 @@ class TrainConfig:
     eval_every_iters: int
     eval_batches: int
     deterministic: bool
+    check_determinism: Union[bool, str]  # noqa: UP007
     resume: str
 
     def __post_init__(self) -> None:
@@ -261,6 +262,8 @@ class TrainConfig:
         wanted = f"at least 0 and less than the {self.num_decay_iters} iterations that the learning rate decays over"
         valid = 0 <= self.num_warmup_iters < self.num_decay_iters
         require(valid, "train.lr_warmup_iters", self.lr_warmup_iters, wanted)
+        valid = self.check_determinism in (True, False, AUTO)
+        require(valid, "train.check_determinism", self.check_determinism, f"{AUTO}, true or false")
         require(bool(self.resume), "train.resume", self.resume, "auto, never or the path of a checkpoint")
 
     @property

@@ -50,20 +50,28 @@ class StageRunner:
         """Leave the reduced gradients of the iteration's batch; return the micro-batches' losses on the last stage."""
         return self._forward_backward(lambda micro_batch: self.batches.training(iteration, micro_batch))
 
+    def train_on_one_micro_batch(self) -> None:
+        """Leave the reduced gradients of the first micro-batch of all."""
+        self._forward_backward(lambda micro_batch: self.batches.training(1, micro_batch), num_micro_batches=1)
+
     def evaluate_on(self, batch: int) -> list[torch.Tensor]:
         """Return the losses of held-out global batch `batch` on the last stage."""
         draw = lambda micro_batch: self.batches.evaluation(batch, micro_batch)  # noqa: E731
         return self._forward_backward(draw, forward_only=True)
 
     def _forward_backward(
-        self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False
+        self,
+        draw: Callable[[int], torch.Tensor],
+        *,
+        forward_only: bool = False,
+        num_micro_batches: int | None = None,
     ) -> list[torch.Tensor]:
         """Run Megatron's schedule over all micro-batches; return their losses on the last stage, else nothing."""
         outputs = self._schedule(
             forward_step_func=self._forward_step,
             data_iterator=self._micro_batches(draw),
             model=self.state.model if len(self.state.model) > 1 else self.state.model[0],
-            num_microbatches=self.batches.num_micro_batches,
+            num_microbatches=num_micro_batches or self.batches.num_micro_batches,
             seq_length=self.batches.train.sequence_length,
             micro_batch_size=self.batches.train.micro_batch_size,
             forward_only=forward_only,

@@ -3,40 +3,50 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from moe_ckpt.elastic.backend_choice import AUTO, NCCL, STAGED, backend_kind, use_gpu
 from moe_ckpt.elastic.job_store import agent_store
+from moe_ckpt.elastic.staged import register_staged
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.types import ParallelLayout
 
 
-def choose_device(launch: Launch, *, deterministic: bool) -> bool:
-    """Choose this process's device, a GPU where there is CUDA; return whether it is one."""
+def choose_device(launch: Launch, *, deterministic: bool, backend: str = AUTO) -> bool:
+    """Choose this process's device, a GPU where there is CUDA; return whether it is one.
+
+    Raises ConfigError where `runtime.backend` does not fit the devices.
+    """
     if cpu_stand_in.enable():
         torch.set_num_threads(_threads_per_process())
         return False
     if deterministic:
         _make_deterministic()
-    torch.cuda.set_device(torch.device("cuda", launch.local_rank))
+    use_gpu(launch.local_rank, backend)
     return True
 
 
-def join_job(launch: Launch, *, on_gpu: bool, store: dist.Store | None = None) -> None:
-    """Form the world: NCCL on GPUs, gloo elsewhere.
+def join_job(launch: Launch, *, on_gpu: bool, store: dist.Store | None = None, backend: str = AUTO) -> None:
+    """Form the world with the backend that `runtime.backend` names. Raises ConfigError for one that does not fit.
 
     The ranks meet through `store`, or torchrun's where none is given. torchrun's outlives a restart of its workers,
     with the addresses that the dead ones left in it: every attempt has a part of its own.
     """
     store = store or agent_store(f"attempt-{launch.attempt}")
-    world = {"store": store, "rank": launch.global_rank, "world_size": launch.world_size} if store else {}
-    if on_gpu:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()), **world)
-    else:
-        dist.init_process_group("gloo", **world)
+    world: dict[str, Any] = (
+        {"store": store, "rank": launch.global_rank, "world_size": launch.world_size} if store else {}
+    )
+    kind = backend_kind(backend, on_gpu=on_gpu)
+    if kind == STAGED:
+        register_staged()
+    if kind == NCCL:
+        world["device_id"] = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group(kind, **world)
 
 
 def _make_deterministic() -> None:

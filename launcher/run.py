@@ -34,16 +34,18 @@ from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.config import MoetionConfig, require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
+from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.torchrun import Launch, read_launch
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
 from moe_ckpt.megatron.capacity_boost import BoostedRouter
+from moe_ckpt.megatron.determinism import differing_gradients
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.run_elastic import Worker, open_backend
+from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder, find_run_folder, open_run_folder
 from moe_ckpt.types import ParallelLayout, RunIdentity
 
@@ -64,13 +66,15 @@ def run(
     """
     launch = read_launch()
     layout = _fit(settings, launch)
-    on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
-    join_job(launch, on_gpu=on_gpu, store=store)
+    backend = settings.runtime.backend
+    on_gpu = choose_device(launch, deterministic=settings.train.deterministic, backend=backend)
+    join_job(launch, on_gpu=on_gpu, store=store, backend=backend)
     folder = open_run_folder(settings.folder, launch)
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)
     state, runner, session = _build(settings, layout, folder, log, None)
     done = _resume(session, settings, folder, is_first=launch.attempt == 0)
+    _check_determinism(settings, runner)
     training = TrainingJob(MegatronLoop(runner, around_hooks(session)), settings, folder, log)
     training.run(done, session.notes)
     training.close()
@@ -96,8 +100,9 @@ def run_supervised(
     started_s, launch = time.monotonic(), worker.launch
     layout = _fit(settings, launch)
     check_supervised(layout, settings.model, settings.train)
-    on_gpu = choose_device(launch, deterministic=settings.train.deterministic)
-    worker.join_world(open_backend(on_gpu=on_gpu))
+    backend = settings.runtime.backend
+    on_gpu = choose_device(launch, deterministic=settings.train.deterministic, backend=backend)
+    worker.join_world(open_backend(on_gpu=on_gpu, kind=backend))
     folder = find_run_folder(settings.folder, launch, worker.place.memory, settings.runtime.join_s)
     worker.announce(folder.path)
     form_groups(layout, settings.train.seed)
@@ -110,7 +115,9 @@ def run_supervised(
     def start() -> int:
         synchronize_fresh(state)
         is_first = launch.attempt == 0 and worker.page.generation == 1
-        return _resume(session, settings, folder, is_first=is_first)
+        done = _resume(session, settings, folder, is_first=is_first)
+        _check_determinism(settings, runner)
+        return done
 
     def report(faults: int) -> dict[str, Any]:
         result = _result(training, state, settings, folder, faults)
@@ -124,6 +131,24 @@ def run_supervised(
     _say_done(result, log)
     worker.retire(folder.path)
     return result
+
+
+def _check_determinism(settings: Settings, runner: StageRunner) -> None:
+    """Run one micro-batch twice where training must repeat itself. Collective.
+
+    Raises ConfigError on all ranks if the gradients differ on one.
+    """
+    train = settings.train
+    is_needed = train.deterministic and torch.cuda.is_available()
+    if not (is_needed if train.check_determinism == AUTO else train.check_determinism):
+        return
+
+    def require_same() -> None:
+        differing = differing_gradients(runner.state, runner.train_on_one_micro_batch)
+        reason = "the same from two passes over one micro-batch (train.check_determinism=false trains all the same)"
+        require(not differing, "train.deterministic: gradients that differ", ", ".join(differing[:5]), reason)
+
+    gather_results(TorchRanks(), require_same, ConfigError)
 
 
 def _fit(settings: Settings, launch: Launch) -> ParallelLayout:
@@ -152,6 +177,7 @@ def _build(
         losses=settings.fault.losses,
         elastic=elastic,
         suspect_iters=settings.runtime.suspect_iters,
+        on_divergence=settings.runtime.on_divergence,
     )
     return state, runner, session
 

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")  # every rank: what a CPU lacks
+    choose_warnings()
     try:
         settings = compose_settings(arguments)
         read_launch("launcher/train.py")
@@ -50,6 +50,15 @@ def main(arguments: Sequence[str]) -> int:
     except MoeCkptError as error:
         _report(str(error))
         return _FAILED
+
+
+def choose_warnings() -> None:
+    """Hide the warnings of each rank about a device that lacks something, but not those of kernels that do not repeat.
+
+    With `train.deterministic` such a kernel only warns; a replay would then end elsewhere.
+    """
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
+    warnings.filterwarnings("once", message=r"(?s).*(does not have a deterministic|nondeterministic)")
 
 
 def _report(message: str) -> None:

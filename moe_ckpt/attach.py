@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import (
+    DIVERGENCES,
     CkptConfig,
     FlowcheckConfig,
     InMemoryConfig,
@@ -77,13 +80,14 @@ def attach(
     losses: Sequence[StateLoss] = (),
     elastic: ElasticContext | None = None,
     suspect_iters: int = 2,
+    on_divergence: str = DIVERGENCES[0],
 ) -> Session:
     """Return the session that checkpoints `state` under the policy `ckpt`, in `folder`. Call on every rank.
 
     A loaded state is put into quarantine if the loss is not finite in one of the first `suspect_iters` iterations after
-    the load. `losses` are losses of state on purpose. With `elastic` the session outlives the loss of ranks; a rank may
-    then attach by itself, and the caller enters the session once all ranks are together. Raises ConfigError for
-    settings that cannot work.
+    the load. `losses` are losses of state on purpose; `on_divergence` is one of `config.DIVERGENCES`. With `elastic`
+    the session outlives the loss of ranks; a rank may then attach by itself, and the caller enters the session once all
+    ranks are together. Raises ConfigError for settings that cannot work.
     """
     allocate_optimizer_state(state)
     allocate_scaling(state.model)
@@ -98,7 +102,7 @@ def attach(
     if isinstance(ckpt, InMemoryConfig):
         if isinstance(ckpt, MoevementConfig) and len(state.model) > 1:
             ckpt = replace(ckpt, boundary_log=False)  # the last stage sends to the first one, too: all recover together
-        attached = _attached(ckpt, identity, state, loop)
+        attached = replace(_attached(ckpt, identity, state, loop, cpu_backend), on_divergence=on_divergence)
         assembly = InMemoryAssembly(ckpt, attached, events, elastic, folder.with_name("snapshots"), losses)
         session = Session(
             assembly.build_parts, durable, ranks, events, strict=strict, suspect_iters=suspect_iters, elastic=elastic
@@ -112,14 +116,16 @@ def attach(
     return session
 
 
-def _attached(ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState, loop: TrainingLoop) -> Attached:
+def _attached(
+    ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState, loop: TrainingLoop, cpu_backend: str
+) -> Attached:
     """Return this rank's training behind the engine's seams. Raises ConfigError for what cannot be replayed."""
     require_replayable(state)
     operators = RankOperators(state)
     if isinstance(ckpt, FlowcheckConfig):
         operators.require_steps()
     stage = StageReplay(state, operators, loop.communicator, loop.forward_backward)
-    place = _place(identity, loop.communicator)
+    place = _place(identity, loop.communicator, cpu_backend)
     num_neighbours = sum(rank is not None for rank in (place.previous_rank, place.next_rank))
     sent_bytes = loop.communicator.tensor_bytes(loop.micro_batch_size * loop.sequence_length)
     tokens = loop.num_micro_batches * loop.micro_batch_size * loop.sequence_length * identity.layout.dp
@@ -163,13 +169,14 @@ def _notes_of_stages(state: TrainingState) -> list[str]:
     )
 
 
-def _place(identity: RunIdentity, communicator: StageCommunicator) -> StagePlace:
+def _place(identity: RunIdentity, communicator: StageCommunicator, cpu_backend: str) -> StagePlace:
     shard, layout = shard_identity(), identity.layout
     return StagePlace(
         identity=identity,
         shard=shard,
         ranks=TorchRanks(),
         stage_ranks=TorchRanks(stage_group()),
+        host_ranks=TorchRanks(cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))),
         previous_rank=communicator.prev_rank if shard.pp_rank > 0 else None,
         next_rank=communicator.next_rank if shard.pp_rank < layout.pp - 1 else None,
         device=torch.device(torch.cuda.current_device()),

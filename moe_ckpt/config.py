@@ -388,11 +388,19 @@ def _check_in_memory(config: InMemoryConfig) -> None:
             require_at_least(f"ckpt.{name}", getattr(config, name), 1)
 
 
+DIVERGENCES = ("window", "end")
+"""If a replay does not reproduce a healthy rank's state, all ranks go on from the window, or end."""
+
+BACKENDS = ("auto", "nccl", "gloo", "staged")
+"""Libraries that move bytes between ranks: `staged` is gloo for a GPU's tensors, by way of host memory."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
     """How a job lives through the death of its processes: conf/runtime/default.yaml has the rule for each time."""
 
     guard: Union[bool, str]  # noqa: UP007
+    backend: str
     heartbeat_s: float
     progress_s: float
     form_s: float
@@ -403,12 +411,14 @@ class RuntimeConfig:
     copy_s: float
     max_deaths: int
     suspect_iters: int
+    on_divergence: str
     replace_on: list[str]
     end_on: list[str]
     shared_memory: str
 
     def __post_init__(self) -> None:
         require(self.guard in (True, False, "auto"), "runtime.guard", self.guard, "auto, true or false")
+        require_choice("runtime.backend", self.backend, BACKENDS)
         require_at_least("runtime.heartbeat_s", self.heartbeat_s, 0.5)  # ten beats
         require_at_least("runtime.progress_s", self.progress_s, self.heartbeat_s)
         require_at_least("runtime.form_s", self.form_s, 1.0)
@@ -417,6 +427,7 @@ class RuntimeConfig:
         require_at_least("runtime.copy_s", self.copy_s, 1.0)
         require_at_least("runtime.max_deaths", self.max_deaths, 1)
         require_at_least("runtime.suspect_iters", self.suspect_iters, 0)
+        require_choice("runtime.on_divergence", self.on_divergence, DIVERGENCES)
         require_patterns("runtime.replace_on", self.replace_on)
         require_patterns("runtime.end_on", self.end_on)
         wanted = f"more than runtime.progress_s={self.progress_s:g}: others may compute for so long"

@@ -314,13 +314,14 @@ class StageRecovered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayDiffered:
-    """A healthy rank's replayed state is not the one it had: a bug, or silent data corruption on either side.
+    """A healthy rank's replayed state is not the one it had: its memory was corrupt, or a kernel is not deterministic.
 
-    `operators` are those that differ, by name.
+    `operators` are those that differ, by name. `verdict`: what a second replay has shown; empty if the job ended.
     """
 
     iteration: int
     operators: list[str]
+    verdict: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,17 +77,16 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
 
 def _work(settings: RunSettings, training: Any, worker: Any) -> int:
     """Be one of a rank's workers."""
-    import torch  # noqa: PLC0415
-
+    from moe_ckpt.elastic.backend_choice import open_backend, use_gpu  # noqa: PLC0415
     from moe_ckpt.integrations import megatron_lm, megatron_lm_cpu  # noqa: PLC0415
-    from moe_ckpt.run_elastic import open_backend  # noqa: PLC0415
     from moe_ckpt.run_folder import find_run_folder  # noqa: PLC0415
 
     try:
         on_gpu = not megatron_lm_cpu.enable(training)
+        kind = settings.runtime.backend
         if on_gpu:
-            torch.cuda.set_device(torch.device("cuda", worker.launch.local_rank))
-        worker.join_world(open_backend(on_gpu=on_gpu))
+            use_gpu(worker.launch.local_rank, kind)
+        worker.join_world(open_backend(on_gpu=on_gpu, kind=kind))
         folder = find_run_folder(settings.folder, worker.launch, worker.place.memory, settings.runtime.join_s)
         worker.announce(folder.path)
         loop = megatron_lm.attach_to_training(training, worker, settings, folder)

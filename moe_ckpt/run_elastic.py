@@ -30,7 +30,8 @@ import torch.distributed as dist
 
 from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, RuntimeConfig, require
-from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend
+from moe_ckpt.elastic.backend_choice import open_backend
+from moe_ckpt.elastic.backends import Backend
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
@@ -53,6 +54,8 @@ from moe_ckpt.replication.daemon import DaemonSettings, MirrorSettings, run_daem
 from moe_ckpt.replication.messages import Address, Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.types import ParallelLayout
+
+__all__ = ["ElasticConfig", "RankPlace", "Worker", "open_backend", "require_forkable", "run_elastic"]
 
 _AUTO = "auto"
 
@@ -114,7 +117,11 @@ class Worker:
         """
         launch, runtime = self.launch, self._config.runtime
         timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
-        groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device)
+        ckpt = self._config.ckpt
+        mirrors = (
+            isinstance(ckpt, FlowcheckConfig) and ckpt.capture == "mirror"
+        )  # finds sums among a group's operations
+        groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device, shares=not mirrors)
         groups.register()
         self._membership = Membership(
             Member(global_rank=launch.global_rank, world_size=launch.world_size, life=self.life),
@@ -259,11 +266,6 @@ def require_forkable() -> None:
     """Raise ConfigError if an import has started CUDA: workers that a supervisor forks could not use it."""
     wanted = "false: an import has started CUDA, which a forked worker cannot use (Transformer Engine does that where "
     require(not torch.cuda.is_initialized(), "runtime.guard", True, f"{wanted}flash-attn is installed: uninstall it)")
-
-
-def open_backend(*, on_gpu: bool) -> Backend:
-    """Return the backend that moves bytes between ranks; call once the device is chosen."""
-    return NcclBackend() if on_gpu else GlooBackend()
 
 
 def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlace:

@@ -106,7 +106,7 @@ class GlooBackend:
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=form_s))
         backend._set_default_timeout(timedelta(seconds=operation_s))
-        return _group_of(backend, store, self.device, dist.ProcessGroup.BackendType.GLOO)
+        return group_of(backend, store, self.device, dist.ProcessGroup.BackendType.GLOO)
 
     def formed(self) -> None:
         self._own = frozenset(_open_sockets()) - self._before
@@ -165,7 +165,7 @@ class NcclBackend:
         self._register(backend)
         backend.eager_connect_single_device(self.device)  # communicators made lazily have hung in an abort
         backend._set_default_timeout(timedelta(seconds=operation_s))
-        group = _group_of(backend, store, self.device, dist.ProcessGroup.BackendType.NCCL)
+        group = group_of(backend, store, self.device, dist.ProcessGroup.BackendType.NCCL)
         self._register(group, replaces=backend)
         return group
 
@@ -232,7 +232,7 @@ def _drain(device: torch.device) -> None:
         die(f"{device} cannot be used any more: {error}")
 
 
-def _group_of(backend: Any, store: dist.Store, device: torch.device, kind: Any) -> dist.ProcessGroup:
+def group_of(backend: Any, store: dist.Store, device: torch.device, kind: Any) -> dist.ProcessGroup:
     """Return the group that torch makes of a backend, with the operations that `torch.distributed` calls."""
     group = dist.ProcessGroup(store, backend.rank(), backend.size())
     group._set_default_backend(kind)

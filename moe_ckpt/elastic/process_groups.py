@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,23 +27,19 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.elastic.backends import Backend, GlooBackend, die
+from moe_ckpt.elastic.batched_transfers import batch_transfers_of
 from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
 from moe_ckpt.elastic.device_waits import DeviceWaits
+from moe_ckpt.elastic.operations import OPERATIONS, BackendAbilities
 from moe_ckpt.elastic.rendezvous_store import PollingStore
 from moe_ckpt.elastic.solo_group import FinishedWork, SoloGroup
+from moe_ckpt.elastic.staged_group import StagedWork
 from moe_ckpt.errors import PeersLostError
 
 BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
 """Names of backends: for tensors on training's device, and for tensors on the host."""
 
 _FORMING_THREADS = 4
-_OPERATIONS = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv"),
-    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "recv_anysource"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
-    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    "all_to_all_single",  # these names are newer than those above
-)
 _TRANSFERS = ("send", "recv", "recv_anysource")
 
 
@@ -55,11 +52,11 @@ class GroupTimeouts:
     abort_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendAbilities:
-    """The answer of a handle to torch's question for its backend: transfers are batched if it supports that."""
+@dataclass(slots=True)
+class TransferCount:
+    """The number of transfers between two ranks that an inner group has begun."""
 
-    supports_coalescing: bool
+    total: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,15 +69,18 @@ class _Batch:
 
 
 class ElasticGroup(dist.ProcessGroup):
-    """The handle of one group, in which this process has place `own` of `size`."""
+    """The handle of one group, in which this process has place `own` of `size`.
 
-    def __init__(self, name: str, own: int, size: int, transport: Backend, groups: ElasticGroups) -> None:
+    Handles with the same `members` share an inner group.
+    """
+
+    def __init__(self, members: str, own: int, size: int, transport: Backend, groups: ElasticGroups) -> None:
         super().__init__(own, size)  # pyright: ignore[reportCallIssue] - the stubs know another constructor
-        self.key = name
+        self.members = members
         self.inside: Any = SoloGroup(size)
         self.transport = transport
         self.batch: _Batch | None = None
-        self.num_transfers = 0  # between two ranks, of the inner group
+        self.transfers = TransferCount()  # of the inner group, by all handles that share it
         self._groups = groups
 
     @property
@@ -93,7 +93,7 @@ class ElasticGroup(dist.ProcessGroup):
     @property
     def num_operations(self) -> int:
         """The collective operations that the inner group has begun: gloo numbers its messages by them."""
-        return self.inside._get_sequence_number_for_group() - self.num_transfers
+        return self.inside._get_sequence_number_for_group() - self.transfers.total
 
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
 
@@ -116,7 +116,7 @@ def _forwarded(name: str) -> Callable[..., dist.Work]:
     return operation
 
 
-for _name in _OPERATIONS:
+for _name in OPERATIONS:
     setattr(ElasticGroup, _name, _forwarded(_name))
 
 
@@ -124,6 +124,7 @@ class ElasticGroups:
     """All handles of this process. One thread forms and leaves; any thread may call `cut` and `abandon`.
 
     `on_wait` is called when that thread begins and ends to wait for other ranks, `on_device_wait` when its device does.
+    With `shares`, groups of the same ranks share an inner group.
     """
 
     def __init__(
@@ -132,10 +133,13 @@ class ElasticGroups:
         timeouts: GroupTimeouts,
         on_wait: Callable[[bool], None],
         on_device_wait: Callable[[bool], None] | None = None,
+        *,
+        shares: bool = True,
     ) -> None:
         self._transports = {BACKEND: transport, CPU_BACKEND: transport}
         if transport.device.type != "cpu":
             self._transports[CPU_BACKEND] = GlooBackend()
+        self._shares = shares
         self._timeouts = timeouts
         self._on_wait = on_wait
         self._device_waits = DeviceWaits(on_device_wait or _nobody, limit_s=timeouts.operation_s)
@@ -150,16 +154,16 @@ class ElasticGroups:
 
     @property
     def insides(self) -> list[Any]:
-        """The inner groups of handles with more than one rank."""
-        return [handle.inside for handle in self._handles if handle.size() > 1 and handle.inside is not None]
+        """The inner groups of handles with more than one rank, each once."""
+        shared = (handle.inside for handle in self._handles if handle.size() > 1 and handle.inside is not None)
+        return list({id(inside): inside for inside in shared}.values())
 
     def register(self) -> None:
         """Register these groups with `torch.distributed` under the backends' names."""
         for name, transport in self._transports.items():
-            create = functools.partial(self._create, transport)
+            create = functools.partial(self._create, name, transport)
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
-        if not isinstance(dist.batch_isend_irecv, _BatchedTransfers):
-            dist.batch_isend_irecv = _BatchedTransfers(dist.batch_isend_irecv)
+        batch_transfers_of(ElasticGroup)
 
     def form(self, client: dist.Store, generation: int) -> None:
         """Form the inner groups of all handles, for a new generation.
@@ -169,12 +173,14 @@ class ElasticGroups:
         """
         over = self._over = threading.Event()
         self._training_thread = threading.get_ident()
-        made: dict[ElasticGroup, Any] = {}
+        made: dict[str, Any] = {}
         store = PollingStore(client, self._store_lock, f"{generation}/groups/", over.is_set, self._timeouts.form_s)
         for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
             self._form_all(transport, store, over, made)
-        for handle, inside in made.items():
-            handle.inside, handle.num_transfers = inside, 0
+        counts = {members: TransferCount() for members in made}
+        for handle in self._handles:
+            if handle.members in made:
+                handle.inside, handle.transfers = made[handle.members], counts[handle.members]
         if over.is_set():
             self.cut()
             raise PeersLostError("forming process groups: other ranks were lost")
@@ -235,7 +241,7 @@ class ElasticGroups:
         except RuntimeError as error:
             self._drop_batch(handle)
             raise PeersLostError(f"{name}: {error}") from error
-        handle.num_transfers += name in _TRANSFERS
+        handle.transfers.total += name in _TRANSFERS
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
             handle.batch.arguments.append(arguments)
             return FinishedWork()
@@ -278,7 +284,7 @@ class ElasticGroups:
                 raise PeersLostError(f"{name}: other ranks were lost")
             self._device_waits.add(handle.transport.mark())
             return FinishedWork()
-        self._unfinished[id(work)] = (work, arguments)
+        self._unfinished[id(work)] = (_host_part(work), work, arguments)
         return _Operation(work, self, over, handle.transport)
 
     def wait(self, work: Any, over: threading.Event, transport: Backend) -> None:
@@ -292,6 +298,8 @@ class ElasticGroups:
         self._unfinished.pop(id(work), None)
         if over.is_set():
             raise PeersLostError("other ranks were lost")
+        if isinstance(work, StagedWork):
+            work.copy_back()
 
     @property
     def _distinct(self) -> tuple[Backend, ...]:
@@ -324,7 +332,7 @@ class ElasticGroups:
         outcome = WaitResult()
         with self._lock:
             self._awaited.add(outcome)
-        helper.start(work.wait, outcome)
+        helper.start(_host_part(work).wait, outcome)
         try:
             self._await(outcome, None)
         finally:
@@ -349,11 +357,15 @@ class ElasticGroups:
             with self._lock:
                 self._awaited.discard(outcome)
 
-    def _form_all(
-        self, transport: Backend, store: dist.Store, over: threading.Event, made: dict[ElasticGroup, Any]
-    ) -> None:
-        """Form the inner groups of one transport's handles. Raises PeersLostError."""
-        shared = [handle for handle in self._handles if handle.size() > 1 and handle.transport is transport]
+    def _form_all(self, transport: Backend, store: dist.Store, over: threading.Event, made: dict[str, Any]) -> None:
+        """Form the inner groups of one transport's handles, one for all of the same members. Raises PeersLostError.
+
+        Each costs connections, threads and, with NCCL, seconds and device memory: Megatron's groups of 4 ranks have 3
+        memberships and not 12. All ranks begin the operations of such handles in the same order, as one thread
+        begins them in the order of the schedule or of the graph.
+        """
+        handles = (handle for handle in self._handles if handle.size() > 1 and handle.transport is transport)
+        shared = list({handle.members: handle for handle in handles}.values())
         parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
         transport.begin()
         outcomes = [self._start(lambda part=part: self._form(part, store, over, made)) for part in parts]
@@ -371,21 +383,23 @@ class ElasticGroups:
         handles: Sequence[ElasticGroup],
         store: dist.Store,
         over: threading.Event,
-        made: dict[ElasticGroup, Any],
+        made: dict[str, Any],
     ) -> None:
         for handle in handles:
             if over.is_set():
                 raise PeersLostError("forming process groups: other ranks were lost")
-            made[handle] = handle.transport.make(
-                dist.PrefixStore(handle.key, store),
+            made[handle.members] = handle.transport.make(
+                dist.PrefixStore(handle.members, store),
                 handle.rank(),
                 handle.size(),
                 form_s=self._timeouts.form_s,
                 operation_s=self._timeouts.operation_s,
             )
 
-    def _create(self, transport: Backend, options: Any, _: Any) -> ElasticGroup:
-        handle = ElasticGroup(options.group_id, options.group_rank, options.group_size, transport, self)
+    def _create(self, backend: str, transport: Backend, options: Any, _: Any) -> ElasticGroup:
+        ranks = options.global_ranks_in_group or range(options.group_size)  # torch names no ranks for the world
+        members = _name_of(backend, ranks) if self._shares else f"{backend}/{options.group_id}"
+        handle = ElasticGroup(members, options.group_rank, options.group_size, transport, self)
         self._handles.append(handle)
         return handle
 
@@ -411,31 +425,17 @@ class _Operation(dist.Work):
         return self._work.result()
 
 
-class _BatchedTransfers:
-    """`torch.distributed.batch_isend_irecv` that also batches the transfers of handles.
+def _name_of(backend: str, ranks: Sequence[int]) -> str:
+    """Return a name for the members of a group, the same on all of them.
 
-    Releases before 2.14 begin them one after another unless the group's type is exactly `ProcessGroup`.
+    Backends stay apart: a thread that writes checkpoints communicates beside training, in an order of its own.
     """
-
-    def __init__(self, plain: Callable[[list[dist.P2POp]], list[dist.Work]]) -> None:
-        self._plain = plain
-
-    def __call__(self, p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-        group = (p2p_op_list[0].group or dist.group.WORLD) if p2p_op_list else None
-        if not isinstance(group, ElasticGroup):
-            return self._plain(p2p_op_list)
-        device = p2p_op_list[0].tensor.device
-        if not group._get_backend(device).supports_coalescing:
-            return [work for operation in p2p_op_list if (work := _begin(operation, group))]
-        group._start_coalescing(device)
-        for operation in p2p_op_list:
-            _begin(operation, group)
-        return [group._end_coalescing(device)]
+    return f"{backend}/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}"
 
 
-def _begin(transfer: dist.P2POp, group: ElasticGroup) -> dist.Work | None:
-    peer = "group_dst" if transfer.op is dist.isend else "group_src"
-    return transfer.op(transfer.tensor, group=group, tag=transfer.tag, **{peer: transfer.group_peer})
+def _host_part(work: Any) -> Any:
+    """Return the part of an operation that may be waited for late: it writes to no tensor of a next generation."""
+    return work.host_work if isinstance(work, StagedWork) else work
 
 
 def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol, assert_never
 import torch
 
 from moe_ckpt.config import (
+    DIVERGENCES,
     CheckfreqConfig,
     FlowcheckConfig,
     GeminiConfig,
@@ -90,6 +91,7 @@ class Attached:
     boost: Boost | None = None
     mirror: Mirror | None = None
     notes: Sequence[str] = ()
+    on_divergence: str = DIVERGENCES[0]
 
 
 class InMemoryAssembly:
@@ -155,7 +157,11 @@ class InMemoryAssembly:
             self._server_states(self._stores),
         )
         recovery = (
-            None if self._is_partial else StageRecovery(self._place, training, self._stores, self._meter, self._events)
+            None
+            if self._is_partial
+            else StageRecovery(
+                self._place, training, self._stores, self._meter, self._events, self._attached.on_divergence
+            )
         )
         injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
         parts = InMemoryParts(

@@ -28,6 +28,7 @@ from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdent
 class StagePlace:
     """The place of this rank: its run and shard, all ranks, the ranks of its stage, and its neighbours in the pipeline.
 
+    `host_ranks` are all ranks again, for tensors in host memory; `ranks` communicate on `device`.
     `previous_rank` and `next_rank` are global ranks of the same replica, None at the ends of the pipeline.
     """
 
@@ -35,6 +36,7 @@ class StagePlace:
     shard: ShardIdentity
     ranks: Ranks
     stage_ranks: Ranks
+    host_ranks: Ranks
     previous_rank: int | None
     next_rank: int | None
     device: torch.device

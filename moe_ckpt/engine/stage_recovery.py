@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ckpt.collectives import gather_results
+from moe_ckpt.config import DIVERGENCES
 from moe_ckpt.engine.in_memory_tier import TierStores
 from moe_ckpt.engine.interfaces import StagePlace, Training
 from moe_ckpt.engine.measurements import Measurements
@@ -33,6 +34,9 @@ from moe_ckpt.snapshot.windows import SnapshotMemory, Window
 from moe_ckpt.types import RunIdentity
 
 _log = logging.getLogger(__name__)
+
+WINDOW, END = DIVERGENCES
+CORRUPT, NOT_DETERMINISTIC = "corrupt memory", "training that is not deterministic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +56,13 @@ class StageRecovery:
     """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
 
     def __init__(
-        self, place: StagePlace, training: Training, stores: TierStores, meter: Measurements, events: EventLog
+        self,
+        place: StagePlace,
+        training: Training,
+        stores: TierStores,
+        meter: Measurements,
+        events: EventLog,
+        on_divergence: str = WINDOW,
     ) -> None:
         self._place = place
         self._meter = meter
@@ -62,12 +72,13 @@ class StageRecovery:
         self._stores = stores
         self._memory = stores.memory
         self._events = events
+        self._on_divergence = on_divergence
 
     def recover(self, loss: Loss) -> None:
         """Bring all ranks to the state after the target iteration, in processes that live but have lost state.
 
-        Raises CheckpointLoadError on all ranks if the remaining sources do not lead there, or if a replay shows that a
-        healthy rank's state differs from the result of its own steps.
+        Raises CheckpointLoadError on all ranks if the remaining sources do not lead there, or, with
+        `on_divergence=end`, if a replay shows that a healthy rank's state differs from the result of its own steps.
         """
         if loss.undo and not loss.mine:
             undo = loss.target_iteration + 1
@@ -116,20 +127,58 @@ class StageRecovery:
         """Bring this rank to the plan's target; return the number of iterations that it executed.
 
         `live`: the rank's state is whole and at the target already. If its stage rolls back all the same, the replay
-        must reproduce that state. `progress` is called with each state from which a replay can go on if it is cut off,
-        and with None before that state changes. Raises CheckpointLoadError on all ranks if it does not on one.
+        must reproduce that state. If it does not on one rank, all ranks replay once more and go on from there, or raise
+        CheckpointLoadError, as `on_divergence` says. `progress` is called with each state from which a replay can go on
+        if it is cut off, and with None before that state changes.
         """
-        started_s = time.monotonic()
         target = plan.target_iteration
         mine = next((rollback for rollback in plan.rollbacks if self._place.stage in rollback.segment.stages), None)
         before = self._operators.digests() if mine is not None and live else None
+        self._execute(plan, mine, progress)
+        differing = gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
+        if any(differing):
+            self._replay_again(plan, mine, differing)
+        return 0 if mine is None else target - mine.starts_from
+
+    def _execute(
+        self, plan: RecoveryPlan, mine: Rollback | None, progress: Callable[[ReplayedState | None], None]
+    ) -> None:
+        """Roll this rank's stage back and replay it, or serve the stages that do."""
+        started_s, target = time.monotonic(), plan.target_iteration
         if mine is None:
             self._serve(plan.rollbacks, target)
         else:
-            fetched_bytes = self._roll_back(mine, target, progress)
-            self._report(mine, target, fetched_bytes, started_s)
-        gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
-        return 0 if mine is None else target - mine.starts_from
+            self._report(mine, target, self._roll_back(mine, target, progress), started_s)
+
+    def _replay_again(self, plan: RecoveryPlan, mine: Rollback | None, differing: Sequence[list[str]]) -> None:
+        """Find out by a second replay which of two states is the odd one; all ranks go on from the last replay."""
+        verdict = self._second_replay(plan, mine)
+        own = differing[self._place.shard.global_rank]
+        if own:
+            self._events.append(ReplayDiffered(iteration=plan.target_iteration, operators=own, verdict=verdict))
+        if self._place.shard.global_rank == 0:
+            ranks = [rank for rank, names in enumerate(differing) if names]
+            _log.warning(
+                "replaying to iteration %d gave another state than ranks %s had: %s; all ranks go on from the replay",
+                plan.target_iteration,
+                ranks,
+                verdict,
+            )
+
+    def _second_replay(self, plan: RecoveryPlan, mine: Rollback | None) -> str:
+        """Return what a second replay shows.
+
+        Two that agree: the live memory was corrupt. Two that differ: a kernel is not deterministic, so that no state is
+        wrong, and all are a valid result of training. A replay that went on from an earlier one cannot be repeated: its
+        first iterations' logs may be gone.
+        """
+        if any(rollback.resumed_at is not None for rollback in plan.rollbacks):
+            return f"{CORRUPT}, or {NOT_DETERMINISTIC}"
+        first = self._operators.digests() if mine is not None else {}
+        self._execute(plan, mine, lambda _: None)
+        agrees = mine is None or self._operators.digests() == first
+        all_agree = all(gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError))
+        return CORRUPT if all_agree else NOT_DETERMINISTIC
 
     def _usable(self, window: Window) -> WindowRef | None:
         try:
@@ -223,36 +272,46 @@ class StageRecovery:
         return requests
 
     def _send(self, rank: int, iteration: int, direction: Direction) -> None:
+        """Send a neighbour the log of an iteration from host memory, a micro-batch at a time.
+
+        Both ends of a log are host memory: on the devices all micro-batches of an iteration would need room at once,
+        beside a whole training, and the transfer would take turns with all others of the job's communicator.
+        """
         assert self._stores.boundary is not None
         tensors = self._stores.boundary.sent(iteration, direction)
         sizes = torch.tensor([len(tensors), tensors[0].numel() if tensors else 0])
-        self._place.ranks.send(sizes.to(self._place.device), rank)
-        if tensors:
-            self._place.ranks.send(torch.cat(tensors).to(self._place.device), rank)
+        self._place.host_ranks.send(sizes, rank)
+        for tensor in tensors:
+            self._place.host_ranks.send(tensor, rank)
 
     def _receive(self, rank: int | None, iteration: int) -> tuple[torch.Tensor, ...]:
-        """Return a neighbour's log of an iteration by micro-batch; sizes are equal, as one schedule sent them."""
+        """Return a neighbour's log of an iteration by micro-batch, on the host; sizes are equal, by one schedule."""
         assert rank is not None, iteration
-        sizes = torch.zeros(2, dtype=torch.int64, device=self._place.device)
-        self._place.ranks.receive(sizes, rank)
+        sizes = torch.zeros(2, dtype=torch.int64)
+        self._place.host_ranks.receive(sizes, rank)
         count, size_bytes = sizes.tolist()
-        if not count:
-            return ()
-        payload = torch.empty(count * size_bytes, dtype=torch.uint8, device=self._place.device)
-        self._place.ranks.receive(payload, rank)
-        return payload.split(size_bytes)
+        pinned = self._place.device.type == "cuda"  # the replay copies each to the device
+        received = tuple(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count))
+        for tensor in received:
+            self._place.host_ranks.receive(tensor, rank)
+        return received
 
-    def _compare(self, target: int, live: Mapping[str, str] | None) -> None:
-        """Compare a healthy rank's state after its replay with its state before."""
+    def _compare(self, target: int, live: Mapping[str, str] | None) -> list[str]:
+        """Return the operators in which a healthy rank's state after its replay differs from its state before.
+
+        With `on_divergence=end`, raises CheckpointLoadError if there are any.
+        """
         replayed = self._operators.digests() if live is not None else None
         if live == replayed or live is None or replayed is None:
-            return
+            return []
         differing = [name for name in live if live[name] != replayed.get(name)]
+        if self._on_divergence == WINDOW:
+            return differing
         self._events.append(ReplayDiffered(iteration=target, operators=differing))
         raise CheckpointLoadError(
             f"rank {self._place.shard.global_rank}: replaying to iteration {target} gave another state of "
-            f"{', '.join(differing)} than the rank had, which lost nothing: corrupt memory, or training that is not "
-            "deterministic"
+            f"{', '.join(differing)} than the rank had, which lost nothing: {CORRUPT}, or {NOT_DETERMINISTIC} "
+            "(runtime.on_divergence=window goes on)"
         )
 
     def _report(self, rollback: Rollback, target: int, fetched_bytes: int, started_s: float) -> None:

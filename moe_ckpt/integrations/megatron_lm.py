@@ -147,6 +147,7 @@ class AttachedLoop:
             last_iteration=args.train_iters,
             elastic=self._worker.context(layout),
             suspect_iters=self._settings.runtime.suspect_iters,
+            on_divergence=self._settings.runtime.on_divergence,
         )
         rank.digest_every_iters = self._settings.digest_every_iters
         events.append(ModelBuilt(seconds=time.monotonic() - self._built_s))

@@ -20,6 +20,15 @@ _CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "f
 """Options of torch's Adam that change its arithmetic."""
 
 
+def repeats_on_a_host(master: torch.Tensor) -> bool:
+    """Return whether a process without a GPU can take Adam's step of these master weights bit for bit.
+
+    On a GPU the kernels use fused multiply-adds: a peer's step would differ from the rank's own by the last bits, each
+    time after gradients had been sent for it.
+    """
+    return master.device.type == "cpu"
+
+
 class AdamSteps:
     """The steps of all inner optimizers that are torch's Adam or AdamW; those of other optimizers are unknown."""
 

@@ -17,7 +17,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -27,7 +26,8 @@ from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.megatron import fp8_linear, fp8_parameters
 from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
-from moe_ckpt.megatron.gradients import AdamSteps
+from moe_ckpt.megatron.gradients import AdamSteps, repeats_on_a_host
+from moe_ckpt.megatron.merging import merge
 from moe_ckpt.megatron.optimizer_state import (
     derives_compute,
     master_values,
@@ -43,6 +43,7 @@ from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
 from moe_ckpt.snapshot.capture import Piece
 from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity, scale_of, scaled_role
+from moe_ckpt.snapshot.device_hash import hashes_of
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ReadyGradients
 
 _EDGES = {
@@ -154,13 +155,15 @@ class OwnedParameter:
         return Shard(self.parameter, state[MASTER] if state else None, self.start if state else None)
 
     def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
-        """Return the gradient of the owned piece, and its step, if that is one of `steps`."""
+        """Return the gradient of the owned piece, and its step, if that is one of `steps` and repeats on a host."""
         if self.optimizer is None:
             return None
         master = updated_tensor(self.optimizer, self.parameter)
         if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
             return None
         if not self.derives_compute:  # another process would have the new masters, and the old compute weights
+            return None
+        if not repeats_on_a_host(master):
             return None
         return master.grad.view(-1)[self._held()], steps[id(master)]
 
@@ -334,13 +337,13 @@ class RankOperators:
         fp8_parameters.refresh(each.parameter for each in loaded)
 
     def digests(self) -> dict[str, str]:
-        """Return an XXH3 hash, in hex, of this rank's pieces of each operator: weights, optimizer state, buffers."""
-        hashes: dict[str, Any] = {}
+        """Return a hash, in hex, of this rank's pieces of each operator: weights, optimizer state, buffers."""
+        state: dict[str, list[torch.Tensor]] = defaultdict(list)
         for owned in self.parameters:
-            _hash_into(hashes, owned.operator, [*owned.forward_tensors(), *owned.optimizer_state().values()])
+            state[str(owned.operator)] += [*owned.forward_tensors(), *owned.optimizer_state().values()]
         for buffer in self.buffers:
-            _hash_into(hashes, buffer.operator, [buffer.buffer])
-        return {name: total.hexdigest() for name, total in hashes.items()}
+            state[str(buffer.operator)].append(buffer.buffer)
+        return hashes_of(state)
 
     def freeze(self, frozen: Collection[str]) -> None:
         """Let the weights of these operators skip their gradients, and all others compute them.
@@ -535,12 +538,6 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
     return OperatorTable(operators=tuple(names), full_bytes=full, compute_bytes=compute, moment_bytes=moments)
 
 
-def _hash_into(hashes: dict[str, Any], operator: OperatorId, tensors: Iterable[torch.Tensor]) -> None:
-    total = hashes.setdefault(str(operator), xxhash.xxh3_128())
-    for tensor in tensors:
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
 def _copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor) -> None:
     part = parts.get(key)
     if part is None or part.numel() != target.numel() or part.dtype != target.dtype:
@@ -566,7 +563,7 @@ def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None
         tensors.setdefault(owned.replicas, []).extend((copy, owned.start, owned.end) for copy in copies)
     for group, pieces in tensors.items():
         if group.size() > 1:
-            _merge(pieces, group)
+            merge(pieces, group)
 
 
 def _cast_masters(loaded: Iterable[OwnedParameter]) -> None:
@@ -577,18 +574,6 @@ def _cast_masters(loaded: Iterable[OwnedParameter]) -> None:
             shards.setdefault(owned.replicas, []).append(owned.shard())
     for group, parts in shards.items():
         fp8_parameters.cast_masters(parts, group)
-
-
-def _merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup) -> None:
-    """Merge tensors of which each rank holds one range: a sum of bytes, zero outside the own range."""
-    for tensor, start, end in pieces:
-        tensor[:start].zero_()
-        tensor[end:].zero_()
-    merged = torch.cat([tensor.view(torch.uint8) for tensor, _, _ in pieces])
-    dist.all_reduce(merged, group=group)
-    parts = merged.split([tensor.nbytes for tensor, _, _ in pieces])
-    for (tensor, _, _), part in zip(pieces, parts, strict=True):
-        tensor.view(torch.uint8).copy_(part)
 
 
 def is_grouped(name: str) -> bool:

@@ -46,6 +46,7 @@ from moe_ckpt.megatron.step import (
 )
 from moe_ckpt.megatron.transformer_engine import forget_pass
 from moe_ckpt.snapshot.boundary_log import LoggedEnds
+from moe_ckpt.snapshot.host_transfers import PendingCopy
 from moe_ckpt.snapshot.step_log import StepRecord
 from moe_ckpt.types import ReadyGradients
 
@@ -155,7 +156,7 @@ class _StageSums:
     """
 
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
-        self.tied_gradient: torch.Tensor | None = None
+        self._copied: PendingCopy | None = None
         self._tokens: torch.Tensor | None = None
         self._owned = _tied_parameter(state, operators)
         self._logged: StepRecord | None = None
@@ -170,6 +171,11 @@ class _StageSums:
     def num_tokens(self) -> int | None:
         """The tokens of all ranks' batches, if gradients were divided by them."""
         return None if self._tokens is None else int(self._tokens)
+
+    @property
+    def tied_gradient(self) -> torch.Tensor | None:
+        """The shared gradient of the last pass, on the host."""
+        return None if self._copied is None else self._copied.result()
 
     @property
     def tied_bytes(self) -> int:
@@ -194,7 +200,7 @@ class _StageSums:
         else:
             self._finalize_logged(model, self._logged, copy.copy(groups), **options)
         if self._owned is not None:
-            self.tied_gradient = self._gradient().detach().to("cpu", copy=True)
+            self._copied = PendingCopy(self._gradient())  # hundreds of MB: the device is not there yet
 
     def _finalize_logged(self, model: Any, logged: StepRecord, groups: Any, **options: Any) -> None:
         if self._owned is not None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.router import Router
 
 from moe_ckpt.megatron.operators import bare_model, locate
 from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.snapshot.host_transfers import TRANSFERS
 from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable
 
 
@@ -45,7 +46,10 @@ class RouterCounts:
     def end(self) -> ExpertCounts:
         """Stop counting and return the counts."""
         self._counting = False
-        return ExpertCounts(hard=self._in_table_order(self._hard), soft=self._in_table_order(self._soft))
+        fetched = TRANSFERS.fetch([*self._hard.values(), *self._soft.values()])  # one transfer an iteration
+        hard = dict(zip(self._hard, fetched, strict=False))
+        soft = dict(zip(self._soft, fetched[len(hard) :], strict=True))
+        return ExpertCounts(hard=self._in_table_order(hard), soft=self._in_table_order(soft))
 
     def _counting_hook(self, gate: OperatorId) -> Callable[[Any, Any, tuple[torch.Tensor, torch.Tensor]], None]:
         return lambda _, __, routed: self._count(self._hard, gate, lambda: routed[1])
@@ -70,7 +74,7 @@ class RouterCounts:
         counts[gate] = counts[gate] + total if gate in counts else total
 
     def _in_table_order(self, counts: dict[OperatorId, torch.Tensor]) -> npt.NDArray[np.float64]:
-        by_layer = {(gate.layer, gate.mtp_depth): total.cpu().numpy() for gate, total in counts.items()}
+        by_layer = {(gate.layer, gate.mtp_depth): total.numpy() for gate, total in counts.items()}
         found = np.zeros(len(self._experts))
         for position, expert in enumerate(self._experts):
             layer = by_layer.get((expert.layer, expert.mtp_depth))

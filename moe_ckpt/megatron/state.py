@@ -25,6 +25,7 @@ from moe_ckpt.megatron import fp8_linear, optimizer_state
 from moe_ckpt.megatron.buffers import buffers_by_name, named_buffers, restore_buffers_by_name
 from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, torch_optimizer
 from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
+from moe_ckpt.snapshot.host_transfers import TRANSFERS
 
 BUFFERS, RNG_STATE, STORED_STATES = "buffers", "rng_state", "stored_states"  # per-rank parts of a sharded state
 _SHARDING_METADATA: dict[str, Any] = {
@@ -249,11 +250,14 @@ def _restore_scaler_state(state: TrainingState, saved: Mapping[str, torch.Tensor
 
 
 def buffers(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Return copies, on the host, of all module buffers, persistent or not, and of scales of FP8 layers."""
-    named = (
-        (f"{index}.{name}", buffer) for index, chunk in enumerate(state.model) for name, buffer in named_buffers(chunk)
-    )
-    return {name: buffer.detach().cpu().clone() for name, buffer in named}
+    """Return copies, on the host, of all module buffers, persistent or not, and of scales of FP8 layers.
+
+    One transfer for all of them: this is part of each iteration.
+    """
+    named = {
+        f"{index}.{name}": buffer for index, chunk in enumerate(state.model) for name, buffer in named_buffers(chunk)
+    }
+    return dict(zip(named, TRANSFERS.fetch(list(named.values())), strict=True))
 
 
 def restore_buffers(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:

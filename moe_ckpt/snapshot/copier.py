@@ -44,13 +44,25 @@ class HostCopier:
         return self._thread.submit(work)
 
     def copy_now(self, copies: Iterable[Copy]) -> float:
-        """Copy, within `run`; return the seconds it took. Afterwards targets are complete and sources may change."""
+        """Copy, within `run`; return the seconds it took. Afterwards targets are complete and sources may change.
+
+        On a device the seconds are its own: the host may be iterations ahead, and would count the wait for the
+        computations before the copies as well.
+        """
         started_s = time.monotonic()
+        began, ended = self._timing_event(), self._timing_event()
+        if began is not None:
+            began.record()
         for target, source in self._throttled(copies):
             target.copy_(source, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-        return time.monotonic() - started_s
+        if began is None or ended is None or self._stream is None:
+            return time.monotonic() - started_s
+        ended.record()
+        self._stream.synchronize()
+        return began.elapsed_time(ended) / 1e3  # milliseconds
+
+    def _timing_event(self) -> torch.cuda.Event | None:
+        return None if self._stream is None else torch.cuda.Event(enable_timing=True)
 
     def close(self) -> None:
         """Finish the queue, without a cap, and end the thread."""

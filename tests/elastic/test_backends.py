@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import GlooBackend, NcclBackend
 from moe_ckpt.errors import PeersLostError
 from tests.elastic.workers import wait_until
@@ -254,3 +256,42 @@ def test_a_cut_aborts_groups_that_are_being_formed(nccl: NcclBackend, monkeypatc
     assert (made[0].blocking, os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == (0, "8")
     with pytest.raises(PeersLostError, match="forming process groups"):
         nccl.make(dist.HashStore(), 0, 2, form_s=7.5, operation_s=WAIT_S)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NUM_GROUPS, NUM_FIRST = 50, 10
+
+
+def make_and_end_groups(kind: str) -> tuple[list[int], list[int]]:
+    """Return files, threads and MiB of the device in use after the first groups of one rank, and after many."""
+    if kind == "nccl":
+        torch.cuda.set_device(0)
+    backend = open_backend(on_gpu=kind == "nccl", kind=kind)
+    counts = []
+    for number in range(1, NUM_GROUPS + 1):
+        backend.begin()
+        group = backend.make(dist.HashStore(), 0, 1, form_s=WAIT_S, operation_s=WAIT_S)
+        backend.formed()
+        total = torch.full((1000,), 3.0, device=backend.device)
+        for asynchronous in (False, True):
+            options = dist.AllreduceOptions()
+            options.asyncOp = asynchronous
+            work = group.allreduce([total], options)
+            if work is not None:
+                work.wait()
+        backend.settle(lambda: False, WAIT_S)
+        assert total.sum().item() == 3000.0
+        backend.cut([group])
+        assert wait_until(backend.is_quiet)
+        del group, work
+        gc.collect()
+        if number in (NUM_FIRST, NUM_GROUPS):
+            used = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] if kind == "nccl" else 0
+            counts.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), used >> 20])
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "staged", pytest.param("nccl", marks=[pytest.mark.gpu, needs_gpu])])
+def test_many_groups_leave_no_more_behind_than_the_first(kind: str) -> None:
+    ((first, last),) = run_ranks(1, make_and_end_groups, kind)
+    assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)

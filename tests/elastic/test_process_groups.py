@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from launcher.proc import stands_still
 from moe_ckpt.elastic.backends import GlooBackend, Mark
@@ -341,6 +342,56 @@ def test_only_the_thread_that_trains_tells_that_it_waits(tmp_path: Path) -> None
         assert (idents, waited) == ({own}, True)
 
 
+class CountingTransport(GlooBackend):
+    """gloo that counts the groups it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_made = 0
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        self.num_made += 1
+        return super().make(store, rank, size, form_s=form_s, operation_s=operation_s)
+
+
+def form_megatrons_groups(folder: str) -> tuple[int, int, list[float]]:
+    """Return the number of groups with more than one rank, of inner groups, and what two that share one compute.
+
+    Of these two, each rank has begun the operations in the same order and waits for them in the other.
+    """
+    transport = CountingTransport()
+    groups = ElasticGroups(transport, PATIENT, lambda waiting: None)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=4)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, expert_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    store = open_store(folder)
+    for generation in (1, 2):
+        groups.form(open_store(folder), generation)
+        totals = [torch.tensor([float(1 + own_rank())]), torch.tensor([10.0 * (1 + own_rank())])]
+        places: list[Any] = [
+            parallel_state.get_data_parallel_group(),
+            parallel_state.get_expert_model_parallel_group(),
+        ]
+        begun = [
+            dist.all_reduce(total, group=place, async_op=True) for total, place in zip(totals, places, strict=True)
+        ]
+        for work in reversed(begun):
+            assert work is not None
+            work.wait()
+        meet(store, f"the end of {generation}", 4)
+        groups.leave()
+    shared = [handle for handle in groups._handles if handle.size() > 1]
+    return len(shared), transport.num_made, [total.item() for total in totals]
+
+
+def test_groups_of_the_same_members_share_one_inner_group(tmp_path: Path) -> None:
+    for rank, (num_groups, num_made, totals) in enumerate(run_ranks(4, form_megatrons_groups, str(tmp_path))):
+        assert (num_groups, num_made) == (12, 2 * 3)
+        assert totals == ([3.0, 30.0] if rank < 2 else [7.0, 70.0])
+
+
 class HeldTransport:
     """A transport that opens nothing: its groups are made as soon as `held` ends."""
 
@@ -375,9 +426,9 @@ class HeldTransport:
 def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
     """Return how forming ended, how many groups its threads made, and how many are in the next generation."""
     transport = HeldTransport()
-    groups = open_groups(0, 2, form_s=0.02, transport=transport)
-    for _ in range(7):
-        dist.new_group([0, 1], backend=CPU_BACKEND)
+    groups = open_groups(0, 8, form_s=0.02, transport=transport)
+    for other in range(1, 8):
+        dist.new_group([0, other], backend=CPU_BACKEND)
     outcome = outcome_of(lambda: groups.form(dist.HashStore(), 1))
     groups.leave()
     late = set(transport.made_by)

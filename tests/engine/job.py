@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
+from moe_ckpt.collectives import Ranks
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.tier import DurableTier
@@ -49,7 +50,7 @@ from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
 from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, TOKENS, Model, Shape, TokenCounts
 from tests.engine.model_files import ModelFiles
-from tests.engine.thread_ranks import ThreadGroup, ThreadRanks, WorkerKilled
+from tests.engine.thread_ranks import HostRanks, ThreadGroup, ThreadRanks, WorkerKilled
 from tests.engine.wire import ModelMirror, Wire
 from tests.report_runs import committed
 
@@ -348,9 +349,11 @@ class ThreadJob:
         self.on_worker: list[Callable[[int, Session], None]] = []
         self.upsets: dict[tuple[int, int], Callable[[Model], object]] = {}  # once, by rank and iteration
         self.observers: list[Observer] = []
+        self.sent_between_hosts: dict[int, list[torch.Tensor]] = {rank: [] for rank in self.ranks}
         is_partial = config is not None and config.policy in ("moc", "moetion")
         self._lossless = not is_partial if lossless is None else lossless
         self.checks_digests = config is not None and self._lossless
+        self.on_divergence = "window"
         self._settles = settles
         self.before_fetch: Callable[[int, int], None] = lambda rank, holder: None
         self._faults = list(faults)
@@ -546,6 +549,7 @@ class ThreadJob:
             shard=shard,
             ranks=ranks,
             stage_ranks=stage,
+            host_ranks=cast("Ranks", HostRanks(ranks, self.sent_between_hosts[rank])),
             previous_rank=model.previous_rank,
             next_rank=model.next_rank,
             device=torch.device("cpu"),
@@ -564,6 +568,7 @@ class ThreadJob:
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
             tied_gradient_bytes=tied.master.nbytes if tied else 0,
             mirror=ModelMirror(model, stage, self.wire) if self._mirrors else None,
+            on_divergence=self.on_divergence,
         )
         assembly = InMemoryAssembly(
             self.config, attached, events, elastic, self.folder / "snapshots", self._losses_of_config

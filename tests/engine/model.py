@@ -148,6 +148,7 @@ class Model:
         self.shape, self.rank = shape, rank
         self.stage, self.dp_rank = shape.stage_of(rank), rank % shape.dp
         self._ranks, self._stage_ranks = ranks, stage_ranks
+        self.on_replay: Callable[[int], object] = lambda _: None  # as a kernel that does not repeat itself
         self.previous_rank = rank - shape.dp if self.stage > 0 else None
         self.next_rank = rank + shape.dp if self.stage < shape.pp - 1 else None
         self.communicator = Pipe(ranks, self.previous_rank, self.next_rank)
@@ -379,6 +380,7 @@ class Model:
         self._reduce_gradients(None if whole_model else record.tied_gradient)
         before_update()
         self.update(record.gradients)
+        self.on_replay(record.iteration)
         self.gather()
 
     def abandon_pass(self) -> None:

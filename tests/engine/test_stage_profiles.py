@@ -46,6 +46,7 @@ def place(ranks: ThreadRanks, stage_group: ThreadGroup, num_stages: int) -> Stag
         shard=ShardIdentity(global_rank=ranks.rank, pp_rank=stage, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=in_stage),
         ranks=ranks,
         stage_ranks=of_stage,
+        host_ranks=ranks,
         previous_rank=None,
         next_rank=None,
         device=torch.device("cpu"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import ReplayDiffered, StageRecovered, StateLost
 from moe_ckpt.faults.schedule import StateLoss
-from tests.engine.job import ThreadJob, exact
-from tests.engine.model import PIPE, Shape
+from tests.engine.job import ThreadJob, exact, uninterrupted
+from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, PIPE, Model, Shape
 from tests.policies.profiles import config
 
 
@@ -58,12 +60,55 @@ def test_a_lost_state_is_rebuilt_with_other_settings(settings: dict[str, object]
     assert replaying == ({0} if "boundary_log" in settings else {1})
 
 
-def test_a_replay_that_differs_from_a_healthy_rank_is_an_error(tmp_path: Path) -> None:
-    """Without a boundary log healthy stages replay as well, and must come out as they were."""
+def job_with_a_corrupt_rank(folder: Path, *, on_divergence: str) -> ThreadJob:
+    """Return a job in which rank 0 has another weight from iteration 5 on, before all stages replay to iteration 5.
 
-    job = ThreadJob(tmp_path, config("moevement", window=3, boundary_log=False), PIPE, losses=lost((6, 1, "forward")))
+    Without a boundary log healthy stages replay as well, and must come out as they were.
+    """
+    job = ThreadJob(folder, config("moevement", window=3, boundary_log=False), PIPE, losses=lost((6, 1, "forward")))
+    job.on_divergence = on_divergence
     job.checks_digests = False
     job.upsets[0, 5] = lambda model: model.owned[0].master.data.add_(1.0)  # after the window of iterations 1 to 3
-    with pytest.raises(CheckpointLoadError, match="replaying to iteration 5 gave another state"):
+    return job
+
+
+def test_a_replay_that_differs_from_a_healthy_rank_can_end_the_job(tmp_path: Path) -> None:
+    job = job_with_a_corrupt_rank(tmp_path, on_divergence="end")
+    both = "corrupt memory, or training that is not deterministic"
+    with pytest.raises(CheckpointLoadError, match=f"replaying to iteration 5 gave another state of .*: {both}"):
         job.run()
-    assert job.events(ReplayDiffered, 0)
+    (event,) = job.events(ReplayDiffered, 0)
+    assert (event.iteration, event.verdict) == (5, "")
+
+
+def test_a_corrupt_rank_goes_on_from_a_replay_that_repeats_itself(tmp_path: Path) -> None:
+    job = job_with_a_corrupt_rank(tmp_path, on_divergence="window")
+    assert job.run() == uninterrupted(PIPE, 8), "the replay leads to the state before the damage"
+    (event,) = job.events(ReplayDiffered, 0)
+    assert (event.iteration, event.verdict) == (5, "corrupt memory")
+    assert event.operators
+    assert not [event for rank in job.ranks if rank for event in job.events(ReplayDiffered, rank)]
+
+
+def test_replays_that_differ_from_each_other_show_a_kernel_that_does(tmp_path: Path) -> None:
+    job = ThreadJob(tmp_path, config("moevement", window=3, boundary_log=False), PIPE, losses=lost((6, 1, "forward")))
+    job.checks_digests = False
+    noise = itertools.count(1)
+
+    def replay_with_noise(model: Model) -> None:
+        model.on_replay = lambda iteration: iteration == 5 and model.owned[0].master.data.add_(1e-3 * next(noise))
+
+    job.upsets[0, 1] = replay_with_noise
+    assert job.run() != uninterrupted(PIPE, 8), "the job goes on, from another state"
+    (event,) = job.events(ReplayDiffered, 0)
+    assert event.verdict == "training that is not deterministic"
+
+
+def test_logs_cross_from_host_to_host_a_micro_batch_at_a_time(tmp_path: Path) -> None:
+    """As one tensor on the device, an iteration's logs would need room beside all that training needs."""
+    job = ThreadJob(tmp_path, config("moevement", window=3), PIPE, losses=lost((6, 1, "forward")))
+    assert job.run() == uninterrupted(PIPE, 8)
+    sent = job.sent_between_hosts[0]
+    logs = [tensor for tensor in sent if tensor.dtype == torch.uint8]
+    assert len(logs) == MICRO_BATCHES * (len(sent) - len(logs)) > 0, "one message of sizes an iteration"
+    assert {tensor.nbytes for tensor in logs} == {BOUNDARY_BYTES}

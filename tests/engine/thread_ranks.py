@@ -176,3 +176,18 @@ def run_threads(size: int, function: Callable[..., T], *arguments: Any) -> list[
     if errors:
         raise errors[0][1]
     return [outcomes[rank] for rank in range(size)]
+
+
+class HostRanks:
+    """The same ranks, for tensors in host memory; `sent` keeps all that this rank sends."""
+
+    def __init__(self, ranks: ThreadRanks, sent: list[torch.Tensor]) -> None:
+        self._ranks = ranks
+        self._sent = sent
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        self._sent.append(tensor)
+        self._ranks.send(tensor, rank)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)

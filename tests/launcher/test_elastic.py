@@ -75,6 +75,25 @@ def test_a_rank_dies_in_each_phase(tmp_path: Path) -> None:
     survive(tmp_path, faults, *FORTY, settings=["ckpt.window=2"])
 
 
+@pytest.mark.full
+def test_ranks_that_communicate_through_host_memory_die(tmp_path: Path) -> None:
+    """With `runtime.backend=staged`, whose copies are clones here: the path of several ranks on one GPU."""
+    faults = [
+        fault("as ranks join", Point(1, JOIN), back_to=0, executed=0),
+        fault("before the first window", Point(3, STEP, 2), back_to=2, executed=2),
+        fault("in forward", Point(3, FORWARD, 6, skip=2), back_to=5, executed=2),
+        fault("in backward", Point(2, BACKWARD, 9), back_to=8, executed=2),
+        fault("as gradients are reduced", Point(1, REDUCE, 12), back_to=11, executed=2),
+        fault("after the vote", Point(0, STEP, 14), back_to=14, executed=2),
+        fault("between update and gather", Point(3, STEP, 17, skip=1), back_to=17, executed=2),
+        fault("both ranks of a stage", Point(3, REDUCE, 21), kills=[2, 3], back_to=20, executed=2),
+        fault("every rank", Point(3, REDUCE, 25), kills=(0, 1, 2, 3), back_to=(23, 24), executed=1),
+        fault("in backward, held", Point(2, BACKWARD, 28), back_to=27, executed=2, kills=[2]),
+    ]
+    settings = ["ckpt.window=2", "runtime.backend=staged"]
+    survive(tmp_path, faults, "train.iterations=30", settings=settings)
+
+
 def _kill_once_others_wait(job: ElasticJob, ranks: Sequence[int]) -> None:
     """Kill ranks as soon as all but rank 1 wait for it, and do not just pass through a collective operation."""
     pages = [job.page(rank) for rank in (0, 2, 3)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
 from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.parallel import _make_deterministic
+from launcher.train import choose_warnings
 from moe_ckpt.elastic.torchrun import Launch, read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
@@ -197,3 +200,15 @@ def _settings_of_a_deterministic_gpu() -> tuple[bool, str | None]:
 
 def test_deterministic_runs_compile_nothing_and_sum_in_one_order() -> None:
     assert run_ranks(1, _settings_of_a_deterministic_gpu) == [(True, "0")]
+
+
+def test_warnings_of_kernels_that_do_not_repeat_are_shown_once() -> None:
+    """`train.deterministic` only warns of them, and a replay would end elsewhere."""
+    told = "index_put_ does not have a deterministic implementation, but you set warn_only"
+    registry: dict[Any, Any] = {}  # of the module that warns
+    with warnings.catch_warnings(record=True) as shown:
+        choose_warnings()
+        for _ in range(2):
+            for text in (told, "Transformer Engine is not installed"):
+                warnings.warn_explicit(text, UserWarning, "x.py", 1, module="torch.autograd.graph", registry=registry)
+    assert [str(warning.message) for warning in shown] == [told]

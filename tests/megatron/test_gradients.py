@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from launcher.loop import MegatronLoop
+from moe_ckpt.megatron.gradients import repeats_on_a_host
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import MOMENTS, PartKey
@@ -63,3 +64,9 @@ def _step_as_a_peer(overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("overrides", [(), ("precision=fp32", UNSHARDED)], ids=", ".join)
 def test_a_peer_that_takes_the_step_comes_to_the_same_state(overrides: tuple[str, ...]) -> None:
     run_ranks(2, _step_as_a_peer, overrides)
+
+
+def test_a_step_that_a_device_takes_is_left_to_the_device() -> None:
+    """Peers compute on hosts, whose Adam has other last bits than a device's: `meta` stands for any device."""
+    assert repeats_on_a_host(torch.empty(1))
+    assert not repeats_on_a_host(torch.empty(1, device="meta"))

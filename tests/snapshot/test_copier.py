@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -123,3 +124,55 @@ def test_blobs_never_sent_or_forgotten_have_no_time() -> None:
 )
 def test_copies_that_wait_for_each_other_are_no_slower(copies: Copies, bytes_per_s: float) -> None:
     assert times_of(copies).bytes_per_s() == bytes_per_s
+
+
+class DeviceClock:
+    """A device whose computations take a second, and whose copies take a quarter of one; the host runs ahead."""
+
+    def __init__(self) -> None:
+        self.now_s = 1.0  # the computations that were queued before
+
+    def event(self, *, enable_timing: bool = False) -> DeviceEvent:
+        return DeviceEvent(self)
+
+
+class DeviceEvent:
+    """An event of a DeviceClock's device, which reaches it as copies are done."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self.reached_s = 0.0
+
+    def record(self) -> None:
+        self.reached_s = self._clock.now_s
+        self._clock.now_s += 0.25
+
+    def wait(self) -> None: ...
+
+    def elapsed_time(self, later: DeviceEvent) -> float:
+        return (later.reached_s - self.reached_s) * 1e3
+
+
+class DeviceStream:
+    """A stream on which everything is done as the host asks."""
+
+    def synchronize(self) -> None: ...
+
+
+def test_the_wait_for_computations_is_no_time_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = DeviceClock()
+    stand_ins = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "Stream": DeviceStream,
+        "Event": clock.event,
+        "device": lambda _: contextlib.nullcontext(),
+        "stream": lambda _: contextlib.nullcontext(),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    copier = HostCopier()
+    target = torch.zeros(2)
+    seconds = copier.run(lambda: copier.copy_now([(target, torch.ones(2))])).result(WAIT_S)
+    copier.close()
+    assert (target.tolist(), seconds) == ([1.0, 1.0], 0.25)

@@ -1,0 +1,45 @@
+"""Batched transfers between pipeline stages through groups whose type is not exactly torch's `ProcessGroup`.
+
+Must not: begin a batch whose inner group batches nothing; gloo does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+
+def batch_transfers_of(handles: type[dist.ProcessGroup]) -> None:
+    """Let `torch.distributed.batch_isend_irecv` batch the transfers of groups of this type, too."""
+    if not isinstance(dist.batch_isend_irecv, BatchedTransfers):
+        dist.batch_isend_irecv = BatchedTransfers(dist.batch_isend_irecv, handles)
+
+
+class BatchedTransfers:
+    """`torch.distributed.batch_isend_irecv` that also batches the transfers of handles.
+
+    Releases before 2.14 begin them one after another unless the group's type is exactly `ProcessGroup`.
+    """
+
+    def __init__(self, plain: Callable[[list[dist.P2POp]], list[dist.Work]], handles: type[dist.ProcessGroup]) -> None:
+        self._plain = plain
+        self._handles = handles
+
+    def __call__(self, p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        group: Any = (p2p_op_list[0].group or dist.group.WORLD) if p2p_op_list else None
+        if not isinstance(group, self._handles):
+            return self._plain(p2p_op_list)
+        device = p2p_op_list[0].tensor.device
+        if not group._get_backend(device).supports_coalescing:
+            return [work for operation in p2p_op_list if (work := _begin(operation, group))]
+        group._start_coalescing(device)
+        for operation in p2p_op_list:
+            _begin(operation, group)
+        return [group._end_coalescing(device)]
+
+
+def _begin(transfer: dist.P2POp, group: dist.ProcessGroup) -> dist.Work | None:
+    peer = "group_dst" if transfer.op is dist.isend else "group_src"
+    return transfer.op(transfer.tensor, group=group, tag=transfer.tag, **{peer: transfer.group_peer})

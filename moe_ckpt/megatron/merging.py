@@ -1,0 +1,48 @@
+"""Makes copies of tensors whole again of which each rank of a group has loaded one range.
+
+All weights of a stage at once would take their size again on a device that training fills: they are merged in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+CHUNK_BYTES = 256 << 20
+
+
+def merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup, limit_bytes: int = CHUNK_BYTES) -> int:
+    """Merge tensors of which each rank holds one range; return the number of chunks. Collective over the group.
+
+    A sum of bytes, zero outside the own range, over chunks of at most `limit_bytes`.
+    """
+    num_chunks = 0
+    for tensor, start, end in pieces:
+        tensor[:start].zero_()
+        tensor[end:].zero_()
+    for chunk in chunks_of([tensor.view(torch.uint8) for tensor, _, _ in pieces], limit_bytes):
+        num_chunks += 1
+        merged = torch.cat(chunk)
+        dist.all_reduce(merged, group=group)
+        for part, whole in zip(chunk, merged.split([part.numel() for part in chunk]), strict=True):
+            part.copy_(whole)
+    return num_chunks
+
+
+def chunks_of(tensors: Sequence[torch.Tensor], limit_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yield views of flat uint8 tensors, in order: at most `limit_bytes` each time, and every byte once."""
+    chunk: list[torch.Tensor] = []
+    room = limit_bytes
+    for tensor in tensors:
+        start = 0
+        while start < tensor.numel():
+            part = tensor[start : start + room]
+            chunk.append(part)
+            start, room = start + part.numel(), room - part.numel()
+            if not room:
+                yield chunk
+                chunk, room = [], limit_bytes
+    if chunk:
+        yield chunk

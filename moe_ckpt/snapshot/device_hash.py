@@ -1,0 +1,75 @@
+"""Hashes of live state, computed where it is: two sums of integers modulo 2^64, which are the same in any order.
+
+A copy to the host and a hash on one core would take seconds a recovery; a sum runs at the speed of the device's memory
+and is exact, since integers are associative. Each 32-bit word has an odd weight by its position: one word that differs
+always changes a sum. State on a host is hashed by XXH3, at the speed of its memory. Must not: guard payloads against
+damage on their way; those have checksums of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import xxhash
+
+from moe_ckpt.snapshot.host_transfers import TRANSFERS
+
+_MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82A)
+_CHUNK_WORDS = 1 << 22  # 32 MiB of 64-bit words at a time: a recovery finds the device's memory nearly full
+
+
+def hashes_of(state: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
+    """Return a hash, 32 hex digits, for the tensors of each name: by sums on a GPU, by XXH3 on a host."""
+    devices = {tensor.device for tensors in state.values() for tensor in tensors}
+    device = next((device for device in devices if device.type != "cpu"), None)
+    if device is not None:
+        return sums_of(state, device)
+    return {name: _xxh3_of(tensors) for name, tensors in state.items()}
+
+
+def sums_of(state: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, str]:
+    """Return a hash by sums for the tensors of each name; all of them come to the host in one transfer."""
+    if not state:
+        return {}
+    sums = [_sums_of(tensors, device) for tensors in state.values()]
+    (on_host,) = TRANSFERS.fetch([torch.stack(sums)])
+    return {name: _hex_of(row) for name, row in zip(state, on_host.tolist(), strict=True)}
+
+
+def _xxh3_of(tensors: Iterable[torch.Tensor]) -> str:
+    total = xxhash.xxh3_128()
+    for tensor in tensors:
+        total.update(_bytes_of(tensor).numpy().data)
+    return total.hexdigest()
+
+
+def _hex_of(words: Iterable[int]) -> str:
+    return "".join(f"{word & (1 << 64) - 1:016x}" for word in words)
+
+
+def _sums_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return two sums, int64 [2] on `device`, over the words of all tensors in their order."""
+    total, position = torch.zeros(2, dtype=torch.int64, device=device), 1
+    for tensor in tensors:
+        words = _words_of(tensor)
+        total += tensor.nbytes * position  # tensors that differ by zeros at their ends differ
+        for start in range(0, words.numel(), _CHUNK_WORDS):
+            chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
+            places = torch.arange(position, position + chunk.numel(), device=words.device)
+            for index, multiplier in enumerate(_MULTIPLIERS):
+                total[index] += (chunk * (places * multiplier).bitwise_or_(1)).sum().to(device)
+            position += chunk.numel()
+        position += 1
+    return total
+
+
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = _bytes_of(tensor)
+    if flat.numel() % 4 or flat.storage_offset() % 4:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    return flat.view(torch.int32)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""The stages of scripts/gpu_acceptance.py."""

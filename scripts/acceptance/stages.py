@@ -1,0 +1,241 @@
+"""The work of each stage of the acceptance, and its line of figures. Raises AssertionError if a stage does not hold.
+
+The reference of a stage is a run without checkpoints, made once for a model, a precision and a number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Where stages run: a GPU with a model that keeps it busy, or a CPU with one that shows the same paths in small."""
+
+    on_gpu: bool
+    out: Path
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        if self.on_gpu:
+            return ("model=gpu_small", "train.sequence_length=1024", "train.lr=3.0e-4")
+        return ("model=tiny", "model.num_layers=2", "train.sequence_length=16", "train.lr=1.0e-3")
+
+    @property
+    def iterations(self) -> int:
+        return 30 if self.on_gpu else 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """`run` returns a line of figures within `limit_s` seconds."""
+
+    run: Callable[[Scale], str]
+    limit_s: float
+    proves: str
+
+
+def _facts(scale: Scale) -> str:
+    from scripts.acceptance import facts  # noqa: PLC0415 - a stage that needs no torch starts without it
+
+    return facts.measure(on_gpu=scale.on_gpu)
+
+
+def _unit(scale: Scale) -> str:
+    """Run the tests that are marked `gpu`, or their twins without a GPU."""
+    twins = ("tests/elastic/test_backends.py", "tests/elastic/test_staged_group.py", "tests/snapshot/test_copier.py")
+    files = ("-m", "gpu", "tests") if scale.on_gpu else ("-m", "not gpu and not chaos", *twins)
+    return _pytest(*files)
+
+
+def _twice(scale: Scale) -> str:
+    """Train twice in each precision without checkpoints; logs keep the warnings of kernels that do not repeat."""
+    found = []
+    for precision in ("fp32", "bf16", "fp16") if scale.on_gpu else ("fp32", "bf16"):
+        first, second = (
+            _train(scale, f"twice-{precision}-{number}", 1, "+ckpt=none", f"precision={precision}") for number in (1, 2)
+        )
+        assert first["digest"] == second["digest"], f"{precision}: got two states, wanted one: {first} {second}"
+        found.append(f"{precision} {first['digest'][:8]}")
+    return f"{scale.iterations} iterations, each twice: {', '.join(found)}"
+
+
+def _snapshots(scale: Scale) -> str:
+    """Compare each snapshot's bytes with a copy on the device, then lose the state in each phase."""
+    plain = _reference(scale, 1)
+    program = ("scripts/acceptance/compare_snapshots.py",)
+    compared = _train(scale, "compared", 1, "+ckpt=moevement", "ckpt.window=3", program=program)
+    assert compared["digest"] == plain["digest"], f"with snapshots: got {compared['digest']}, wanted {plain['digest']}"
+    points = ",".join(
+        f"{{iteration: {4 + 2 * number}, stage: 0, phase: {phase}}}"
+        for number, phase in enumerate(("forward", "backward", "step", "between"))
+    )
+    lost = _train(
+        scale,
+        "lost",
+        1,
+        "+ckpt=moevement",
+        "ckpt.window=2",
+        "runtime.guard=false",
+        "fault=state_loss",
+        f"fault.at=[{points}]",
+    )
+    assert lost["digest"] == plain["digest"], f"after losses: got {lost['digest']}, wanted {plain['digest']}"
+    said = (scale.out / "compared.log").read_text().splitlines()
+    counted = next(line for line in reversed(said) if line.startswith("compared"))
+    return f"{counted}; state lost in 4 phases: the same digest {plain['digest'][:8]}"
+
+
+def _kill(scale: Scale) -> str:
+    plain = _reference(scale, 1)
+    points = [("backward", "KILL"), ("step", "KILL"), ("snapshot", "KILL"), ("forward", "STOP")]
+    killed = _train(scale, "killed", 1, "+ckpt=moevement", "ckpt.window=2", *_kills([(0, *point) for point in points]))
+    return _as_before(killed, plain, len(points), scale.out / "killed")
+
+
+def _ranks4(scale: Scale) -> str:
+    """Train with PP=2, EP=2 and DP=2 on one device under three policies."""
+    plain = _reference(scale, 4)
+    for policy in ("moevement", "gemini"):
+        found = _train(scale, f"ranks4-{policy}", 4, f"+ckpt={policy}", "runtime.backend=staged")
+        assert found["digest_per_rank"] == plain["digest_per_rank"], f"{policy}: another state than without checkpoints"
+    return f"none, moevement, gemini: digest {plain['digest'][:8]} on 4 ranks, runtime.backend=staged"
+
+
+def _ranks4kill(scale: Scale) -> str:
+    plain = _reference(scale, 4)
+    points = [(2, "backward", "KILL"), (1, "reduce", "KILL"), (3, "step", "KILL"), (0, "forward", "STOP")]
+    settings = ("+ckpt=moevement", "ckpt.window=2", "runtime.backend=staged", *_kills(points))
+    killed = _train(scale, "killed4", 4, *settings)
+    return _as_before(killed, plain, len(points), scale.out / "killed4")
+
+
+def _fp8cast(scale: Scale) -> str:
+    files = ("-m", "gpu") if scale.on_gpu else ("-m", "not gpu and not chaos")
+    from scripts.acceptance import facts  # noqa: PLC0415
+
+    return f"{_pytest(*files, 'tests/megatron/test_precision_adam.py')}; {facts.scaled_matmul(on_gpu=scale.on_gpu)}"
+
+
+def _perf(scale: Scale) -> str:
+    """Compare iterations without checkpoints with those of windows of 1, 3 and 6 slots."""
+    windows = (1, 3, 6) if scale.on_gpu else (1, 3)
+    _train(scale, "perf-none", 1, "+ckpt=none")
+    plain_s = _iteration_s(scale.out / "perf-none")
+    found = [f"none {plain_s * 1e3:.1f} ms"]
+    for window in windows:
+        name = f"perf-{window}"
+        _train(scale, name, 1, "+ckpt=moevement", f"ckpt.window={window}", "runtime.guard=false")
+        copies = [event for event in _events(scale.out / name, "SnapshotTaken") if event.copy_s > 0]
+        rate = median(event.size_bytes / event.copy_s for event in copies) / 1e9
+        stall_s = sum(event.stall_s for event in _events(scale.out / name, "IterationCommitted"))
+        ratio = _iteration_s(scale.out / name) / plain_s
+        found.append(f"W={window} {ratio:.3f} of it, stall {stall_s:.2f} s, copies {rate:.2f} GB/s")
+    return "; ".join(found)
+
+
+STAGES = {
+    "facts": Stage(run=_facts, limit_s=120, proves="workers can be forked; rates of copies and hashes"),
+    "unit": Stage(run=_unit, limit_s=400, proves="A1, NCCL's interface, no leak over 50 groups"),
+    "twice": Stage(run=_twice, limit_s=600, proves="training repeats itself bit for bit (A13)"),
+    "snapshots": Stage(run=_snapshots, limit_s=600, proves="no race in copies to the host; exact replay"),
+    "kill": Stage(run=_kill, limit_s=400, proves="a fork after CUDA, memory given back, adoption"),
+    "ranks4": Stage(run=_ranks4, limit_s=600, proves="PP, EP and DP with 4 ranks on one device"),
+    "ranks4kill": Stage(run=_ranks4kill, limit_s=600, proves="recovery beside survivors that hold the device (A4)"),
+    "fp8cast": Stage(run=_fp8cast, limit_s=200, proves="number formats on this device as on a CPU"),
+    "perf": Stage(run=_perf, limit_s=600, proves="the price of snapshots"),
+}
+
+
+def _reference(scale: Scale, num_ranks: int) -> dict[str, Any]:
+    """Return the result of a run without checkpoints, which is made once."""
+    name = f"plain-{num_ranks}"
+    path = scale.out / name / "result.json"
+    if path.exists() and _described_by(scale, name) == (scale.out / f"{name}.command").read_text():
+        return json.loads(path.read_text())
+    staged = ("runtime.backend=staged",) if num_ranks > 1 else ()
+    return _train(scale, name, num_ranks, "+ckpt=none", *staged)
+
+
+def _described_by(scale: Scale, name: str) -> str:
+    """Return what a run depends on: a reference of another model or commit is made again."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return f"{name} {scale.model} {scale.iterations} {commit.strip()}"
+
+
+def _train(
+    scale: Scale, name: str, num_ranks: int, *settings: str, program: Sequence[str] = ("launcher/train.py",)
+) -> dict[str, Any]:
+    """Run a job of torchrun and return its result. Raises AssertionError with the end of its log."""
+    folder, log = scale.out / name, scale.out / f"{name}.log"
+    shutil.rmtree(folder, ignore_errors=True)
+    (scale.out / f"{name}.command").write_text(_described_by(scale, name))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]
+    common = (
+        *(f"run.dir={folder}", f"train.iterations={scale.iterations}", "train.eval_batches=1", "run.progress=none"),
+        *("train.eval_every_iters=0", "run.tensorboard=false"),
+    )
+    hidden = {} if scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **hidden}
+    with log.open("w") as said:
+        ended = subprocess.run(
+            [*command, *settings, *scale.model, *common],
+            cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 0, f"{name}: status {ended.returncode}: {log.read_text()[-2000:]}"
+    return json.loads((folder / "result.json").read_text())
+
+
+def _kills(points: Sequence[tuple[int, str, str]]) -> tuple[str, ...]:
+    """Return the settings of faults at these (rank, phase, signal), two iterations apart."""
+    entries = (
+        f"{{iteration: {3 + 2 * number}, rank: {rank}, phase: {phase}, signal: {name}}}"
+        for number, (rank, phase, name) in enumerate(points)
+    )
+    return ("fault=at", f"fault.at=[{', '.join(entries)}]")
+
+
+def _as_before(killed: dict[str, Any], plain: dict[str, Any], num_faults: int, run: Path) -> str:
+    assert killed["faults_survived"] == num_faults, f"faults: got {killed['faults_survived']}, wanted {num_faults}"
+    assert killed["digest_per_rank"] == plain["digest_per_rank"], "another state than without faults"
+    rejoined = _events(run, "Rejoined")[-num_faults:]
+    took = median(event.detect_s + event.rebuild_s + event.fetch_s + event.replay_s for event in rejoined)
+    return f"{num_faults} faults, back after {took:.2f} s (median): the same digest {plain['digest'][:8]}"
+
+
+def _iteration_s(run: Path) -> float:
+    """Return the median seconds of an iteration, the first quarter left out."""
+    seconds = [event.seconds for event in _events(run, "IterationCommitted")]
+    return median(seconds[len(seconds) // 4 :])
+
+
+def _events(run: Path, kind: str) -> list[Any]:
+    """Return the events of rank 0 of a kind."""
+    from moe_ckpt.events import read_events  # noqa: PLC0415
+
+    logged = read_events(run / "events" / "rank0000.jsonl")
+    return [entry.event for entry in logged if type(entry.event).__name__ == kind]
+
+
+def _pytest(*arguments: str) -> str:
+    """Run tests in a process of their own and return their count. Raises AssertionError if one has failed."""
+    options = ("-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", "-q", *options, *arguments]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    print(ended.stdout)
+    last = ended.stdout.strip().splitlines()[-1] if ended.stdout.strip() else ended.stderr[-500:]
+    assert ended.returncode == 0, f"pytest {' '.join(arguments)}: {last}"
+    return last.strip("= ")

@@ -1,0 +1,128 @@
+"""Accept a machine with a GPU, stage by stage: what the CPU tests cannot show, and the numbers of this machine.
+
+    python scripts/gpu_acceptance.py                   all stages, one after another
+    python scripts/gpu_acceptance.py facts unit        some of them: no stage takes more than ten minutes
+    python scripts/gpu_acceptance.py --cpu             the same stages on a machine without a GPU, in small
+    python scripts/gpu_acceptance.py --list            stages, their limits, and what they prove
+
+Each stage is a process with its own time limit, prints one line of result and writes a log; a stage that fails stops no
+other. The exit status is 1 if one has failed. No network is used. The logs are in --out, with a table of all results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.acceptance.stages import STAGES, Scale, Stage  # noqa: E402
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The outcome of a stage; `said` is its line of figures, or the last line of an error."""
+
+    stage: str
+    passed: bool
+    seconds: float
+    said: str
+
+    def line(self) -> str:
+        return f"{self.stage:<12} {'ok' if self.passed else 'FAILED':<7} {self.seconds:6.1f} s  {self.said}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("--cpu", action="store_true", help="in small, without a GPU")
+    parser.add_argument("--list", action="store_true", help="list the stages")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_acceptance")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)  # be the process of this stage
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"STAGE: got {', '.join(unknown)}, wanted some of {', '.join(STAGES)}")
+    scale = Scale(on_gpu=not options.cpu, out=options.out.resolve())
+    if options.list:
+        for name, stage in STAGES.items():
+            print(f"{name:<12} at most {stage.limit_s:.0f} s  {stage.proves}")
+        return 0
+    if options.inside:
+        return _be(STAGES[options.inside], scale)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stage's jobs must not outlive this process
+    results = [_run(name, STAGES[name], scale) for name in options.stages or STAGES]
+    _write_table(scale, results)
+    return int(not all(result.passed for result in results))
+
+
+def _run(name: str, stage: Stage, scale: Scale) -> Result:
+    """Run a stage in a process group of its own, which is over when this returns."""
+    scale.out.mkdir(parents=True, exist_ok=True)
+    log, begun_s = scale.out / f"{name}.log", time.monotonic()
+    command = [
+        sys.executable,
+        __file__,
+        "--inside",
+        name,
+        "--out",
+        str(scale.out),
+        *([] if scale.on_gpu else ["--cpu"]),
+    ]
+    with log.open("w") as said:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(stage.limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said_last = lines[-1] if lines else "nothing was said"
+    if status is None:
+        said_last = f"more than {stage.limit_s:.0f} s; the last line: {said_last}"
+    result = Result(stage=name, passed=status == 0, seconds=time.monotonic() - begun_s, said=said_last)
+    print(result.line(), flush=True)
+    return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a stage: jobs of torchrun among it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def _be(stage: Stage, scale: Scale) -> int:
+    print(stage.run(scale), flush=True)
+    return 0
+
+
+def _write_table(scale: Scale, results: Sequence[Result]) -> None:
+    """Put the results into results.json, beside those of earlier calls, and all of them into results.md."""
+    path = scale.out / "results.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known |= {result.stage: asdict(result) for result in results}
+    path.write_text(json.dumps(known, indent=2))
+    rows = [known[name] for name in STAGES if name in known]
+    lines = ["| stage | proves | result | seconds | figures |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        verdict = "ok" if row["passed"] else "FAILED"
+        proves = STAGES[row["stage"]].proves
+        lines.append(f"| {row['stage']} | {proves} | {verdict} | {row['seconds']:.0f} | {row['said']} |")
+    (scale.out / "results.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

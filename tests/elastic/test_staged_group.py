@@ -1,0 +1,99 @@
+"""gloo by way of host memory: the same results as gloo's, and no write to a tensor but by the thread that waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.elastic.process_groups import BACKEND
+from moe_ckpt.elastic.staged import StagedBackend, register_staged
+from moe_ckpt.elastic.staged_group import STAGED
+from tests.elastic.collectives import call_all, ones
+from tests.elastic.test_process_groups import make_groups, outcome_of, with_plain_gloo
+from tests.elastic.workers import WAIT_S, meet, open_groups, open_store, own_rank, wait_until
+from tests.ranks import rank_store, run_ranks
+
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def over_generations(folder: str, device: str) -> list[dict[str, Any]]:
+    torch.set_default_device(device)
+    groups = open_groups(own_rank(), 3, transport=StagedBackend(torch.device(device)))
+    places, store = make_groups(BACKEND), open_store(folder)
+    results = []
+    for generation in (1, 2):
+        groups.form(open_store(folder), generation)
+        results.append(call_all(places))
+        meet(store, f"the end of {generation}", 3)
+        groups.leave()
+    return results
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_staged_groups_compute_the_same_as_gloo_in_every_generation(tmp_path: Path, device: str) -> None:
+    wanted = run_ranks(3, with_plain_gloo)
+    for results, want in zip(run_ranks(3, over_generations, str(tmp_path), device), wanted, strict=True):
+        assert results == [want, want]
+
+
+def without_generations(device: str) -> dict[str, Any]:
+    torch.set_default_device(device)
+    register_staged()
+    register_staged()
+    dist.init_process_group(STAGED, store=rank_store(), rank=own_rank(), world_size=3)
+    assert dist.get_backend() == STAGED
+    return call_all(make_groups(STAGED))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_staged_is_a_backend_of_torch(device: str) -> None:
+    assert run_ranks(3, without_generations, device) == run_ranks(3, with_plain_gloo)
+
+
+def write_into_views() -> tuple[list[float], list[float]]:
+    """Return what a sharded optimizer's buffers hold: a rank's shard is a view of the buffer that it comes from."""
+    register_staged()
+    dist.init_process_group(STAGED, store=rank_store(), rank=own_rank(), world_size=2)
+    gradients, weights = ones(4), torch.zeros(4)
+    shard = slice(2 * own_rank(), 2 * own_rank() + 2)
+    dist.reduce_scatter_tensor(gradients[shard], gradients)
+    weights[shard] = gradients[shard]
+    dist.all_gather_into_tensor(weights, weights[shard])
+    return gradients.tolist(), weights.tolist()
+
+
+def test_a_result_that_is_a_view_of_its_source_is_kept() -> None:
+    summed = [11.0, 22.0, 33.0, 44.0]
+    first, second = run_ranks(2, write_into_views)
+    assert first == ([11.0, 22.0, 3.0, 4.0], summed)
+    assert second == ([10.0, 20.0, 33.0, 44.0], summed)
+
+
+def wait_after_a_leave(folder: str) -> tuple[list[float], list[float], str, list[float]]:
+    """Return a tensor before and after a wait, and how the wait for an operation of an ended generation ends.
+
+    And the tensor of that operation.
+    """
+    groups = open_groups(own_rank(), 2, transport=StagedBackend(CPU))
+    groups.form(open_store(folder), 1)
+    in_time, late = ones(2), ones(2)
+    begun: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in (in_time, late)]
+    assert wait_until(lambda: all(work.is_completed() for work in begun))
+    before = in_time.tolist()
+    begun[0].wait()
+    meet(open_store(folder), "the host has all results", 2)
+    groups.leave()
+    outcome = outcome_of(begun[1].wait)
+    meet(open_store(folder), "both have waited", 2)
+    return before, in_time.tolist(), outcome, late.tolist()
+
+
+def test_an_operation_of_an_ended_generation_writes_to_no_tensor(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, wait_after_a_leave, str(tmp_path), timeout_s=2 * WAIT_S)):
+        mine = [10.0**rank, 2 * 10.0**rank]
+        assert found == (mine, [11.0, 22.0], "PeersLostError", mine)

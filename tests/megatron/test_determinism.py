@@ -1,0 +1,58 @@
+"""The check at the start: a pass that repeats itself passes and leaves no trace, one that does not is named."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.run import _check_determinism
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.determinism import differing_gradients
+from moe_ckpt.megatron.state import digest_of
+from tests.megatron.stage import BIAS, FP16, build_stage, runner_of
+from tests.ranks import run_ranks
+from tests.training import small_settings
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def train_two_stages(checks: bool) -> tuple[list[str], str]:
+    """Return the parameters that differ, and the state after two iterations."""
+    state, loop = build_stage("parallel.pp=2", *BIAS, *FP16)
+    differing = differing_gradients(state, runner_of(loop).train_on_one_micro_batch) if checks else []
+    for iteration in (1, 2):
+        loop.run_iteration(iteration)
+    return differing, digest_of(state)
+
+
+def test_a_check_of_two_stages_leaves_no_trace() -> None:
+    checked = run_ranks(2, train_two_stages, True)
+    assert [differing for differing, _ in checked] == [[], []]
+    assert checked == run_ranks(2, train_two_stages, False)
+
+
+def check_a_stage_with_noise(device: str) -> tuple[list[str], str]:
+    """Return the parameters that differ on a rank whose first one has a noisy gradient, and the error on both ranks."""
+    assert torch.empty(0, device=device).device.type == device
+    state, loop = build_stage("parallel.pp=2")
+    noise = itertools.count()
+    names = [name for name, _ in state.model[0].named_parameters()]
+    if dist.get_rank() == 1:
+        next(iter(state.model[0].parameters())).register_hook(lambda gradient: gradient + next(noise))
+    differing = differing_gradients(state, runner_of(loop).train_on_one_micro_batch)
+    assert differing in ([], [f"0.{names[0]}"])
+    with pytest.raises(ConfigError) as error:
+        _check_determinism(small_settings("train.check_determinism=true"), runner_of(loop))
+    _check_determinism(small_settings("train.check_determinism=false"), runner_of(loop))
+    return differing, str(error.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_a_gradient_that_does_not_repeat_itself_is_named_on_all_ranks(device: str) -> None:
+    first, second = run_ranks(2, check_a_stage_with_noise, device)
+    assert (first[0], len(second[0])) == ([], 1)
+    assert first[1] == second[1]
+    assert first[1].startswith(f"train.deterministic: gradients that differ: got '{second[0][0]}', wanted the same")

@@ -1,0 +1,34 @@
+"""How often the host waits for its device in an iteration and in a recovery: once a subject, not once a tensor."""
+
+from __future__ import annotations
+
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.router import RouterCounts
+from moe_ckpt.megatron.state import buffers
+from moe_ckpt.snapshot.host_transfers import TRANSFERS
+from tests.megatron.stage import BIAS, build_stage, runner_of
+from tests.ranks import run_ranks
+
+
+def count_transfers() -> tuple[int, int, int, int]:
+    """Return the number of buffers, of transfers for them, of routers that count tokens, and of transfers for these."""
+    state, loop = build_stage(*BIAS)
+    operators = RankOperators(state)
+    counts = RouterCounts(state, operators.table, soft=True)
+    before = TRANSFERS.num_transfers
+    found = buffers(state)
+    of_buffers = TRANSFERS.num_transfers - before
+    counts.begin()
+    runner_of(loop).train_on(1)
+    before = TRANSFERS.num_transfers
+    counted = counts.end()
+    assert counted.hard.sum() > 0
+    assert counted.soft.sum() > 0
+    return len(found), of_buffers, len(counts._hard) + len(counts._soft), TRANSFERS.num_transfers - before
+
+
+def test_buffers_and_counts_of_tokens_take_one_transfer_each() -> None:
+    ((num_buffers, of_buffers, num_counts, of_counts),) = run_ranks(1, count_transfers)
+    assert num_buffers > 1
+    assert num_counts > 1
+    assert (of_buffers, of_counts) == (1, 1)
