@@ -53,8 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
-    from moe_ckpt.integrations import megatron_lm_seams  # noqa: PLC0415 - seconds of imports: not for a mistyped word
+    from moe_ckpt.integrations import megatron_lm_options, megatron_lm_seams  # noqa: PLC0415 - seconds of imports
 
+    megatron_lm_options.require_alone(os.environ, sys.modules)
     training = megatron_lm_seams.import_training()
     if settings.is_plain:
         return _run_plainly(settings, training)

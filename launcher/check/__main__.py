@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from launcher.check.commands import MOMENTS, CheckedCommand, Variation, parse_command
 from launcher.check.compare import Difference, Digests, first_difference, read_digests
 from launcher.faults.carry_out import carry_out
+from moe_ckpt.door import VARIABLE
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.faults.schedule import Kill, StateLoss
 
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
-        command = parse_command(words)
+        command = parse_command(words, os.environ.get(VARIABLE, ""))
         folder = _folder(options.output)
         return Check(command, folder, functools.partial(run_job, limit_s=options.limit_s)).run()
     except MoeCkptError as error:

@@ -1,14 +1,15 @@
 """A user's own training command, and the same command with the settings of one run of a check. Pure.
 
-... -m moe_ckpt.run OPTIONS -- SCRIPT ARGUMENTS        or `moe-ckpt run`
-... launcher/train.py OVERRIDES                        or `moe-ckpt train`
+Three kinds: `moe_ckpt.run` with its options (`moe-ckpt run`), launcher/train.py with its overrides (`moe-ckpt train`),
+and any other command with MOE_CKPT in the environment.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 from launcher.config import compose_settings
 from moe_ckpt.cli import is_option_of_run
 from moe_ckpt.config import CkptConfig, MoevementConfig, require, wants_supervisor
+from moe_ckpt.door import VARIABLE, attached_command
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.run_settings import parse_run, split_arguments
@@ -74,6 +76,22 @@ class AttachedCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentCommand:
+    """A command that MOE_CKPT attaches to: the variable has the options of each run."""
+
+    attached: AttachedCommand
+    words: tuple[str, ...]
+
+    @property
+    def loses_state(self) -> bool:
+        return self.attached.loses_state
+
+    def varied(self, variation: Variation) -> list[str]:
+        options = self.attached.varied(variation)[:-1]  # without `--`
+        return ["env", f"{VARIABLE}={shlex.join(options)}", *self.words]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherCommand:
     """The launcher with its overrides; its own faults are left out."""
 
@@ -95,8 +113,15 @@ class LauncherCommand:
         return [*self.start, *kept, *settings, *losing]
 
 
-def parse_command(words: Sequence[str]) -> CheckedCommand:
-    """Return the command that these words are. Raises ConfigError for one that a check cannot run."""
+def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand:
+    """Return the command that these words are; `variable` is the value of MOE_CKPT.
+
+    Raises ConfigError for a command that a check cannot run.
+    """
+    if variable and words:
+        own, _ = split_arguments(attached_command(variable, ["python", "SCRIPT"])[2:])
+        attached = _attached((), [*own, "--", "SCRIPT"])
+        return EnvironmentCommand(attached=replace(attached, program=()), words=tuple(words))
     for at, (first, second) in enumerate(pairwise(words)):
         if (first, second) == ("-m", "moe_ckpt.run"):
             return _attached(words[: at + 2], words[at + 2 :])
@@ -108,7 +133,7 @@ def parse_command(words: Sequence[str]) -> CheckedCommand:
     for at, word in enumerate(words):
         if Path(word).parts[-2:] == ("launcher", "train.py"):
             return _launched(words[: at + 1], words[at + 1 :])
-    wanted = "one with `-m moe_ckpt.run`, launcher/train.py, `moe-ckpt run` or `moe-ckpt train`"
+    wanted = "one with `-m moe_ckpt.run`, launcher/train.py, `moe-ckpt run`, `moe-ckpt train` or MOE_CKPT"
     raise ConfigError(f"COMMAND: got {' '.join(words) or 'nothing'!r}, wanted {wanted}")
 
 

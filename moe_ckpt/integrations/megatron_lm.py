@@ -19,6 +19,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import RolledBackError
 from moe_ckpt.events import EventLog, IterationCommitted, ModelBuilt, RunFinished, TrainerStarted
 from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_turns
-from moe_ckpt.integrations.megatron_lm_options import require_supported
+from moe_ckpt.integrations.megatron_lm_options import require_alone, require_supported
 from moe_ckpt.integrations.megatron_lm_seams import mark_attached
 from moe_ckpt.megatron.checks import StateChecks
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
@@ -457,6 +458,7 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
     """Return an `initialize_megatron` that first refuses unsupported options."""
 
     def checked(*arguments: Any, **options: Any) -> Any:
+        require_alone(os.environ, sys.modules)
         require_supported(get_args())
         if isinstance(settings.ckpt, PartialConfig):  # their account of lost tokens counts iterations
             growth = getattr(get_args(), "step_batch_size_schedule", None)

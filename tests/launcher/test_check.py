@@ -61,6 +61,15 @@ def test_an_attached_run_gets_options_before_its_script(start: tuple[str, ...]) 
     assert parse_run(losing[len(start) :]).losses == (LOSS,)
 
 
+def test_the_variable_gets_the_options_of_each_run() -> None:
+    words = ["torchrun", "train.py", "--x"]
+    command = parse_command(words, "moevement --set window=2")
+    ours = " ".join(f"--set {setting}" for setting in (*SETTINGS, "run.leave_out=nothing"))
+    value = f"MOE_CKPT=--ckpt moevement --set window=2 {ours} --plain"
+    assert command.loses_state
+    assert command.varied(Variation(run=Path("there"), is_plain=True)) == ["env", value, *words]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
