@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from moe_ckpt.config import (
     CKPT_CONFIGS,
+    CheckConfig,
     CkptConfig,
     RunFolderConfig,
     RuntimeConfig,
@@ -287,9 +288,18 @@ class RunConfig:
     progress: str
     tensorboard: bool
     digest_every_iters: int
+    digest_tensors: bool
+    leave_out: str
+
+    @property
+    def checks(self) -> CheckConfig:
+        """The digests of the run's state. Raises ConfigError."""
+        return CheckConfig(
+            digest_every_iters=self.digest_every_iters, digest_tensors=self.digest_tensors, leave_out=self.leave_out
+        )
 
     def __post_init__(self) -> None:
-        require_at_least("run.digest_every_iters", self.digest_every_iters, 0)
+        assert self.checks
         require_choice("run.progress", self.progress, [AUTO, "bar", "lines", "none"])
         require(bool(re.fullmatch(r"[\w.-]+", self.name)), "run.name", self.name, "letters, digits, '_', '-' and '.'")
 

@@ -18,9 +18,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from launcher.data import Batches
-from moe_ckpt.events import IterationCommitted
+from moe_ckpt.config import CheckConfig
+from moe_ckpt.events import EventLog, IterationCommitted
+from moe_ckpt.megatron.checks import StateChecks
 from moe_ckpt.megatron.pipeline import StageCommunicator
-from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import (
     advance_schedule,
     apply_update,
@@ -174,9 +176,9 @@ class MegatronLoop:
                 chunk.train()
         return self._mean_over_job(losses)
 
-    def digest(self) -> str:
-        """Return a SHA-256, in hex, of this rank's whole state."""
-        return digest_of(self._state)
+    def checks(self, config: CheckConfig, events: EventLog) -> StateChecks:
+        """Return the digests of this rank's state as training goes on."""
+        return StateChecks(config, self._state, events)
 
     def _timed(self, hook: Callable[[], T]) -> T:
         started_s = time.monotonic()

@@ -15,7 +15,7 @@ from launcher.config import Settings
 from launcher.loop import MegatronLoop
 from launcher.progress import Display, Scalars, open_display
 from moe_ckpt.errors import RolledBackError
-from moe_ckpt.events import Evaluated, EventLog, IterationCommitted, StateDigest
+from moe_ckpt.events import Evaluated, EventLog, IterationCommitted
 from moe_ckpt.run_folder import RunFolder
 
 _NEVER = -1
@@ -43,6 +43,7 @@ class TrainingJob:
         self._folder = folder
         self._log = log
         self._is_supervised = is_supervised
+        self._checks = loop.checks(settings.run.checks, log.events)
         self._display: Display | None = None
         self._scalars: Scalars | None = None
         self._evaluated = log.evaluated
@@ -68,7 +69,7 @@ class TrainingJob:
         prepared = self._trainer.prepared
         if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
             self._commit(prepared)  # others were lost before this rank could say so
-        self._log_digest_where_due(done)
+        self._begin_checks(done)
         self._evaluate_where_due(done)
         while done < train.iterations:
             done = self._run_iteration(done + 1)
@@ -86,9 +87,9 @@ class TrainingJob:
             self._commit(self._trainer.run_iteration(iteration))
         except RolledBackError as back:
             self._note(f"iteration {iteration:>6}: {back}")
-            self._log_digest_where_due(back.iteration)
+            self._begin_checks(back.iteration)
             return back.iteration
-        self._log_digest_where_due(iteration)
+        self._checks.log_where_due(iteration)
         if self._is_due(iteration):
             self._evaluate(iteration)
         return iteration
@@ -120,10 +121,8 @@ class TrainingJob:
         if self._scalars:
             self._scalars.iteration(committed, tokens_per_s)
 
-    def _log_digest_where_due(self, iteration: int) -> None:
-        every = self._settings.run.digest_every_iters
-        if every and iteration and iteration % every == 0:
-            self._log.events.append(StateDigest(iteration=iteration, digest=self._trainer.digest()))
+    def _begin_checks(self, done: int) -> None:
+        self._checks.begin(done, is_replacement=self._is_supervised and self._log.life > 0)
 
     def _evaluate_where_due(self, done: int) -> None:
         """Evaluate what a fault, or an earlier life, has left unevaluated on any rank."""

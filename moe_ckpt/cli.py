@@ -17,6 +17,8 @@ from moe_ckpt import __version__
 _PACKAGE = Path(__file__).resolve().parent
 COMMANDS = {
     "train": "train a model: moe-ckpt train --nproc-per-node=4 +ckpt=moevement [OVERRIDES]",
+    "run": "train with a script of your own: moe-ckpt run --nproc-per-node=4 [OPTIONS] -- SCRIPT ARGUMENTS",
+    "check": "run a training command with and without faults, and compare: moe-ckpt check -- COMMAND",
     "demo": "train on 4 local processes, kill two of them, compare the results",
     "inject": "kill or stop ranks of a running job",
     "status": "what the ranks of a run are doing",
@@ -55,6 +57,18 @@ def train_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *arguments[:split], script, *arguments[split:]]
 
 
+def run_command(arguments: Sequence[str]) -> list[str]:
+    """Return the torchrun command of an attached run: options up to the first of `moe_ckpt.run` are torchrun's."""
+    split = next((i for i, word in enumerate(arguments) if is_option_of_run(word)), len(arguments))
+    start = [sys.executable, "-m", "torch.distributed.run", *arguments[:split]]
+    return [*start, "-m", "moe_ckpt.run", *arguments[split:]]
+
+
+def is_option_of_run(word: str) -> bool:
+    """Return whether a word of a command line begins the options or the program of `moe_ckpt.run`."""
+    return word == "--" or word.partition("=")[0] in ("--ckpt", "--set", "--config", "--plain")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
@@ -69,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _USAGE
     root = str(app_root())
     sys.path.insert(0, root)
-    if name == "train":
-        command = train_command(rest)
+    if name in ("train", "run"):
+        command = train_command(rest) if name == "train" else run_command(rest)
         os.execv(command[0], command)
     sys.argv = [f"moe-ckpt {name}", *rest]
     runpy.run_module(f"launcher.{program(name)}", run_name="__main__", alter_sys=True)

@@ -450,6 +450,23 @@ class RunFolderConfig:
     configuration: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckConfig:
+    """The part of a run that another run is compared with: the settings `run.*` that `moe-ckpt check` sets.
+
+    `digest_every_iters`: iterations between digests of the state in the event files, 0: none; `digest_tensors`: with a
+    digest of each tensor; `leave_out`: the ingredient that recoveries of a control run lack.
+    """
+
+    digest_every_iters: int = 0
+    digest_tensors: bool = False
+    leave_out: str = "nothing"
+
+    def __post_init__(self) -> None:
+        require_at_least("run.digest_every_iters", self.digest_every_iters, 0)
+        require_choice("run.leave_out", self.leave_out, ["nothing", "moments"])
+
+
 CkptConfig = NoneConfig | DenseConfig | InMemoryConfig
 CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
     "none": NoneConfig,

@@ -95,6 +95,14 @@ class StateDigest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDigests:
+    """The first 64 bits of a SHA-256, in hex, of each tensor of this rank's state after `iteration`, by its name."""
+
+    iteration: int
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
     """Mean cross-entropy, nats per token, over the held-out batches."""
 
@@ -399,6 +407,7 @@ Event = (
     | LossNotFinite
     | IterationCommitted
     | StateDigest
+    | TensorDigests
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=4 -m moe_ckpt.run [--ckpt moevement] [--set window=4] [--config F] -- pretrain_gpt.py ...
 
 The process that torchrun starts imports all slow modules and supervises; the script runs in the workers that it forks.
-`--ckpt none` runs the script without supervisors and without an attachment, for comparison.
+`--plain`, or `--ckpt none`, runs the script without supervisors and without an attachment, for comparison.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 import ast
 import importlib
 import logging
-import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moe_ckpt.agent import end_with_agent
 
 if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
-from moe_ckpt.config import InMemoryConfig, NoneConfig, require
+from moe_ckpt.config import InMemoryConfig, require
 from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
@@ -53,10 +53,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
-    from moe_ckpt.integrations import megatron_lm_seams  # noqa: PLC0415 - seconds of imports: not for a mistyped word
+    from moe_ckpt.integrations import megatron_lm_options, megatron_lm_seams  # noqa: PLC0415 - seconds of imports
 
+    megatron_lm_options.require_alone(os.environ, sys.modules)
     training = megatron_lm_seams.import_training()
-    if isinstance(settings.ckpt, NoneConfig):
+    if settings.is_plain:
         return _run_plainly(settings, training)
     ckpt = settings.ckpt
     if not isinstance(ckpt, InMemoryConfig):
@@ -127,12 +128,11 @@ def run_program(command: Command) -> int:
 
 
 def _end_processes() -> None:
-    """End daemonic processes of multiprocessing and wait for all others, as an interpreter does that ends by itself."""
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.terminate()
-    for process in multiprocessing.active_children():
-        process.join()
+    """End this process's managers and daemonic processes of multiprocessing, and wait for all its other ones.
+
+    The end of an interpreter does that, and this process ends by `os._exit`.
+    """
+    cast("Any", multiprocessing.util)._exit_function()
 
 
 def _require_outermost() -> None:

@@ -58,6 +58,7 @@ from moe_ckpt.types import ParallelLayout
 __all__ = ["ElasticConfig", "RankPlace", "Worker", "open_backend", "require_forkable", "run_elastic"]
 
 _AUTO = "auto"
+_supervised: list[int] = []  # the rank of this process, which its forked workers find as well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +223,8 @@ def run_elastic(
     Raises ConfigError for settings that cannot work, also for a mirror port that cannot be read.
     """
     require_forkable()
+    require(not _supervised, "run_elastic", "a second one, inside a worker of the first", "one a process")
+    _supervised.append(launch.global_rank)
     if not has_agent_store():
         use_hosted_store(launch, start_beside)
     store = open_store("generations")

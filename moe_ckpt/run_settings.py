@@ -19,23 +19,27 @@ import yaml
 from moe_ckpt.cli import app_root
 from moe_ckpt.config import (
     CKPT_CONFIGS,
+    CheckConfig,
     CkptConfig,
     RunFolderConfig,
     RuntimeConfig,
     require,
-    require_at_least,
     require_choice,
 )
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.faults.schedule import StateLoss
 
 T = TypeVar("T")
 
 USAGE = (
-    "torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY] [--set KEY=VALUE] [--config FILE] -- SCRIPT ARGUMENTS"
+    "torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY] [--set KEY=VALUE] [--config FILE] [--plain] -- "
+    "SCRIPT ARGUMENTS"
 )
+_FLAGS = ("--plain",)
 _DEFAULT_POLICY = "moevement"
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
-_OWN_KEYS = {"parallel": ("ranks_per_node",), "run": ("dir", "digest_every_iters")}
+_CHECKS = get_type_hints(CheckConfig)
+_OWN_KEYS = {"parallel": ("ranks_per_node",), "run": ("dir", "lose", *_CHECKS)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,25 +53,26 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """One attached run. `digest_every_iters`: iterations between digests of the state in the event files; 0: none."""
+    """One attached run; `is_plain`: without an attachment. `losses` of state in living processes are on purpose."""
 
     command: Command
     ckpt: CkptConfig
     runtime: RuntimeConfig
     ranks_per_node: int | str
     folder: RunFolderConfig
-    digest_every_iters: int
+    checks: CheckConfig
+    losses: tuple[StateLoss, ...] = ()
+    is_plain: bool = False
 
     def __post_init__(self) -> None:
         got = self.ranks_per_node
         valid = got == "auto" or (isinstance(got, int) and got >= 1)
         require(valid, "parallel.ranks_per_node", got, "auto or a number of at least 1")
-        require_at_least("run.digest_every_iters", self.digest_every_iters, 0)
 
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:
     """Return the run that a command line describes. Raises ConfigError naming the argument or the setting."""
-    options, command = _split(list(arguments))
+    options, command = split_arguments(arguments)
     parsed = _parser().parse_args(options)
     changes = _merged(_read_file(parsed.config), *(_assignment(text) for text in parsed.set))
     policy = parsed.ckpt or changes["ckpt"].pop("policy", _DEFAULT_POLICY)
@@ -85,8 +90,14 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
         runtime=section_of(RuntimeConfig, "runtime", runtime),
         ranks_per_node=changes["parallel"].get("ranks_per_node", "auto"),
         folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
-        digest_every_iters=_converted(run.get("digest_every_iters", 0), int, "run.digest_every_iters"),
+        checks=_checks(run),
+        losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
+        is_plain=parsed.plain or policy == "none",
     )
+
+
+def _checks(run: Mapping[str, Any]) -> CheckConfig:
+    return CheckConfig(**{key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run})
 
 
 def ckpt_config(policy: str, **changes: Any) -> CkptConfig:
@@ -111,14 +122,15 @@ def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
     return kind(**{key: _converted(values[key], hints[key], f"{name}.{key}") for key in known})
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the runner's own arguments, and the program's: all after `--`, or from the first that is no option."""
+    arguments = list(arguments)
     if "--" in arguments:
         at = arguments.index("--")
         return arguments[:at], arguments[at + 1 :]
     at = 0
     while at < len(arguments) and arguments[at].startswith("-"):
-        at += 1 if "=" in arguments[at] else 2
+        at += 1 if "=" in arguments[at] or arguments[at] in _FLAGS else 2
     return arguments[:at], arguments[at:]
 
 
@@ -142,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ckpt")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--config")
+    parser.add_argument("--plain", action="store_true")
     return parser
 
 

@@ -26,6 +26,8 @@ def value_of(hint: Any) -> Any:
     inner = get_args(hint)
     if not inner:
         return VALUES[hint]
+    if get_origin(hint) is dict:
+        return {value_of(inner[0]): value_of(inner[1])}
     return [value_of(inner[0])] * 2 if get_origin(hint) is list else value_of(inner[0])
 
 

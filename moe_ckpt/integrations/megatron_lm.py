@@ -19,6 +19,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,10 +39,11 @@ from moe_ckpt.config import MoetionConfig, PartialConfig, require
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import RolledBackError
-from moe_ckpt.events import EventLog, IterationCommitted, ModelBuilt, RunFinished, StateDigest, TrainerStarted
+from moe_ckpt.events import EventLog, IterationCommitted, ModelBuilt, RunFinished, TrainerStarted
 from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_turns
-from moe_ckpt.integrations.megatron_lm_options import require_supported
+from moe_ckpt.integrations.megatron_lm_options import require_alone, require_supported
 from moe_ckpt.integrations.megatron_lm_seams import mark_attached
+from moe_ckpt.megatron.checks import StateChecks
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.overlapped import gathers_in_forward
 from moe_ckpt.megatron.pipeline import Observed, StageCommunicator
@@ -145,11 +147,12 @@ class AttachedLoop:
             loop=rank.as_training_loop(),
             events=events,
             last_iteration=args.train_iters,
+            losses=self._settings.losses,
             elastic=self._worker.context(layout),
             suspect_iters=self._settings.runtime.suspect_iters,
             on_divergence=self._settings.runtime.on_divergence,
         )
-        rank.digest_every_iters = self._settings.digest_every_iters
+        rank.checks = StateChecks(self._settings.checks, state, events)
         events.append(ModelBuilt(seconds=time.monotonic() - self._built_s))
 
         def enter(done: int) -> Any:
@@ -234,7 +237,7 @@ class RankTraining:
 
     session: Session
     enter: Callable[[int], Any]
-    digest_every_iters = 0
+    checks: StateChecks
 
     def __init__(
         self,
@@ -279,7 +282,7 @@ class RankTraining:
         if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
             self._commit(prepared)  # other ranks were lost before this rank could log it
         while True:
-            self._log_digest_where_due(done)
+            self.checks.begin(done, is_replacement=self._worker.life > 0)
             try:
                 self.result = self.enter(done)
                 return
@@ -334,7 +337,7 @@ class RankTraining:
             del machine.should_run_forward_backward
         self.session.step_committed(number)
         self._commit_measured(started_s, before)
-        self._log_digest_where_due(number)
+        self.checks.log_where_due(number)
         return outcome
 
     def _pass_is_done(self, iteration: int) -> None:
@@ -425,10 +428,6 @@ class RankTraining:
         self.committed = committed
         self.events.append(committed)
 
-    def _log_digest_where_due(self, iteration: int) -> None:
-        if self.digest_every_iters and iteration and iteration % self.digest_every_iters == 0:
-            self.events.append(StateDigest(iteration=iteration, digest=digest_of(self.state)))
-
 
 class SplitStep:
     """An optimizer with another `step`; all other attributes are the optimizer's own."""
@@ -460,6 +459,7 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
     """Return an `initialize_megatron` that first refuses unsupported options."""
 
     def checked(*arguments: Any, **options: Any) -> Any:
+        require_alone(os.environ, sys.modules)
         require_supported(get_args())
         if isinstance(settings.ckpt, PartialConfig):  # their account of lost tokens counts iterations
             growth = getattr(get_args(), "step_batch_size_schedule", None)

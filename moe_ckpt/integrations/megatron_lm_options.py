@@ -6,7 +6,7 @@ snapshots contain that state anyway. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,24 @@ REFUSALS: Sequence[Refusal] = (
     *_off("processes of an abandoned save outlive their generation", "async_save"),
     *_off(_OTHER_LIBRARY, "enable_ft_package", "inprocess_restart", "non_persistent_ckpt_type", "adlr_autoresume"),
 )
+
+
+_LIBRARIES = {  # each has an own way to start, end or checkpoint the same processes
+    "lm-resiliency": ("LM_RESILIENCY_TORCHRUN_BOOTSTRAP", "lm_resiliency"),
+    "nvidia-resiliency-ext's ft_launcher": ("FT_RANK_MONITOR_IPC_SOCKET", ""),
+    "torchft": ("TORCHFT_LIGHTHOUSE", "torchft"),
+}
+
+
+def require_alone(environment: Collection[str], modules: Collection[str]) -> None:
+    """Raise ConfigError if another library for fault tolerance is active: by its variable, or imported by the script.
+
+    Megatron-Core itself imports nvidia-resiliency-ext: its options are refused, and its launcher shows by its variable.
+    """
+    for library, (variable, module) in _LIBRARIES.items():
+        sign = f"the variable {variable}" if variable in environment else f"its import {module}"
+        if variable in environment or module in modules:
+            raise ConfigError(f"moe_ckpt.run: got {library} ({sign}), wanted one of the two: {_OTHER_LIBRARY}")
 
 
 def require_supported(arguments: Any) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
 from moe_ckpt.elastic.torchrun import read_launch
-from moe_ckpt.events import EventLog, StateDigest
+from moe_ckpt.events import EventLog
+from moe_ckpt.megatron.checks import StateChecks
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.run_folder import open_run_folder
 from moe_ckpt.run_settings import RunSettings
@@ -23,16 +23,15 @@ from moe_ckpt.run_settings import RunSettings
 
 def observe(training: ModuleType, settings: RunSettings) -> None:
     """Let the loop of this process log a digest every `run.digest_every_iters` iterations, where that is not 0."""
-    if not settings.digest_every_iters:
+    if not settings.checks.digest_every_iters:
         return
     seams: Any = training
     train, train_step = seams.train, seams.train_step
-    logs: list[Callable[[int], None]] = []
+    checks: list[StateChecks] = []
 
     def observed_step(*arguments: Any, iteration: int, **options: Any) -> Any:
         outcome = train_step(*arguments, iteration=iteration, **options)
-        if (iteration + 1) % settings.digest_every_iters == 0:
-            logs[0](iteration + 1)
+        checks[0].log_where_due(iteration + 1)
         return outcome
 
     def observed(forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
@@ -41,7 +40,7 @@ def observe(training: ModuleType, settings: RunSettings) -> None:
         origin = folder.clock_origin_unix_s
         events = EventLog(folder.events(launch.global_rank), global_rank=launch.global_rank, clock_origin_unix_s=origin)
         state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler)
-        logs.append(lambda iteration: events.append(StateDigest(iteration=iteration, digest=digest_of(state))))
+        checks.append(StateChecks(settings.checks, state, events))
         outcome = train(forward_step, model, optimizer, scheduler, *rest, **options)
         digests: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(digests, digest_of(state))

@@ -93,9 +93,23 @@ def digest_of(state: TrainingState) -> str:
     """Return a SHA-256, in hex, over names, types, shapes and bytes of this rank's whole state."""
     total = hashlib.sha256()
     for name, tensor in named_state(state):
-        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        total.update(_bytes_of(tensor))
+        _add_to(total, name, tensor)
     return total.hexdigest()
+
+
+def tensor_digests(state: TrainingState) -> dict[str, str]:
+    """Return the start of a SHA-256, in hex, of each tensor of this rank's whole state, by its name."""
+    found: dict[str, str] = {}
+    for name, tensor in named_state(state):
+        alone = hashlib.sha256()
+        _add_to(alone, name, tensor)
+        found[name] = alone.hexdigest()[:16]
+    return found
+
+
+def _add_to(hashed: Any, name: str, tensor: torch.Tensor) -> None:
+    hashed.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+    hashed.update(_bytes_of(tensor))
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

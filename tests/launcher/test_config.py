@@ -302,6 +302,7 @@ def test_an_unknown_value_is_named_with_the_choices(key: str, choices: str) -> N
         ("data.eval_fraction=1.0", "data.eval_fraction: got 1.0, wanted between 0 and 1"),
         ("data.seed=-1", "data.seed: got -1, wanted at least 0"),
         ("run.digest_every_iters=-1", "run.digest_every_iters: got -1, wanted at least 0"),
+        ("run.leave_out=weights", "run.leave_out: got 'weights', wanted one of nothing, moments"),
         ("run.name=a/b", "run.name: got 'a/b', wanted letters, digits, '_', '-' and '.'"),
         ("train.iterations=0", "train.iterations: got 0, wanted at least 1"),
         ("train.eval_batches=0", "train.eval_batches: got 0, wanted at least 1"),

@@ -21,7 +21,15 @@ from tests.report_runs import committed
     [("auto", 0, Lines), ("lines", 0, Lines), ("bar", 0, Bar), ("none", 0, Silent), ("bar", 1, Silent)],
 )
 def test_rank_zero_shows_progress_as_configured(progress: str, global_rank: int, kind: type) -> None:
-    run = RunConfig(dir=None, name="x", progress=progress, tensorboard=False, digest_every_iters=0)
+    run = RunConfig(
+        dir=None,
+        name="x",
+        progress=progress,
+        tensorboard=False,
+        digest_every_iters=0,
+        digest_tensors=False,
+        leave_out="nothing",
+    )
     display = open_display(run, global_rank=global_rank, total=10, done=0)
     display.close()
     assert isinstance(display, kind)

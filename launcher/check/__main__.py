@@ -1,0 +1,199 @@
+"""`moe-ckpt check -- COMMAND`: whether a user's own run under faults is bit for bit the run without them.
+
+The command runs three times on this machine: plain, without supervisors; as given, with kills and, where the policy
+recovers that, a loss of state in living processes; and once as a control, with one ingredient of a recovery left out.
+The first must have the same digests after each iteration, on each rank; the control must not, or the comparison could
+not have found anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from launcher.check.commands import MOMENTS, CheckedCommand, Variation, parse_command
+from launcher.check.compare import Difference, Digests, first_difference, read_digests
+from launcher.faults.carry_out import carry_out
+from moe_ckpt.door import VARIABLE
+from moe_ckpt.errors import ConfigError, MoeCkptError
+from moe_ckpt.faults.schedule import Kill, StateLoss
+
+Execute = Callable[[Sequence[str], Path, Sequence[Kill]], None]
+EXACT, DIFFERENT, NOT_CHECKED = 0, 1, 2
+_FEWEST_ITERS = 6
+_STOP_S = 20.0
+_EPILOG = """exit status: 0 exact; 1 different; 2 not checked: a run failed, or the control was not noticed
+examples:
+  moe-ckpt check -- torchrun --nproc-per-node=4 -m moe_ckpt.run --ckpt moevement -- pretrain_gpt.py ARGUMENTS
+  moe-ckpt check -- moe-ckpt train --nproc-per-node=4 +ckpt=moevement train.iterations=20"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Faults:
+    """The faults of one run."""
+
+    kills: tuple[Kill, ...] = ()
+    losses: tuple[StateLoss, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(
+            [
+                *(f"rank {kill.rank} killed in {kill.phase} of iteration {kill.iteration}" for kill in self.kills),
+                *(f"stage {loss.stage} lost in {loss.phase} of iteration {loss.iteration}" for loss in self.losses),
+            ]
+        )
+
+
+class RunFailedError(MoeCkptError):
+    """A run of the command did not come to its end, or not all of its faults could be carried out."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the command that follows the options; print a few lines and return the exit status."""
+    options = _parser().parse_args(arguments)
+    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    try:
+        command = parse_command(words, os.environ.get(VARIABLE, ""))
+        folder = _folder(options.output)
+        return Check(command, folder, functools.partial(run_job, limit_s=options.limit_s)).run()
+    except MoeCkptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NOT_CHECKED
+
+
+class Check:
+    """The runs of one command, each in a folder of its own below `folder`; `execute` runs one to its end."""
+
+    def __init__(self, command: CheckedCommand, folder: Path, execute: Execute) -> None:
+        self._command = command
+        self._folder = folder
+        self._execute = execute
+
+    def run(self) -> int:
+        """Run and compare; print a line for each run and one for the outcome. Raises MoeCkptError."""
+        plain = self._digests("plain", Faults(), is_plain=True)
+        faults = plan_faults(plain, loses_state=self._command.loses_state)
+        different = first_difference(plain, self._digests("faults", faults))
+        if different:
+            return self._tell_difference(plain, different)
+        control = Faults(kills=faults.kills[:1])
+        missed = first_difference(plain, self._digests("control", control, leave_out=MOMENTS)) is None
+        if missed:
+            print("not checked: a recovery without Adam's first moments had the digests of the plain run, too")
+            return NOT_CHECKED
+        print(f"exact: all {len(plain.states)} digests under faults are those of the plain run; the control's are not")
+        return EXACT
+
+    def _tell_difference(self, plain: Digests, different: Difference) -> int:
+        """Run the plain command again: where that differs, too, faults are not the reason."""
+        print(f"different: {different}")
+        own = first_difference(plain, self._digests("plain-again", Faults(), is_plain=True))
+        if own:
+            print(f"the command is not deterministic: two plain runs differ {own}")
+            return NOT_CHECKED
+        print(f"two plain runs are equal, so the recovery is not exact; logs and events: {self._folder}")
+        return DIFFERENT
+
+    def _digests(self, name: str, faults: Faults, **options: bool | str) -> Digests:
+        """Run the command once, print a line, and return its digests. Raises RunFailedError."""
+        variation = Variation(run=self._folder / name, losses=faults.losses, **options)  # type: ignore[arg-type]
+        print(f"{name}: {faults}" if str(faults) else f"{name}:", end=" ", flush=True)
+        started_s = time.monotonic()
+        self._execute(self._command.varied(variation), variation.run, faults.kills)
+        try:
+            digests = read_digests(variation.run)
+        except FileNotFoundError as error:
+            raise RunFailedError(f"{name}: got no events ({error}); log: {log_of(variation.run)}") from error
+        seconds, iterations = time.monotonic() - started_s, digests.iterations
+        print(f"({len(iterations)} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True)
+        if len(iterations) < _FEWEST_ITERS:
+            wanted = f"at least {_FEWEST_ITERS}, so that faults have iterations before and after them"
+            raise ConfigError(
+                f"COMMAND: got {len(iterations)} iterations, wanted {wanted}; log: {log_of(variation.run)}"
+            )
+        return digests
+
+
+def plan_faults(plain: Digests, *, loses_state: bool) -> Faults:
+    """Return a kill in forward and one in backward, on two ranks, and later a loss of state where that is recovered."""
+    iterations = plain.iterations
+    third, half, late = (iterations[len(iterations) * part // 12] for part in (4, 6, 9))
+    kills = (
+        Kill(rank=plain.num_ranks - 1, iteration=third, phase="forward"),
+        Kill(rank=0, iteration=half, phase="backward"),
+    )
+    # after all kills: a worker that comes later would lose its state again, and the others would not
+    return Faults(kills=kills, losses=(StateLoss(iteration=late, stage=0, phase="step"),) if loses_state else ())
+
+
+def log_of(run: Path) -> Path:
+    """Return the file that has the output of a run."""
+    return run.with_name(f"{run.name}.log")
+
+
+def run_job(command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s: float) -> None:
+    """Run a job with its kills to its end. Raises RunFailedError with the last line of its log."""
+    log = log_of(run)
+    until_s = time.monotonic() + limit_s
+    carried: list[str] = []
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            done = not kills or carry_out(kills, run, ranks_per_node=1, say=carried.append, patience_s=limit_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until_s - time.monotonic()))
+        finally:
+            is_late = process.poll() is None
+            _stop(process)
+    if is_late:
+        raise RunFailedError(f"--limit-s: got {limit_s:g}, wanted more: the run had not ended by then; log: {log}")
+    if process.returncode or not done:
+        said = [*log.read_text().splitlines(), *carried]
+        raise RunFailedError(f"{run.name}: ended with status {process.returncode}; log: {log}\n{''.join(said[-1:])}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _folder(wanted: Path | None) -> Path:
+    folder = wanted or Path("outputs") / f"{datetime.now():%Y-%m-%d}" / f"{datetime.now():%H-%M-%S}-check"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"-o: got {str(folder)!r}, wanted a folder that can be written ({error})") from error
+    if any(folder.iterdir()):
+        raise ConfigError(f"-o: got {str(folder)!r}, wanted an empty folder")
+    return folder.resolve()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moe-ckpt check",
+        description="Check that a training command under faults is bit for bit the same without them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of all runs (outputs/DATE/TIME-check)")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which a run is stopped (3600)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""A user's own training command, and the same command with the settings of one run of a check. Pure.
+
+Three kinds: `moe_ckpt.run` with its options (`moe-ckpt run`), launcher/train.py with its overrides (`moe-ckpt train`),
+and any other command with MOE_CKPT in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+from launcher.config import compose_settings
+from moe_ckpt.cli import is_option_of_run
+from moe_ckpt.config import CkptConfig, MoevementConfig, require, wants_supervisor
+from moe_ckpt.door import VARIABLE, attached_command
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.faults.schedule import StateLoss
+from moe_ckpt.run_settings import parse_run, split_arguments
+
+NOTHING, MOMENTS = "nothing", "moments"
+_DIGESTS = {"run.digest_every_iters": "1", "run.digest_tensors": "true"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variation:
+    """One run of the command, in the folder `run`. `leave_out`: the ingredient that its recoveries lack."""
+
+    run: Path
+    is_plain: bool = False
+    losses: tuple[StateLoss, ...] = ()
+    leave_out: str = NOTHING
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"run.dir": str(self.run), **_DIGESTS, "run.leave_out": self.leave_out}
+
+
+class CheckedCommand(Protocol):
+    """A command that a check can run."""
+
+    @property
+    def loses_state(self) -> bool:
+        """Whether the policy recovers states that are lost in living processes."""
+        ...
+
+    def varied(self, variation: Variation) -> list[str]:
+        """Return the command of one run."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachedCommand:
+    """A script under `moe_ckpt.run`."""
+
+    start: tuple[str, ...]
+    options: tuple[str, ...]
+    program: tuple[str, ...]
+    ckpt: CkptConfig
+
+    @property
+    def loses_state(self) -> bool:
+        return isinstance(self.ckpt, MoevementConfig)
+
+    def varied(self, variation: Variation) -> list[str]:
+        words = [f"{key}={value}" for key, value in variation.settings.items()]
+        if variation.losses:
+            words.append(f"run.lose={_as_yaml(variation.losses)}")
+        ours = [word for setting in words for word in ("--set", setting)]
+        plain = ["--plain"] if variation.is_plain else []
+        return [*self.start, *self.options, *ours, *plain, "--", *self.program]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentCommand:
+    """A command that MOE_CKPT attaches to: the variable has the options of each run."""
+
+    attached: AttachedCommand
+    words: tuple[str, ...]
+
+    @property
+    def loses_state(self) -> bool:
+        return self.attached.loses_state
+
+    def varied(self, variation: Variation) -> list[str]:
+        options = self.attached.varied(variation)[:-1]  # without `--`
+        return ["env", f"{VARIABLE}={shlex.join(options)}", *self.words]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherCommand:
+    """The launcher with its overrides; its own faults are left out."""
+
+    start: tuple[str, ...]
+    overrides: tuple[str, ...]
+    ckpt: CkptConfig
+
+    @property
+    def loses_state(self) -> bool:
+        return isinstance(self.ckpt, MoevementConfig)
+
+    def varied(self, variation: Variation) -> list[str]:
+        kept = [word for word in self.overrides if not _sets(word, "fault")]
+        if variation.is_plain:
+            kept = [word for word in kept if not _sets(word, "ckpt") and not _sets(word, "runtime.guard")]
+            kept.append("ckpt=none")
+        settings = [f"{key}={value}" for key, value in variation.settings.items()]
+        losing = ["fault=state_loss", f"fault.at={_as_yaml(variation.losses)}"] if variation.losses else []
+        return [*self.start, *kept, *settings, *losing]
+
+
+def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand:
+    """Return the command that these words are; `variable` is the value of MOE_CKPT.
+
+    Raises ConfigError for a command that a check cannot run.
+    """
+    if variable and words:
+        own, _ = split_arguments(attached_command(variable, ["python", "SCRIPT"])[2:])
+        attached = _attached((), [*own, "--", "SCRIPT"])
+        return EnvironmentCommand(attached=replace(attached, program=()), words=tuple(words))
+    for at, (first, second) in enumerate(pairwise(words)):
+        if (first, second) == ("-m", "moe_ckpt.run"):
+            return _attached(words[: at + 2], words[at + 2 :])
+        if Path(first).name == "moe-ckpt" and second == "run":
+            own = next((i for i, word in enumerate(words) if i > at + 1 and is_option_of_run(word)), len(words))
+            return _attached(words[:own], words[own:])
+        if Path(first).name == "moe-ckpt" and second == "train":
+            return _launched(words[: at + 2], words[at + 2 :])
+    for at, word in enumerate(words):
+        if Path(word).parts[-2:] == ("launcher", "train.py"):
+            return _launched(words[: at + 1], words[at + 1 :])
+    wanted = "one with `-m moe_ckpt.run`, launcher/train.py, `moe-ckpt run`, `moe-ckpt train` or MOE_CKPT"
+    raise ConfigError(f"COMMAND: got {' '.join(words) or 'nothing'!r}, wanted {wanted}")
+
+
+def _attached(start: Sequence[str], words: Sequence[str]) -> AttachedCommand:
+    settings = parse_run(words)
+    options, program = split_arguments(words)
+    require(not settings.is_plain, "COMMAND: policy", settings.ckpt.policy, "one that recovers, and no --plain")
+    return AttachedCommand(start=tuple(start), options=tuple(options), program=tuple(program), ckpt=settings.ckpt)
+
+
+def _launched(start: Sequence[str], words: Sequence[str]) -> LauncherCommand:
+    split = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+    overrides = words[split:]
+    settings = compose_settings(overrides)
+    recovers = wants_supervisor(settings.ckpt, settings.runtime)
+    require(recovers, "COMMAND: policy", settings.ckpt.policy, "one whose supervisors replace a killed worker")
+    return LauncherCommand(start=(*start, *words[:split]), overrides=tuple(overrides), ckpt=settings.ckpt)
+
+
+def _sets(word: str, group: str) -> bool:
+    """Return whether an override chooses or changes this group or key."""
+    key = word.partition("=")[0].lstrip("+~")
+    return key == group or key.startswith(f"{group}.")
+
+
+def _as_yaml(losses: Sequence[StateLoss]) -> str:
+    """Return losses in the flow style of YAML, which Hydra's overrides and `--set` both read."""
+    return json.dumps([asdict(loss) for loss in losses]).replace('"', "")

@@ -1,0 +1,111 @@
+"""The attachment by environment variable alone, for jobs whose command line belongs to another system.
+
+    MOE_CKPT=moevement                              as `--ckpt moevement`
+    MOE_CKPT="--ckpt gemini --set every_iters=5"    options of `python -m moe_ckpt.run`
+
+The wheel installs moe_ckpt_door.pth, which Python reads at its start; without the variable it does nothing. A process
+that torchrun has started becomes `moe_ckpt.run` on the same program, with the same pid. Any other process stays as it
+is, but Megatron-LM's training loop cannot be imported there: a run must not look protected without being so.
+
+Must not: import anything slow, or raise: Python only reports an exception of a .pth file, and goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+from moe_ckpt.errors import ConfigError
+
+VARIABLE = "MOE_CKPT"
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LOOP = "megatron.training.training"
+_WITH_VALUE = "WX"  # options of Python that take one
+_FAILED = 1
+
+
+def enter() -> None:
+    """Become `moe_ckpt.run` if this process was started to train. Ends the process after one error message."""
+    if any(name not in os.environ for name in _LAUNCHED):
+        sys.meta_path.insert(0, UnprotectedLoop())
+        return
+    try:
+        command = attached_command(os.environ[VARIABLE], sys.orig_argv)
+    except ConfigError as error:
+        _end(str(error))
+    if os.environ["RANK"] == "0":
+        print(f"moe_ckpt: {VARIABLE} attaches to {sys.orig_argv[-1]}", flush=True)
+    # the program's own processes, compilers say, are not to be attached
+    rest = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    os.execve(sys.executable, [sys.executable, *command], rest)
+
+
+def attached_command(value: str, started_as: Sequence[str]) -> list[str]:
+    """Return the arguments of Python that attach, for a process that was `started_as` these words.
+
+    Raises ConfigError for a value that is no command line, and for a process without a program to attach to.
+    """
+    try:
+        options = shlex.split(value)
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE}: got {value!r}, wanted a policy or options of moe_ckpt.run ({error})") from error
+    if options and not options[0].startswith("-"):
+        options = ["--ckpt", *options]
+    own, program = split_command(started_as[1:])
+    if program[:2] == ["-m", "moe_ckpt.run"]:
+        raise ConfigError(f"{VARIABLE}: got {value!r} beside `-m moe_ckpt.run`, wanted one of the two")
+    return [*own, "-m", "moe_ckpt.run", *options, "--", *program]
+
+
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return Python's own options, and the program: a script or `-m MODULE`, with its arguments."""
+    for at, word in enumerate(words):
+        before = words[at - 1] if at else ""
+        if before in ("-W", "-X", "--check-hash-based-pycs"):
+            continue
+        if not word.startswith("-"):
+            return list(words[:at]), list(words[at:])
+        if word.startswith("--"):
+            continue
+        flags, letter, rest = _split_flags(word)
+        if letter == "m":
+            own = [*words[:at], *([f"-{flags}"] if flags else [])]
+            return own, ["-m", *([rest] if rest else []), *words[at + 1 :]]
+        if letter == "c" or word == "-":
+            break
+    raise ConfigError(f"{VARIABLE}: got a process without a script, wanted `python SCRIPT` or `python -m MODULE`")
+
+
+def _split_flags(word: str) -> tuple[str, str, str]:
+    """Return the letters before the first of c, m, W and X in a word, that letter, and the text after it."""
+    for at, letter in enumerate(word[1:], start=1):
+        if letter in f"cm{_WITH_VALUE}":
+            return word[1:at], letter, word[at + 1 :]
+    return word[1:], "", ""
+
+
+class UnprotectedLoop(importlib.abc.MetaPathFinder):
+    """Raises an error in place of an import of Megatron-LM's loop."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the importer's protocol
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        if fullname == _LOOP:
+            wanted = f"one with {', '.join(_LAUNCHED)}; unset the variable for a program that does not train"
+            raise ConfigError(f"{VARIABLE}: got a process that torchrun has not started, wanted {wanted}")
+        return None
+
+
+def _end(message: str) -> NoReturn:
+    if os.environ["RANK"] == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(_FAILED)

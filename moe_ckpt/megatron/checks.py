@@ -1,0 +1,50 @@
+"""The part of a run that `moe-ckpt check` compares: digests of the state as training goes on, and a broken recovery.
+
+Owns: the iterations after which a rank logs digests, and the ingredient that a control run leaves out. Must not: change
+a state in any other run.
+"""
+
+from __future__ import annotations
+
+from moe_ckpt.config import CheckConfig
+from moe_ckpt.events import EventLog, StateDigest, TensorDigests
+from moe_ckpt.megatron.optimizer_state import named_tensors
+from moe_ckpt.megatron.state import TrainingState, digest_of, tensor_digests
+from moe_ckpt.snapshot.codec import EXP_AVG
+
+
+class StateChecks:
+    """One rank's digests, after each `every_iters`-th iteration and after recoveries to such an iteration."""
+
+    def __init__(self, config: CheckConfig, state: TrainingState, events: EventLog) -> None:
+        self._config = config
+        self._state = state
+        self._events = events
+        self._leaves_out = config.leave_out == "moments"
+
+    def begin(self, done: int, *, is_replacement: bool) -> None:
+        """The state after `done` iterations is there, for the first time or again after a recovery."""
+        if is_replacement and self._leaves_out:
+            self._leaves_out = False
+            _forget_first_moments(self._state)
+        self.log_where_due(done)
+
+    def log_where_due(self, done: int) -> None:
+        """Log the digests of the state after `done` iterations, unless none are due."""
+        every = self._config.digest_every_iters
+        if every and done and done % every == 0:
+            self.log(done)
+
+    def log(self, done: int) -> None:
+        """Log the digests of the state after `done` iterations."""
+        self._events.append(StateDigest(iteration=done, digest=digest_of(self._state)))
+        if self._config.digest_tensors:
+            self._events.append(TensorDigests(iteration=done, digests=tensor_digests(self._state)))
+
+
+def _forget_first_moments(state: TrainingState) -> None:
+    """Leave out one ingredient of a recovery: the state goes on, and is another one from here on."""
+    for optimizer in state.inner_optimizers:
+        for name, tensor in named_tensors(optimizer):
+            if name.endswith(EXP_AVG):
+                tensor.zero_()

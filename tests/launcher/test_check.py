@@ -1,0 +1,232 @@
+"""`moe-ckpt check`: the commands that it runs, the differences that it finds, and its verdicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.check.__main__ import DIFFERENT, EXACT, NOT_CHECKED, Check, main, plan_faults
+from launcher.check.commands import MOMENTS, Variation, parse_command
+from launcher.check.compare import Digests, first_difference, read_digests
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.events import EventLog, StateDigest, TensorDigests
+from moe_ckpt.faults.schedule import Kill, StateLoss
+from moe_ckpt.run_settings import parse_run
+from scripts.fetch_megatron_lm import FOLDER
+from tests.integrations.attached_jobs import ARGUMENTS, EXAMPLE
+from tests.training import fast
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+LOSS = StateLoss(iteration=9, stage=0, phase="step")
+LAUNCHED = ("torchrun", "--nproc-per-node=2", "launcher/train.py")
+ATTACHED = ("torchrun", "--nproc-per-node=2", "-m", "moe_ckpt.run")
+SETTINGS = ["run.dir=there", "run.digest_every_iters=1", "run.digest_tensors=true"]
+
+
+@pytest.mark.parametrize("start", [LAUNCHED, ("moe-ckpt", "train", "--nproc-per-node=2")])
+def test_the_launcher_gets_overrides_and_no_faults_of_its_own(start: tuple[str, ...]) -> None:
+    command = parse_command(
+        [*start, "+ckpt=moevement", "ckpt.window=2", "runtime.guard=true", "fault=none", "train.iterations=12"]
+    )
+    assert command.loses_state
+    assert command.varied(Variation(run=Path("there"), is_plain=True)) == [
+        *(*start, "train.iterations=12", "ckpt=none", *SETTINGS, "run.leave_out=nothing"),
+    ]
+    assert command.varied(Variation(run=Path("there"), losses=(LOSS,), leave_out=MOMENTS)) == [
+        *(*start, "+ckpt=moevement", "ckpt.window=2", "runtime.guard=true", "train.iterations=12", *SETTINGS),
+        *(
+            "run.leave_out=moments",
+            "fault=state_loss",
+            "fault.at=[{iteration: 9, stage: 0, phase: step, dp_rank: null}]",
+        ),
+    ]
+
+
+@pytest.mark.parametrize("start", [ATTACHED, ("moe-ckpt", "run", "--nproc-per-node=2")])
+def test_an_attached_run_gets_options_before_its_script(start: tuple[str, ...]) -> None:
+    command = parse_command([*start, "--ckpt", "gemini", "--set", "every_iters=2", "train.py", "--set", "x"])
+    ours = [word for setting in (*SETTINGS, "run.leave_out=nothing") for word in ("--set", setting)]
+    own = ("--ckpt", "gemini", "--set", "every_iters=2")
+    assert not command.loses_state
+    wanted = [*start, *own, *ours, "--plain", "--", "train.py", "--set", "x"]
+    assert command.varied(Variation(run=Path("there"), is_plain=True)) == wanted
+    losing = command.varied(Variation(run=Path("there"), losses=(LOSS,)))
+    assert "run.lose=[{iteration: 9, stage: 0, phase: step, dp_rank: null}]" in losing
+    assert parse_run(losing[len(start) :]).losses == (LOSS,)
+
+
+def test_the_variable_gets_the_options_of_each_run() -> None:
+    words = ["torchrun", "train.py", "--x"]
+    command = parse_command(words, "moevement --set window=2")
+    ours = " ".join(f"--set {setting}" for setting in (*SETTINGS, "run.leave_out=nothing"))
+    value = f"MOE_CKPT=--ckpt moevement --set window=2 {ours} --plain"
+    assert command.loses_state
+    assert command.varied(Variation(run=Path("there"), is_plain=True)) == ["env", value, *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "COMMAND: got 'nothing', wanted one with `-m moe_ckpt.run`, launcher/train.py"),
+        (["torchrun", "pretrain_gpt.py"], "COMMAND: got 'torchrun pretrain_gpt.py', wanted one with"),
+        ([*ATTACHED, "--ckpt", "none", "--", "x.py"], "COMMAND: policy: got 'none', wanted one that recovers"),
+        ([*ATTACHED, "--"], "SCRIPT: got 'nothing', wanted the program that trains"),
+        ([*LAUNCHED, "ckpt=none"], "COMMAND: policy: got 'none', wanted one whose supervisors replace"),
+        ([*LAUNCHED, "ckpt=genimi"], "In 'config': Could not find 'ckpt/genimi'"),
+    ],
+)
+def test_a_command_that_cannot_be_checked_is_one_error(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--", *words]) == NOT_CHECKED
+    out = capsys.readouterr()
+    assert out.err.startswith(f"error: {message}")
+    assert "Traceback" not in out.err
+
+
+def test_kills_come_before_the_loss_of_state() -> None:
+    plain = Digests(num_ranks=4, states={(iteration, 0): {"d"} for iteration in range(5, 17)})
+    faults = plan_faults(plain, loses_state=True)
+    assert faults.kills == (
+        Kill(rank=3, iteration=9, phase="forward"),
+        Kill(rank=0, iteration=11, phase="backward"),
+    )
+    assert faults.losses == (StateLoss(iteration=14, stage=0, phase="step"),)
+    assert plan_faults(plain, loses_state=False).losses == ()
+
+
+Values = Mapping[tuple[int, int], str]
+
+
+def write_run(run: Path, changed: Values, num_ranks: int = 2, num_iters: int = 8) -> None:
+    """Write the event files of a run whose tensors `weight` have these values after (iteration, rank)."""
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"world_size": num_ranks}))
+    (run / "events").mkdir()
+    for rank in range(num_ranks):
+        log = EventLog(run / "events" / f"rank{rank:04d}.jsonl", global_rank=rank, clock_origin_unix_s=0.0)
+        for iteration in range(1, num_iters + 1):
+            value = changed.get((iteration, rank), "w")
+            log.append(StateDigest(iteration=iteration, digest=value))
+            log.append(TensorDigests(iteration=iteration, digests={"bias": "b", "weight": value, "rng": value}))
+        log.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({}, "None"),
+        ({(5, 1): "x", (6, 0): "x"}, "after iteration 5, rank 1: weight"),
+        ({(6, 0): "x", (6, 1): "x"}, "after iteration 6, rank 0: weight"),
+    ],
+)
+def test_the_first_tensor_that_differs_is_named(tmp_path: Path, changed: Values, found: str) -> None:
+    write_run(tmp_path / "plain", {})
+    write_run(tmp_path / "other", changed)
+    plain, other = read_digests(tmp_path / "plain"), read_digests(tmp_path / "other")
+    assert str(first_difference(plain, other)) == found
+
+
+def test_a_digest_of_a_later_life_counts_and_a_missing_one_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "plain", {})
+    plain = read_digests(tmp_path / "plain")
+    write_run(tmp_path / "short", {}, num_iters=7)
+    missing = first_difference(plain, read_digests(tmp_path / "short"))
+    assert str(missing) == "after iteration 8, rank 0: no digest in the run under faults"
+    again = EventLog(tmp_path / "plain" / "events" / "rank0001.jsonl", global_rank=1, clock_origin_unix_s=0.0)
+    again.append(StateDigest(iteration=3, digest="other"))
+    again.append(TensorDigests(iteration=3, digests={"bias": "b", "weight": "w", "rng": "other"}))
+    again.close()
+    assert str(first_difference(plain, read_digests(tmp_path / "plain"))) == "after iteration 3, rank 1: rng"
+
+
+class Command:
+    """A command whose runs leave event files."""
+
+    loses_state = True
+
+    def varied(self, variation: Variation) -> list[str]:
+        return [variation.run.name]
+
+
+def leaving(values: Mapping[str, Values], num_iters: int = 8) -> Callable[..., None]:
+    def execute(command: Sequence[str], run: Path, kills: Sequence[Kill]) -> None:
+        write_run(run, values.get(command[0], {}), num_iters=num_iters)
+
+    return execute
+
+
+OTHER = {(5, 1): "x"}
+
+
+@pytest.mark.parametrize(
+    ("values", "status", "last"),
+    [
+        ({"control": OTHER}, EXACT, "exact: all 16 digests under faults are those of the plain run; the control's are"),
+        ({}, NOT_CHECKED, "not checked: a recovery without Adam's first moments had the digests of the plain run, too"),
+        ({"faults": OTHER, "control": OTHER}, DIFFERENT, "two plain runs are equal, so the recovery is not exact; log"),
+        (
+            {"faults": OTHER, "plain-again": {(2, 0): "y"}},
+            NOT_CHECKED,
+            "the command is not deterministic: two plain runs differ after iteration 2, rank 0: weight",
+        ),
+    ],
+)
+def test_the_verdict_is_the_last_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: Mapping[str, Values], status: int, last: str
+) -> None:
+    assert Check(Command(), tmp_path, leaving(values)).run() == status
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith(last)
+    assert len(lines) <= 5
+    assert ("different: after iteration 5, rank 1: weight" in lines) == ("faults" in values)
+
+
+def test_a_run_that_is_too_short_for_faults_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^COMMAND: got 5 iterations, wanted at least 6"):
+        Check(Command(), tmp_path, leaving({}, num_iters=5)).run()
+
+
+def test_a_command_that_fails_is_an_error_with_its_last_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "launcher" / "train.py"
+    script.parent.mkdir()
+    script.write_text("raise SystemExit('no device')\n")
+    command = [sys.executable, str(script), "ckpt=gemini"]
+    assert main(["-o", str(tmp_path / "out"), "--", *command]) == NOT_CHECKED
+    error = capsys.readouterr().err
+    assert error.startswith("error: plain: ended with status 1; log: ")
+    assert error.endswith("\nno device\n")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_run_of_the_launcher_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    settings = [setting for setting in fast() if not setting.startswith("run.")]
+    command = [TORCHRUN, "--standalone", "--nproc-per-node=2", "launcher/train.py", "+ckpt=moevement", *settings]
+    status = main(["-o", str(tmp_path / "out"), "--", *command, "train.iterations=12", "parallel.pp=2"])
+    assert (status, capsys.readouterr().err) == (EXACT, "")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
+def test_an_attached_run_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (FOLDER, ROOT))))
+    options = ("--ckpt", "moevement", "--set", "window=2", "--set", "runtime.heartbeat_s=30")
+    command = [TORCHRUN, "--standalone", "--nproc-per-node=4", "-m", "moe_ckpt.run", *options, "--", str(EXAMPLE)]
+    status = main(["-o", str(tmp_path / "out"), "--", *command, *ARGUMENTS, "--train-iters", "12"])
+    assert (status, capsys.readouterr().err) == (EXACT, "")
