@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from launcher.fault_classes import count_faults_in
 from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, read_world_size, read_written
 
 _FAILED = 1
@@ -60,12 +61,14 @@ def main(arguments: Sequence[str]) -> int:
     except FileNotFoundError:
         print(f"error: no run in {run}: start one, or name another's folder", file=sys.stderr)
         return _FAILED
-    ranks, result = read_status(run), _result_of(run)
+    ranks, result, faults = read_status(run), _result_of(run), count_faults_in(run)
     if options.json:
-        record = {"run": str(run), "ended": _has_ended(ranks), "result": result, "ranks": [asdict(r) for r in ranks]}
-        print(json.dumps(record, indent=1))
+        record = {"run": str(run), "ended": _has_ended(ranks), "result": result, "faults": faults}
+        print(json.dumps({**record, "ranks": [asdict(rank) for rank in ranks]}, indent=1))
     else:
         _print(run, world_size, ranks, result)
+        counts = ", ".join(f"{count} {name}" for name, count in faults.items())
+        print(f"faults so far: {counts or 'none'}")
     return 0
 
 

@@ -410,6 +410,8 @@ class RuntimeConfig:
     grace_s: float
     copy_s: float
     max_deaths: int
+    stop_save_s: float
+    notice_file: str
     suspect_iters: int
     on_divergence: str
     replace_on: list[str]
@@ -426,6 +428,7 @@ class RuntimeConfig:
         require_at_least("runtime.grace_s", self.grace_s, 0.0)
         require_at_least("runtime.copy_s", self.copy_s, 1.0)
         require_at_least("runtime.max_deaths", self.max_deaths, 1)
+        require_at_least("runtime.stop_save_s", self.stop_save_s, 0.0)
         require_at_least("runtime.suspect_iters", self.suspect_iters, 0)
         require_choice("runtime.on_divergence", self.on_divergence, DIVERGENCES)
         require_patterns("runtime.replace_on", self.replace_on)

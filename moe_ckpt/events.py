@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -362,7 +362,7 @@ class Rejoined:
     All ranks were together again, on this rank's clock, at `joined_unix_s`. Seconds on this rank: `detect_s` from the
     last sign of life to the supervisor's finding (the longest of the deaths), `rebuild_s` from there until all ranks
     are together again, `fetch_s` for windows out of other ranks' memories, `replay_s` for the rest. `executed_iters`
-    were run again on this rank.
+    were run again on this rank. `classes` has the class of each death, or that of the fault without a death.
     """
 
     generation: int
@@ -375,6 +375,15 @@ class Rejoined:
     replay_s: float
     fetched_bytes: int
     executed_iters: int
+    classes: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFailed:
+    """An exception has ended this rank's worker: the job ends unless the worker is replaced."""
+
+    iteration: int
+    error: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -429,6 +438,7 @@ Event = (
     | CapacityBoosted
     | GenerationEnded
     | Rejoined
+    | TrainingFailed
     | ModelBuilt
     | EventsLost
     | RunFinished
@@ -504,13 +514,18 @@ def _encode(logged: LoggedEvent) -> bytes:
     return (json.dumps(record) + "\n").encode()
 
 
-def read_events(path: Path) -> Iterator[LoggedEvent]:
+def read_events(path: Path, *, only: Collection[str] = ()) -> Iterator[LoggedEvent]:
     """Yield the complete events of one rank's file, in order, without a half-written last line.
+
+    `only`: the names of the kinds that are read; lines of others are not parsed.
 
     A line that is not an event of this version (damaged, or from another one) is skipped with a warning.
     """
     content = path.read_bytes()
+    named = [f'"event": "{kind}"'.encode() for kind in only]
     for number, line in enumerate(content[: _complete_length(content)].splitlines(), start=1):
+        if named and not any(name in line for name in named):
+            continue
         try:
             record = json.loads(line)
             kind = _TYPES[record.pop("event")]

@@ -42,7 +42,8 @@ from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_over
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.elastic.supervisor import Supervisor, SupervisorLimits, start_beside
+from moe_ckpt.elastic.stop_board import StopBoard
+from moe_ckpt.elastic.supervisor import Supervisor, SupervisorHooks, SupervisorLimits, start_beside
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import ElasticJob, TrainingRun
@@ -51,6 +52,7 @@ from moe_ckpt.events import EventLog
 from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.daemon import DaemonSettings, MirrorSettings, run_daemon
+from moe_ckpt.replication.final_save import save_last
 from moe_ckpt.replication.messages import Address, Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.types import ParallelLayout
@@ -236,17 +238,25 @@ def run_elastic(
     gc.freeze()  # all workers share the imports: no garbage collection is to touch their pages
     runtime = config.runtime
     limits = SupervisorLimits(
-        heartbeat_s=runtime.heartbeat_s, progress_s=runtime.progress_s, max_deaths=runtime.max_deaths
+        heartbeat_s=runtime.heartbeat_s,
+        progress_s=runtime.progress_s,
+        max_deaths=runtime.max_deaths,
+        stop_save_s=runtime.stop_save_s,
     )
-    start_daemon = (lambda: _start_daemon(config, place)) if place.has_daemon else None
+    hooks = SupervisorHooks(
+        start_daemon=(lambda: _start_daemon(config, place)) if place.has_daemon else None,
+        take_failure=lambda: take_failure(_failure_path(place)),
+        save_last=(lambda: _save_last(place)) if runtime.stop_save_s else None,
+        notice=Path(runtime.notice_file) if runtime.notice_file else None,
+    )
+    StopBoard(open_store("stop"), launch.world_size).begin(launch.global_rank)
     return Supervisor(
         launch.global_rank,
         page,
         Generations(store),
         lambda life: _work(work, Worker(config, place, life), runtime),
         limits,
-        start_daemon,
-        lambda: take_failure(_failure_path(place)),
+        hooks,
     ).run()
 
 
@@ -259,6 +269,19 @@ def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig)
             raise
         write_failure(_failure_path(worker.place), failure_of(error, worker.page.iteration))
         return WORKER_FAULT
+
+
+def _save_last(place: RankPlace) -> int:
+    """Bring the rank's complete windows to disk; print how far, and once all ranks have, that the job may be killed."""
+    rank, world_size = place.launch.global_rank, place.launch.world_size
+    saved = save_last(place.memory)
+    if not saved:
+        return 0  # no window was complete, or the policy has none: an older state serves
+    print(f"rank {rank}: iteration {saved[-1]} is on disk", flush=True)
+    safe = StopBoard(open_store("stop"), world_size).report(rank, saved)
+    if safe is not None:
+        print(f"safe to kill at iteration {safe}: all {world_size} ranks have it on disk", flush=True)
+    return 0
 
 
 def _failure_path(place: RankPlace) -> Path:

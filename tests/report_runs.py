@@ -185,7 +185,7 @@ class Story:
         return [
             (now_s + 0.45, new if rank == 1 else left),
             *([(now_s + 0.95, done)] if replays else []),
-            (now_s + 1.0, rejoined(iteration, executed_iters=2 if replays else 0)),
+            (now_s + 1.0, rejoined(iteration, executed_iters=2 if replays else 0, classes=["signal"])),
         ]
 
 

@@ -69,6 +69,12 @@ def files_at_most(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_only_the_kinds_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    append_all(tmp_path / "rank0003.jsonl", OVERFLOWED, evaluated(7), OVERFLOWED)
+    kinds = [logged.event for logged in read_events(tmp_path / "rank0003.jsonl", only=["Evaluated"])]
+    assert kinds == [evaluated(7)]
+
+
 @pytest.mark.parametrize("event", [*EVENTS, OVERFLOWED], ids=lambda event: type(event).__name__)
 def test_every_event_type_is_read_as_it_was_appended(tmp_path: Path, event: Event) -> None:
     append_all(tmp_path / "rank0003.jsonl", event)

@@ -32,6 +32,7 @@ def _run(facts: Facts) -> dict[str, Any]:
         "summary": headline(facts),
         "quantities": {each.key: _known(each.of(facts)) for each in quantities()},
         "seconds_by_rank": {str(rank): _seconds(of) for rank, of in sorted(facts.totals_us.items())},
+        "faults": dict(facts.faults),
         "recoveries": [_recovery(episode) for episode in facts.episodes],
         "result": {key: _known(value) for key, value in facts.run.result.items()},
     }

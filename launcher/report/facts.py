@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher.fault_classes import count_faults
 from launcher.report.digest import Numbers, RankDigest
 from launcher.report.episodes import Episode, find_episodes
 from launcher.report.parts import NOT_IN_ETTR, PagePart
@@ -60,6 +61,8 @@ class OverTime:
 class Facts:
     """A run. `totals_us` has each rank's parts, which sum to `end_us`.
 
+    `faults`: their number by class.
+
     `deficits`: by layer, after which iterations how many lost tokens were left to be made up, over all ranks.
     """
 
@@ -67,6 +70,7 @@ class Facts:
     end_us: int
     totals_us: Mapping[int, Mapping[PagePart, int]]
     episodes: tuple[Episode, ...]
+    faults: Mapping[str, int]
     series: Series
     over_time: OverTime
     evaluated: tuple[Evaluated, ...]
@@ -96,6 +100,7 @@ def gather(run: RunLog) -> Facts:
         end_us=end_us,
         totals_us={rank.rank: _until(rank, end_us) for rank in run.ranks},
         episodes=find_episodes(run),
+        faults=count_faults([noted.event for noted in rank.events] for rank in run.ranks),
         series=_series(run.ranks),
         over_time=_over_time(run.ranks, end_us),
         evaluated=_once(run, Evaluated),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launcher.report.facts import Facts
 from launcher.report.summary import headline
-from launcher.report.tables import Table, compared, recoveries, text_of, time_of_ranks, time_of_runs
+from launcher.report.tables import Table, compared, faults, recoveries, text_of, time_of_ranks, time_of_runs
 
 
 def to_markdown(runs: Sequence[Facts]) -> str:
@@ -19,7 +19,7 @@ def to_markdown(runs: Sequence[Facts]) -> str:
     lines += _turned(compared(runs)) + _table(time_of_runs(runs))
     for facts in runs:
         heading = f"{facts.run.name}: " if len(runs) > 1 else ""
-        for table in (recoveries(facts), time_of_ranks(facts)):
+        for table in (faults(facts), recoveries(facts), time_of_ranks(facts)):
             lines += _table(table, heading)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -14,7 +14,17 @@ from launcher.report.figure import Plot
 from launcher.report.plots_of_run import plots_of_run
 from launcher.report.plots_of_runs import plots_of_runs
 from launcher.report.summary import Quantity, headline, quantities, shown
-from launcher.report.tables import Column, Table, compared, numbers_of, recoveries, text_of, time_of_ranks, time_of_runs
+from launcher.report.tables import (
+    Column,
+    Table,
+    compared,
+    faults,
+    numbers_of,
+    recoveries,
+    text_of,
+    time_of_ranks,
+    time_of_runs,
+)
 
 _CARDS = ("ettr", "wall_s", "recoveries", "faults_cost_s", "stall_percent", "stall_ms", "memory_mib", "tokens_lost")
 _WIDE = ("time", "ranks", "recoveries")
@@ -107,7 +117,7 @@ def _first_sentence(text: str) -> tuple[str, str]:
 
 
 def _run_section(number: int, facts: Facts, plots: Sequence[Plot]) -> str:
-    tables = "".join(_table(table, number) for table in (recoveries(facts), time_of_ranks(facts)))
+    tables = "".join(_table(table, number) for table in (faults(facts), recoveries(facts), time_of_ranks(facts)))
     return f"<section><h2>{escape(facts.run.name)}</h2>{_plots(plots)}{tables}</section>"
 
 

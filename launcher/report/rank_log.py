@@ -11,7 +11,7 @@ import math
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -204,7 +204,7 @@ class _Reader:
         known = {field.name: field for field in fields(kind)}
         given = record.keys() - {"t_s", "global_rank", "event"}
         self._unknown.update(f"{name} with {field}" for field in given - known.keys())
-        lacking = [field.name for field in known.values() if field.name not in given and field.default is MISSING]
+        lacking = [field.name for field in known.values() if field.name not in given and _is_required(field)]
         odd = [field for field in given & known.keys() if not _fits(record[field], str(known[field].type))]
         self._unknown.update(f"{name} without {field}" for field in lacking)
         self._unknown.update(f"{name} with another kind of {field}" for field in odd)
@@ -242,6 +242,10 @@ def _numbers(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _fits(value: object, annotation: str) -> bool:

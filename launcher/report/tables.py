@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.fault_classes import EXPLAINED as FAULT_CLASSES
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
 from launcher.report.parts import EXPLAINED, OF_FAULTS, PagePart
@@ -109,6 +110,20 @@ def time_of_ranks(facts: Facts) -> Table:
             for rank, of in totals[:_MOST_ROWS]
         ),
         note=_cut(len(totals), "ranks"),
+    )
+
+
+def faults(facts: Facts) -> Table:
+    """Return the number of faults by class."""
+    return Table(
+        key="faults",
+        title="Faults by class",
+        columns=(Column(label="class"), Column(label="faults"), Column(label="what it is")),
+        rows=tuple(
+            (name, float(count), FAULT_CLASSES.get(name, "deaths in a log without classes"))
+            for name, count in facts.faults.items()
+        ),
+        note="" if facts.faults else "no fault",
     )
 
 

@@ -73,7 +73,7 @@ def failure_of(error: BaseException, iteration: int) -> Failure:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     return Failure(
-        error=_text(error)[:_MESSAGE_CHARS],
+        error=text_of(error),
         place=f"{type(error).__name__} at {last.filename}:{last.lineno}" if last else type(error).__name__,
         iteration=iteration,
         traceback="".join(traceback.format_exception(error)),
@@ -92,6 +92,11 @@ def take_failure(path: Path) -> Failure | None:
     text = path.read_text()
     path.unlink()
     return Failure(**json.loads(text))
+
+
+def text_of(error: BaseException) -> str:
+    """Return the type and the message of an exception, cut to a line's length."""
+    return _text(error)[:_MESSAGE_CHARS]
 
 
 def _text(error: BaseException) -> str:

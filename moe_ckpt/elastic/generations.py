@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from moe_ckpt.elastic.process_failure import Death, death_from_json
+from moe_ckpt.elastic.process_failure import Death, FaultClass, death_from_json
 from moe_ckpt.elastic.process_groups import ElasticGroups
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError, causes_of
@@ -37,6 +37,9 @@ _MOST_FRUITLESS = 5
 
 SUPERVISOR = "supervisor"
 """The first word of the reason if a supervisor ends a generation in which no worker has died."""
+
+DAEMON_DIED, STARTED_AGAIN = "its daemon died", "was started again"
+"""The last words of such a reason."""
 
 STORE_LOST, FENCED = 75, 76
 """Exit statuses of a worker that cannot continue: the store is gone, or another incarnation has replaced it."""
@@ -255,7 +258,7 @@ class Membership:
         died = self._reason.startswith(SUPERVISOR) or self._generations.deaths(self.generation - 1)
         fruitless = self._reason and not died and self.page.iteration <= self._furthest
         self._fruitless = self._fruitless + 1 if fruitless else 0
-        self._furthest = self.page.iteration
+        self._furthest = max(self._furthest, self.page.iteration)
         if self._fruitless >= _MOST_FRUITLESS:
             often = f"{self._fruitless} times in a row though no rank died"
             raise PeersLostError(f"connections were lost {often}, the last time: {self._reason}")
@@ -294,6 +297,16 @@ class Membership:
             if time.monotonic() >= abandon_s:
                 self._groups.abandon()
             left.wait(0.02)
+
+
+def fault_of_end(reason: str) -> FaultClass:
+    """Return the class of a fault that ended a generation without the death of a worker.
+
+    `reason`: why this worker left the generation; empty in a worker that was not in it.
+    """
+    if reason.endswith(DAEMON_DIED):
+        return FaultClass.DAEMON
+    return FaultClass.RESTART if not reason or reason.endswith(STARTED_AGAIN) else FaultClass.CONNECTION
 
 
 def _forget_frames(error: BaseException) -> None:

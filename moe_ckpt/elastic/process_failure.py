@@ -1,9 +1,21 @@
-"""The death of a worker, as its supervisor recorded it."""
+"""The death of a worker, as its supervisor recorded it, and the classes of faults that end a generation."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+
+class FaultClass(StrEnum):
+    """The kind of a fault that ends a generation."""
+
+    SIGNAL = "signal"
+    HANG = "hang"
+    EXCEPTION = "exception"
+    DAEMON = "daemon"  # a replica daemon died
+    RESTART = "restart"  # torchrun started a rank again
+    CONNECTION = "connection"  # connections broke though no process died
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,6 +24,8 @@ class Death:
 
     `signal` names the signal that ended it; empty if an exception did.
     """
+
+    fault: FaultClass
 
     global_rank: int
     pid: int
@@ -38,4 +52,5 @@ class Death:
 
 def death_from_json(text: str) -> Death:
     """Return the death that `Death.to_json` wrote."""
-    return Death(**json.loads(text))
+    fields = json.loads(text)
+    return Death(**{**fields, "fault": FaultClass(fields["fault"])})

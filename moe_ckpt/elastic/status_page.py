@@ -135,6 +135,10 @@ class StatusPage:
         self._words[_Word.GENERATION] = generation
         self.enter(Phase.JOIN)
 
+    def begin_at(self, iteration: int) -> None:
+        """All ranks go on from the state after `iteration`; an error before the next one counts for this iteration."""
+        self._words[_Word.ITERATION] = iteration
+
     def enter(self, phase: Phase, iteration: int | None = None) -> None:
         """Begin a phase, of `iteration` or of the one before it; die here if an order says so."""
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()

@@ -5,6 +5,9 @@ hang and an error. It imports all slow modules and stays single-threaded and awa
 fork of milliseconds. Must not: train, or touch a process group. A worker that dies of a signal, or fails by a fault of
 the hardware (`elastic.failures`), is replaced. A worker that fails with any other exit status ends the job, as
 torchrun's users expect.
+
+A supervisor that is to stop ends its worker and its daemon, lets a process of its own bring their windows from shared
+memory to disk, and ends with REQUEUE: a scheduler that gives notice finds the job able to go on.
 """
 
 from __future__ import annotations
@@ -19,37 +22,61 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.elastic.failures import WORKER_FAULT, Failure
-from moe_ckpt.elastic.generations import SUPERVISOR, Generations
+from moe_ckpt.elastic.generations import DAEMON_DIED, STARTED_AGAIN, SUPERVISOR, Generations
 from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended
-from moe_ckpt.elastic.process_failure import Death
+from moe_ckpt.elastic.process_failure import Death, FaultClass
+from moe_ckpt.elastic.starvation import Silence, read_threads
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.linux import children_of
 from moe_ckpt.types import Phase
 
 _log = logging.getLogger(__name__)
 _WATCH_EVERY_MS = 50
+_LOOK_FOR_NOTICE_S = 1.0
 _FAILED = 1
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_GIVES_NOTICE = (signal.SIGTERM, signal.SIGUSR1)  # SIGINT is a user at a terminal, who waits
+
+REQUEUE = 99
+"""Exit status of a supervisor that was told to stop: the job can be started again. Grid Engine requeues on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorLimits:
-    """The seconds after which a worker counts as hung, and the most deaths in a row without progress."""
+    """The seconds after which a worker counts as hung, and the most deaths in a row without progress.
+
+    `stop_save_s`: the seconds for the last save.
+    """
 
     heartbeat_s: float
     progress_s: float
     max_deaths: int
+    stop_save_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisorHooks:
+    """The work of a supervisor beside its worker.
+
+    `start_daemon` forks the process that keeps the rank's copies and returns its pid; it is called again when that
+    dies. `take_failure` returns the exception of a worker that ended with WORKER_FAULT, if it left one. `save_last`
+    runs in a process of its own after worker and daemon have ended, and returns that process's exit status. `notice`
+    is a file whose appearance asks the job to stop.
+    """
+
+    start_daemon: Callable[[], int] | None = None
+    take_failure: Callable[[], Failure | None] | None = None
+    save_last: Callable[[], int] | None = None
+    notice: Path | None = None
 
 
 class Supervisor:
-    """Watches one rank. `worker(life)` is called in each forked process and returns its exit status.
-
-    `start_daemon` forks the process that keeps the rank's copies and returns its pid; it is called again when that
-    dies. `take_failure` returns the exception of a worker that ended with WORKER_FAULT, if it left one.
-    """
+    """Watches one rank. `worker(life)` is called in each forked process and returns its exit status."""
 
     def __init__(
         self,
@@ -58,16 +85,14 @@ class Supervisor:
         generations: Generations,
         worker: Callable[[int], int],
         limits: SupervisorLimits,
-        start_daemon: Callable[[], int] | None = None,
-        take_failure: Callable[[], Failure | None] | None = None,
+        hooks: SupervisorHooks | None = None,
     ) -> None:
         self._global_rank = global_rank
         self._page = page
         self._generations = generations
         self._worker = worker
         self._limits = limits
-        self._start_daemon = start_daemon
-        self._take_failure = take_failure
+        self._hooks = hooks or SupervisorHooks()
         self._last_failure: Failure | None = None
         self._pid = 0
         self._daemon_pid = 0
@@ -75,17 +100,29 @@ class Supervisor:
         self._life = 0
         self._worker_deaths = _Budget(limits.max_deaths)
         self._daemon_deaths = _Budget(limits.max_deaths)
+        self._looked_s = 0.0
+        self._heartbeat = Silence(limits.heartbeat_s, lambda: read_threads(self._pid))
+        self._progress = Silence(limits.progress_s, lambda: read_threads(self._pid))
+        self._user_handler: Any = signal.SIG_DFL  # of SIGUSR1, for workers
 
     def run(self) -> int:
         """Supervise until the job is done or has failed; return this process's exit status."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._stop)
+        status = self._supervise()
+        if status:
+            self._save_last()  # an error of the program loses no iteration, either
+        return status
+
+    def _supervise(self) -> int:
+        for number in _STOPPING:
+            before = signal.signal(number, self._stop)
+            if number == signal.SIGUSR1:
+                self._user_handler = before or signal.SIG_DFL
         die_with_parent(signal.SIGTERM, parent=agent_pid())
         self._beside = set(children_of(os.getpid()))  # all others are the daemon, a worker, and what a worker leaves
         adopt_orphans()
         self._succeed()
-        if self._start_daemon:
-            self._daemon_pid = self._start_daemon()
+        if self._hooks.start_daemon:
+            self._daemon_pid = self._hooks.start_daemon()
         while True:
             self._spawn()
             hung = self._watch()
@@ -99,7 +136,13 @@ class Supervisor:
             why = hung or (f"died of {name}" if failure is None else f"failed by {failure.error}")
             if self._generations.has_finished(self._page.generation):
                 return self._status_after_training(why, is_killed=failure is None)
-            if (failure and self._is_repeated(failure)) or not self._may_replace(self._death(pid, name, why)):
+            if failure and self._is_repeated(failure):
+                return _FAILED
+            fault = FaultClass.EXCEPTION if failure else FaultClass.HANG if hung else FaultClass.SIGNAL
+            death = self._death(pid, name, why, fault)
+            if not self._end_generation(death):
+                return self._status_after_training(why, is_killed=failure is None)
+            if not self._may_replace(death):
                 return _FAILED
             self._life += 1
 
@@ -111,7 +154,7 @@ class Supervisor:
     def _failure(self, status: int) -> Failure | None:
         """Return the exception of a worker that ended by a fault of the hardware."""
         is_fault = os.WIFEXITED(status) and os.WEXITSTATUS(status) == WORKER_FAULT
-        return self._take_failure() if is_fault and self._take_failure else None
+        return self._hooks.take_failure() if is_fault and self._hooks.take_failure else None
 
     def _is_repeated(self, failure: Failure) -> bool:
         """Return whether the worker before failed in the same way; then the message has the traceback."""
@@ -135,8 +178,10 @@ class Supervisor:
         """If torchrun has restarted this rank, release workers that still wait for its earlier incarnation."""
         self._life = self._generations.life(self._global_rank) + 1
         if self._life > 0:
+            # first: an earlier worker that is cut off and not dead must not join the generation that begins now
+            self._generations.set_life(self._global_rank, self._life)
             self._generations.end(
-                self._generations.current(), f"{SUPERVISOR} of rank {self._global_rank} was started again"
+                self._generations.current(), f"{SUPERVISOR} of rank {self._global_rank} {STARTED_AGAIN}"
             )
 
     def _spawn(self) -> None:
@@ -145,10 +190,13 @@ class Supervisor:
         sys.stdout.flush()
         sys.stderr.flush()
         supervisor_pid = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a handler must find the pid of the new worker
         self._pid = os.fork()
         if self._pid == 0:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
+            for number in _STOPPING:
+                signal.signal(number, self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+        if self._pid == 0:
             die_with_parent(signal.SIGKILL, parent=supervisor_pid)
             run_and_exit(lambda: self._worker(self._life))
 
@@ -161,6 +209,7 @@ class Supervisor:
             while not poll.poll(_WATCH_EVERY_MS):
                 self._replace_dead_daemon()
                 self._beside -= reap_ended({self._pid, self._daemon_pid})
+                self._heed_notice()
                 hung = self._hang()
                 if hung:
                     os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
@@ -173,39 +222,43 @@ class Supervisor:
         """Start another daemon if it has died; then all ranks meet again, and learn its address."""
         if not self._daemon_pid or os.waitpid(self._daemon_pid, os.WNOHANG) == (0, 0):
             return
-        assert self._start_daemon is not None
+        assert self._hooks.start_daemon is not None
         self._daemon_pid = 0
         if not self._daemon_deaths.allows_another(self._page.iteration):
             _complain(f"error: the daemon of rank {self._global_rank} died {self._daemon_deaths}, giving up")
             self._exit(_FAILED)
-        self._daemon_pid = self._start_daemon()
+        self._daemon_pid = self._hooks.start_daemon()
         if self._page.generation:
-            self._generations.end(self._page.generation, f"{SUPERVISOR} of rank {self._global_rank}: its daemon died")
+            self._generations.end(self._page.generation, f"{SUPERVISOR} of rank {self._global_rank}: {DAEMON_DIED}")
 
     def _hang(self) -> str | None:
         now_s = time.monotonic()
-        if now_s - self._page.heartbeat_s > self._limits.heartbeat_s:
+        if self._heartbeat.exceeds_limit(self._page.heartbeat_s, now_s):
             return f"hung: no heartbeat for runtime.heartbeat_s={self._limits.heartbeat_s:g} seconds, killed"
-        if not self._page.waiting and now_s - self._page.progress_s > self._limits.progress_s:
+        if not self._page.waiting and self._progress.exceeds_limit(self._page.progress_s, now_s):
             return f"hung: no progress for runtime.progress_s={self._limits.progress_s:g} seconds, killed"
         return None
 
-    def _may_replace(self, death: Death) -> bool:
-        """End the generation of a dead worker; return whether the budget of deaths allows another worker."""
+    def _end_generation(self, death: Death) -> bool:
+        """End the generation of a dead worker; return False if all ranks have finished meanwhile."""
         generation = self._page.generation
         self._generations.record_death(generation or self._generations.current(), death)
         if generation:
-            self._generations.end(generation, str(death))
-        else:
-            _complain(f"{death}, before it had met the others")
+            return self._generations.end(generation, str(death))
+        _complain(f"{death}, before it had met the others")
+        return True
+
+    def _may_replace(self, death: Death) -> bool:
+        """Return whether the budget of deaths allows another worker."""
         if self._worker_deaths.allows_another(death.iteration):
             return True
         _complain(f"error: rank {self._global_rank} died {self._worker_deaths}, giving up; the last time: {death}")
         return False
 
-    def _death(self, pid: int, name: str, why: str) -> Death:
+    def _death(self, pid: int, name: str, why: str, fault: FaultClass) -> Death:
         offset_s = time.time() - time.monotonic()
         return Death(
+            fault=fault,
             global_rank=self._global_rank,
             pid=pid,
             signal=name,
@@ -217,18 +270,54 @@ class Supervisor:
         )
 
     def _stop(self, number: int, _: object) -> None:
-        """Torchrun ends the job, or has ended itself: end with it."""
-        self._exit(128 + number)
+        """A scheduler or torchrun ends the job, or torchrun has ended itself: end with it."""
+        if number in _GIVES_NOTICE and self._hooks.save_last and os.getppid() == agent_pid():
+            self._exit(REQUEUE)
+        self._pid = _end(self._pid)  # and no save: without the agent, shared memory is about to be removed
+        end_orphans(self._own)
+        os._exit(128 + number)
+
+    def _heed_notice(self) -> None:
+        """Stop once the file of a maintenance notice is there."""
+        notice, now_s = self._hooks.notice, time.monotonic()
+        if notice is None or now_s - self._looked_s < _LOOK_FOR_NOTICE_S:
+            return
+        self._looked_s = now_s
+        if notice.exists():
+            _complain(f"rank {self._global_rank}: runtime.notice_file={notice} asks to stop")
+            self._exit(REQUEUE)
 
     def _exit(self, status: int) -> NoReturn:
         """End after the worker has: its successor may need its resources."""
-        if self._pid:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-        self._pid = 0
-        end_orphans(self._own)
+        self._save_last()
         os._exit(status)
+
+    def _save_last(self) -> None:
+        """End worker and daemon, and bring their windows to disk, for `stop_save_s` seconds at most."""
+        for each in _STOPPING:
+            signal.signal(each, signal.SIG_IGN)  # two saves would write the same files
+        self._pid = _end(self._pid)
+        end_orphans(self._own)
+        self._daemon_pid = _end(self._daemon_pid)
+        if self._hooks.save_last is None or not self._limits.stop_save_s:
+            return
+        pid = start_beside(self._hooks.save_last)
+        saving = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(saving, select.POLLIN)
+        if not poll.poll(self._limits.stop_save_s * 1000):
+            os.kill(pid, signal.SIGKILL)  # and no wait: a process that waits for a disk ends when the disk answers
+            limit = f"runtime.stop_save_s={self._limits.stop_save_s:g} seconds"
+            _complain(f"rank {self._global_rank}: not saved within {limit}: the next start uses an older state")
+
+
+def _end(pid: int) -> int:
+    """Kill a child, if there is one, and wait for its end; return 0, the pid of no child."""
+    if pid:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return 0
 
 
 class _Budget:

@@ -47,6 +47,7 @@ from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.replication.final_save import SaveTarget, write_save_target
 from moe_ckpt.replication.gradient_stream import GradientStream
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.replication.placement import placement_lines
@@ -280,6 +281,8 @@ class InMemoryAssembly:
             disk=self._open_disk(),
             bubbles=bubbles,
         )
+        if self._elastic and stores.disk and not self._is_partial:
+            self._leave_save_target(self._elastic, stores.disk)
         adopt_kept(stores)
         return stores
 
@@ -291,10 +294,15 @@ class InMemoryAssembly:
         return Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
 
     def _open_disk(self) -> LocalDisk | None:
-        daemon = self._elastic.daemon if self._elastic else None
-        if daemon is None or not self._config.disk_every_iters:
+        if self._elastic is None:
             return None
-        return LocalDisk(self._disk_folder, self._place.shard.global_rank, daemon, self._config.disk_budget_bytes)
+        rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
+        return LocalDisk(self._disk_folder, rank, self._elastic.daemon, limit_bytes)
+
+    def _leave_save_target(self, elastic: ElasticContext, disk: LocalDisk) -> None:
+        rank = self._place.shard.global_rank
+        target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
+        write_save_target(elastic.memory, target)
 
     def _limit(self) -> int | None:
         if self._config.memory_budget_bytes is None:

@@ -131,6 +131,8 @@ class Session:
     def begin_at(self, iteration: int) -> None:
         """The whole state is that after `iteration` steps, on all ranks."""
         self._state.be_at(iteration)
+        if self._elastic:
+            self._elastic.page.begin_at(iteration)
 
     def resume(self, source: Path | None) -> int:
         """Load the newest state of this run on disk, or the checkpoint at `source`; return its iteration.
@@ -253,7 +255,7 @@ class Session:
         loaded = self._fallback.load(found, self._rejoin, [f"{bad}: {reason}"])
         assert loaded is not None, found
         self._went_on_from(loaded)
-        self._state.be_at(loaded.iteration)
+        self.begin_at(loaded.iteration)
         if self._rejoin:
             self._rejoin.copies.resume_copying()
         return loaded

@@ -129,6 +129,9 @@ class WindowRecovery:
         plan = self._plan(None, inventories)
         self._recovery.carry_out(plan, live=False)
         self._keep_safest()
+        starts = {rollback.window_start for rollback in plan.rollbacks}
+        # other windows were not on all disks, and older ones are not needed any more
+        disk.drop(lambda key: not any(belongs_to(key, start) for start in starts))
         self._stores.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
 

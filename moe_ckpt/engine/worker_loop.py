@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from moe_ckpt.elastic.failures import text_of
+from moe_ckpt.elastic.generations import fault_of_end
 from moe_ckpt.elastic.process_failure import Death
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.engine.session import Session
-from moe_ckpt.events import EventLog, GenerationEnded, Rejoined
+from moe_ckpt.events import EventLog, GenerationEnded, Rejoined, TrainingFailed
 from moe_ckpt.types import Phase
 
 
@@ -86,6 +88,8 @@ class ElasticJob:
                 self._rendezvous.finish()
             except Exception as error:
                 if not self._rendezvous.lost(error):
+                    iteration = self._rendezvous.page.iteration
+                    self._events.append(TrainingFailed(iteration=iteration, error=text_of(error)))
                     raise
                 self._reason = self._rendezvous.leave()
                 ended = GenerationEnded(generation=generation, reason=self._reason, left_unix_s=time.time())
@@ -115,6 +119,7 @@ class ElasticJob:
             replay_s=time.monotonic() - started_s - rejoined.fetch_s,
             fetched_bytes=rejoined.fetched_bytes,
             executed_iters=rejoined.executed_iters,
+            classes=[death.fault for death in deaths] or [fault_of_end(self._reason)],
         )
         self._events.append(event)
         return done, [_paragraph(event, self._reason, rejoined.lines)]

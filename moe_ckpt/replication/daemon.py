@@ -91,8 +91,8 @@ def run_daemon(
     cannot listen.
     """
     die_with_parent(signal.SIGKILL, parent=supervisor_pid)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # this process must not run the supervisor's signal handlers
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # signals to the whole job: this process ends with its supervisor
     deadline_s = place.copy_deadline_s
     server = CopyServer(
         place.rank_folder,

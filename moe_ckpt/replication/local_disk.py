@@ -10,7 +10,7 @@ daemon writes, so that the death of a worker leaves no torn file.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -23,21 +23,30 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LocalDisk:
-    """A worker's access to the disk: it writes through its daemon and reads by itself."""
+    """A worker's access to the disk: it writes through its daemon, if it has one, and reads by itself."""
 
-    def __init__(self, folder: Path, global_rank: int, daemon: DaemonClient, limit_bytes: int | None) -> None:
+    def __init__(self, folder: Path, global_rank: int, daemon: DaemonClient | None, limit_bytes: int | None) -> None:
         self.path = folder / f"rank{global_rank:04d}"
         self._daemon = daemon
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
 
     def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
         """Start `persist`. The future is done when it has ended, or fails with a CheckpointSaveError."""
-        return self._daemon.persist(keys, stale, self.path, self._limit_bytes)
+        assert self._daemon is not None, "ckpt.disk_every_iters needs a daemon"
+        return self._daemon.persist(keys, stale, self.path, self.limit_bytes)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all requested writes have ended, without the cap on traffic: a recovery waits for them."""
+        if self._daemon is None:
+            return
         with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the daemon has died, and its writes with it
             self.persist([], []).result(timeout_s)
+
+    def drop(self, is_stale: Callable[[str], bool]) -> None:
+        """Drop blobs by their keys, while no write is in progress."""
+        disk = BlobFolder(self.path, synced=True)
+        for key in filter(is_stale, disk.keys()):
+            disk.discard(key)
 
     def restore(self, own: BlobFolder) -> int:
         """Call `restore` for this rank's folder on disk."""

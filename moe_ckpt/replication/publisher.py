@@ -49,6 +49,7 @@ from moe_ckpt.types import ReadyGradients
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
 _TIED = "tied_gradient"
+_UNFINISHED = "unfinished"
 
 
 class Copies(Protocol):
@@ -356,7 +357,7 @@ class Publisher:
 
         Blobs that an earlier process had fetched in part are dropped.
         """
-        if self._unfinished.exists():
+        if is_unfinished(self.folder):
             self.folder.clear()
             self._unfinished.unlink()
         for key in filter(is_update, self.folder.keys()):
@@ -394,7 +395,7 @@ class Publisher:
 
     @property
     def _unfinished(self) -> Path:
-        return self.folder.path / "unfinished"
+        return self.folder.path / _UNFINISHED
 
     def _put(self, key: str, content: bytes) -> None:
         try:
@@ -480,16 +481,25 @@ def _done() -> Future[None]:
     return future
 
 
-def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
-    """Return a rank's units of partial checkpoints by key, with intact headers; the folder may change meanwhile."""
-    units: dict[str, Snapshot] = {}
+def is_unfinished(folder: BlobFolder) -> bool:
+    """Return whether a process is replacing the contents of a folder, or has died meanwhile."""
+    return (folder.path / _UNFINISHED).exists()
+
+
+def read_snapshots(folder: BlobFolder) -> dict[str, Snapshot]:
+    """Return a rank's snapshots by key, with intact headers; the folder may change meanwhile."""
+    found: dict[str, Snapshot] = {}
     for key in filter(_is_snapshot, folder.keys()):
         with contextlib.suppress(CheckpointLoadError):
             blob = folder.get(key)
-            header = header_from_json(blob.header)
-            if header.unit is not None and blob.payload is not None:
-                units[key] = Snapshot(header=header, payload=blob.payload)
-    return units
+            if blob.payload is not None:
+                found[key] = Snapshot(header=header_from_json(blob.header), payload=blob.payload)
+    return found
+
+
+def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
+    """Return a rank's units of partial checkpoints by key, as `read_snapshots` does."""
+    return {key: unit for key, unit in read_snapshots(folder).items() if unit.header.unit is not None}
 
 
 def read_kept(folder: BlobFolder) -> FolderContents:

@@ -222,4 +222,5 @@ class _Rank:
             replay_s=stretch.replay_s,
             fetched_bytes=0,
             executed_iters=stretch.iteration - starts[0] if starts else 0,
+            classes=["signal"] * len(deaths),
         )

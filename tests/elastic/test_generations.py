@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.elastic.generations import FENCED, STORE_LOST, SUPERVISOR, Generations, Member, Membership
-from moe_ckpt.elastic.process_failure import Death
+from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.types import Phase
@@ -41,6 +41,7 @@ def both(connections: tuple[dist.Store, dist.Store], request: pytest.FixtureRequ
 
 def death_of(global_rank: int) -> Death:
     return Death(
+        fault=FaultClass.SIGNAL,
         global_rank=global_rank,
         pid=4711,
         signal="SIGKILL",

@@ -21,8 +21,15 @@ import pytest
 
 from moe_ckpt.elastic.generations import Generations
 from moe_ckpt.elastic.heartbeat import start_heartbeat
+from moe_ckpt.elastic.process_failure import FaultClass
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.elastic.supervisor import Supervisor, SupervisorLimits, die_with_parent
+from moe_ckpt.elastic.supervisor import (
+    REQUEUE,
+    Supervisor,
+    SupervisorHooks,
+    SupervisorLimits,
+    die_with_parent,
+)
 from moe_ckpt.linux import is_alive
 from moe_ckpt.types import Phase
 from tests.elastic.processes import Child, Watch
@@ -35,14 +42,14 @@ Act = Callable[[StatusPage], int | None]
 
 
 def supervisor_main(
-    connection: Connection, folder: str, limits: SupervisorLimits, start_daemon: Callable[[], int] | None = None
+    connection: Connection, folder: str, limits: SupervisorLimits, hooks: SupervisorHooks | None = None
 ) -> None:
     """Supervise the only rank of a job; supervisor and workers write to a file."""
     fd = os.open(Path(folder) / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, sys.stderr.fileno())
     page = StatusPage(Path(folder) / "page")
     generations = Generations(open_store(folder))
-    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits, start_daemon).run())
+    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits, hooks).run())
 
 
 def train(life: int, page: StatusPage, connection: Connection) -> int:
@@ -132,7 +139,7 @@ def test_a_worker_killed_by_a_signal_is_replaced_by_its_next_life(supervised, nu
     assert (rank.page.generation, rank.page.iteration, rank.page.phase) == (0, 0, Phase.BUILD)
     [death] = rank.generations.deaths(1)
     assert (death.global_rank, death.pid, death.signal, death.why) == (0, dead, number.name, f"died of {number.name}")
-    assert (death.iteration, death.phase) == (7, "backward")
+    assert (death.iteration, death.phase, death.fault) == (7, "backward", FaultClass.SIGNAL)
     assert 0 <= death.detect_s < WAIT_S
     assert rank.generations.current() == 2
     assert rank.generations.wait_for_end(1) == str(death)
@@ -190,8 +197,8 @@ def test_a_stopped_worker_is_killed_and_replaced(supervised) -> None:
     rank.kill_worker(signal.SIGSTOP)
     rank.meet_worker()
     [death] = rank.generations.deaths(1)
-    wanted = "SIGKILL", f"hung: no heartbeat for runtime.heartbeat_s={HANG_S:g} seconds, killed"
-    assert (death.signal, death.why) == wanted
+    wanted = "SIGKILL", f"hung: no heartbeat for runtime.heartbeat_s={HANG_S:g} seconds, killed", FaultClass.HANG
+    assert (death.signal, death.why, death.fault) == wanted
     assert death.detect_s >= HANG_S
 
 
@@ -286,6 +293,30 @@ def test_an_end_of_a_workers_processes_spares_the_daemon(supervised) -> None:
     assert is_alive(int(store.get("daemon/1")))
 
 
+class FinishesMeanwhile(Generations):
+    """The last rank is done just after a supervisor has looked whether the job has finished."""
+
+    def has_finished(self, generation: int) -> bool:
+        before = super().has_finished(generation)
+        self.done(generation, 1)
+        return before
+
+
+def supervisor_of_a_job_that_finishes(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+    page = StatusPage(Path(folder) / "page")
+    generations = FinishesMeanwhile(open_store(folder))
+    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits).run())
+
+
+def test_a_worker_that_dies_as_the_job_finishes_is_replaced_by_none(supervised) -> None:
+    rank = supervised(supervisor_of_a_job_that_finishes)
+    rank.do(join_first_generation)
+    rank.do(methodcaller("enter", Phase.DONE, 9))
+    rank.kill_worker()
+    assert rank.exit_status() == 0
+    assert rank.has_no_successor
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_supervisor_that_is_told_to_stop_stops_its_worker(supervised, number: signal.Signals) -> None:
     rank = supervised()
@@ -293,6 +324,70 @@ def test_a_supervisor_that_is_told_to_stop_stops_its_worker(supervised, number: 
     assert rank.exit_status() == 128 + number
     rank.worker.wait_for_end(0.0)
     assert rank.has_no_successor
+
+
+def supervisor_that_saves(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+    """Supervisor whose last save writes whether the worker has ended, or never ends if a file says so."""
+    place = Path(folder)
+
+    def save_last() -> int:
+        while (place / "slow").exists():
+            signal.pause()
+        [pid] = (place / "worker").read_text().split()
+        (place / "saved").write_text(f"worker is {'alive' if is_alive(int(pid)) else 'dead'}")
+        return 0
+
+    supervisor_main(connection, folder, limits, SupervisorHooks(save_last=save_last, notice=place / "notice"))
+
+
+def begin_to_save(rank: Guarded) -> None:
+    (rank.folder / "worker").write_text(str(rank.worker_pid))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_with_notice_saves_without_the_worker(supervised, number: signal.Signals) -> None:
+    rank = supervised(supervisor_that_saves, stop_save_s=WAIT_S)
+    begin_to_save(rank)
+    rank.kill_worker(signal.SIGSTOP)
+    os.kill(rank.supervisor_pid, number)
+    assert rank.exit_status() == REQUEUE
+    assert (rank.folder / "saved").read_text() == "worker is dead"
+
+
+def test_a_file_of_a_maintenance_notice_stops_the_job(supervised) -> None:
+    rank = supervised(supervisor_that_saves, stop_save_s=WAIT_S)
+    begin_to_save(rank)
+    (rank.folder / "notice").touch()
+    assert rank.exit_status() == REQUEUE
+    assert (rank.folder / "saved").exists()
+    assert f"rank 0: runtime.notice_file={rank.folder}/notice asks to stop" in rank.said()
+
+
+def test_a_save_that_takes_too_long_is_cut_off(supervised) -> None:
+    rank = supervised(supervisor_that_saves, stop_save_s=HANG_S)
+    begin_to_save(rank)
+    (rank.folder / "slow").touch()
+    os.kill(rank.supervisor_pid, signal.SIGTERM)
+    assert rank.exit_status() == REQUEUE
+    assert "not saved within runtime.stop_save_s=1 seconds: the next start uses an older state" in rank.said()
+    assert not (rank.folder / "saved").exists()
+
+
+@pytest.mark.parametrize(("act", "status", "is_saved"), [(return_three, 3, True), (return_zero, 0, False)])
+def test_a_job_that_fails_saves_and_keeps_its_status(supervised, act: Act, status: int, is_saved: bool) -> None:
+    rank = supervised(supervisor_that_saves, stop_save_s=WAIT_S)
+    begin_to_save(rank)
+    rank.tell(act)
+    assert rank.exit_status() == status
+    assert (rank.folder / "saved").exists() is is_saved
+
+
+def test_an_interrupted_job_ends_at_once(supervised) -> None:
+    rank = supervised(supervisor_that_saves, stop_save_s=WAIT_S)
+    begin_to_save(rank)
+    os.kill(rank.supervisor_pid, signal.SIGINT)
+    assert rank.exit_status() == 128 + signal.SIGINT
+    assert not (rank.folder / "saved").exists()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -331,6 +426,34 @@ def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(supervise
     assert later.generations.wait_for_end(1) == "supervisor of rank 0 was started again"
 
 
+class NotesTheLife(Generations):
+    """Writes down which life may join when a generation ends."""
+
+    def end(self, generation: int, reason: str) -> bool:
+        open_store(os.environ[FOLDER]).set("life at the end", str(self.life(0)))
+        return super().end(generation, reason)
+
+
+FOLDER = "FOLDER_OF_TEST"
+
+
+def supervisor_that_notes(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+    os.environ[FOLDER] = folder
+    page = StatusPage(Path(folder) / "page")
+    generations = NotesTheLife(open_store(folder))
+    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits).run())
+
+
+def test_a_supervisor_announces_its_worker_before_it_ends_a_generation(supervised) -> None:
+    """An earlier worker that is cut off would join the generation that begins then."""
+    earlier = supervised(supervisor_that_notes)
+    earlier.generations.current()
+    os.kill(earlier.supervisor_pid, signal.SIGTERM)
+    assert earlier.exit_status() == 128 + signal.SIGTERM
+    later = supervised(supervisor_that_notes, folder=earlier.folder)
+    assert open_store(str(later.folder)).get("life at the end") == b"1"
+
+
 def supervisor_with_daemons(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
     """Supervisor with daemons that do nothing but say their pid."""
     supervisor_pid = os.getpid()
@@ -345,7 +468,7 @@ def supervisor_with_daemons(connection: Connection, folder: str, limits: Supervi
         store.set(f"daemon/{store.add('daemons', 1)}", str(pid))
         return pid
 
-    supervisor_main(connection, folder, limits, start_daemon)
+    supervisor_main(connection, folder, limits, SupervisorHooks(start_daemon=start_daemon))
 
 
 def test_a_dead_daemon_is_replaced_but_not_for_ever(supervised) -> None:

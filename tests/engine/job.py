@@ -28,7 +28,7 @@ from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.generations import Member
-from moe_ckpt.elastic.process_failure import Death
+from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
 from moe_ckpt.engine.interfaces import StagePlace
@@ -428,7 +428,7 @@ class ThreadJob:
         for observer in self.observers:
             observer.committed(iteration, rank, model)
         if self._settles:
-            _settle(self.sessions[rank])
+            settle(self.sessions[rank])
 
     def kill(self, rank: int) -> None:
         """Kill a rank at once. The first fault of the list is this rank's, in a phase that it does not enter."""
@@ -606,6 +606,7 @@ class ThreadJob:
         with self._lock:
             fault, page = self._faults[0], self.pages[rank]
             death = Death(
+                fault=FaultClass.SIGNAL,
                 global_rank=rank,
                 pid=0,
                 signal="SIGKILL",
@@ -666,7 +667,8 @@ def exact(job: ThreadJob) -> ThreadJob:
     return job
 
 
-def _settle(session: Session) -> None:
+def settle(session: Session) -> None:
+    """Wait until the newest snapshot is in memory and on peers, and no write to disk is in progress."""
     assert session.sparse is not None
     session.sparse.tier.settle()
     window, publisher = session.sparse.stores.memory.in_flight(), session.sparse.stores.publisher

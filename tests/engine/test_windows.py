@@ -27,7 +27,7 @@ from tests.engine.copies import answer_copies
 from tests.engine.covering import fault_of, rows_of, shape_of
 from tests.engine.damage import flip_a_bit, rewrite_headers
 from tests.engine.job import MOMENTS, Fault, ThreadJob, exact
-from tests.engine.model import MICRO_BATCHES, PAIR, PIPE, Shape
+from tests.engine.model import MICRO_BATCHES, PAIR, PIPE, Model, Shape
 from tests.policies.profiles import config
 
 AXES: dict[str, Sequence[Any]] = {
@@ -49,6 +49,30 @@ def _is_possible(row: Mapping[str, Any]) -> bool:
 
 
 ROWS = rows_of(AXES, _is_possible)
+
+
+class _PageIterations:
+    """The iteration in each rank's page as all ranks go on from a state."""
+
+    def __init__(self, job: ThreadJob) -> None:
+        self.job, self.found = job, list[tuple[int, int]]()
+
+    def started(self, iteration: int, rank: int, model: Model) -> None:
+        self.found.append((iteration, self.job.pages[rank].iteration))
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        """Nothing to note."""
+
+
+def test_an_error_after_a_recovery_counts_for_its_iteration(tmp_path: Path) -> None:
+    """A replacement that fails before its first iteration fails where the worker before it did."""
+    job = ThreadJob(
+        tmp_path, config("moevement", window=2), PAIR, faults=[Fault(rank=1, phase=Phase.REDUCE, iteration=6)]
+    )
+    seen = _PageIterations(job)
+    job.observers.append(seen)
+    job.run()
+    assert sorted(seen.found) == [(0, 0), (0, 0), (5, 5), (5, 5)]
 
 
 def test_rows_cover_every_pair() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, SIGSTOP, SIGTERM
 
 from moe_ckpt.events import StateResumed, WindowPersisted
+from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
 from tests.references import outcome_of, uninterrupted
+from tests.scenarios import PP2
 from tests.training import events_of
 
 
@@ -41,3 +44,26 @@ def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
     assert [event.source for event in resumed] == ["local disk"] * 4
     assert resumed[0].iteration >= 3
     assert outcome_of(run, result) == uninterrupted(4, *training)
+
+
+def test_a_job_that_is_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: Path) -> None:
+    """One worker stands still: supervisors bring its window to disk without it."""
+    run, training = tmp_path / "run", (*PP2, "train.iterations=24")
+
+    def start(number: int) -> ElasticJob:
+        job = ElasticJob(2, tmp_path / f"start{number}", *training, "ckpt.window=2", f"run.dir={run}")
+        job.run = run
+        return job
+
+    with start(1) as job:
+        job.wait_until(1, 9, Phase.FORWARD)
+        job.kill(1, number=SIGSTOP)
+        os.kill(job.worker(0).supervisor_pid, SIGTERM)
+        said = job.wait_for_failure()
+    [safe] = re.findall(r"safe to kill at iteration (\d+): all 2 ranks have it on disk", said)
+    assert int(safe) >= 6
+    with start(2) as job:
+        result = job.wait()
+    resumed = [event for rank in range(2) for event in events_of(run, StateResumed, rank)]
+    assert [(event.source, event.iteration) for event in resumed] == [("local disk", int(safe))] * 2
+    assert outcome_of(run, result) == uninterrupted(2, *training)

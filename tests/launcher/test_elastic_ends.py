@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.fault_classes import count_faults_in
 from launcher.loop import StageRunner
 from moe_ckpt.events import TrainerStarted
 from moe_ckpt.types import Phase
@@ -97,6 +98,7 @@ def test_an_error_in_training_ends_the_job(error: Exception, says: str, lives: i
     assert said.count(says) == 1, said
     assert f"\n{type(error).__name__}: {error}" in said, "its traceback"
     assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [1, lives]
+    assert count_faults_in(job.run) == ({"error": 1} if lives == 1 else {"exception": 1, "error": 1})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from launcher.status import main
 from moe_ckpt.elastic.live_workers import read_live, write_live
 from moe_ckpt.elastic.status_page import Phase, StatusPage
 from tests.jobs import make_run, parked_job, rewrite_live
+from tests.report_runs import rejoined, write_events
 
 
 @pytest.fixture
@@ -100,11 +101,19 @@ def test_the_result_of_a_run_that_has_ended_is_shown(tmp_path: Path, capsys: pyt
     run = make_run(tmp_path / "run", 2)
     result = {"iteration": 200, "eval_loss": 2.53912, "digest": "c7" * 32}
     (run / "result.json").write_text(json.dumps(result))
-    assert shown(capsys, run) == {"run": str(run), "ended": True, "result": result, "ranks": []}
+    assert shown(capsys, run) == {"run": str(run), "ended": True, "result": result, "faults": {}, "ranks": []}
     assert text_of(capsys, run).splitlines() == [
         f"{run}: 2 ranks",
         f"ended: iteration 200, evaluation loss 2.5391, digest {'c7' * 32}",
+        "faults so far: none",
     ]
+
+
+def test_faults_are_counted_by_class(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deaths = ["rank 0 (pid 7) died of SIGKILL", "rank 1 (pid 8) hung"]
+    write_events(run, 0, [(1.0, rejoined(5, deaths=deaths, classes=["signal", "hang"]))])
+    assert shown(capsys, run)["faults"] == {"signal": 1, "hang": 1}
+    assert "faults so far: 1 signal, 1 hang\n" in text_of(capsys, run)
 
 
 def test_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

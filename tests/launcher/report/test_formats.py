@@ -33,7 +33,7 @@ def test_markdown(tmp_path: Path) -> None:
     assert f"| 1 | {DEATH} | 4.85 | 0.65 | 0.35 | 0.1 | 0.2 | 0.05 | 0.1667 | 0.1333 | 5 | 2 | 0, 1 | 1 |" in text
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert all(len({line.count("|") for line in table}) == 1 for table in tables)
-    assert len(tables) == 4
+    assert len(tables) == 5
 
 
 def test_markdown_of_several_runs_has_a_column_each(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Faults of a run by class, from the events of its ranks. Pure.
+
+A fault that ended a generation is in the `Rejoined` events of all ranks, and counts once. Bad states are faults that no
+process dies of. An error counts as the end of the job if no other worker followed on its rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from moe_ckpt.events import (
+    Event,
+    LossNotFinite,
+    Rejoined,
+    ReplayDiffered,
+    StateLost,
+    TrainerStarted,
+    TrainingFailed,
+    read_events,
+)
+
+EXPLAINED = {
+    "signal": "a worker died of a signal",
+    "hang": "a worker was killed because it gave no sign of life or made no progress",
+    "exception": "a worker was replaced after an exception of its hardware",
+    "daemon": "a replica daemon died",
+    "connection": "connections between ranks broke though no process died",
+    "restart": "torchrun started ranks again",
+    "state lost": "the state of a stage was overwritten in living processes",
+    "bad loss": "a loss soon after a load was not finite",
+    "bit flip": "a replay led to other bits than the state of a healthy rank",
+    "error": "an exception ended the job",
+}
+"""The meaning of each class, in the order in which reports name them."""
+
+_TELLING = (LossNotFinite, Rejoined, ReplayDiffered, StateLost, TrainerStarted, TrainingFailed)
+_UNKNOWN = "unknown"  # deaths in logs of versions without classes
+
+
+def count_faults(ranks: Iterable[Sequence[Event]]) -> dict[str, int]:
+    """Return the number of faults of each class. `ranks`: the events of each rank, in order."""
+    logs = [[event for event in events if isinstance(event, _TELLING)] for events in ranks]
+    ends = [event for events in logs for event in events if isinstance(event, Rejoined)]
+    found = {each for event in ends for each in _deaths(event)}
+    with_deaths = {(event.generation, event.iteration) for event in ends if event.deaths}
+    for event in ends:
+        at = (event.generation, event.iteration)
+        if at not in with_deaths:
+            found |= {(name, str(at)) for name in event.classes}
+    found |= {each for events in logs for event in events for each in _bad_state(event)}
+    found |= {_error(events[-1]) for events in logs if events and isinstance(events[-1], TrainingFailed)}
+    counts = Counter(name for name, _ in found)
+    return {name: counts[name] for name in (*EXPLAINED, _UNKNOWN) if counts[name]}
+
+
+def count_faults_in(run: Path) -> dict[str, int]:
+    """Return the number of faults of each class in a run folder."""
+    names = {kind.__name__ for kind in _TELLING}
+    files = sorted((run / "events").glob("rank*.jsonl"))
+    return count_faults([[logged.event for logged in read_events(path, only=names)] for path in files])
+
+
+def _deaths(event: Rejoined) -> list[tuple[str, str]]:
+    classes = event.classes if len(event.classes) == len(event.deaths) else [_UNKNOWN] * len(event.deaths)
+    return list(zip(classes, event.deaths, strict=True))
+
+
+def _bad_state(event: Event) -> list[tuple[str, str]]:
+    """Return the class of a fault that no process dies of, and what identifies it: all ranks that see it log it."""
+    match event:
+        case StateLost(iteration=iteration, phase=phase):
+            return [("state lost", f"{iteration} {phase}")]
+        case LossNotFinite(iteration=iteration, source=source):
+            return [("bad loss", f"{iteration} {source}")]
+        case ReplayDiffered(iteration=iteration):
+            return [("bit flip", str(iteration))]
+        case _:
+            return []
+
+
+def _error(event: Event) -> tuple[str, str]:
+    assert isinstance(event, TrainingFailed), event
+    return "error", f"{event.iteration} {event.error}"

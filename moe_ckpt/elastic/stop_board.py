@@ -1,0 +1,35 @@
+"""The ranks of a job that is being stopped, with the iterations that each has on its disk.
+
+The last rank to report finds the newest iteration that all have; no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+
+class StopBoard:
+    """The reports of all ranks, in a store that outlives their processes."""
+
+    def __init__(self, store: dist.Store, world_size: int) -> None:
+        self._store = store
+        self._world_size = world_size
+
+    def begin(self, global_rank: int) -> None:
+        """A rank is started: its report of an earlier stop is void."""
+        self._store.delete_key(str(global_rank))
+
+    def report(self, global_rank: int, iterations: Sequence[int]) -> int | None:
+        """Report the iterations on a rank's disk.
+
+        Returns the newest that all ranks have, or None if ranks are still missing, or have none in common.
+        """
+        self._store.set(str(global_rank), json.dumps(list(iterations)))
+        keys = [str(rank) for rank in range(self._world_size)]
+        if not self._store.check(keys):
+            return None
+        common = set[int].intersection(*(set(json.loads(self._store.get(key))) for key in keys))
+        return max(common, default=None)

@@ -1,0 +1,77 @@
+"""The last save of a rank whose job is being stopped: complete windows go from shared memory to disk.
+
+Owns: the choice of the blobs, and the file in which a worker leaves the place for them. Must not: need the worker or
+the daemon, which are dead by then: a worker may hang, and two processes must not write one folder.
+
+    worker      write_save_target(rank folder, target)          once, as it opens its stores
+    process that the supervisor starts after both have ended    save_last(rank folder)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moe_ckpt.replication.local_disk import persist
+from moe_ckpt.replication.publisher import is_unfinished, read_snapshots
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
+from moe_ckpt.snapshot.step_log import RECORD, START
+from moe_ckpt.snapshot.windows import Window, group_windows
+
+_TARGET = "save_target"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveTarget:
+    """The folder of a rank on its disk, and the limit on its bytes there."""
+
+    path: str
+    limit_bytes: int | None
+    global_rank: int
+
+
+def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
+    """Leave the target for the last save, in place of an earlier worker's."""
+    unfinished = rank_folder / f"{_TARGET}.tmp"
+    unfinished.write_text(json.dumps(asdict(target)))
+    unfinished.replace(rank_folder / _TARGET)
+
+
+def save_last(rank_folder: Path) -> list[int]:
+    """Copy all complete windows of a rank to its disk, the oldest first; return the iterations that the disk leads to.
+
+    All ranks have the oldest one, and may lack a newer one. A rank that was being recovered, or has not opened its
+    stores yet, saves nothing. Raises CheckpointSaveError if the disk has no room.
+    """
+    path = rank_folder / _TARGET
+    if not path.exists():
+        return []
+    target = SaveTarget(**json.loads(path.read_text()))
+    own, served = BlobFolder(own_path(rank_folder)), BlobFolder(held_path(rank_folder, target.global_rank))
+    disk = Path(target.path)
+    for folder in (own, served):  # a checkpoint server of the rank itself has newer states than the rank
+        if is_unfinished(folder):
+            continue
+        for keys in windows_in(folder):
+            persist(folder, disk, keys, [], target.limit_bytes)
+    return sorted({int(keys[0].removeprefix(START)) - 1 for keys in windows_in(BlobFolder(disk))})
+
+
+def windows_in(folder: BlobFolder) -> Iterator[list[str]]:
+    """Yield the keys of each complete window with its steps, the oldest window first; the first key is its end's."""
+    by_key = read_snapshots(folder)
+    of_payload = {id(snapshot.payload): key for key, snapshot in by_key.items()}
+    there = set(folder.keys())
+    for window in sorted(group_windows(by_key.values()), key=lambda window: window.start):
+        keys = [*_steps(window), *(of_payload[id(snapshot.payload)] for snapshot in window.snapshots)]
+        if window.complete and there.issuperset(keys):
+            yield keys
+
+
+def _steps(window: Window) -> list[str]:
+    """Return the keys of the starts and records that a replay of the window needs, that of its end first."""
+    iterations = [snapshot.header.iteration for snapshot in window.snapshots]
+    starts = [f"{START}{iteration + 1}" for iteration in reversed(iterations)]
+    return starts + [f"{RECORD}{iteration}" for iteration in range(window.start + 1, iterations[-1] + 1)]

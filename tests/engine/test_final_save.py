@@ -1,0 +1,134 @@
+"""The last save of a job that is stopped, without its workers' help: the next start goes on from it, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.events import StateResumed
+from moe_ckpt.replication.final_save import save_last, windows_in
+from moe_ckpt.snapshot.blobs import BlobFolder, own_path
+from tests.engine.job import ThreadJob, settle, uninterrupted
+from tests.engine.model import PAIR, Model, Shape
+from tests.policies.profiles import config
+
+WAIT_S = 20.0
+
+
+class StoppedError(Exception):
+    """A scheduler has stopped the job."""
+
+
+class _Stop:
+    """Stops all ranks after an iteration, once none of them writes: no hook of the session runs any more."""
+
+    def __init__(self, job: ThreadJob, iteration: int) -> None:
+        self._job = job
+        self._iteration = iteration
+        self._all_write_nothing = threading.Barrier(job.shape.world_size)
+
+    def started(self, iteration: int, rank: int, model: Model) -> None:
+        """Nothing to do."""
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        if iteration == self._iteration:
+            settle(self._job.sessions[rank])
+            self._all_write_nothing.wait(WAIT_S)
+            raise StoppedError
+
+
+def stopped(folder: Path, policy: str, *, after: int = 5, shape: Shape = PAIR, **settings: Any) -> ThreadJob:
+    """Return a job that was stopped after an iteration; its ranks' memory is there."""
+    job = ThreadJob(folder, config(policy, **settings), shape, settles=True)
+    job.observers.append(_Stop(job, after))
+    with pytest.raises(StoppedError):
+        job.run()
+    return job
+
+
+def started_again(job: ThreadJob) -> list[tuple[str, int]]:
+    """Start the job again once all memory is gone, and let it come to its end; return the load of each rank."""
+    shutil.rmtree(job.folder / "memory")
+    before = [len(job.events(StateResumed, rank)) for rank in job.ranks]
+    again = ThreadJob(job.folder, job.config, job.shape)
+    assert again.run().digests == uninterrupted(job.shape, again.iterations).digests
+    loads = [event for rank in again.ranks for event in again.events(StateResumed, rank)[before[rank] :]]
+    return [(load.source, load.iteration) for load in loads]
+
+
+def disk_of(job: ThreadJob, rank: int) -> BlobFolder:
+    return BlobFolder(job.folder / "snapshots" / f"rank{rank:04d}")
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "wanted"),
+    [
+        ("moevement", {"window": 2, "pause_iters": 1}, 5),
+        ("moevement", {"window": 1, "pause_iters": 1}, 5),
+        ("gemini", {"every_iters": 2}, 4),
+        ("checkfreq", {"every_iters": 2}, 4),
+        ("flowcheck", {}, 5),
+    ],
+    ids=["moevement-2", "moevement-1", "gemini", "checkfreq", "flowcheck"],
+)
+def test_a_stopped_job_goes_on_from_its_last_save(
+    policy: str, settings: dict[str, Any], wanted: int, tmp_path: Path
+) -> None:
+    job = stopped(tmp_path, policy, **settings)
+    assert [save_last(job.memory(rank))[-1] for rank in job.ranks] == [wanted] * 2
+    assert started_again(job) == [("local disk", wanted)] * 2
+
+
+def test_both_ranks_of_a_stage_and_tied_embeddings_go_on(tmp_path: Path) -> None:
+    job = stopped(tmp_path, "moevement", shape=Shape(tied=True), window=2, pause_iters=1)
+    assert [save_last(job.memory(rank))[-1] for rank in job.ranks] == [5] * 4
+    assert started_again(job) == [("local disk", 5)] * 4
+
+
+def test_where_one_rank_was_too_late_all_go_on_from_the_save_before(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"window": 1, "pause_iters": 1}
+    job = stopped(tmp_path, "moevement", **settings)
+    for rank in job.ranks:
+        save_last(job.memory(rank))
+    shutil.rmtree(job.folder / "memory")
+    again = stopped(tmp_path, "moevement", after=7, **settings)
+    assert list(windows_in(disk_of(again, 1))), "a start keeps the window that it has loaded"
+    assert len(list(windows_in(disk_of(again, 1)))) == 1, "and no other: saves would fill the disk"
+    assert save_last(again.memory(0))[-1] > 5
+    assert started_again(again) == [("local disk", 5)] * 2
+
+
+def test_a_rank_whose_memory_is_being_replaced_saves_none_of_it(tmp_path: Path) -> None:
+    job = stopped(tmp_path, "gemini", every_iters=2)
+    (own_path(job.memory(0)) / "unfinished").touch()
+    assert save_last(job.memory(0)) == []
+    assert save_last(job.memory(1))[-1] == 4
+
+
+def test_a_full_disk_fails_the_save_and_keeps_what_is_there(tmp_path: Path) -> None:
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
+    assert [save_last(job.memory(rank))[-1] for rank in job.ranks] == [5, 5]
+    shutil.rmtree(job.folder / "memory")
+    again = stopped(tmp_path, "moevement", after=7, window=1, pause_iters=1, disk_budget_bytes=1000)
+    there = disk_of(again, 0).keys()
+    with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.disk_budget_bytes=1000"):
+        save_last(again.memory(0))
+    assert disk_of(again, 0).keys() == there
+
+
+def test_a_window_without_its_steps_is_not_saved(tmp_path: Path) -> None:
+    job = stopped(tmp_path, "moevement", window=2, pause_iters=1)
+    own = BlobFolder(own_path(job.memory(0)))
+    for key in own.keys():  # noqa: SIM118 - not a mapping
+        if key.startswith("record-"):
+            own.withdraw(key)
+    assert 5 not in save_last(job.memory(0))
+
+
+def test_a_rank_without_a_worker_so_far_saves_nothing(tmp_path: Path) -> None:
+    assert save_last(tmp_path) == []

@@ -1,0 +1,71 @@
+"""The protocol's model (protocol.py) keeps its invariants in every interleaving, and each rule is needed for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.recovery.checker import (
+    GOES_ON,
+    KEEPS_LAST_COPY,
+    ONE_TRAINS,
+    STAYS_FINISHED,
+    STEPS_TOGETHER,
+    check,
+)
+from tests.recovery.protocol import At, Move, Protocol, Rules, World
+
+
+@pytest.mark.parametrize(
+    ("protocol", "least"),
+    [
+        (Protocol(iterations=2, faults=1, kinds=("kill",)), 10_000),
+        pytest.param(Protocol(iterations=2, faults=1), 100_000, marks=pytest.mark.full),
+        pytest.param(Protocol(iterations=1, faults=2, kinds=("kill",)), 200_000, marks=pytest.mark.full),
+        pytest.param(Protocol(iterations=1, faults=2, kinds=("kill", "lose")), 500_000, marks=pytest.mark.full),
+    ],
+    ids=["a worker dies", "any fault", "two workers die", "two workers or nodes are lost"],
+)
+@pytest.mark.timeout(900)
+def test_every_interleaving_keeps_the_invariants(protocol: Protocol, least: int) -> None:
+    report = check(protocol)
+    print(f"{report.states} states, {report.moves} moves")
+    assert report.violation is None, "\n".join([report.violation.invariant, *report.violation.moves])
+    assert report.states > least
+
+
+@pytest.mark.parametrize(
+    ("rule", "faults", "kinds", "moments", "invariant"),
+    [
+        ("waits_for_all", 1, ("kill",), (At.SNAP,), ONE_TRAINS),
+        ("fences", 1, ("cut off",), (At.SNAP,), ONE_TRAINS),
+        ("fences_first", 1, ("cut off",), (At.SNAP,), ONE_TRAINS),
+        ("votes", 0, (), None, STEPS_TOGETHER),
+        ("confirms", 1, ("lose",), (At.SNAP,), KEEPS_LAST_COPY),
+        ("keeps_safest", 1, ("kill",), (At.SNAP, At.COMPUTE), KEEPS_LAST_COPY),
+        ("finishes_once", 1, ("kill",), (At.LAST,), STAYS_FINISHED),
+        ("heeds_finish", 1, ("kill",), (At.LAST,), STAYS_FINISHED),
+    ],
+)
+def test_without_a_rule_the_checker_finds_a_violation(
+    rule: str, faults: int, kinds: tuple[str, ...], moments: tuple[At, ...] | None, invariant: str
+) -> None:
+    protocol = Protocol(rules=Rules(**{rule: False}), iterations=2, faults=faults, kinds=kinds, moments=moments)
+    violation = check(protocol).violation
+    assert violation is not None
+    assert violation.invariant == invariant
+
+
+def test_a_job_that_stands_still_is_found() -> None:
+    """Without copies no rank may go on."""
+    stuck = check(_WithoutCopies(faults=0)).violation
+    assert stuck is not None
+    assert (stuck.invariant, stuck.moves[-1][:12]) == (GOES_ON, "rank 2 takes")
+
+
+class _WithoutCopies(Protocol):
+    """Windows never reach their peers."""
+
+    def moves(self, world: World) -> Iterator[Move]:
+        return (move for move in super().moves(world) if "reach their peer" not in move[0])
