@@ -14,16 +14,9 @@ SLEEPERS = {
     "tests/agent.py": "an agent that does nothing until it is killed, and looks for what other processes write",
     "tests/elastic_job.py": "the only signs that other processes give are their files and pages",
     "tests/jobs.py": "a worker leaves processors to others, as training does",
-    "tests/launcher/test_elastic_long.py": "faults come at moments that nothing marks",
     "tests/launcher/test_torchrun.py": "the only sign that another process gives is its file",
     "tests/elastic/workers.py": "waits for what no other thread or process announces",
     "tests/test_ranks.py": "a rank that never ends is the subject",
-}
-IMPORTERS = {  # until their helpers have modules of their own
-    "tests/launcher/test_elastic_whole.py",
-    "tests/launcher/test_elastic_events.py",
-    "tests/launcher/test_elastic_partial.py",
-    "scripts/write_golden.py",
 }
 USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     "moe_ckpt/elastic/solo_group.py",
@@ -59,12 +52,12 @@ def sleeps(text: str) -> bool:
 
 def test_no_module_imports_a_test_module() -> None:
     found = {path for path, text in texts().items() if imports(text, r"\btests\b[^#]*\btest_")}
-    assert found - IMPORTERS == set()
+    assert found == set()
 
 
 def test_only_modules_with_a_reason_sleep() -> None:
     found = {path for path, text in texts().items() if path.startswith("tests/") and sleeps(text)}
-    assert found - SLEEPERS.keys() == set()
+    assert found == SLEEPERS.keys()
 
 
 def test_names_of_tests_are_short() -> None:

@@ -1,4 +1,4 @@
-"""Waiting that can be ended: an outcome is settled once, by whoever comes first, and a helper outlives its failures."""
+"""Waiting that can be ended: one thread, the first, settles an outcome, and a helper outlives its failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks end one generation and begin the next: the keys, real members over a real store, and who may not go on."""
+"""How ranks end one generation and begin the next: the keys, members over a real store, and ranks that must end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,7 +167,7 @@ def sum_of_ranks() -> float:
 
 
 def wait_for_the_end(membership: Membership) -> str:
-    """Wait for what nobody sends; return why the generation ended."""
+    """Wait for what no rank sends; return why the generation ended."""
     with pytest.raises(PeersLostError) as lost:
         dist.recv(torch.zeros(1), 1 - own_rank())
     assert membership.lost(lost.value)
@@ -374,24 +375,12 @@ def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
     assert member.exit_status() == STORE_LOST
 
 
-class _NoGroups:
-    """Process groups that are not formed."""
-
-    def form(self, store: object, generation: int) -> None: ...
-
-    def cut(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-
 def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
     store, page = dist.HashStore(), StatusPage(tmp_path / "page")
     generations = Generations(store)
     generations.set_life(0, 0)
     member = Member(global_rank=0, world_size=1, life=0)
-    groups: Any = _NoGroups()
+    groups: Any = SimpleNamespace(**dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None))
     membership = Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
     ends = [threading.Event(), threading.Event()]
     remaining = iter(ends)

@@ -63,7 +63,7 @@ def test_a_folder_goes_with_its_agent_and_not_before(tmp_path: Path, start_agent
 
 
 def open_and_die(output: Connection, base: str, agent_pid: int) -> None:
-    """Be a supervisor whose output somebody reads, killed with all its process group as torchrun does."""
+    """Be a supervisor whose output another process reads, killed with all its process group as torchrun does."""
     os.setpgid(0, 0)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
@@ -78,7 +78,7 @@ def test_a_janitor_outlives_its_supervisors_group_and_keeps_no_output_open(tmp_p
     assert supervisor.exit_status() == -signal.SIGKILL
     poll = select.poll()
     poll.register(supervisor.connection.fileno(), select.POLLHUP)
-    assert poll.poll(1000 * WAIT_S), "whoever reads a job's output waits for a janitor"
+    assert poll.poll(1000 * WAIT_S), "a reader of the job's output waits for a janitor"
     [root] = tmp_path.iterdir()
     agent.kill()
     wait_until_gone(root)

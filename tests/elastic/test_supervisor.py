@@ -1,7 +1,4 @@
-"""Supervisors as real processes
-
-who is replaced, who is given up, who is killed for hanging, and what goes with a supervisor.
-"""
+"""Supervisors as real processes: workers are replaced, given up, or killed for hanging, and end with theirs."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -75,8 +76,16 @@ def open_membership(
 
 
 def wait_until(look: Callable[[], bool]) -> bool:
-    """Return whether something that nobody tells of came to be in time."""
+    """Return whether something that no other process announces came to be in time."""
     deadline_s = time.monotonic() + WAIT_S
     while not look() and time.monotonic() < deadline_s:
         time.sleep(0.001)
     return look()
+
+
+class DevicePoint:
+    """A point in the work of a device, which the test lets it reach."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.query = self.reached.is_set

@@ -38,10 +38,10 @@ class Children:
             file.write(text)
 
     def ended(self) -> dict[tuple[int, int], int]:
-        """Return who has ended, waiting for those that were sent a signal, and of what."""
+        """Return the exit status of each process that has ended; those that were sent a signal are waited for."""
         for fault in read_faults(self.run):
             next(each for each in self.processes.values() if each.pid == fault.pid).wait(10)
-        return {who: each.returncode for who, each in self.processes.items() if each.poll() is not None}
+        return {life: each.returncode for life, each in self.processes.items() if each.poll() is not None}
 
     def strike(self, kills: Sequence[Kill], *done: Callable[[], object], **settings: Any) -> list[str]:
         """Return what is left to do of kills after these things happened, one each time that the job is looked at."""
