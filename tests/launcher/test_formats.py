@@ -1,15 +1,17 @@
 """Number formats of Table 7 (MoEvement): a run that loses its state ends bit for bit where the uninterrupted run ends.
 
-The digest covers payloads, scales and step counts.
+The digest covers payloads, scales and step counts. Formats, policies and moments of a death are paired.
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from allpairspy import AllPairs
 
 from launcher.config import Settings, compose_settings
 from launcher.run import run
@@ -74,26 +76,36 @@ def test_a_resumed_run_is_exact_in_every_format(precision: str, tmp_path: Path) 
     assert outcome_of(tmp_path, result) == uninterrupted(4, *training)
 
 
-FULL_SNAPSHOTS = ("ckpt.every_iters=3",)
-ALL_EXPERTS = {"moc": ("ckpt.k_snapshot=4", "ckpt.k_persist=4"), "moetion": ("ckpt.experts=4", "ckpt.remote_experts=4")}
+FORMATS = [
+    *("fp16_fp16_fp16", "fp8_fp32_fp32", "fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8"),
+    *(REMAINDERS, DELAYED, GROUPED_FP8, FP8_PARAMETERS_IN_BLOCKS, FP8_PARAMETERS_DELAYED, FP8_PARAMETERS_AND_MOMENTS),
+]
+POLICIES: dict[str, tuple[str, ...]] = {
+    "moevement": ("ckpt.window=2",),
+    "gemini": ("ckpt.every_iters=3",),
+    "checkfreq": ("ckpt.every_iters=3",),
+    "moc": ("ckpt.k_snapshot=4", "ckpt.k_persist=4"),
+    "moetion": ("ckpt.experts=4", "ckpt.remote_experts=4"),
+}
+"""With all experts in each snapshot of moc and moetion: nothing is lost."""
+
+MOMENTS = [Phase.BACKWARD, Phase.FORWARD, Phase.STEP, Phase.BETWEEN]
+DEFAULT_ROWS = [[DELAYED, "moevement", Phase.STEP], ["fp16_fp16_fp16", "gemini", Phase.BACKWARD]]
+OTHER_ROWS = [list(row) for row in AllPairs([FORMATS, list(POLICIES), MOMENTS], previously_tested=DEFAULT_ROWS)]
+AXES = (FORMATS, POLICIES, MOMENTS)
+
+
+def test_every_pair_of_format_policy_and_moment_is_in_a_row() -> None:
+    for one, other in itertools.combinations(range(len(AXES)), 2):
+        pairs = {(row[one], row[other]) for row in [*DEFAULT_ROWS, *OTHER_ROWS]}
+        assert pairs == set(itertools.product(AXES[one], AXES[other]))
 
 
 @pytest.mark.parametrize(
-    ("precision", "policy", "settings", "moment"),
-    [
-        (DELAYED, "moevement", ("ckpt.window=2",), Phase.STEP),
-        ("fp16_fp16_fp16", "gemini", FULL_SNAPSHOTS, Phase.BACKWARD),
-        pytest.param("fp8_fp16_fp8", "checkfreq", FULL_SNAPSHOTS, Phase.FORWARD, marks=pytest.mark.full),
-        pytest.param(REMAINDERS, "moc", ALL_EXPERTS["moc"], Phase.BETWEEN, marks=pytest.mark.full),
-        pytest.param(GROUPED_FP8, "moetion", ALL_EXPERTS["moetion"], Phase.BACKWARD, marks=pytest.mark.full),
-        pytest.param(FP8_PARAMETERS_IN_BLOCKS, "moevement", ("ckpt.window=2",), Phase.BACKWARD, marks=pytest.mark.full),
-        pytest.param(FP8_PARAMETERS_DELAYED, "gemini", FULL_SNAPSHOTS, Phase.STEP, marks=pytest.mark.full),
-        pytest.param(FP8_PARAMETERS_AND_MOMENTS, "moc", ALL_EXPERTS["moc"], Phase.FORWARD, marks=pytest.mark.full),
-    ],
+    ("precision", "policy", "moment"),
+    [*DEFAULT_ROWS, *(pytest.param(*row, marks=pytest.mark.full) for row in OTHER_ROWS)],
 )
-def test_ranks_die_and_the_run_is_exact(
-    precision: str, policy: str, settings: tuple[str, ...], moment: Phase, tmp_path: Path
-) -> None:
+def test_ranks_die_and_the_run_is_exact(precision: str, policy: str, moment: Phase, tmp_path: Path) -> None:
     unknown: dict[str, Any] = {"replaying": None, "executed": None}
     lost: dict[str, Any] = {"kills": [3], "then": lose_nodes, "fetched": policy not in ("checkfreq", "moc")}
     if policy == "checkfreq":
@@ -103,7 +115,7 @@ def test_ranks_die_and_the_run_is_exact(
         Fault(name="a node", at=[Point(0, Phase.REDUCE, 9)], back_to=range(2, 10), **unknown, **lost),
     ]
     training = ("train.iterations=11", *f"precision={precision}".split(" "))
-    survive(tmp_path, faults, *training, ckpt=policy, settings=settings)
+    survive(tmp_path, faults, *training, ckpt=policy, settings=POLICIES[policy])
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
