@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -12,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from launcher.faults.carry_out import carry_out
+from moe_ckpt.door import attached_command
+from moe_ckpt.elastic.orphans import GRACE_S
 from moe_ckpt.faults.schedule import Kill
+from moe_ckpt.run_settings import Command, parse_run
 from tests.agent import run_job
 from tests.ranks import CONTEXT
 from tests.scenarios import ROOT
@@ -52,3 +58,52 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(tmp_path: Pat
     killed = result_of(tmp_path / "killed", Kill(rank=1, iteration=5, phase="forward"))
     assert (alone["faults_survived"], killed["faults_survived"]) == (0, 1)
     assert killed["digest_per_rank"] == alone["digest_per_rank"]
+
+
+def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
+    """Programs in place of Slurm's: `srun` writes the words that it should run on each node."""
+    words = tmp_path / "words"
+    for name, text in {"scontrol": "echo node-1; echo node-2", "srun": f"printf '%s\\n' \"$@\" > {words}"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_ID": "7"}
+    command = ["bash", str(ROOT / "examples" / "slurm.sbatch"), "pretrain_gpt.py", "--num-layers", "2"]
+    subprocess.run(command, env=variables, check=True, cwd=tmp_path)
+    written = words.read_text().splitlines()
+    start, own = written[: written.index("moe_ckpt.run") + 1], written[written.index("moe_ckpt.run") + 1 :]
+    assert "--rdzv-endpoint=node-1:29500" in start
+    assert start.index("torchrun") < start.index("--nnodes=4:4")
+    settings = parse_run(own)
+    assert settings.command == Command(name="pretrain_gpt.py", is_module=False, arguments=("--num-layers", "2"))
+    assert (settings.ranks_per_node, settings.folder.dir) == (8, f"{tmp_path}/outputs/7")
+
+
+POD_FIELDS = {  # of the pod specification of Kubernetes' core/v1, those that the example may use
+    *("containers", "volumes", "terminationGracePeriodSeconds"),
+}
+CONTAINER_FIELDS = {"name", "image", "command", "args", "env", "resources", "volumeMounts"}
+JOB_FIELDS = {"nprocPerNode": str, "elasticPolicy": dict, "pytorchReplicaSpecs": dict}
+ELASTIC_FIELDS = {"rdzvBackend": str, "minReplicas": int, "maxReplicas": int, "maxRestarts": int}
+
+
+def test_the_kubernetes_job_has_shared_memory_and_its_options_parse() -> None:
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    for fields, values in ((JOB_FIELDS, job["spec"]), (ELASTIC_FIELDS, job["spec"]["elasticPolicy"])):
+        assert {name: type(value) for name, value in values.items()} == fields
+    workers = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    pod = workers["template"]["spec"]
+    (container,) = pod["containers"]
+    assert set(pod) <= POD_FIELDS
+    assert set(container) <= CONTAINER_FIELDS
+    assert container["name"] == "pytorch", "the operator finds the container by this name"
+    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    (shared,) = [volume for volume in pod["volumes"] if volume["name"] == mounted["/dev/shm"]]
+    assert shared["emptyDir"]["medium"] == "Memory"
+    assert pod["terminationGracePeriodSeconds"] > 2 * GRACE_S
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    command = attached_command(variables["MOE_CKPT"], ["python", *container["command"][1:], *container["args"]])
+    settings = parse_run(command[2:])
+    assert settings.ranks_per_node == int(job["spec"]["nprocPerNode"])
+    assert Path(settings.folder.dir or "").is_relative_to("/runs")
+    assert workers["replicas"] == job["spec"]["elasticPolicy"]["minReplicas"]
