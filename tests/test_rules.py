@@ -25,6 +25,7 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     "moe_ckpt/elastic/rendezvous_store.py",
     "moe_ckpt/elastic/backends.py",
     "moe_ckpt/elastic/job_store.py",
+    "moe_ckpt/elastic/stop_board.py",
 }
 IMPORT = re.compile(r"^\s*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|[^\n]*)", re.MULTILINE)
 TEST = re.compile(r"^\s*(?:async )?def (test_\w+)", re.MULTILINE)
@@ -74,6 +75,15 @@ def test_the_engine_reaches_other_ranks_through_the_seam_alone() -> None:
     ]
     found = {path for path in files if imports(path.read_text(), r"\btorch\.distributed|\btorch import.*\bdistributed")}
     assert {str(path.relative_to(ROOT)) for path in found} == USE_TORCH_DISTRIBUTED
+
+
+def test_no_pickle_is_read_from_disks_or_peers() -> None:
+    """A pickle runs code of its author. Workers' object collectives and Megatron's checkpoints are elsewhere."""
+    pattern = re.compile(r"\b(?:import|from) (?:pickle|shelve|marshal)\b|torch\.(?:load|save)\b|_object(?:_list)?\(")
+    folders = ("elastic", "engine", "snapshot", "replication", "durable", "mirror", "recovery")
+    files = [path for folder in folders for path in (ROOT / "moe_ckpt" / folder).glob("*.py")]
+    assert len(files) > 50
+    assert [str(path) for path in files if pattern.search(path.read_text())] == []
 
 
 def test_documents_name_files_that_exist() -> None:

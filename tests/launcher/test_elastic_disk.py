@@ -46,7 +46,7 @@ def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
     assert outcome_of(run, result) == uninterrupted(4, *training)
 
 
-def test_a_job_that_is_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: Path) -> None:
+def test_a_job_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: Path) -> None:
     """One worker stands still: supervisors bring its window to disk without it."""
     run, training = tmp_path / "run", (*PP2, "train.iterations=24")
 

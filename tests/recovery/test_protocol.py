@@ -21,11 +21,13 @@ from tests.recovery.protocol import At, Move, Protocol, Rules, World
     ("protocol", "least"),
     [
         (Protocol(iterations=2, faults=1, kinds=("kill",)), 10_000),
-        pytest.param(Protocol(iterations=2, faults=1), 100_000, marks=pytest.mark.full),
-        pytest.param(Protocol(iterations=1, faults=2, kinds=("kill",)), 200_000, marks=pytest.mark.full),
-        pytest.param(Protocol(iterations=1, faults=2, kinds=("kill", "lose")), 500_000, marks=pytest.mark.full),
+        pytest.param(Protocol(iterations=2, faults=1, kinds=("kill", "lose")), 50_000, marks=pytest.mark.full),
+        pytest.param(
+            Protocol(iterations=1, faults=1, kinds=("cut off",), moments=(At.SNAP,)), 50_000, marks=pytest.mark.full
+        ),
+        pytest.param(Protocol(iterations=1, faults=2, kinds=("kill",)), 100_000, marks=pytest.mark.full),
     ],
-    ids=["a worker dies", "any fault", "two workers die", "two workers or nodes are lost"],
+    ids=["a worker dies", "a worker or a node is lost", "a node is cut off", "two workers die"],
 )
 @pytest.mark.timeout(900)
 def test_every_interleaving_keeps_the_invariants(protocol: Protocol, least: int) -> None:

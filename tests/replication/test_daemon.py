@@ -170,13 +170,12 @@ def test_the_worker_goes_on_while_a_peer_is_slow(ranks: list[Rank], slow_peer: P
         future.result(WAIT_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_daemon_ends_with_its_supervisor(ranks: list[Rank], number: signal.Signals) -> None:
-    """SIGTERM goes to the daemon itself: the supervisor's handler, which it was forked with, must not be called."""
-    if number == signal.SIGKILL:
-        ranks[0].supervisor.kill()
-    else:
+def test_a_daemon_ends_with_its_supervisor_and_not_before(ranks: list[Rank]) -> None:
+    """A scheduler's SIGTERM goes to all processes of a job, and the supervisor decides what follows."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(ranks[0].daemon_pid, number)
+    assert list_held(ranks[0].address, TICKET, 1, timeout_s=WAIT_S) == []
+    ranks[0].supervisor.kill()
     ranks[0].daemon.wait_for_end()
     assert list_held(ranks[1].address, TICKET, 0, timeout_s=WAIT_S) == []
 

@@ -1,0 +1,66 @@
+"""Any bytes on a connection are a message or an error of the connection, and never more memory than the limit."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ckpt.replication.connection import Connection
+from moe_ckpt.replication.messages import Done, Message, message_to_json
+
+LIMIT_BYTES = 4096
+WAIT_S = 10.0
+HEAD = struct.Struct(">IIQ")
+
+
+def received(content: bytes) -> Message:
+    """Return the message that these bytes are to the other end, which then sees the end of the connection."""
+    sending, receiving = socket.socketpair()
+    with sending, receiving:
+        sending.sendall(content)
+        sending.shutdown(socket.SHUT_WR)
+        connection = Connection(receiving)
+        connection.allow(WAIT_S)
+        return connection.receive(LIMIT_BYTES)
+
+
+def frame(body: bytes, *, length: int | None = None) -> bytes:
+    """Return a frame whose head fits its body, but for the length."""
+    size = len(body) if length is None else length
+    return HEAD.pack(size, size ^ 0xFFFFFFFF, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def test_a_message_is_received() -> None:
+    assert received(frame(message_to_json(Done()))) == Done()
+
+
+@given(st.binary(max_size=2 * LIMIT_BYTES))
+def test_any_bytes_end_the_connection(content: bytes) -> None:
+    with pytest.raises(OSError, match=r"got no message|closed by the other side"):
+        received(content)
+
+
+@given(st.binary(max_size=LIMIT_BYTES))
+def test_any_body_in_an_intact_frame_ends_the_connection(body: bytes) -> None:
+    with pytest.raises(OSError, match="not a message"):
+        received(frame(body))
+
+
+@given(st.data())
+def test_a_message_with_a_changed_byte_ends_the_connection(data: st.DataObject) -> None:
+    content = bytearray(frame(message_to_json(Done())))
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(OSError, match=r"got no message|got a message with XXH3"):
+        received(bytes(content))
+
+
+@given(st.integers(LIMIT_BYTES + 1, 2**32 - 1))
+def test_a_length_beyond_the_limit_is_refused_before_memory_is_allocated(length: int) -> None:
+    with pytest.raises(OSError, match="got no message, or one of more than 4096 bytes"):
+        received(frame(b"", length=length))
