@@ -15,6 +15,7 @@ SLEEPERS = {
     "tests/elastic_job.py": "the only signs that other processes give are their files and pages",
     "tests/jobs.py": "a worker leaves processors to others, as training does",
     "tests/launcher/test_torchrun.py": "the only sign that another process gives is its file",
+    "tests/elastic/test_starvation.py": "time that passes while a process does not run is the subject",
     "tests/elastic/workers.py": "waits for what no other thread or process announces",
     "tests/test_ranks.py": "a rank that never ends is the subject",
 }
@@ -26,6 +27,9 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     "moe_ckpt/elastic/backends.py",
     "moe_ckpt/elastic/job_store.py",
     "moe_ckpt/elastic/stop_board.py",
+    "moe_ckpt/elastic/staged.py",
+    "moe_ckpt/elastic/staged_group.py",
+    "moe_ckpt/elastic/batched_transfers.py",
 }
 IMPORT = re.compile(r"^\s*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|[^\n]*)", re.MULTILINE)
 TEST = re.compile(r"^\s*(?:async )?def (test_\w+)", re.MULTILINE)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.elastic.workers import own_rank
+from tests.ranks import rank_store
+from tests.waits import WAIT_S
 
 
 def ones(*sizes: int) -> torch.Tensor:
@@ -174,3 +178,23 @@ def call_all(places: list[tuple[Any, list[int]]]) -> dict[str, Any]:
     """Return what each collective gives in each group that this rank is in."""
     mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
     return {call.__name__: [plain(call(group, ranks)) for group, ranks in mine] for call in COLLECTIVES}
+
+
+def make_groups(backend: str) -> list[tuple[Any, list[int]]]:
+    members = [[0, 2], [1, 2], [0, 1, 2]]
+    return [(dist.group.WORLD, [0, 1, 2]), *((dist.new_group(ranks, backend=backend), ranks) for ranks in members)]
+
+
+def with_plain_gloo() -> dict[str, Any]:
+    dist.init_process_group("gloo", store=rank_store(), rank=own_rank(), world_size=3)
+    return call_all(make_groups("gloo"))
+
+
+def outcome_of(call: Callable[[], object]) -> str:
+    """Return how a call ended, and whether that was late: gloo's own deadlines end what nothing else does."""
+    begun_s = time.monotonic()
+    try:
+        outcome = f"got {call()}"
+    except Exception as error:  # what the test is about
+        outcome = type(error).__name__
+    return outcome if time.monotonic() - begun_s < WAIT_S / 3 else f"{outcome}, late"

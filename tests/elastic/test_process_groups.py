@@ -37,24 +37,23 @@ from tests.elastic.collectives import (
     broadcast,
     broadcast_object,
     call_all,
+    make_groups,
     ones,
+    outcome_of,
     plain,
+    with_plain_gloo,
 )
-from tests.elastic.workers import meet, open_groups, open_store, own_rank, wait_until
-from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.elastic.workers import (
+    meet,
+    open_groups,
+    open_store,
+    own_rank,
+    wait_until,
+)
+from tests.ranks import RankFailedError, run_ranks
 from tests.waits import WAIT_S
 
 PATIENT = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=WAIT_S)
-
-
-def make_groups(backend: str) -> list[tuple[Any, list[int]]]:
-    members = [[0, 2], [1, 2], [0, 1, 2]]
-    return [(dist.group.WORLD, [0, 1, 2]), *((dist.new_group(ranks, backend=backend), ranks) for ranks in members)]
-
-
-def with_plain_gloo() -> dict[str, Any]:
-    dist.init_process_group("gloo", store=rank_store(), rank=own_rank(), world_size=3)
-    return call_all(make_groups("gloo"))
 
 
 def over_generations(folder: str) -> list[dict[str, Any]]:
@@ -76,16 +75,6 @@ def test_one_handle_computes_the_same_as_gloo_in_every_generation(tmp_path: Path
     for results, want in zip(run_ranks(3, over_generations, str(tmp_path)), wanted, strict=True):
         for result in results:
             assert result == want
-
-
-def outcome_of(call: Callable[[], object]) -> str:
-    """Return how a call ended, and whether that was late: gloo's own deadlines end what nothing else does."""
-    begun_s = time.monotonic()
-    try:
-        outcome = f"got {call()}"
-    except Exception as error:  # what the test is about
-        outcome = type(error).__name__
-    return outcome if time.monotonic() - begun_s < WAIT_S / 3 else f"{outcome}, late"
 
 
 def open_sockets() -> set[str]:

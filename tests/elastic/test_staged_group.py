@@ -12,9 +12,15 @@ import torch.distributed as dist
 from moe_ckpt.elastic.process_groups import BACKEND
 from moe_ckpt.elastic.staged import StagedBackend, register_staged
 from moe_ckpt.elastic.staged_group import STAGED
-from tests.elastic.collectives import call_all, ones
-from tests.elastic.test_process_groups import make_groups, outcome_of, with_plain_gloo
-from tests.elastic.workers import WAIT_S, meet, open_groups, open_store, own_rank, wait_until
+from tests.elastic.collectives import call_all, make_groups, ones, outcome_of, with_plain_gloo
+from tests.elastic.workers import (
+    WAIT_S,
+    meet,
+    open_groups,
+    open_store,
+    own_rank,
+    wait_until,
+)
 from tests.ranks import rank_store, run_ranks
 
 CPU = torch.device("cpu")
