@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from tests.elastic.workers import own_rank
 from tests.ranks import rank_store
 from tests.waits import WAIT_S
 
-_HAS_ALL_TO_ALL = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+_HAS_ALL_TO_ALL = TorchVersion(torch.__version__) >= "2.13"
 """gloo of torch 2.11 has no exchange of lists, which Megatron does not use."""
 
 
