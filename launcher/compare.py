@@ -20,6 +20,7 @@ from pathlib import Path
 
 from launcher.config import CONF_DIR, Settings, compose_settings
 from launcher.faults.outside import strike_from_outside
+from launcher.proc import end_job
 from launcher.report.__main__ import main as report
 from launcher.report.facts import gather
 from launcher.report.markdown import to_markdown
@@ -32,7 +33,6 @@ from moe_ckpt.faults.schedule import Kill, Strike
 _FAILED = 1
 _TRAIN = Path(__file__).with_name("train.py")
 _ALL = ("none", "dense", "checkfreq", "gemini", "moevement")
-_STOP_S = 20.0
 _LOOK_EVERY_S = 0.2
 _FROM_OUTSIDE = ("KILL", "SEGV", "TERM")
 _EXAMPLES = """examples:
@@ -163,22 +163,12 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
                     process.wait(_LOOK_EVERY_S)
         finally:
             was_stopped = process.poll() is None
-            _stop(process)
+            end_job(process)
     return JobOutcome(status=process.returncode, was_stopped=was_stopped, left=left)
 
 
 def _log_of(run: Path) -> Path:
     return run.with_name(f"{run.name}.log")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a job that goes on; torchrun ends what it has started."""
-    process.terminate()
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -61,7 +61,8 @@ def _make_deterministic() -> None:
 
 
 def _threads_per_process() -> int:
-    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Return this rank's share of the processors that it may use: sums depend on the number of threads."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def form_groups(layout: ParallelLayout, seed: int) -> None:

@@ -34,7 +34,10 @@ def agent_command(host: int, num_hosts: int, per_host: int, arguments: Sequence[
     environment = (f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     where = (f"--master-addr={hosts.address_of(0)}", f"--master-port={PORT}")
     of_job = (f"--nnodes={num_hosts}", f"--node-rank={host}", f"--nproc-per-node={per_host}")
-    return ["ip", "netns", "exec", hosts.name_of(host), "env", *environment, torchrun, *of_job, *where, *arguments]
+    processors = sorted(os.sched_getaffinity(0))
+    # one each: ranks with other numbers of threads would add up in another order than ranks of a job on one host
+    pinned = ("taskset", "--cpu-list", str(processors[host % len(processors)]), torchrun)
+    return ["ip", "netns", "exec", hosts.name_of(host), "env", *environment, *pinned, *of_job, *where, *arguments]
 
 
 def run(num_hosts: int, per_host: int, arguments: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from launcher.check.commands import MOMENTS, CheckedCommand, Variation, parse_command
 from launcher.check.compare import Difference, Digests, first_difference, read_digests
 from launcher.faults.carry_out import carry_out
+from launcher.proc import end_job
 from moe_ckpt.door import VARIABLE
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.faults.schedule import Kill, StateLoss
@@ -30,7 +31,6 @@ from moe_ckpt.faults.schedule import Kill, StateLoss
 Execute = Callable[[Sequence[str], Path, Sequence[Kill]], None]
 EXACT, DIFFERENT, NOT_CHECKED = 0, 1, 2
 _FEWEST_ITERS = 6
-_STOP_S = 20.0
 _EPILOG = """exit status: 0 exact; 1 different; 2 not checked: a run failed, or the control was not noticed
 examples:
   moe-ckpt check -- torchrun --nproc-per-node=4 -m moe_ckpt.run --ckpt moevement -- pretrain_gpt.py ARGUMENTS
@@ -153,22 +153,12 @@ def run_job(command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s
                 process.wait(max(0.0, until_s - time.monotonic()))
         finally:
             is_late = process.poll() is None
-            _stop(process)
+            end_job(process)
     if is_late:
         raise RunFailedError(f"--limit-s: got {limit_s:g}, wanted more: the run had not ended by then; log: {log}")
     if process.returncode or not done:
         said = [*log.read_text().splitlines(), *carried]
         raise RunFailedError(f"{run.name}: ended with status {process.returncode}; log: {log}\n{''.join(said[-1:])}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _folder(wanted: Path | None) -> Path:

@@ -6,6 +6,7 @@ No engine test has gloo, TCP and Megatron's buffers together. On one machine the
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import GradientsLost, GradientsSent, SnapshotTaken
 from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.types import Phase
+from scripts import hosts, run_on_hosts
 from tests.campaign import Point, all_go_back, lose_nodes, survive
 from tests.captured_states import UNSHARDED, compare_states, mirror_of, note_states
+from tests.references import outcome_of, uninterrupted
 from tests.scenarios import TIED
-from tests.training import events_of
+from tests.training import events_of, fast
+
+JOB = Path(__file__).parents[1] / "mirrored_job.py"
 
 
 def require_port(interface: str) -> None:
@@ -63,3 +68,37 @@ def test_servers_follow_every_layout_through_faults(layout: tuple[str, ...], tmp
     job = survive(tmp_path, faults, *training, ckpt="flowcheck", settings=mirror_of("lo"), setup=noted)
     compare_states(tmp_path, range(1, 3), world_size=4, num_servers=2)
     assert not events_of(job.run, GradientsLost)
+
+
+@pytest.mark.full
+def test_a_job_with_lost_frames_takes_snapshots_and_ends_exactly(tmp_path: Path) -> None:
+    require_port("lo")
+    training = ("train.iterations=20", UNSHARDED, "parallel.pp=1", "parallel.ep=1")
+    settings = (*mirror_of("lo"), "ckpt.capture_loss=0.01")
+    job = survive(tmp_path, [], *training, ckpt="flowcheck", settings=settings)
+    lost = events_of(job.run, GradientsLost)
+    assert lost
+    assert all("another rank" in event.reason or "incomplete capture" in event.reason for event in lost)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_servers_on_hosts_follow_a_hundred_iterations(pp: int, tmp_path: Path) -> None:
+    """Four hosts, each with its own address and mirror port; a rank is killed at iteration 60."""
+    reason = hosts.why_impossible() or ("there are hosts already" if hosts.is_up() else None)
+    if reason:
+        pytest.skip(reason)
+    training = ("train.iterations=100", f"parallel.pp={pp}", "parallel.ep=1", UNSHARDED)
+    fault = ("fault=at", "fault.at=[{iteration: 60, phase: backward, rank: 2}]")
+    where = (f"run.dir={tmp_path / 'run'}", "run.digest_every_iters=1", "parallel.ranks_per_node=1")
+    overrides = fast("ckpt=flowcheck", *mirror_of(hosts.INTERFACE), *training, *fault, *where)
+    hosts.up(4)
+    try:
+        assert run_on_hosts.run(4, 1, [str(JOB), str(tmp_path), *overrides]) == 0
+    finally:
+        hosts.down()
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert outcome_of(tmp_path / "run", result) == uninterrupted(4, *training)
+    compare_states(tmp_path, range(1, 59), world_size=4, num_servers=2)
+    assert not events_of(tmp_path / "run", GradientsLost)
