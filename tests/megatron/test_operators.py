@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
+import launcher.model
 from launcher.model import transformer_config
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter
@@ -478,3 +479,26 @@ def test_every_parameter_of_megatrons_mtp_module_is_located() -> None:
     ((mtp, others),) = run_ranks(1, _mtp_operators)
     assert mtp == {f"mtp 0 {name}" for name in _moe_layers(0)}
     assert others == {"embedding", *_moe_layers(0), "final norm", "output"}
+
+
+def _freeze_what_a_script_has_frozen() -> None:
+    build = launcher.model._build_stage
+
+    def frozen(*arguments: Any) -> torch.nn.Module:
+        stage = build(*arguments)
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_("experts" in name)
+        return stage
+
+    launcher.model._build_stage = frozen
+    state, _ = build_stage("parallel.pp=1")
+    operators = RankOperators(state)
+    before = {owned.name: owned.parameter.requires_grad for owned in operators.parameters}
+    assert set(before.values()) == {True, False}
+    for names in (set(names_of(operators)), set[str]()):
+        operators.freeze(names)
+        assert {owned.name: owned.parameter.requires_grad for owned in operators.parameters} == before
+
+
+def test_parameters_that_a_script_has_frozen_stay_frozen() -> None:
+    run_ranks(1, _freeze_what_a_script_has_frozen)
