@@ -137,7 +137,7 @@ class StageRecovery:
         self._execute(plan, mine, progress)
         differing = gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
         if any(differing):
-            self._replay_again(plan, mine, differing)
+            self._replay_again(plan, mine, differing, progress)
         return 0 if mine is None else target - mine.starts_from
 
     def _execute(
@@ -150,9 +150,15 @@ class StageRecovery:
         else:
             self._report(mine, target, self._roll_back(mine, target, progress), started_s)
 
-    def _replay_again(self, plan: RecoveryPlan, mine: Rollback | None, differing: Sequence[list[str]]) -> None:
+    def _replay_again(
+        self,
+        plan: RecoveryPlan,
+        mine: Rollback | None,
+        differing: Sequence[list[str]],
+        progress: Callable[[ReplayedState | None], None],
+    ) -> None:
         """Find out by a second replay which of two states is the odd one; all ranks go on from the last replay."""
-        verdict = self._second_replay(plan, mine)
+        verdict = self._second_replay(plan, mine, progress)
         own = differing[self._place.shard.global_rank]
         if own:
             self._events.append(ReplayDiffered(iteration=plan.target_iteration, operators=own, verdict=verdict))
@@ -165,7 +171,9 @@ class StageRecovery:
                 verdict,
             )
 
-    def _second_replay(self, plan: RecoveryPlan, mine: Rollback | None) -> str:
+    def _second_replay(
+        self, plan: RecoveryPlan, mine: Rollback | None, progress: Callable[[ReplayedState | None], None]
+    ) -> str:
         """Return what a second replay shows.
 
         Two that agree: the live memory was corrupt. Two that differ: a kernel is not deterministic, so that no state is
@@ -175,7 +183,7 @@ class StageRecovery:
         if any(rollback.resumed_at is not None for rollback in plan.rollbacks):
             return f"{CORRUPT}, or {NOT_DETERMINISTIC}"
         first = self._operators.digests() if mine is not None else {}
-        self._execute(plan, mine, lambda _: None)
+        self._execute(plan, mine, progress)
         agrees = mine is None or self._operators.digests() == first
         all_agree = all(gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError))
         return CORRUPT if all_agree else NOT_DETERMINISTIC
@@ -207,7 +215,9 @@ class StageRecovery:
         def reach(iteration: int) -> None:
             progress(ReplayedState(states=rollback.states, cut=cut, iteration=iteration))
 
-        if rollback.resumed_at is not None:
+        if rollback.resumed_at is None:
+            progress(None)  # of an earlier replay, whose state the window is about to replace
+        else:
             reach(rollback.resumed_at)
             self._undo(rollback.resumed_at + 1)
         fetched_bytes = 0
