@@ -64,7 +64,8 @@ class DaemonClient:
     def copy(self, keys: Sequence[str]) -> Future[None]:
         """Start copying own blobs to all peers.
 
-        The future is done once all peers hold all of the blobs, or fails with a CheckpointSaveError.
+        The future is done once all peers hold all of the blobs, or fails with a CheckpointSaveError. Without keys, it
+        is done once all earlier requests are.
         """
         return self._ask(lambda number: Copy(number=number, keys=tuple(keys)))
 

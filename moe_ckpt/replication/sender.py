@@ -71,7 +71,10 @@ class Replicator:
             peer.close()
 
     def copy(self, keys: Sequence[str]) -> Future[None]:
-        """Start copying; the future is done when all peers hold all of it, or fails with a CheckpointSaveError."""
+        """Start copying; the future is done when all peers hold all of it, or fails with a CheckpointSaveError.
+
+        Without keys, it is done once all earlier requests are.
+        """
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
             if self._peers is None:
@@ -120,7 +123,7 @@ class _Peer:
     def _split(self, keys: Sequence[str]) -> Iterator[tuple[_Lane, list[str]]]:
         for lane, is_mine in ((self._steps, True), (self._others, False)):
             part = [key for key in keys if is_step(key) == is_mine]
-            if part:
+            if part or not keys:
                 yield lane, part
 
 

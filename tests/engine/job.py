@@ -366,6 +366,7 @@ class ThreadJob:
         self.digests: dict[int, dict[int, str]] = {}
         self._losses: dict[int, float] = {}
         self._daemons: dict[int, _Daemon] = {}
+        self._clients: dict[int, DaemonClient | None] = {}
         self._killed = {rank: threading.Event() for rank in self.ranks}
         self._incarnations = dict.fromkeys(self.ranks, 0)
         self._workers: list[threading.Thread] = []
@@ -428,7 +429,15 @@ class ThreadJob:
         for observer in self.observers:
             observer.committed(iteration, rank, model)
         if self._settles:
-            settle(self.sessions[rank])
+            self.settle(rank)
+
+    def settle(self, rank: int) -> None:
+        """Wait until peers and servers have all of a rank's newest state, and no write to disk is in progress."""
+        settle(self.sessions[rank])
+        if self._has_servers:
+            client = self._clients[rank]
+            assert client is not None
+            client.copy([]).result(_WAIT_S)  # ends after all copies before it
 
     def kill(self, rank: int) -> None:
         """Kill a rank at once. The first fault of the list is this rank's, in a phase that it does not enter."""
@@ -503,6 +512,7 @@ class ThreadJob:
             _Training(self, rank, model, None, lambda _: None, events, ranks).run(0, [])
             return model.digest()
         elastic = self._elastic(rank, page)
+        self._clients[rank] = elastic.daemon
         if elastic.daemon:
             closing.callback(elastic.daemon.close)
         session = self._session(rank, model, ranks, stage_ranks, elastic, events)

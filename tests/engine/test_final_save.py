@@ -13,7 +13,7 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import StateResumed
 from moe_ckpt.replication.final_save import save_last, windows_in
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
-from tests.engine.job import ThreadJob, settle, uninterrupted
+from tests.engine.job import ThreadJob, uninterrupted
 from tests.engine.model import PAIR, Model, Shape
 from tests.policies.profiles import config
 
@@ -37,7 +37,7 @@ class _Stop:
 
     def committed(self, iteration: int, rank: int, model: Model) -> None:
         if iteration == self._iteration:
-            settle(self._job.sessions[rank])
+            self._job.settle(rank)
             self._all_write_nothing.wait(WAIT_S)
             raise StoppedError
 

@@ -173,7 +173,7 @@ def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
     assert held, "the update of iteration 3 was held back"
     first = job.events(GradientsLost, 0)[0]
     assert first.iteration <= 5, "earlier where a busy machine's servers lag by themselves"
-    assert "lags by 2 iterations" in job.events(GradientsLost, 1)[0].reason
+    assert any("lags by 2 iterations" in job.events(GradientsLost, rank)[0].reason for rank in job.ranks)
 
 
 @pytest.mark.full  # the own server may complete a whole state after the damage: then nothing is fetched

@@ -214,7 +214,7 @@ def test_a_workers_death_ends_no_daemon_and_its_successor_goes_on(ranks: list[Ra
     publish(own, "b", b"b")
     ranks[0].worker(peer.address).copy(["a", "b"]).result(WAIT_S)
     assert [content_of(peer.held(0), key) for key in "ab"] == [(b"header", LARGE), (b"header", b"b")]
-    assert len(buffers_of(peer.held(0))) <= 3, "one may be of a copy that a death cut off, and is used again"
+    assert len(buffers_of(peer.held(0))) <= 3, "the second worker's `a` cut off a copy of the first's"
 
 
 def test_a_lost_node_starts_from_nothing_with_the_same_daemon(ranks: list[Rank]) -> None:

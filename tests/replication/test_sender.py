@@ -106,6 +106,20 @@ def test_forgetting_follows_the_copies_before_it(ranks: Ranks) -> None:
     assert (held.keys(), len(buffers_of(held))) == (["b"], 1)
 
 
+@pytest.mark.parametrize("key", ["snapshot-1", "start-2"])
+def test_a_copy_of_nothing_ends_after_all_earlier_ones(ranks: Ranks, key: str) -> None:
+    """A survey waits in this way: a server that computes a state after it would never drop the state."""
+    publish(ranks.own(0), key)
+    proxy = ranks.proxy(ranks.serve(1).address)
+    replicator = ranks.replicate(0, proxy.address)
+    proxy.may_pass.clear()
+    copied, after_all = replicator.copy([key]), replicator.copy([])
+    assert not after_all.done()
+    proxy.may_pass.set()
+    after_all.result(WAIT_S)
+    assert copied.done()
+
+
 def test_a_step_does_not_wait_behind_a_snapshot(ranks: Ranks) -> None:
     """The cap lets no second chunk of the snapshot pass for hours; every iteration waits for its step."""
     publish(ranks.own(0), "snapshot-1", FIVE_CHUNKS)
