@@ -26,7 +26,7 @@ from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.copies import answer_copies
 from tests.engine.covering import fault_of, rows_of, shape_of
 from tests.engine.damage import flip_a_bit, rewrite_headers
-from tests.engine.job import MOMENTS, Fault, ThreadJob, exact
+from tests.engine.job import MOMENTS, Fault, ThreadJob, exact, uninterrupted
 from tests.engine.model import MICRO_BATCHES, PAIR, PIPE, Model, Shape
 from tests.policies.profiles import config
 
@@ -168,6 +168,31 @@ def test_a_replay_goes_on_while_another_stage_fails(
 
     job.on_worker.append(arm)
     assert replayed(exact(job)) == replaying
+
+
+def test_a_second_replay_that_is_cut_off_goes_on_from_its_own_state(tmp_path: Path) -> None:
+    """Rank 1 is corrupt, and replays beside its peer that was lost; rank 4 dies in the second replay."""
+    faults = [Fault(rank=0, phase=Phase.REDUCE, iteration=6), Fault(rank=4, phase=Phase.DONE)]
+    job = made(tmp_path, *faults, shape=Shape(pp=3), window=3)
+    job.checks_digests = False
+    replayed_by_rank_1: list[int] = []
+
+    def cut_off() -> None:
+        job.kill(4)
+        raise PeersLostError("in place of the next exchange with other ranks")
+
+    def corrupt(model: Model) -> None:
+        def replay(iteration: int) -> None:
+            replayed_by_rank_1.append(iteration)
+            if replayed_by_rank_1 == [2, 3, 4, 5, 2]:
+                model.arm("forward", cut_off)
+
+        model.owned[0].master.data.add_(1.0)
+        model.on_replay = replay
+
+    job.upsets[1, 5] = corrupt
+    assert job.run() == uninterrupted(job.shape, job.iterations)
+    assert replayed_by_rank_1 == [2, 3, 4, 5, 2, 3, 4, 5], "iteration 2 of the second replay is not repeated"
 
 
 def test_a_stage_is_rebuilt_from_a_window_before_a_long_pause(tmp_path: Path) -> None:
