@@ -77,9 +77,9 @@ class Replicator:
         """
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
-            if self._peers is None:
+            if self._peers is None and keys:
                 return _failed(CheckpointSaveError("copies: got no peers yet, wanted to be told which to use"))
-            return _all_done([part for peer in self._peers.values() for part in peer.copy(keys, until_s)])
+            return _all_done([part for peer in (self._peers or {}).values() for part in peer.copy(keys, until_s)])
 
     def forget(self, keys: Sequence[str]) -> None:
         """Let all peers drop their copies, after all earlier requests of the same kind. A failure is logged."""
