@@ -103,3 +103,17 @@ def named_files(text: str, page: Path) -> list[str]:
     named = set(re.findall(r"`([\w./]+/[\w.]+\.(?:py|md|sh|yaml|toml|csv))(?:::\w+)?`", text))
     homes = (ROOT, ROOT / "moe_ckpt", ROOT / "tests", ROOT / "tests" / "launcher")
     return links + [n for n in sorted(named) if "NAME" not in n and not any((home / n).exists() for home in homes)]
+
+
+def test_documents_name_tests_that_exist() -> None:
+    """But for the table of mutants, which shows a run; its list is checked by tests/scripts/test_mutants.py."""
+    there = {path.rpartition("/")[2] for path in texts()} | {n for text in texts().values() for n in TEST.findall(text)}
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    named = [
+        (page.name, name)
+        for page in pages
+        if page.name != "mutants.md"
+        for name in re.findall(r"\btest_\w+\.py|(?<=::)test_\w+", page.read_text())
+    ]
+    assert len(named) > 40
+    assert [each for each in named if each[1] not in there] == []

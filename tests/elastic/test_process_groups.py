@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from launcher.proc import stands_still
+from moe_ckpt.elastic import process_groups
 from moe_ckpt.elastic.backends import GlooBackend, Mark
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.status_page import StatusPage
@@ -599,9 +600,16 @@ class Point:
 
 
 class Launching:
-    """A group whose operations are launched only: the device does them later."""
+    """A group whose operations are launched only: the device does them later, and the host waits for none."""
 
-    def allreduce(self, *_: Any) -> None: ...
+    def allreduce(self, _: Any, options: Any) -> Launched | None:
+        return Launched() if options.asyncOp else None
+
+
+class Launched:
+    """An operation that the current stream waits for, and not the host."""
+
+    def wait(self) -> None: ...
 
 
 class LaunchingTransport(HeldTransport):
@@ -610,6 +618,7 @@ class LaunchingTransport(HeldTransport):
     def __init__(self) -> None:
         super().__init__()
         self.held.set()
+        self.can_forget = False
         self.points: list[Point] = []
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
@@ -620,7 +629,17 @@ class LaunchingTransport(HeldTransport):
         return self.points[-1]
 
 
-def block_in_an_event(folder: str) -> tuple[bool, bool, bool, bool, float]:
+def reduce_now() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def reduce_and_wait() -> None:
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def block_in_an_event(folder: str, reduce: Callable[[], None]) -> tuple[bool, bool, bool, bool, float]:
     """Return whether a rank waits for others: before and while its host blocks, after that, and when it is wedged.
 
     And the age of its last progress in seconds as the wait has ended.
@@ -632,7 +651,7 @@ def block_in_an_event(folder: str) -> tuple[bool, bool, bool, bool, float]:
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
     groups.form(dist.HashStore(), 1)
     seen = [page.waiting]
-    dist.all_reduce(torch.ones(1))
+    reduce()
     host = threading.Thread(target=transport.points[-1].reached.wait)  # as `.item()` does
     host.start()
     seen.append(wait_until(lambda: page.waiting))
@@ -641,20 +660,21 @@ def block_in_an_event(folder: str) -> tuple[bool, bool, bool, bool, float]:
     wait_until(lambda: not page.waiting)
     age_s = time.monotonic() - page.progress_s
     seen.append(page.waiting)
-    dist.all_reduce(torch.ones(1))
+    reduce()
     wait_until(lambda: page.waiting)
     groups.leave()
     return seen[0], seen[1], seen[2], page.waiting, age_s
 
 
-def test_a_host_that_blocks_for_its_device_waits_for_others(tmp_path: Path) -> None:
-    ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path))
+@pytest.mark.parametrize("reduce", [reduce_now, reduce_and_wait])
+def test_a_host_that_blocks_for_its_device_waits_for_others(reduce: Callable[[], None], tmp_path: Path) -> None:
+    ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path), reduce)
     assert waits == [False, True, False, False]
     assert age_s < 1.0, "the supervisor would kill a rank as soon as a long wait has ended"
 
 
 class DeviceTransport(HeldTransport):
-    """A device's transport, which opens a socket for each group, as NCCL's bootstrap does."""
+    """A device's transport, which opens a socket for each group, as NCCL's bootstrap does, and more when it likes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -664,8 +684,11 @@ class DeviceTransport(HeldTransport):
         self.worked_at_the_cut: list[bool] = []
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
-        self.sockets.append(socket.socketpair())
+        self.open_socket()
         return object()
+
+    def open_socket(self) -> None:
+        self.sockets.append(socket.socketpair())
 
     def cut(self, insides: Sequence[Any]) -> None:
         self.worked_at_the_cut += [self.passes(pair) for pair in self.sockets]
@@ -678,9 +701,23 @@ class DeviceTransport(HeldTransport):
             return False
 
 
+class HostTransport(GlooBackend):
+    """The host's transport, beside a device whose groups open another socket while this one's are formed."""
+
+    def __init__(self, device: DeviceTransport) -> None:
+        super().__init__()
+        self._beside = device
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        if self._beside.sockets:
+            self._beside.open_socket()
+        return super().make(store, rank, size, form_s=form_s, operation_s=operation_s)
+
+
 def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
     """Return whether a device's sockets work as its groups are aborted, and after the cut of the host's groups."""
     transport = DeviceTransport()
+    process_groups.GlooBackend = partial(HostTransport, transport)  # type: ignore[misc]
     groups = open_groups(own_rank(), 2, transport=transport, world=CPU_BACKEND)
     dist.new_group([0, 1], backend=BACKEND)
     groups.form(open_store(folder), 1)
