@@ -348,6 +348,7 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
             caps=config.ckpt.max_bytes_per_s,
             serves_itself=isinstance(config.ckpt, FlowcheckConfig),
             mirror=_mirror(config.ckpt),
+            most_bytes_per_owner=config.ckpt.memory_budget_bytes,
         ),
         supervisor_pid=supervisor_pid,
         may_send=lambda: not page.communicates,

@@ -16,6 +16,7 @@ from launcher.loop import StageRunner
 from moe_ckpt.events import TrainerStarted
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
+from tests.modes import let_others_in, open_to_others
 from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.training import events_of
@@ -60,12 +61,15 @@ def test_nothing_is_left_where_the_agent_dies_during_a_recovery(tmp_path: Path) 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     training = (*PP2, "train.iterations=10")
-    with ElasticJob(2, tmp_path, *training, "ckpt.window=2", "run.digest_every_iters=3") as job:
+    settings = ("ckpt.window=2", "run.digest_every_iters=3")
+    with ElasticJob(2, tmp_path, *training, *settings, setup=let_others_in) as job:
         held = job.hold(0, Phase.FORWARD, iteration=3)
+        assert open_to_others(job.shared) == open_to_others(job.run) == []
         with ElasticJob(2, tmp_path / "second", *LONG, f"run.dir={job.run}") as second:
             said = second.wait_for_failure()
         os.kill(held, signal.SIGCONT)
         result = job.wait()
+    assert open_to_others(job.run) == []
     assert said.count("error: run.dir: got ") == 1, said
     assert "wanted a folder of its own for every run" in said
     outcome, expected = outcome_of(job.run, result), uninterrupted(2, *training)
