@@ -218,10 +218,10 @@ class BlobFolder:
             write_private(unfinished, entry_to_bytes(entry))
             if self._synced:
                 buffer = [self._buffer_path(entry.buffer)] if entry.buffer else []
-                _sync(*buffer, *(path.parent for path in buffer), unfinished)
+                sync(*buffer, *(path.parent for path in buffer), unfinished)
             unfinished.replace(path)
             if self._synced:
-                _sync(path.parent)
+                sync(path.parent)
         except OSError as error:
             raise CheckpointSaveError(f"blob {entry.key} in {self.path}: got {error}, wanted to write it") from error
 
@@ -293,7 +293,8 @@ def _listed(directory: Path) -> list[Path]:
         return []
 
 
-def _sync(*paths: Path) -> None:
+def sync(*paths: Path) -> None:
+    """Wait until files, or the entries of folders, are on the device. Raises OSError."""
     for path in paths:
         with _opened(path, os.O_RDONLY) as fd:
             os.fsync(fd)

@@ -233,8 +233,8 @@ def test_a_payload_beyond_the_owners_limit_is_refused_before_it_comes(ranks: Ran
     """The limit holds for each owner, and memory that is free again counts for none."""
     server = ranks.serve(1, rules=HoldingRules(most_bytes_per_owner=2 * CHUNK_BYTES))
     full, other = (ranks.replicate(rank, server.address) for rank in (0, 2))
-    for rank, key in ((0, "a"), (0, "b"), (2, "c")):
-        publish(ranks.own(rank), key, FIVE_CHUNKS[: 2 * CHUNK_BYTES - 10])
+    for rank, key, nbytes in ((0, "a", 2 * CHUNK_BYTES), (0, "b", CHUNK_BYTES), (2, "c", CHUNK_BYTES)):
+        publish(ranks.own(rank), key, FIVE_CHUNKS[:nbytes])
     copy(full, "a")
     with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.memory_budget_bytes=2097152"):
         copy(full, "b")
