@@ -6,6 +6,7 @@ Everything slow is imported here, once: a supervisor's workers share it, and a r
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ from moe_ckpt.run_folder import require_lasting, wait_for_run_folder
 
 def start(settings: Settings) -> int:
     """Train, or supervise a rank's workers; return the exit status. Raises MoeCkptError for errors of the user's."""
+    os.umask(0o077)  # of files that other libraries write into the run folder: TensorBoard's, torch's checkpoints
     gc.freeze()  # imported objects stay: the garbage collector must not visit them
     require_servable(settings)
     if wants_supervisor(settings.ckpt, settings.runtime):

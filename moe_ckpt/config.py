@@ -410,6 +410,10 @@ class RuntimeConfig:
     grace_s: float
     copy_s: float
     max_deaths: int
+    sick_deaths: int
+    sick_within_s: float
+    health: str
+    health_s: float
     stop_save_s: float
     notice_file: str
     suspect_iters: int
@@ -428,6 +432,9 @@ class RuntimeConfig:
         require_at_least("runtime.grace_s", self.grace_s, 0.0)
         require_at_least("runtime.copy_s", self.copy_s, 1.0)
         require_at_least("runtime.max_deaths", self.max_deaths, 1)
+        require_at_least("runtime.sick_deaths", self.sick_deaths, 0)
+        require_at_least("runtime.sick_within_s", self.sick_within_s, 0.0)
+        require_at_least("runtime.health_s", self.health_s, 1.0)
         require_at_least("runtime.stop_save_s", self.stop_save_s, 0.0)
         require_at_least("runtime.suspect_iters", self.suspect_iters, 0)
         require_choice("runtime.on_divergence", self.on_divergence, DIVERGENCES)
@@ -437,6 +444,8 @@ class RuntimeConfig:
         require(self.operation_s > self.progress_s, "runtime.operation_s", self.operation_s, wanted)
         wanted = f"more than runtime.progress_s + runtime.form_s = {self.progress_s + self.form_s:g}"
         require(self.join_s > self.progress_s + self.form_s, "runtime.join_s", self.join_s, wanted)
+        wanted = f"less than runtime.join_s={self.join_s:g}: survivors wait for the replacement"
+        require(self.health_s < self.join_s, "runtime.health_s", self.health_s, wanted)
         wanted = f"less than runtime.heartbeat_s={self.heartbeat_s:g}"
         require(self.grace_s < self.heartbeat_s, "runtime.grace_s", self.grace_s, wanted)
 

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from moe_ckpt.private_files import make_private, open_private, write_private
+
 _log = logging.getLogger(__name__)
 
 
@@ -462,8 +464,8 @@ class EventLog:
     """
 
     def __init__(self, path: Path, *, global_rank: int, clock_origin_unix_s: float) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        make_private(path.parent)
+        self._fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.ftruncate(self._fd, _complete_length(path.read_bytes()))
         self._path = path
         self._global_rank = global_rank
@@ -500,8 +502,8 @@ class EventLog:
 
 def write_events(path: Path, events: Iterable[LoggedEvent]) -> None:
     """Write one rank's events, in order, as a run would have: for what has been simulated."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(map(_encode, events)))
+    make_private(path.parent)
+    write_private(path, b"".join(map(_encode, events)))
 
 
 def _encode(logged: LoggedEvent) -> bytes:

@@ -41,6 +41,7 @@ from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_over
+from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.stop_board import StopBoard
 from moe_ckpt.elastic.supervisor import Supervisor, SupervisorHooks, SupervisorLimits, start_beside
@@ -242,6 +243,12 @@ def run_elastic(
         progress_s=runtime.progress_s,
         max_deaths=runtime.max_deaths,
         stop_save_s=runtime.stop_save_s,
+        sick=SickPlaceRules(
+            deaths=runtime.sick_deaths,
+            within_s=runtime.sick_within_s,
+            health=runtime.health,
+            health_s=runtime.health_s,
+        ),
     )
     hooks = SupervisorHooks(
         start_daemon=(lambda: _start_daemon(config, place)) if place.has_daemon else None,
@@ -348,6 +355,7 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
             caps=config.ckpt.max_bytes_per_s,
             serves_itself=isinstance(config.ckpt, FlowcheckConfig),
             mirror=_mirror(config.ckpt),
+            most_bytes_per_owner=config.ckpt.memory_budget_bytes,
         ),
         supervisor_pid=supervisor_pid,
         may_send=lambda: not page.communicates,

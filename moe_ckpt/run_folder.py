@@ -31,6 +31,7 @@ from moe_ckpt.elastic.job_store import agent_store
 from moe_ckpt.elastic.live_workers import read_live
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.run_lock import release_lock, take_lock, used_by
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
@@ -129,7 +130,7 @@ def _require_free(path: Path, memory_root: Path) -> None:
 def _create_or_find(run: RunFolderConfig, remembered: str | None) -> RunFolder:
     path = Path(remembered) if remembered else _choose_path(run)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
         take_lock(path, is_ours=_remembered_folder() == str(path))
         if not (path / "run.json").exists():
             _write_whole(path / "config.yaml", run.configuration)
@@ -200,7 +201,7 @@ def _point_latest(path: Path) -> None:
 
 def _write_whole(path: Path, content: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content)
+    write_private(temporary, content)
     temporary.replace(path)
 
 

@@ -20,6 +20,7 @@ from moe_ckpt.agent import agent_pid
 from moe_ckpt.elastic.torchrun import has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import is_alive, start_ticks
+from moe_ckpt.private_files import open_private
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,7 @@ def _described(holder: Holder, run: Path) -> tuple[str, str]:
 @contextlib.contextmanager
 def _opened(run: Path) -> Iterator[TextIO]:
     """Open the file, empty if it was missing, for one process at a time."""
-    with (run / "lock").open("a+") as file:
+    with open(run / "lock", "a+", opener=open_private) as file:
         with contextlib.suppress(OSError):  # a file system without locks: what is left is a race of microseconds
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file

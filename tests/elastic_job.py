@@ -89,6 +89,11 @@ class ElasticJob:
             error.add_note(self.said())
 
     @property
+    def shared(self) -> Path:
+        """The job's folder in shared memory."""
+        return self._shared
+
+    @property
     def agent_pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid

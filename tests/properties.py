@@ -5,6 +5,9 @@ from __future__ import annotations
 from hypothesis import settings
 
 CI, FULL = "ci", "full"
+MANY = 100_000
+"""Examples of a fuzz test with `--full`, and the seconds that they may take."""
+FUZZ_S = 1200.0
 
 settings.register_profile(CI, deadline=None, max_examples=40, derandomize=True)
 settings.register_profile(FULL, deadline=None)

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moe_ckpt.private_files import open_private
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InjectedFault:
@@ -31,7 +33,7 @@ class InjectedFault:
 def append_faults(run: Path, faults: Iterable[InjectedFault]) -> None:
     """Add these lines, all in one write."""
     lines = "".join(json.dumps(asdict(fault)) + "\n" for fault in faults).encode()
-    fd = os.open(run / "faults.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    fd = open_private(run / "faults.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(fd, lines)
     finally:

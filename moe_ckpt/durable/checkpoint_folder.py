@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, RunIdentity
 
 MARKER = "COMMITTED.json"
@@ -58,7 +59,7 @@ class CheckpointFolder:
         directory = self.directory(iteration)
         if directory.exists():
             remove_checkpoint(directory)
-        directory.mkdir(parents=True)
+        make_private(directory)
         return directory
 
     def committed(self) -> list[CheckpointRef]:
@@ -120,7 +121,7 @@ def commit(directory: Path, manifest: Manifest) -> None:
         "identity": manifest.identity.as_json(),
         "files": [asdict(file) for file in manifest.files],
     }
-    temporary.write_text(json.dumps(content, indent=1))
+    write_private(temporary, json.dumps(content, indent=1))
     _sync(temporary)
     _sync(directory)
     temporary.rename(marker)

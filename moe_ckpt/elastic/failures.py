@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from moe_ckpt.errors import causes_of
+from moe_ckpt.private_files import write_private
 
 WORKER_FAULT = 77
 """Exit status of a worker that failed by a fault of the hardware, with a failure file."""
@@ -82,7 +83,7 @@ def failure_of(error: BaseException, iteration: int) -> Failure:
 
 def write_failure(path: Path, failure: Failure) -> None:
     """Leave a failure for the supervisor."""
-    path.write_text(json.dumps(asdict(failure)))
+    write_private(path, json.dumps(asdict(failure)))
 
 
 def take_failure(path: Path) -> Failure | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.linux import is_alive, start_ticks
+from moe_ckpt.private_files import make_private, write_private
 
 LATEST = Path("outputs/latest")
 _OLDER = {"supervisor_start_ticks": -1}  # what files of older runs lack: no process was ever started then
@@ -74,9 +75,9 @@ def write_live(run: Path, *, global_rank: int, node: int, supervisor_pid: int, m
         life=life,
     )
     path = _path(run, global_rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(asdict(worker)) + "\n")
+    write_private(temporary, json.dumps(asdict(worker)) + "\n")
     temporary.replace(path)
 
 

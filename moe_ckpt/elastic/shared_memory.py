@@ -21,6 +21,7 @@ from pathlib import Path
 
 from moe_ckpt.config import require
 from moe_ckpt.linux import is_alive, start_ticks
+from moe_ckpt.private_files import FOLDER_MODE, make_private, open_private
 from moe_ckpt.snapshot.blobs import held_path, own_path
 
 _NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")  # the agent's pid, when it was started, whose pids are meant
@@ -34,7 +35,7 @@ def open_memory_root(base: Path, agent_pid: int) -> Path:
     """
     root = base / f"moe_ckpt-{agent_pid}-{start_ticks(agent_pid)}-{_pid_namespace()}"
     try:
-        root.mkdir(mode=0o700, exist_ok=True)
+        root.mkdir(mode=FOLDER_MODE, exist_ok=True)
     except OSError as error:
         require(False, "runtime.shared_memory", str(base), f"a folder in memory that can be written ({error})")
     _remove_orphans(base)
@@ -46,7 +47,7 @@ def open_memory_root(base: Path, agent_pid: int) -> Path:
 def rank_memory(root: Path, global_rank: int) -> Path:
     """Return one rank's folder; it is created if it is missing."""
     folder = root / f"rank{global_rank:04d}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     return folder
 
 
@@ -75,7 +76,7 @@ def _keep(blobs: Path, owner: int, root: Path, ranks: range) -> None:
     own = own_path(rank_memory(root, owner)) if owner in ranks else None
     place = own or held_path(rank_memory(root, ranks[0]), owner)
     if blobs.exists() and not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
+        make_private(place.parent)
         blobs.rename(place)
 
 
@@ -86,7 +87,7 @@ def _number(folder: Path) -> int:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[Path]:
     """Lock a file exclusively; it is created if it is missing."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield path
@@ -111,7 +112,7 @@ def _remove_orphans(base: Path) -> None:
 
 def _start_janitor(root: Path, agent_pid: int) -> None:
     """Start a janitor unless there is one: it has its file locked as long as it lives."""
-    lock = os.open(root / "janitor", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = open_private(root / "janitor", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _fork_janitor(root, agent_pid)

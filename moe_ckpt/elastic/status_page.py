@@ -16,6 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from moe_ckpt.config import require
+from moe_ckpt.private_files import open_private
 from moe_ckpt.types import Phase
 
 _SIZE_BYTES = 4096
@@ -66,7 +67,7 @@ class StatusPage:
 
     def __init__(self, path: Path, *, strike: Callable[[int], None] = strike_this_process) -> None:
         self._strike = strike
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             _reserve(fd, path)
             self._words = memoryview(mmap.mmap(fd, _SIZE_BYTES)).cast("q")

@@ -17,11 +17,12 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from moe_ckpt.elastic.failures import WORKER_FAULT, Failure
 from moe_ckpt.elastic.generations import DAEMON_DIED, STARTED_AGAIN, SUPERVISOR, Generations
 from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended
 from moe_ckpt.elastic.process_failure import Death, FaultClass
+from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_deaths
 from moe_ckpt.elastic.starvation import Silence, read_threads
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.linux import children_of
@@ -50,13 +52,14 @@ REQUEUE = 99
 class SupervisorLimits:
     """The seconds after which a worker counts as hung, and the most deaths in a row without progress.
 
-    `stop_save_s`: the seconds for the last save.
+    `stop_save_s`: the seconds for the last save. `sick`: the rules by which no replacement is started.
     """
 
     heartbeat_s: float
     progress_s: float
     max_deaths: int
     stop_save_s: float = 0.0
+    sick: SickPlaceRules = field(default_factory=SickPlaceRules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +103,7 @@ class Supervisor:
         self._life = 0
         self._worker_deaths = _Budget(limits.max_deaths)
         self._daemon_deaths = _Budget(limits.max_deaths)
+        self._deaths_here_s: list[float] = []
         self._looked_s = 0.0
         self._heartbeat = Silence(limits.heartbeat_s, lambda: read_threads(self._pid))
         self._progress = Silence(limits.progress_s, lambda: read_threads(self._pid))
@@ -249,11 +253,16 @@ class Supervisor:
         return True
 
     def _may_replace(self, death: Death) -> bool:
-        """Return whether the budget of deaths allows another worker."""
-        if self._worker_deaths.allows_another(death.iteration):
-            return True
-        _complain(f"error: rank {self._global_rank} died {self._worker_deaths}, giving up; the last time: {death}")
-        return False
+        """Return whether the budget of deaths, and the health of this place, allow another worker."""
+        if not self._worker_deaths.allows_another(death.iteration):
+            _complain(f"error: rank {self._global_rank} died {self._worker_deaths}, giving up; the last time: {death}")
+            return False
+        self._deaths_here_s.append(time.monotonic())
+        sick = reason_of_deaths(self._limits.sick, self._deaths_here_s) or check_health(self._limits.sick)
+        if sick:
+            place = f"{socket.gethostname()}, the place of rank {self._global_rank},"
+            _complain(f"error: {place} is sick, no worker is started there again: {sick}; the last time: {death}")
+        return sick is None
 
     def _death(self, pid: int, name: str, why: str, fault: FaultClass) -> Death:
         offset_s = time.time() - time.monotonic()

@@ -110,8 +110,11 @@ class Fallback:
             disks = rejoin.look_at_disks()
             if disks.newest:
                 sources.append(Source(place=LOCAL_DISK, iteration=disks.newest))
-            elif any(disks.of_each):
+            elif any(disks.of_each) and not disks.new_ranks:
                 passed_over.append(_nothing_common(disks))
+            elif any(disks.of_each) and self._ranks.rank == 0:
+                ranks = ", ".join(map(str, disks.new_ranks))
+                _log.warning("%s; no state was ever on all disks: rank %s never saved", _nothing_common(disks), ranks)
         best_first = sorted(sources, key=lambda source: (source.iteration, source.place == LOCAL_DISK), reverse=True)
         bad = self._distrusted | {source for source in best_first if source.iteration in tainted}
         return UsableState(

@@ -27,10 +27,15 @@ class RecoveredState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnDisks:
-    """Iterations on local disks: the newest that all disks lead to, and the newest on each disk."""
+    """Iterations on local disks: the newest that all disks lead to, and the newest on each disk.
+
+    `new_ranks`: ranks whose disk has held no state since all ranks started from nothing. With one of these, no state
+    was ever on all disks.
+    """
 
     newest: int | None
     of_each: tuple[int | None, ...]
+    new_ranks: tuple[int, ...] = ()
 
 
 class JobRecovery(Protocol):
@@ -47,6 +52,10 @@ class JobRecovery(Protocol):
 
     def look_at_disks(self) -> OnDisks:
         """Wait for writes in progress; then return the iterations that all ranks' local disks lead to, verified."""
+        ...
+
+    def begin_on_disks(self) -> None:
+        """All ranks start from nothing: empty their local disks."""
         ...
 
     def load_from_disk(self) -> int:

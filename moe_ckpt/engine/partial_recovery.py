@@ -143,6 +143,9 @@ class PartialRecovery:
         )
         return OnDisks(newest=plan.version.iteration if plan else None, of_each=newest)
 
+    def begin_on_disks(self) -> None:
+        """Units on disks belong to no window: a start without a common state is an error, whatever is there."""
+
     def load_from_disk(self) -> int:
         self.copies.drop_all()
         stocks = self._take_stock(_DISK)

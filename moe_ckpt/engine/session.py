@@ -146,6 +146,8 @@ class Session:
         loaded = self._fallback.load(self._fallback.look(self._rejoin), self._rejoin)
         if loaded:
             self._went_on_from(loaded)
+        elif self._rejoin:
+            self._rejoin.begin_on_disks()
         if self._rejoin:
             self._rejoin.copies.resume_copying()
         return loaded.iteration if loaded else 0

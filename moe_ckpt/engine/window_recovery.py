@@ -112,8 +112,16 @@ class WindowRecovery:
     def look_at_disks(self) -> OnDisks:
         """Wait for writes in progress; then return the iterations that all ranks' local disks lead to, verified."""
         looked = gather_results(self._place.ranks, self._look_at_disk, CheckpointLoadError)
-        common = frozenset[int].intersection(*(usable for _, usable in looked))
-        return OnDisks(newest=max(common, default=None), of_each=tuple(newest for newest, _ in looked))
+        common = frozenset[int].intersection(*(usable for _, usable, _ in looked))
+        return OnDisks(
+            newest=max(common, default=None),
+            of_each=tuple(newest for newest, _, _ in looked),
+            new_ranks=tuple(rank for rank, (_, usable, is_new) in enumerate(looked) if is_new and not usable),
+        )
+
+    def begin_on_disks(self) -> None:
+        if self._stores.disk is not None:
+            self._stores.disk.begin()
 
     def load_from_disk(self) -> int:
         """Bring all ranks to the state that the newest windows on their local disks lead to; return its iteration.
@@ -226,14 +234,16 @@ class WindowRecovery:
         by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
         return tuple(by_start.values())
 
-    def _look_at_disk(self) -> tuple[int | None, frozenset[int]]:
-        """Return the newest iteration of any blob on this rank's disk, and the iterations that the disk leads to."""
+    def _look_at_disk(self) -> tuple[int | None, frozenset[int], bool]:
+        """Return the newest iteration of any blob on this rank's disk, the iterations that the disk leads to, and
+        whether it never held a state."""
         disk, mine = self._stores.disk, self._place.shard.global_rank
         if disk is None:
-            return None, frozenset()
+            return None, frozenset(), False
         disk.flush(self._elastic.copy_s)
         refs = self._usable(BlobFolder(disk.path), mine, None)
-        return newest_snapshot(BlobFolder(disk.path).keys()), frozenset(ref.end for ref in refs)
+        newest = newest_snapshot(BlobFolder(disk.path).keys())
+        return newest, frozenset(ref.end for ref in refs), disk.never_held
 
     def _window(self, window: Window, owner: int, steps: StepLog) -> WindowRef | None:
         shard = window.snapshots[0].header.shard

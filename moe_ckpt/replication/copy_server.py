@@ -6,8 +6,6 @@ send anything without a request, or serve a client that has not proved that it h
     own/              this rank's blobs: read only
     held/rank0001/    copies for rank 1
 
-A checkpoint server (`serves_itself`) computes states from gradients for its own rank, too, and stores them as copies.
-`captured` returns the gradients that it reads from a mirror port.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import functools
 import logging
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 
@@ -48,6 +47,19 @@ _MOST_STRANGERS = 64  # connections before admission; each has a thread
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HoldingRules:
+    """The copies that a server accepts: `most_bytes_per_owner` of payloads for each owner; None: as much as there is.
+
+    A checkpoint server (`serves_itself`) computes states from gradients, also for its own rank, and stores them as
+    copies. `captured` returns the gradients that it reads from a mirror port.
+    """
+
+    serves_itself: bool = False
+    captured: CapturedSums = no_capture
+    most_bytes_per_owner: int | None = None
+
+
 class CopyServer:
     """Serves `rank_folder` at a free port of `host`, to clients with the ticket, until `close`.
 
@@ -62,15 +74,13 @@ class CopyServer:
         *,
         host: str,
         timeout_s: float,
-        serves_itself: bool = False,
-        captured: CapturedSums = no_capture,
+        rules: HoldingRules | None = None,
     ) -> None:
-        self._captured = captured
+        self._rules = rules or HoldingRules()
         self._rank_folder = rank_folder
         self._global_rank = global_rank
         self._ticket = ticket
         self._timeout_s = timeout_s
-        self._serves_itself = serves_itself
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
         self._strangers = BoundedSemaphore(_MOST_STRANGERS)
@@ -136,7 +146,8 @@ class CopyServer:
 
     def _put(self, link: Connection, owner_rank: int, key: str, found: Found) -> None:
         folder = self._held_folder(owner_rank, [key])
-        keep = functools.partial(apply_update, folder, captured=self._captured) if is_update(key) else folder.deposit
+        take_step = functools.partial(apply_update, folder, captured=self._rules.captured)
+        keep = take_step if is_update(key) else folder.deposit
         receive_blob(link, found, folder, key, keep, lambda _: link.allow(self._timeout_s))
         link.send(Done())
 
@@ -153,11 +164,12 @@ class CopyServer:
         The first request of a daemon's lifetime adopts existing files.
         """
         _require_keys(keys)
-        if owner_rank == self._global_rank and not self._serves_itself:
+        if owner_rank == self._global_rank and not self._rules.serves_itself:
             raise RefusedError(f"rank {owner_rank} keeps no copies for itself", garbled=False)
         with self._lock:
             if owner_rank not in self._held:
-                self._held[owner_rank] = ReplicaFolder(held_path(self._rank_folder, owner_rank))
+                path = held_path(self._rank_folder, owner_rank)
+                self._held[owner_rank] = ReplicaFolder(path, most_bytes=self._rules.most_bytes_per_owner)
             return self._held[owner_rank]
 
 

@@ -10,6 +10,7 @@ not: train, touch a process group, or keep state in its memory: all state is in 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import time
@@ -25,9 +26,10 @@ from moe_ckpt.config import NO_CAPS, MaxBytesPerS
 from moe_ckpt.mirror.capture import MirrorCapture
 from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.mirror.watcher import Watcher
+from moe_ckpt.private_files import FILE_MODE, make_private
 from moe_ckpt.replication.client import daemon_socket
 from moe_ckpt.replication.connection import Connection
-from moe_ckpt.replication.copy_server import CopyServer
+from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.local_disk import persist
 from moe_ckpt.replication.messages import (
     Address,
@@ -69,6 +71,7 @@ class DaemonSettings:
     """A daemon's settings and time limits: for progress on a connection, and for a whole copy.
 
     `serves_itself`: the daemon is also a checkpoint server of its own rank, and may read a `mirror` port.
+    `most_bytes_per_owner`: limit of the payloads that it holds for one rank.
     """
 
     rank_folder: Path
@@ -80,6 +83,7 @@ class DaemonSettings:
     caps: MaxBytesPerS = NO_CAPS
     serves_itself: bool = False
     mirror: MirrorSettings | None = None
+    most_bytes_per_owner: int | None = None
 
 
 def run_daemon(
@@ -100,8 +104,11 @@ def run_daemon(
         place.ticket,
         host=place.host,
         timeout_s=place.timeout_s,
-        serves_itself=place.serves_itself,
-        captured=_open_mirror(place.mirror, place.global_rank).sums if place.mirror else no_capture,
+        rules=HoldingRules(
+            serves_itself=place.serves_itself,
+            captured=_open_mirror(place.mirror, place.global_rank).sums if place.mirror else no_capture,
+            most_bytes_per_owner=place.most_bytes_per_owner,
+        ),
     )
     own = BlobFolder(own_path(place.rank_folder))
     replicator = Replicator(
@@ -211,10 +218,11 @@ class _Worker:
 
 
 def _listen(path: Path) -> socket.socket:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX)
     try:
+        os.fchmod(listening.fileno(), FILE_MODE)  # before bind: the socket's file has this mode from the start
         listening.bind(str(path))
         listening.listen()
     except OSError:

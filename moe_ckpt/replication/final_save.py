@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moe_ckpt.private_files import write_private
 from moe_ckpt.replication.local_disk import persist
 from moe_ckpt.replication.publisher import is_unfinished, read_snapshots
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
@@ -35,7 +36,7 @@ class SaveTarget:
 def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
     """Leave the target for the last save, in place of an earlier worker's."""
     unfinished = rank_folder / f"{_TARGET}.tmp"
-    unfinished.write_text(json.dumps(asdict(target)))
+    write_private(unfinished, json.dumps(asdict(target)))
     unfinished.replace(rank_folder / _TARGET)
 
 

@@ -3,8 +3,13 @@
 Owns: the blobs of one rank in one folder, synced, and the limit on their bytes. Must not: choose the blobs. The replica
 daemon writes, so that the death of a worker leaves no torn file.
 
+    begin      all ranks start from nothing: drop leftovers, and mark the disk as one that never held a state
     persist    drop what all ranks have newer of ---> copy blob after blob, each synced before its entry appears
+               ---> remove the mark
     restore    copy all blobs back into shared memory
+
+A disk with the mark proves that no state was ever on all disks: the next start may begin anew, although other disks
+hold states. A disk that was lost, or replaced, has no mark.
 """
 
 from __future__ import annotations
@@ -15,11 +20,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.replication.client import DaemonClient
-from moe_ckpt.snapshot.blobs import Blob, BlobFolder
+from moe_ckpt.snapshot.blobs import Blob, BlobFolder, sync
 from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
 
 _CHUNK_BYTES = 1 << 20
+_NEVER_HELD = "never_held"
 
 
 class LocalDisk:
@@ -29,6 +36,17 @@ class LocalDisk:
         self.path = folder / f"rank{global_rank:04d}"
         self._daemon = daemon
         self.limit_bytes = limit_bytes
+
+    def begin(self) -> None:
+        """Empty the disk, while no write is in progress, and mark it: all ranks start from nothing."""
+        self.drop(lambda _: True)
+        make_private(self.path)
+        write_private(self.path / _NEVER_HELD, "")
+
+    @property
+    def never_held(self) -> bool:
+        """Whether the disk is marked: no write has succeeded since all ranks started from nothing."""
+        return (self.path / _NEVER_HELD).exists()
 
     def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
         """Start `persist`. The future is done when it has ended, or fails with a CheckpointSaveError."""
@@ -84,6 +102,8 @@ def persist(
             with contextlib.suppress(OSError):  # the future gets the first error
                 disk.discard(key)
         raise
+    (path / _NEVER_HELD).unlink(missing_ok=True)
+    sync(path)
 
 
 def restore(path: Path, own: BlobFolder) -> int:

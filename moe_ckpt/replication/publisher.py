@@ -27,6 +27,7 @@ from safetensors.torch import load, save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.mirror.plan import Mirrored
+from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.snapshot.adam_update import (
@@ -372,8 +373,8 @@ class Publisher:
         The new contents count only once they are complete. Raises what `fetch` raises; the folder is then empty.
         """
         assert self._copying is None, "peers would forget what is being fetched"
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        self._unfinished.touch()
+        make_private(self.folder.path)
+        write_private(self._unfinished, "")
         self.folder.clear()
         self._on_wait(True)
         try:

@@ -1,6 +1,7 @@
 """The copies that a rank holds for another, in reused memory: new pages cost more than their contents.
 
-Owns: the pool of free memory, never more than was in use at one time. Must not: rely on files of free memory.
+Owns: the pool of free memory, never more than was in use at one time, and the limit of all. Must not: rely on files of
+free memory.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ from pathlib import Path
 
 import torch
 
+from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.snapshot.blobs import BlobFolder
 
 
 class ReplicaFolder(BlobFolder):
-    """A folder of deposited blobs that keeps their memory for later blobs. It adopts existing files."""
+    """A folder of deposited blobs that keeps their memory for later blobs. It adopts existing files.
 
-    def __init__(self, path: Path) -> None:
+    `most_bytes`: the memory that all payloads of the owner may take; None: as much as there is.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int | None = None) -> None:
         super().__init__(path)
+        self._most_bytes = most_bytes
         self._free: dict[int, torch.Tensor] = {}  # by id; the memory that has been free for longest comes first
         adopted = self.adopt().items()
         self._payloads = {key: blob.payload for key, blob in adopted if blob.payload is not None}
@@ -25,13 +31,14 @@ class ReplicaFolder(BlobFolder):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return shared memory: uint8, [nbytes], of arbitrary contents.
 
-        Raises CheckpointSaveError if the file system has no room.
+        Raises CheckpointSaveError if the file system has no room, or the owner may not hold so much more.
         """
         with self._lock:
             fitting = (tensor for tensor in self._free.values() if tensor.numel() == nbytes and self._has_file(tensor))
             tensor = next(fitting, None)
             if tensor is not None:
                 return self._free.pop(id(tensor))
+            self._require_allowed(nbytes)
             self._give_back(nbytes)
             return super().allocate(nbytes)
 
@@ -56,6 +63,13 @@ class ReplicaFolder(BlobFolder):
         with self._lock:
             super().clear()
             self._give_back(math.inf)
+
+    def _require_allowed(self, nbytes: int) -> None:
+        used_bytes = sum(tensor.numel() for tensor in self._mapped.values() if id(tensor) not in self._free)
+        if self._most_bytes is not None and used_bytes + nbytes > self._most_bytes:
+            reason = f"got {used_bytes} bytes there and {nbytes} more"
+            wanted = f"at most ckpt.memory_budget_bytes={self._most_bytes}"
+            raise CheckpointSaveError(f"copies in {self.path}: {reason}, wanted {wanted}")
 
     def _free_payload(self, key: str) -> None:
         payload = self._payloads.pop(key, None)

@@ -11,6 +11,7 @@ payload belongs into its header), or communicate with a peer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.private_files import make_private, open_private, write_private
 from moe_ckpt.snapshot.index_entry import IndexEntry, entry_from_bytes, entry_to_bytes
 
 _KEY = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -180,7 +182,8 @@ class BlobFolder:
 
     def _create(self, path: Path, nbytes: int) -> torch.Tensor:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
+            _require_free(path.parent, nbytes)
             with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 os.posix_fallocate(fd, 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
                 tensor = _map(fd, pinned=self._pinned)
@@ -211,14 +214,14 @@ class BlobFolder:
         try:
             if entry.buffer is not None:
                 self._buffer_path(entry.buffer).stat()  # the folder may have been deleted meanwhile
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(entry_to_bytes(entry))
+            make_private(path.parent)
+            write_private(unfinished, entry_to_bytes(entry))
             if self._synced:
                 buffer = [self._buffer_path(entry.buffer)] if entry.buffer else []
-                _sync(*buffer, *(path.parent for path in buffer), unfinished)
+                sync(*buffer, *(path.parent for path in buffer), unfinished)
             unfinished.replace(path)
             if self._synced:
-                _sync(path.parent)
+                sync(path.parent)
         except OSError as error:
             raise CheckpointSaveError(f"blob {entry.key} in {self.path}: got {error}, wanted to write it") from error
 
@@ -276,6 +279,13 @@ class BlobFolder:
         return [path for path in _listed(self.path / "buffers") if _BUFFER.fullmatch(path.name)]
 
 
+def _require_free(directory: Path, nbytes: int) -> None:
+    """Raise OSError if the file system has less room. Else an absurd size would take all memory until it fails."""
+    there = os.statvfs(directory)
+    if nbytes > there.f_bavail * there.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _listed(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
@@ -283,7 +293,8 @@ def _listed(directory: Path) -> list[Path]:
         return []
 
 
-def _sync(*paths: Path) -> None:
+def sync(*paths: Path) -> None:
+    """Wait until files, or the entries of folders, are on the device. Raises OSError."""
     for path in paths:
         with _opened(path, os.O_RDONLY) as fd:
             os.fsync(fd)
@@ -291,7 +302,7 @@ def _sync(*paths: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags, 0o600)
+    fd = open_private(path, flags)
     try:
         yield fd
     finally:

@@ -13,12 +13,14 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from operator import methodcaller
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_ckpt.elastic.generations import Generations
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.process_failure import FaultClass
+from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.supervisor import (
     REQUEUE,
@@ -116,7 +118,7 @@ class Guarded(Child):
 def supervised(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
     """Start a supervisor with these limits, else those that no test reaches."""
 
-    def start(main: Callable[..., None] = supervisor_main, folder: Path | None = None, **limits: float) -> Guarded:
+    def start(main: Callable[..., None] = supervisor_main, folder: Path | None = None, **limits: Any) -> Guarded:
         folder = folder or tmp_path / f"supervisor{len(list(tmp_path.iterdir()))}"
         return Guarded(stack, folder, replace(PATIENT, **limits), main)
 
@@ -174,6 +176,36 @@ def test_too_many_deaths_without_progress_are_given_up(supervised) -> None:
     assert rank.has_no_successor
     wanted = "error: rank 0 died 3 times in a row without progress (runtime.max_deaths=3), giving up; the last time: "
     assert f"{wanted}rank 0 (pid {rank.worker_pid}) died of SIGKILL in step of iteration 4" in rank.said()
+
+
+def test_many_deaths_at_one_place_are_given_up_in_spite_of_progress(supervised) -> None:
+    rank = supervised(sick=SickPlaceRules(deaths=3, within_s=1000.0))
+    for life in range(3):
+        assert rank.life == life
+        rank.do(methodcaller("enter", Phase.STEP, life + 1))
+        rank.kill_worker()
+        if life < 2:
+            rank.meet_worker()
+    assert rank.exit_status() == 1
+    assert rank.has_no_successor
+    assert "the place of rank 0, is sick, no worker is started there again: 3 deaths within" in rank.said()
+
+
+def test_no_worker_is_started_where_the_health_command_fails(supervised, tmp_path: Path) -> None:
+    """The job saves, as at any error that ends it; while the place is well, the command lets replacements begin."""
+    sick = tmp_path / "is_sick"
+    rank = supervised(
+        supervisor_that_saves, stop_save_s=WAIT_S, sick=SickPlaceRules(health=f"! test -e {sick}", health_s=30)
+    )
+    rank.kill_worker()
+    rank.meet_worker()
+    begin_to_save(rank)
+    sick.touch()
+    rank.kill_worker()
+    assert rank.exit_status() == 1
+    assert rank.has_no_successor
+    assert f"runtime.health='! test -e {sick}' ended with status 1; the last time: rank 0" in rank.said()
+    assert (rank.folder / "saved").exists()
 
 
 def test_progress_lets_the_count_of_deaths_begin_anew(supervised) -> None:

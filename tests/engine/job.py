@@ -40,7 +40,7 @@ from moe_ckpt.events import EventLog, read_events
 from moe_ckpt.mirror.capture import MirrorCapture
 from moe_ckpt.mirror.watcher import Watcher
 from moe_ckpt.replication.client import DaemonClient
-from moe_ckpt.replication.copy_server import CopyServer
+from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.daemon import WorkerServer
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.sender import Replicator
@@ -116,8 +116,7 @@ class _Daemon:
             TICKET,
             host="127.0.0.1",
             timeout_s=_WAIT_S,
-            serves_itself=serves_itself,
-            captured=capture.sums if capture else no_capture,
+            rules=HoldingRules(serves_itself=serves_itself, captured=capture.sums if capture else no_capture),
         )
         own = BlobFolder(own_path(folder))
         self._replicator = Replicator(own, rank, TICKET, may_send=may_send, deadline_s=_WAIT_S)

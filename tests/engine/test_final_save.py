@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import StateResumed
-from moe_ckpt.replication.final_save import save_last, windows_in
+from moe_ckpt.replication.final_save import SaveTarget, save_last, windows_in, write_save_target
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from tests.engine.job import ThreadJob, uninterrupted
 from tests.engine.model import PAIR, Model, Shape
@@ -101,6 +102,31 @@ def test_where_one_rank_was_too_late_all_go_on_from_the_save_before(tmp_path: Pa
     assert len(list(windows_in(disk_of(again, 1)))) == 1, "and no other: saves would fill the disk"
     assert save_last(again.memory(0))[-1] > 5
     assert started_again(again) == [("local disk", 5)] * 2
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["never began", "failed"])
+def test_where_a_rank_never_saved_all_begin_anew(fails: bool, tmp_path: Path) -> None:
+    """The disk of rank 1 proves it: no state was ever on all disks."""
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
+    assert save_last(job.memory(0))[-1] == 5
+    if fails:
+        target = SaveTarget(path=str(disk_of(job, 1).path), limit_bytes=1, global_rank=1)
+        write_save_target(job.memory(1), target)
+        with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.disk_budget_bytes=1"):
+            save_last(job.memory(1))
+    assert started_again(job) == []
+    assert list(windows_in(disk_of(job, 0))) == [], "a later start would take it for a state of this one"
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, lambda path: BlobFolder(path).clear()], ids=["disk", "files"])
+def test_where_a_ranks_saved_state_is_lost_none_begins_anew(lose: Callable[[Path], None], tmp_path: Path) -> None:
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
+    for rank in job.ranks:
+        save_last(job.memory(rank))
+    lose(disk_of(job, 1).path)
+    with pytest.raises(CheckpointLoadError, match=r"snapshots up to iteration \(rank 0: 5, rank 1: None\)"):
+        started_again(job)
+    assert windows_in(disk_of(job, 0))
 
 
 def test_a_rank_whose_memory_is_being_replaced_saves_none_of_it(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from launcher.fault_classes import count_faults_in
 from launcher.loop import StageRunner
-from moe_ckpt.events import TrainerStarted
+from moe_ckpt.events import StateResumed, TrainerStarted
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
+from tests.modes import let_others_in, open_to_others
 from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.training import events_of
@@ -60,12 +61,15 @@ def test_nothing_is_left_where_the_agent_dies_during_a_recovery(tmp_path: Path) 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     training = (*PP2, "train.iterations=10")
-    with ElasticJob(2, tmp_path, *training, "ckpt.window=2", "run.digest_every_iters=3") as job:
+    settings = ("ckpt.window=2", "run.digest_every_iters=3")
+    with ElasticJob(2, tmp_path, *training, *settings, setup=let_others_in) as job:
         held = job.hold(0, Phase.FORWARD, iteration=3)
+        assert open_to_others(job.shared) == open_to_others(job.run) == []
         with ElasticJob(2, tmp_path / "second", *LONG, f"run.dir={job.run}") as second:
             said = second.wait_for_failure()
         os.kill(held, signal.SIGCONT)
         result = job.wait()
+    assert open_to_others(job.run) == []
     assert said.count("error: run.dir: got ") == 1, said
     assert "wanted a folder of its own for every run" in said
     outcome, expected = outcome_of(job.run, result), uninterrupted(2, *training)
@@ -112,3 +116,23 @@ def test_a_setting_that_cannot_be_is_one_error(setting: str, says: str, tmp_path
     with ElasticJob(2, tmp_path, *LONG, setting) as job:
         said = job.wait_for_failure()
     assert (said.count(f"error: {says}"), said.count("error: ")) == (1, 1), said
+
+
+@pytest.mark.full
+def test_a_sick_place_ends_the_job_which_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Rank 0 is replaced, as the health command finds its place well; then rank 1 dies at a place that is sick."""
+    training = (*PP2, "train.iterations=24", "ckpt.window=2", f"run.dir={tmp_path / 'run'}")
+    with ElasticJob(2, tmp_path / "start1", *training, 'runtime.health="test $RANK != 1"') as job:
+        job.run = tmp_path / "run"
+        job.order(0, Phase.BACKWARD, iteration=5)
+        job.wait_until(1, 9)
+        job.kill(1)
+        said = job.wait_for_failure()
+    assert "the place of rank 1, is sick, no worker is started there again: runtime.health='test $RANK != 1'" in said
+    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [2, 1]
+    with ElasticJob(2, tmp_path / "start2", *training) as job:
+        job.run = tmp_path / "run"
+        result = job.wait()
+    (resumed,) = events_of(job.run, StateResumed, 0)
+    assert (resumed.source, resumed.iteration >= 6) == ("local disk", True)
+    assert outcome_of(job.run, result) == uninterrupted(2, *PP2, "train.iterations=24")

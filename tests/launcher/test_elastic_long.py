@@ -138,7 +138,7 @@ class Chaos:
 def _survive_chaos(folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float) -> None:
     """Strike until so many processes have died, and compare what the job leads to with the uninterrupted one."""
     training = (f"train.iterations={iterations}",)
-    overrides = ("ckpt.window=2", "runtime.max_deaths=1000", "runtime.heartbeat_s=5")
+    overrides = ("ckpt.window=2", "runtime.max_deaths=1000", "runtime.sick_deaths=0", "runtime.heartbeat_s=5")
     with ElasticJob(4, folder, *training, *overrides, timeout_s=timeout_s) as job:
         chaos = Chaos(job, seed)
         job.wait_until(0, 3)

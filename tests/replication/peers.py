@@ -12,7 +12,7 @@ import pytest
 from moe_ckpt.replication import retrying_client
 from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.connection import Connection
-from moe_ckpt.replication.copy_server import CopyServer
+from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.sender import Replicator
@@ -69,8 +69,8 @@ class Ranks:
     def again(self, number: int = 1) -> BlobFolder:
         return BlobFolder(self._root / f"again{number}")
 
-    def serve(self, rank: int, timeout_s: float = WAIT_S) -> CopyServer:
-        server = CopyServer(self.folder(rank), rank, TICKET, host="127.0.0.1", timeout_s=timeout_s)
+    def serve(self, rank: int, timeout_s: float = WAIT_S, *, rules: HoldingRules | None = None) -> CopyServer:
+        server = CopyServer(self.folder(rank), rank, TICKET, host="127.0.0.1", timeout_s=timeout_s, rules=rules)
         self._stack.callback(server.close)
         return server
 

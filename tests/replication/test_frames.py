@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.messages import Done, Message, message_to_json
+from tests.properties import FUZZ_S, MANY, examples
 
 LIMIT_BYTES = 4096
 WAIT_S = 10.0
@@ -39,18 +40,24 @@ def test_a_message_is_received() -> None:
     assert received(frame(message_to_json(Done()))) == Done()
 
 
+@pytest.mark.timeout(FUZZ_S)
+@examples(MANY)
 @given(st.binary(max_size=2 * LIMIT_BYTES))
 def test_any_bytes_end_the_connection(content: bytes) -> None:
     with pytest.raises(OSError, match=r"got no message|closed by the other side"):
         received(content)
 
 
+@pytest.mark.timeout(FUZZ_S)
+@examples(MANY)
 @given(st.binary(max_size=LIMIT_BYTES))
 def test_any_body_in_an_intact_frame_ends_the_connection(body: bytes) -> None:
     with pytest.raises(OSError, match="not a message"):
         received(frame(body))
 
 
+@pytest.mark.timeout(FUZZ_S)
+@examples(MANY)
 @given(st.data())
 def test_a_message_with_a_changed_byte_ends_the_connection(data: st.DataObject) -> None:
     content = bytearray(frame(message_to_json(Done())))

@@ -18,6 +18,7 @@ from moe_ckpt.replication.messages import (
     message_to_json,
     parse_address,
 )
+from tests.properties import FUZZ_S, MANY, examples
 
 KINDS = list(messages._KINDS.values())
 VALUES = {
@@ -34,6 +35,8 @@ def any_of(kind: type[Message]) -> st.SearchStrategy[Message]:
     return st.builds(kind, **{name: VALUES[str(hint)] for name, hint in kind.__annotations__.items()})
 
 
+@pytest.mark.timeout(FUZZ_S)
+@examples(MANY)
 @given(st.sampled_from(KINDS).flatmap(any_of))
 def test_every_message_is_read_back(message: Message) -> None:
     assert message_from_json(message_to_json(message)) == message
@@ -71,6 +74,8 @@ def test_other_content_is_refused_as_a_message(content: bytes) -> None:
         message_from_json(content)
 
 
+@pytest.mark.timeout(FUZZ_S)
+@examples(MANY)
 @given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)).map(json.dumps))
 def test_any_bytes_are_refused_with_a_value_error(content: bytes | str) -> None:
     with pytest.raises(ValueError, match="not a message"):

@@ -22,7 +22,7 @@ import xxhash
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.replication.admission import MOST_GREETING_BYTES
 from moe_ckpt.replication.connection import CHUNK_BYTES, RefusedError
-from moe_ckpt.replication.copy_server import CopyServer
+from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.fetch import clear_held, list_held
 from moe_ckpt.replication.messages import Address, Clear, Done, Drop, Found, Get, ListKeys, Message, Put, Ticket
 from moe_ckpt.replication.messages import message_to_json as to_json
@@ -227,6 +227,34 @@ def test_no_peer_writes_a_ranks_own_blobs(ranks: Ranks) -> None:
 def test_a_header_that_is_too_large_is_refused_before_it_comes(ranks: Ranks) -> None:
     nbytes = MOST_HEADER_BYTES + 1
     refused(ranks, Put(owner_rank=0, key="a"), f"got a header of {nbytes} bytes", header_bytes=nbytes)
+
+
+def test_a_payload_beyond_the_owners_limit_is_refused_before_it_comes(ranks: Ranks) -> None:
+    """The limit holds for each owner, and memory that is free again counts for none."""
+    server = ranks.serve(1, rules=HoldingRules(most_bytes_per_owner=2 * CHUNK_BYTES))
+    full, other = (ranks.replicate(rank, server.address) for rank in (0, 2))
+    for rank, key, nbytes in ((0, "a", 2 * CHUNK_BYTES), (0, "b", CHUNK_BYTES), (2, "c", CHUNK_BYTES)):
+        publish(ranks.own(rank), key, FIVE_CHUNKS[:nbytes])
+    copy(full, "a")
+    with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.memory_budget_bytes=2097152"):
+        copy(full, "b")
+    copy(other, "c")
+    full.forget(["a"])
+    copy(full, "b")
+    assert (ranks.held(1, 0).keys(), ranks.held(1, 2).keys()) == (["b"], ["c"])
+
+
+def test_a_size_beyond_the_free_memory_is_refused_untried(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would fill the file system to the last byte first, and other ranks' snapshots would fail."""
+    tried: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda _fd, _offset, nbytes: tried.append(nbytes))
+    link = ranks.link(ranks.serve(1).address)
+    room = os.statvfs(ranks.folder(1).parent)
+    link.send(Put(owner_rank=0, key="a"))
+    link.send(Found(header_bytes=0, payload_bytes=room.f_frsize * room.f_blocks + 1))
+    with pytest.raises(RefusedError, match="No space left on device"):
+        link.expect(Done)
+    assert tried == []
 
 
 @CUTS

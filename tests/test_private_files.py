@@ -1,0 +1,97 @@
+"""Files of a job belong to its user alone: without a umask, each of their writers gives the modes 0600 and 0700.
+
+The job of `launcher/test_elastic_ends.py` with a second one beside it has no umask, either.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.faults.log import append_faults
+from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, Manifest, commit
+from moe_ckpt.elastic.failures import failure_of, write_failure
+from moe_ckpt.elastic.live_workers import write_live
+from moe_ckpt.elastic.shared_memory import rank_memory, take_over
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.events import EventLog, write_events
+from moe_ckpt.private_files import make_private, write_private
+from moe_ckpt.replication.client import daemon_socket
+from moe_ckpt.replication.daemon import WorkerServer
+from moe_ckpt.replication.final_save import SaveTarget, write_save_target
+from moe_ckpt.run_folder import RunFolder
+from moe_ckpt.run_lock import take_lock
+from moe_ckpt.types import ParallelLayout, RunIdentity
+from tests.modes import no_umask, open_to_others
+from tests.replication.blobs import publish
+from tests.replication.peers import Ranks, copy, ranks_in
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """Return the path of a folder that is to be created, in a process without a umask."""
+    with no_umask():
+        yield tmp_path / "root"
+
+
+def write_checkpoint(root: Path) -> None:
+    directory = CheckpointFolder(root / "checkpoints").prepare(3)
+    identity = RunIdentity(run_id="a", model="b", layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1))
+    commit(directory, Manifest(iteration=3, identity=identity, files=()))
+
+
+def write_run_folder(root: Path) -> None:
+    make_private(root)
+    take_lock(root)
+    RunFolder(path=root, run_id="a", clock_origin_unix_s=0.0).write_result({})
+    write_live(root, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=root, life=0)
+    EventLog(root / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0).close()
+    write_events(root / "events" / "rank0001.jsonl", [])
+    append_faults(root, [])
+
+
+def write_memory(root: Path) -> None:
+    make_private(root)
+    folder = rank_memory(root, 1)
+    StatusPage(folder / "page")
+    write_failure(folder / "failure", failure_of(ValueError("x"), 3))
+    write_save_target(folder, SaveTarget(path="disk", limit_bytes=None, global_rank=1))
+    take_over(root, range(2, 3))
+
+
+def write_copies(root: Path) -> None:
+    with ranks_in(root) as ranks:
+        publish(ranks.own(0), "a")
+        copy(ranks.replicate(0, ranks.serve(1).address), "a")
+        _serve_worker(ranks)
+
+
+def _serve_worker(ranks: Ranks) -> None:
+    replicator = ranks.replicate(1)
+    door = WorkerServer(ranks.folder(1), replicator, timeout_s=1.0)
+    try:
+        assert stat.S_ISSOCK(daemon_socket(ranks.folder(1)).stat().st_mode)
+        assert open_to_others(ranks.folder(1)) == []
+    finally:
+        door.close()
+
+
+@pytest.mark.parametrize("write", [write_checkpoint, write_run_folder, write_memory, write_copies])
+def test_no_file_of_a_job_is_open_to_others(write: Callable[[Path], None], root: Path) -> None:
+    write(root)
+    assert open_to_others(root) == []
+    assert sum(path.is_file() for path in root.rglob("*")) > 0
+
+
+def test_a_folder_that_is_there_keeps_its_mode(root: Path) -> None:
+    """A user may share a run folder on purpose."""
+    root.mkdir(mode=0o750)
+    make_private(root / "a" / "b")
+    write_private(root / "a" / "file", b"content")
+    modes = [path.stat().st_mode & 0o777 for path in (root, root / "a", root / "a" / "b")]
+    assert modes == [0o750, 0o700, 0o700]
+    assert (root / "a" / "file").read_bytes() == b"content"
