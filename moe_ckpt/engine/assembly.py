@@ -116,7 +116,7 @@ class InMemoryAssembly:
         self._disk_folder = Path(config.disk_path) / self._place.identity.run_id if config.disk_path else folder
         self._schedule = FaultSchedule(losses)
         self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
-        self._is_partial = isinstance(config, MocConfig | MoetionConfig)
+        self._is_partial = config.loses_tokens
         self._account: TokenAccount | None = None
         self._stores: TierStores | None = None
         self._counts: Counts | None = None
@@ -134,7 +134,7 @@ class InMemoryAssembly:
         self._stores = self._stores or self._open_stores()
         if self._is_partial:
             self._account = self._account or TokenAccount(self._attached.operators.table)
-        if isinstance(self._config, MoevementConfig) or self._is_partial:  # other policies never ask for popularity
+        if self._config.asks_popularity:
             self._counts = self._counts or self._attached.counts()
         training = Training(
             stage=self._attached.stage,
@@ -177,12 +177,12 @@ class InMemoryAssembly:
         return Parts(policy=self._policy, sparse=parts)
 
     def _server_states(self, stores: TierStores) -> ServerStates | None:
-        config = self._config
-        if not isinstance(config, FlowcheckConfig):
+        servers = self._config.servers
+        if servers is None:
             return None
         assert stores.publisher is not None, "checkpoint servers live beside supervised ranks"
         assert isinstance(stores.memory, SnapshotMemory)
-        stream = GradientStream(stores.publisher, config.max_lag_iters)
+        stream = GradientStream(stores.publisher, servers.max_lag_iters)
         attached = self._attached
         return ServerStates(
             self._place, attached.operators, attached.mirror, stream, stores.memory, stores.steps, self._events
@@ -238,7 +238,7 @@ class InMemoryAssembly:
             self._elastic,
             logs_tied=self._attached.tied_gradient_bytes > 0,
             recovers_locally=self._config.recovers_locally,
-            servers_lead=isinstance(self._config, FlowcheckConfig),
+            servers_lead=self._config.servers is not None,
         )
 
     def _placement(self) -> list[str]:
@@ -266,7 +266,7 @@ class InMemoryAssembly:
         snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=self._limit())
         keeps_log = self._config.logs_boundaries and self._place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
-        bubbles = PipelineBubbles() if isinstance(self._config, MoetionConfig) and self._config.bubble_copies else None
+        bubbles = PipelineBubbles() if self._config.copies_in_bubbles else None
         self._attached.communicator.log, self._attached.communicator.bubbles = boundary, bubbles
         stores = TierStores(
             copiers=(copier, log_copier),

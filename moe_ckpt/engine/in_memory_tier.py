@@ -24,7 +24,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from moe_ckpt.config import InMemoryConfig, WholeSnapshotsConfig
+from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.engine.disk_writes import DiskWindows, Role
 from moe_ckpt.engine.expert_events import ExpertEvents
 from moe_ckpt.engine.interfaces import StagePlace, Training
@@ -225,11 +225,11 @@ class InMemoryTier:
             self._disk.begin(plan.window_start, to_disk=to_disk)
             self._store.begin(plan)
         self._newest = plan
-        self._pauses = isinstance(plan, SlotPlan) and plan.pause_iters > 0
-        self._longest_iters = max(self._longest_iters, plan.period_iters if isinstance(plan, SlotPlan) else 1)
+        self._pauses = plan.pause_iters > 0
+        self._longest_iters = max(self._longest_iters, plan.period_iters)
         self._awaits_confirmation = plan.slot == plan.num_slots - 1
         following = plan.window_start + plan.slot + 1
-        if self._noted != following and (isinstance(plan, SlotPlan) or following == 1):  # else it is in the core
+        if self._noted != following and (not plan.has_start or following == 1):
             self.note_start(following)
         with self._meter.stalling():
             self._capture(plan)
@@ -513,8 +513,7 @@ class InMemoryTier:
 
     def _disk_bytes_per_s(self) -> float:
         """Return the cap of the disk if every snapshot goes there before the next one is taken."""
-        waits = isinstance(self._config, WholeSnapshotsConfig) and self._config.disk_every_iters == 1
-        return self._cap.disk or math.inf if waits else math.inf
+        return (self._cap.disk if self._config.waits_for_disk else None) or math.inf
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None
