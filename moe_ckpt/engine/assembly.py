@@ -25,7 +25,7 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import InMemoryTier, TierStores
+from moe_ckpt.engine.in_memory_tier import InMemoryTier, RankParts, TierStores
 from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace, Training
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
@@ -145,25 +145,17 @@ class InMemoryAssembly:
         self._meter = self._meter or Measurements(
             sum(op.kind is OperatorKind.EXPERT for op in self._attached.operators.table.operators)
         )
+        rank = RankParts(
+            place=self._place,
+            training=training,
+            stores=self._stores,
+            meter=self._meter,
+            events=self._events,
+            account=self._account,
+        )
         store = self._store(self._stores)
-        tier = InMemoryTier(
-            self._config,
-            self._place,
-            training,
-            self._stores,
-            store,
-            self._meter,
-            self._events,
-            self._account,
-            self._server_states(self._stores),
-        )
-        recovery = (
-            None
-            if self._is_partial
-            else StageRecovery(
-                self._place, training, self._stores, self._meter, self._events, self._attached.on_divergence
-            )
-        )
+        tier = InMemoryTier(self._config, rank, store, self._server_states(self._stores))
+        recovery = None if self._is_partial else StageRecovery(rank, self._attached.on_divergence)
         injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
         parts = InMemoryParts(
             tier=tier,
@@ -172,7 +164,7 @@ class InMemoryAssembly:
             losses=injected,
             notes=[*self._policy.notes(), *self._attached.notes, *self._placement()],
             recovers_locally=self._config.recovers_locally,
-            rejoin=self._rejoin(training, self._stores, store, recovery),
+            rejoin=self._rejoin(rank, store, recovery),
         )
         return Parts(policy=self._policy, sparse=parts)
 
@@ -192,8 +184,6 @@ class InMemoryAssembly:
         if isinstance(stores.memory, SnapshotMemory):
             return WindowStore(self._place, self._attached.operators, stores.memory, stores.publisher, stores.disk)
         assert self._account is not None
-        mine = self._attached.operators.table.full_bytes[self._place.stage_ranks.rank]
-        owned = [position for position, nbytes in enumerate(mine.tolist()) if nbytes]
         return UnitStore(
             self._place,
             self._attached.stage,
@@ -202,37 +192,20 @@ class InMemoryAssembly:
             stores.memory,
             stores.publisher,
             stores.disk,
-            owned,
         )
 
     def _rejoin(
-        self, training: Training, stores: TierStores, store: WindowStore | UnitStore, recovery: StageRecovery | None
+        self, rank: RankParts, store: WindowStore | UnitStore, recovery: StageRecovery | None
     ) -> JobRecovery | None:
         if self._elastic is None:
             return None
-        copies = CopySurvey(self._place, stores, self._elastic)
+        copies = CopySurvey(self._place, rank.stores, self._elastic)
         if recovery is None:
             assert isinstance(store, UnitStore)
             assert isinstance(self._policy, PartialExperts | PopularExperts)
-            assert self._account
-            assert self._meter
-            return PartialRecovery(
-                self._place,
-                training,
-                stores,
-                store,
-                self._account,
-                self._meter,
-                self._policy,
-                copies,
-                self._elastic,
-                self._events,
-                self._attached.tokens,
-            )
+            return PartialRecovery(rank, store, self._policy, copies, self._elastic, self._attached.tokens)
         return WindowRecovery(
-            self._place,
-            self._attached.stage,
-            stores,
+            rank,
             recovery,
             copies,
             self._elastic,

@@ -86,6 +86,21 @@ class TierStores:
             self.boundary.clear()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankParts:
+    """The parts of one rank that its tier and its recoveries share.
+
+    `account` is that of policies whose recoveries lose tokens.
+    """
+
+    place: StagePlace
+    training: Training
+    stores: TierStores
+    meter: Measurements
+    events: EventLog
+    account: TokenAccount | None = None
+
+
 class _Found(IntEnum):
     """The progress of a window on a rank; over all ranks the least counts."""
 
@@ -100,15 +115,11 @@ class InMemoryTier:
     def __init__(
         self,
         config: InMemoryConfig,
-        place: StagePlace,
-        training: Training,
-        stores: TierStores,
+        parts: RankParts,
         store: SnapshotStore,
-        meter: Measurements,
-        events: EventLog,
-        account: TokenAccount | None = None,
         servers: ServerStates | None = None,
     ) -> None:
+        place, training, stores, events = parts.place, parts.training, parts.stores, parts.events
         self._config = config
         self._cap = config.max_bytes_per_s
         self._logs = config.recovers_locally
@@ -120,7 +131,7 @@ class InMemoryTier:
         self._made_up: IntArray | None = None
         self._stores = stores
         self._store = store
-        self._account = account
+        self._account = parts.account
         self._servers = servers
         self._events = events
         rank_in_stage = place.stage_ranks.rank
@@ -135,7 +146,7 @@ class InMemoryTier:
         self._noted: int | None = None
         self._pauses = False
         self._longest_iters = 0
-        self._meter = meter
+        self._meter = parts.meter
         self._counted: ExpertCounts | None = None
         self._measured: Measured | None = None
         stores.engine.apply_cap()  # which the end of the generation before this one has lifted
