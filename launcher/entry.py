@@ -14,7 +14,7 @@ from launcher.config import Settings
 from launcher.faults.carry_out import carry_out
 from launcher.run import run, run_supervised
 from launcher.servers import require_servable
-from moe_ckpt.config import InMemoryConfig, require, wants_supervisor
+from moe_ckpt.config import require, wants_supervisor
 from moe_ckpt.elastic.job_store import say_once
 from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import read_launch
@@ -38,7 +38,7 @@ def start(settings: Settings) -> int:
             beside=lambda place: _start_faults(settings, place),
         )
     wanted = "none or state_loss: no supervisor replaces a killed worker with this policy"
-    is_pointless = isinstance(settings.ckpt, InMemoryConfig) and not settings.ckpt.recovers_locally
+    is_pointless = settings.ckpt.in_memory is not None and not settings.ckpt.recovers_locally
     require(not is_pointless, "runtime.guard", settings.runtime.guard, f"auto or true with ckpt={settings.ckpt.policy}")
     require(settings.fault.kind in ("none", "state_loss"), "fault.kind", settings.fault.kind, wanted)
     run(settings)
@@ -47,9 +47,9 @@ def start(settings: Settings) -> int:
 
 def elastic_config(settings: Settings) -> ElasticConfig:
     """Return the settings of the library's elastic half. Raises ConfigError for a policy that it cannot serve."""
-    wanted = "ckpt=moevement, flowcheck, gemini or checkfreq (dense and none: torchrun --max-restarts)"
-    ckpt, runtime = settings.ckpt, settings.runtime
-    if not isinstance(ckpt, InMemoryConfig):
+    wanted = "a ckpt other than dense and none (those: torchrun --max-restarts)"
+    ckpt, runtime = settings.ckpt.in_memory, settings.runtime
+    if ckpt is None:
         raise ConfigError(f"runtime.guard: got {runtime.guard!r}, wanted false, or {wanted}")
     return ElasticConfig(ckpt=ckpt, runtime=runtime, ranks_per_node=settings.parallel.ranks_per_node)
 

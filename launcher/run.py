@@ -32,7 +32,7 @@ from launcher.parameters import padded_vocab_size
 from launcher.training import Log, TrainingJob
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
-from moe_ckpt.config import MoetionConfig, require
+from moe_ckpt.config import require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.context import ElasticContext
@@ -162,8 +162,8 @@ def _build(
 ) -> tuple[TrainingState, StageRunner, Session]:
     source = _open_source_everywhere(settings, folder)
     vocab_size = _vocab_size(settings, source, layout)
-    is_boosted = isinstance(settings.ckpt, MoetionConfig) and settings.ckpt.boost > 0
-    state = build_training(settings, layout, vocab_size, BoostedRouter if is_boosted else TopKRouter)
+    router = BoostedRouter if settings.ckpt.capacity_boost else TopKRouter
+    state = build_training(settings, layout, vocab_size, router)
     on_phase = elastic.enter_phase if elastic else lambda _: None
     runner = StageRunner(state, _batches(source, settings.train, layout), on_phase)
     session = attach(

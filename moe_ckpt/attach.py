@@ -21,11 +21,7 @@ from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import (
     DIVERGENCES,
     CkptConfig,
-    FlowcheckConfig,
     InMemoryConfig,
-    MoetionConfig,
-    MoevementConfig,
-    NoneConfig,
     require,
 )
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
@@ -92,25 +88,21 @@ def attach(
     allocate_optimizer_state(state)
     allocate_scaling(state.model)
     ranks = TorchRanks()
-    saving = None if isinstance(ckpt, NoneConfig) else ckpt
-    asynchronous, cpu_backend = saving is not None and saving.async_save, CPU_BACKEND if elastic else "gloo"
-    durable_state = MegatronDurableState(state, asynchronous=asynchronous, cpu_backend=cpu_backend)
-    keep, strict = (saving.keep, saving.strict) if saving else (1, False)
-    durable = DurableTier(durable_state, CheckpointFolder(folder), identity, ranks, events, keep=keep)
+    cpu_backend = CPU_BACKEND if elastic else "gloo"
+    durable_state = MegatronDurableState(state, asynchronous=ckpt.async_save, cpu_backend=cpu_backend)
+    durable = DurableTier(durable_state, CheckpointFolder(folder), identity, ranks, events, keep=ckpt.keep)
     wanted = "none: only ckpt=moevement recovers what is lost in a living process"
-    require(isinstance(ckpt, MoevementConfig) or not losses, "fault.at", [str(loss) for loss in losses], wanted)
-    if isinstance(ckpt, InMemoryConfig):
-        if isinstance(ckpt, MoevementConfig) and len(state.model) > 1:
-            ckpt = replace(ckpt, boundary_log=False)  # the last stage sends to the first one, too: all recover together
-        attached = replace(_attached(ckpt, identity, state, loop, cpu_backend), on_divergence=on_divergence)
-        assembly = InMemoryAssembly(ckpt, attached, events, elastic, folder.with_name("snapshots"), losses)
-        session = Session(
-            assembly.build_parts, durable, ranks, events, strict=strict, suspect_iters=suspect_iters, elastic=elastic
-        )
+    require(ckpt.recovers_locally or not losses, "fault.at", [str(loss) for loss in losses], wanted)
+    if in_memory := ckpt.in_memory:
+        if len(state.model) > 1:
+            in_memory = in_memory.without_boundary_log()  # the last stage sends to the first one, too
+        attached = replace(_attached(in_memory, identity, state, loop, cpu_backend), on_divergence=on_divergence)
+        assembly = InMemoryAssembly(in_memory, attached, events, elastic, folder.with_name("snapshots"), losses)
+        build = assembly.build_parts
     else:
-        policy = make_policy(ckpt, last_iteration=last_iteration)
-        parts = Parts(policy=policy, sparse=None)
-        session = Session(lambda: parts, durable, ranks, events, strict=strict, suspect_iters=suspect_iters)
+        parts = Parts(policy=make_policy(ckpt, last_iteration=last_iteration), sparse=None)
+        build = lambda: parts  # noqa: E731
+    session = Session(build, durable, ranks, events, strict=ckpt.strict, suspect_iters=suspect_iters, elastic=elastic)
     if elastic is None:
         session.enter()
     return session
@@ -122,17 +114,17 @@ def _attached(
     """Return this rank's training behind the engine's seams. Raises ConfigError for what cannot be replayed."""
     require_replayable(state)
     operators = RankOperators(state)
-    if isinstance(ckpt, FlowcheckConfig):
+    if ckpt.servers:
         operators.require_steps()
     stage = StageReplay(state, operators, loop.communicator, loop.forward_backward)
     place = _place(identity, loop.communicator, cpu_backend)
     num_neighbours = sum(rank is not None for rank in (place.previous_rank, place.next_rank))
     sent_bytes = loop.communicator.tensor_bytes(loop.micro_batch_size * loop.sequence_length)
     tokens = loop.num_micro_batches * loop.micro_batch_size * loop.sequence_length * identity.layout.dp
-    mirror = GradientMirror(state, operators) if isinstance(ckpt, FlowcheckConfig) and ckpt.mirrors else None
+    mirror = GradientMirror(state, operators) if ckpt.servers and ckpt.servers.mirrors else None
     boost = None
-    if isinstance(ckpt, MoetionConfig) and ckpt.boost:
-        boost = CapacityBoost.find(state, num_micro_batches=loop.num_micro_batches, factor=ckpt.boost)
+    if ckpt.capacity_boost:
+        boost = CapacityBoost.find(state, num_micro_batches=loop.num_micro_batches, factor=ckpt.capacity_boost)
     return Attached(
         place=place,
         stage=stage,
@@ -157,7 +149,7 @@ def _attached(
 
 def _notes_of_servers(ckpt: InMemoryConfig) -> list[str]:
     """Return notes on servers that compute on another device than training."""
-    if not isinstance(ckpt, FlowcheckConfig) or not torch.cuda.is_available():
+    if not ckpt.servers or not torch.cuda.is_available():
         return []
     return ["servers take the optimizer's steps on CPUs: after a fault all ranks have their states, not the GPUs' bits"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Union
+from dataclasses import dataclass, replace
+from typing import ClassVar, Union, cast
 
 from moe_ckpt.errors import ConfigError
 
@@ -37,20 +37,58 @@ def require_patterns(setting: str, patterns: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoneConfig:
-    """`ckpt=none`: saves nothing; a fault restarts from the beginning."""
+class PolicyConfig:
+    """A policy's name, and the answers of most policies to questions of the engine and the launcher."""
 
     policy: str
+
+    recovers_locally: ClassVar[bool] = False  # stages that lost no state keep theirs while others replay
+    loses_tokens: ClassVar[bool] = False  # a snapshot has some experts only: after a rollback the others are older
+    asks_popularity: ClassVar[bool] = False  # the policy chooses experts by their tokens, which ranks then count
+    copies_within_stage: ClassVar[bool] = False  # peers are ranks of the same pipeline stage
+
+    @property
+    def in_memory(self) -> InMemoryConfig | None:
+        """These settings if the policy keeps snapshots in host memory, and lives through the loss of ranks."""
+        return None
+
+    @property
+    def servers(self) -> FlowcheckConfig | None:
+        """These settings if checkpoint servers take the optimizer's steps."""
+        return None
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether every snapshot is on disk before the next one is taken."""
+        return False
+
+    @property
+    def copies_in_bubbles(self) -> bool:
+        """Whether copies to host memory wait for pipeline bubbles."""
+        return False
+
+    @property
+    def capacity_boost(self) -> float:
+        """The share by which experts with lost tokens get more capacity; 0: routers stay as they are."""
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoneConfig(PolicyConfig):
+    """`ckpt=none`: saves nothing; a fault restarts from the beginning."""
+
+    keep: ClassVar[int] = 1
+    async_save: ClassVar[bool] = False
+    strict: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["none"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavingConfig:
+class SavingConfig(PolicyConfig):
     """The settings of all policies that save: whole checkpoints in Megatron's dist_checkpointing format."""
 
-    policy: str
     keep: int
     async_save: bool
     strict: bool
@@ -120,13 +158,20 @@ class MoevementConfig(SavingConfig):
     durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
 
+    recovers_locally: ClassVar[bool] = True
+    asks_popularity: ClassVar[bool] = True
+
     @property
-    def recovers_locally(self) -> bool:
-        return True
+    def in_memory(self) -> MoevementConfig:
+        return self
 
     @property
     def logs_boundaries(self) -> bool:
         return self.boundary_log
+
+    def without_boundary_log(self) -> MoevementConfig:
+        """Return settings under which all stages replay together."""
+        return replace(self, boundary_log=False)
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["moevement"])
@@ -151,25 +196,18 @@ class MoevementConfig(SavingConfig):
 class RollbackConfig(SavingConfig):
     """The settings of policies under which all ranks go back to the newest snapshot after a fault."""
 
-    @property
-    def recovers_locally(self) -> bool:
-        return False
+    logs_boundaries: ClassVar[bool] = False
+    keep_windows: ClassVar[int] = 1
+    popularity: ClassVar[str] = "hard"
+    popularity_decay: ClassVar[float] = 0.0
 
     @property
-    def logs_boundaries(self) -> bool:
-        return False
+    def in_memory(self) -> InMemoryConfig:
+        return cast("InMemoryConfig", self)  # all policies below are among them
 
-    @property
-    def keep_windows(self) -> int:
-        return 1
-
-    @property
-    def popularity(self) -> str:
-        return "hard"
-
-    @property
-    def popularity_decay(self) -> float:
-        return 0.0
+    def without_boundary_log(self) -> InMemoryConfig:
+        """Return these settings: no stage keeps a log."""
+        return self.in_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +222,10 @@ class WholeSnapshotsConfig(RollbackConfig):
     disk_budget_bytes: int | None
     durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
+
+    @property
+    def waits_for_disk(self) -> bool:
+        return self.in_memory.disk_every_iters == 1
 
     def __post_init__(self) -> None:
         SavingConfig.__post_init__(self)
@@ -215,17 +257,9 @@ class CheckfreqConfig(WholeSnapshotsConfig):
 
     overhead: float
 
-    @property
-    def replicas(self) -> int:
-        return 0
-
-    @property
-    def network_interface(self) -> None:
-        return None
-
-    @property
-    def disk_every_iters(self) -> int:
-        return 1
+    replicas: ClassVar[int] = 0
+    network_interface: ClassVar[None] = None
+    disk_every_iters: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["checkfreq"])
@@ -246,9 +280,14 @@ class PartialConfig(RollbackConfig):
     durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
 
+    loses_tokens: ClassVar[bool] = True
+    asks_popularity: ClassVar[bool] = True
+    profile_iters: ClassVar[int] = 0
+
     @property
-    def profile_iters(self) -> int:
-        return 0
+    def partial_state(self) -> str:
+        """The part of an expert that a snapshot may leave out, one of policies.partial.PARTIAL_STATE."""
+        return "both"
 
     def __post_init__(self) -> None:
         SavingConfig.__post_init__(self)
@@ -266,13 +305,12 @@ class MocConfig(PartialConfig):
     dynamic_k: bool
     plt_limit: float
 
-    @property
-    def replicas(self) -> int:
-        return 0
+    replicas: ClassVar[int] = 0
+    network_interface: ClassVar[None] = None
 
     @property
-    def network_interface(self) -> None:
-        return None
+    def partial_state(self) -> str:
+        return self.partial
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["moc"])
@@ -300,6 +338,16 @@ class MoetionConfig(PartialConfig):
     boost: float
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None
+
+    copies_within_stage: ClassVar[bool] = True
+
+    @property
+    def copies_in_bubbles(self) -> bool:
+        return self.bubble_copies
+
+    @property
+    def capacity_boost(self) -> float:
+        return self.boost
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["moetion"])
@@ -329,9 +377,14 @@ class FlowcheckConfig(RollbackConfig):
     memory_budget_bytes: int | None
     durable_every_iters: int
 
+    profile_iters: ClassVar[int] = 0
+    disk_every_iters: ClassVar[int] = 0
+    disk_path: ClassVar[None] = None
+    disk_budget_bytes: ClassVar[None] = None
+
     @property
-    def profile_iters(self) -> int:
-        return 0
+    def servers(self) -> FlowcheckConfig:
+        return self
 
     @property
     def mirrors(self) -> bool:
@@ -342,18 +395,6 @@ class FlowcheckConfig(RollbackConfig):
     def max_bytes_per_s(self) -> MaxBytesPerS:
         """No caps: a server that receives gradients late gets a whole snapshot instead, which is more bytes."""
         return NO_CAPS
-
-    @property
-    def disk_every_iters(self) -> int:
-        return 0
-
-    @property
-    def disk_path(self) -> None:
-        return None
-
-    @property
-    def disk_budget_bytes(self) -> None:
-        return None
 
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["flowcheck"])
@@ -494,4 +535,4 @@ CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
 
 def wants_supervisor(ckpt: CkptConfig, runtime: RuntimeConfig) -> bool:
     """Return whether ranks are supervised: by default if the policy recovers a lost rank from memory."""
-    return isinstance(ckpt, InMemoryConfig) if runtime.guard == "auto" else bool(runtime.guard)
+    return ckpt.in_memory is not None if runtime.guard == "auto" else bool(runtime.guard)

@@ -25,7 +25,7 @@ from moe_ckpt.agent import end_with_agent
 if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
-from moe_ckpt.config import InMemoryConfig, require
+from moe_ckpt.config import require
 from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
@@ -59,8 +59,8 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
     training = megatron_lm_seams.import_training()
     if settings.is_plain:
         return _run_plainly(settings, training)
-    ckpt = settings.ckpt
-    if not isinstance(ckpt, InMemoryConfig):
+    ckpt = settings.ckpt.in_memory
+    if ckpt is None:
         raise ConfigError(
             "--ckpt: got 'dense', wanted another policy: Megatron-LM's own --save and --load write whole states"
         )

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.agent import agent_pid
-from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, MoetionConfig, RuntimeConfig, require
+from moe_ckpt.config import InMemoryConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import Backend
 from moe_ckpt.elastic.context import ElasticContext
@@ -121,11 +121,9 @@ class Worker:
         """
         launch, runtime = self.launch, self._config.runtime
         timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
-        ckpt = self._config.ckpt
-        mirrors = (
-            isinstance(ckpt, FlowcheckConfig) and ckpt.capture == "mirror"
-        )  # finds sums among a group's operations
-        groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device, shares=not mirrors)
+        servers = self._config.ckpt.servers
+        shares = not (servers and servers.mirrors)  # a mirror finds sums among a group's own operations
+        groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device, shares=shares)
         groups.register()
         self._membership = Membership(
             Member(global_rank=launch.global_rank, world_size=launch.world_size, life=self.life),
@@ -154,8 +152,8 @@ class Worker:
             ranks_per_node=place.ranks_per_node,
             copy_s=copy_s,
             at_end=membership.at_end,
-            peers=layout.ranks_per_stage if isinstance(ckpt, MoetionConfig) else None,
-            serves_itself=isinstance(ckpt, FlowcheckConfig),
+            peers=layout.ranks_per_stage if ckpt.copies_within_stage else None,
+            serves_itself=ckpt.servers is not None,
         )
 
     def announce(self, run: Path) -> None:
@@ -320,7 +318,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
         ticket=Ticket(run_id=hashlib.sha256(token.encode()).hexdigest()[:8], token=token),
         ranks_per_node=ranks_per_node,
         replicas=replicas,
-        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or isinstance(ckpt, FlowcheckConfig),
+        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.servers is not None,
         host=own_host(launch, ckpt.network_interface),
     )
 
@@ -353,7 +351,7 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
             timeout_s=config.runtime.copy_s,
             copy_deadline_s=config.runtime.copy_s,
             caps=config.ckpt.max_bytes_per_s,
-            serves_itself=isinstance(config.ckpt, FlowcheckConfig),
+            serves_itself=config.ckpt.servers is not None,
             mirror=_mirror(config.ckpt),
             most_bytes_per_owner=config.ckpt.memory_budget_bytes,
         ),
@@ -364,13 +362,14 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
 
 
 def _mirror(ckpt: InMemoryConfig) -> MirrorSettings | None:
-    if not isinstance(ckpt, FlowcheckConfig) or ckpt.mirror_interface is None:
+    servers = ckpt.servers
+    if servers is None or servers.mirror_interface is None:
         return None
     return MirrorSettings(
-        interface=ckpt.mirror_interface,
-        captures=ckpt.captures,
-        loss=ckpt.capture_loss,
-        keep_iters=ckpt.max_lag_iters + 2,
+        interface=servers.mirror_interface,
+        captures=servers.captures,
+        loss=servers.capture_loss,
+        keep_iters=servers.max_lag_iters + 2,
     )
 
 

@@ -129,6 +129,11 @@ class SlotPlan:
     pause_iters: int = 0
 
     @property
+    def has_start(self) -> bool:
+        """Whether the snapshot has the start of the next iteration; if not, a step log has."""
+        return False
+
+    @property
     def period_iters(self) -> int:
         """Iterations from the start of this window to that of the next one."""
         return self.num_slots + self.pause_iters
@@ -182,6 +187,19 @@ class PartialPlan:
     units: tuple[UnitPlan, ...]
     checkpoint: tuple[UnitPlan, ...]
     facts: tuple[float, ...] = ()
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the snapshot has the start of the next iteration: the core has it."""
+        return True
+
+    @property
+    def pause_iters(self) -> int:
+        return 0
+
+    @property
+    def period_iters(self) -> int:
+        return 1
 
     @property
     def window_start(self) -> int:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from launcher.config import compose_settings
 from moe_ckpt.cli import is_option_of_run
-from moe_ckpt.config import CkptConfig, MoevementConfig, require, wants_supervisor
+from moe_ckpt.config import CkptConfig, require, wants_supervisor
 from moe_ckpt.door import VARIABLE, attached_command
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
@@ -64,7 +64,7 @@ class AttachedCommand:
 
     @property
     def loses_state(self) -> bool:
-        return isinstance(self.ckpt, MoevementConfig)
+        return self.ckpt.recovers_locally
 
     def varied(self, variation: Variation) -> list[str]:
         words = [f"{key}={value}" for key, value in variation.settings.items()]
@@ -101,7 +101,7 @@ class LauncherCommand:
 
     @property
     def loses_state(self) -> bool:
-        return isinstance(self.ckpt, MoevementConfig)
+        return self.ckpt.recovers_locally
 
     def varied(self, variation: Variation) -> list[str]:
         kept = [word for word in self.overrides if not _sets(word, "fault")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launcher.simulator.config import Simulation, compose_simulation
 from launcher.simulator.runner import Result, latest, run_simulation
-from moe_ckpt.config import PartialConfig, require
+from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.checkpoint_interval import best_interval
 from moe_ckpt.sim.saving import Setup
@@ -29,7 +29,7 @@ class Candidate:
     @property
     def is_lossless(self) -> bool:
         """Whether it keeps all tokens."""
-        return self.result is not None and not isinstance(self.result.simulation.policy, PartialConfig)
+        return self.result is not None and not self.result.simulation.policy.loses_tokens
 
 
 def rank_policies(arguments: Sequence[str], report: Callable[[str], object]) -> list[Candidate]:

@@ -25,7 +25,7 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import InMemoryTier, TierStores
+from moe_ckpt.engine.in_memory_tier import InMemoryTier, RankParts, TierStores
 from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace, Training
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
@@ -116,7 +116,7 @@ class InMemoryAssembly:
         self._disk_folder = Path(config.disk_path) / self._place.identity.run_id if config.disk_path else folder
         self._schedule = FaultSchedule(losses)
         self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
-        self._is_partial = isinstance(config, MocConfig | MoetionConfig)
+        self._is_partial = config.loses_tokens
         self._account: TokenAccount | None = None
         self._stores: TierStores | None = None
         self._counts: Counts | None = None
@@ -134,7 +134,7 @@ class InMemoryAssembly:
         self._stores = self._stores or self._open_stores()
         if self._is_partial:
             self._account = self._account or TokenAccount(self._attached.operators.table)
-        if isinstance(self._config, MoevementConfig) or self._is_partial:  # other policies never ask for popularity
+        if self._config.asks_popularity:
             self._counts = self._counts or self._attached.counts()
         training = Training(
             stage=self._attached.stage,
@@ -145,25 +145,17 @@ class InMemoryAssembly:
         self._meter = self._meter or Measurements(
             sum(op.kind is OperatorKind.EXPERT for op in self._attached.operators.table.operators)
         )
+        rank = RankParts(
+            place=self._place,
+            training=training,
+            stores=self._stores,
+            meter=self._meter,
+            events=self._events,
+            account=self._account,
+        )
         store = self._store(self._stores)
-        tier = InMemoryTier(
-            self._config,
-            self._place,
-            training,
-            self._stores,
-            store,
-            self._meter,
-            self._events,
-            self._account,
-            self._server_states(self._stores),
-        )
-        recovery = (
-            None
-            if self._is_partial
-            else StageRecovery(
-                self._place, training, self._stores, self._meter, self._events, self._attached.on_divergence
-            )
-        )
+        tier = InMemoryTier(self._config, rank, store, self._server_states(self._stores))
+        recovery = None if self._is_partial else StageRecovery(rank, self._attached.on_divergence)
         injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
         parts = InMemoryParts(
             tier=tier,
@@ -172,17 +164,17 @@ class InMemoryAssembly:
             losses=injected,
             notes=[*self._policy.notes(), *self._attached.notes, *self._placement()],
             recovers_locally=self._config.recovers_locally,
-            rejoin=self._rejoin(training, self._stores, store, recovery),
+            rejoin=self._rejoin(rank, store, recovery),
         )
         return Parts(policy=self._policy, sparse=parts)
 
     def _server_states(self, stores: TierStores) -> ServerStates | None:
-        config = self._config
-        if not isinstance(config, FlowcheckConfig):
+        servers = self._config.servers
+        if servers is None:
             return None
         assert stores.publisher is not None, "checkpoint servers live beside supervised ranks"
         assert isinstance(stores.memory, SnapshotMemory)
-        stream = GradientStream(stores.publisher, config.max_lag_iters)
+        stream = GradientStream(stores.publisher, servers.max_lag_iters)
         attached = self._attached
         return ServerStates(
             self._place, attached.operators, attached.mirror, stream, stores.memory, stores.steps, self._events
@@ -192,8 +184,6 @@ class InMemoryAssembly:
         if isinstance(stores.memory, SnapshotMemory):
             return WindowStore(self._place, self._attached.operators, stores.memory, stores.publisher, stores.disk)
         assert self._account is not None
-        mine = self._attached.operators.table.full_bytes[self._place.stage_ranks.rank]
-        owned = [position for position, nbytes in enumerate(mine.tolist()) if nbytes]
         return UnitStore(
             self._place,
             self._attached.stage,
@@ -202,43 +192,26 @@ class InMemoryAssembly:
             stores.memory,
             stores.publisher,
             stores.disk,
-            owned,
         )
 
     def _rejoin(
-        self, training: Training, stores: TierStores, store: WindowStore | UnitStore, recovery: StageRecovery | None
+        self, rank: RankParts, store: WindowStore | UnitStore, recovery: StageRecovery | None
     ) -> JobRecovery | None:
         if self._elastic is None:
             return None
-        copies = CopySurvey(self._place, stores, self._elastic)
+        copies = CopySurvey(self._place, rank.stores, self._elastic)
         if recovery is None:
             assert isinstance(store, UnitStore)
             assert isinstance(self._policy, PartialExperts | PopularExperts)
-            assert self._account
-            assert self._meter
-            return PartialRecovery(
-                self._place,
-                training,
-                stores,
-                store,
-                self._account,
-                self._meter,
-                self._policy,
-                copies,
-                self._elastic,
-                self._events,
-                self._attached.tokens,
-            )
+            return PartialRecovery(rank, store, self._policy, copies, self._elastic, self._attached.tokens)
         return WindowRecovery(
-            self._place,
-            self._attached.stage,
-            stores,
+            rank,
             recovery,
             copies,
             self._elastic,
             logs_tied=self._attached.tied_gradient_bytes > 0,
             recovers_locally=self._config.recovers_locally,
-            servers_lead=isinstance(self._config, FlowcheckConfig),
+            servers_lead=self._config.servers is not None,
         )
 
     def _placement(self) -> list[str]:
@@ -266,7 +239,7 @@ class InMemoryAssembly:
         snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=self._limit())
         keeps_log = self._config.logs_boundaries and self._place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
-        bubbles = PipelineBubbles() if isinstance(self._config, MoetionConfig) and self._config.bubble_copies else None
+        bubbles = PipelineBubbles() if self._config.copies_in_bubbles else None
         self._attached.communicator.log, self._attached.communicator.bubbles = boundary, bubbles
         stores = TierStores(
             copiers=(copier, log_copier),

@@ -24,7 +24,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from moe_ckpt.config import InMemoryConfig, WholeSnapshotsConfig
+from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.engine.disk_writes import DiskWindows, Role
 from moe_ckpt.engine.expert_events import ExpertEvents
 from moe_ckpt.engine.interfaces import StagePlace, Training
@@ -86,6 +86,21 @@ class TierStores:
             self.boundary.clear()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankParts:
+    """The parts of one rank that its tier and its recoveries share.
+
+    `account` is that of policies whose recoveries lose tokens.
+    """
+
+    place: StagePlace
+    training: Training
+    stores: TierStores
+    meter: Measurements
+    events: EventLog
+    account: TokenAccount | None = None
+
+
 class _Found(IntEnum):
     """The progress of a window on a rank; over all ranks the least counts."""
 
@@ -100,15 +115,11 @@ class InMemoryTier:
     def __init__(
         self,
         config: InMemoryConfig,
-        place: StagePlace,
-        training: Training,
-        stores: TierStores,
+        parts: RankParts,
         store: SnapshotStore,
-        meter: Measurements,
-        events: EventLog,
-        account: TokenAccount | None = None,
         servers: ServerStates | None = None,
     ) -> None:
+        place, training, stores, events = parts.place, parts.training, parts.stores, parts.events
         self._config = config
         self._cap = config.max_bytes_per_s
         self._logs = config.recovers_locally
@@ -120,7 +131,7 @@ class InMemoryTier:
         self._made_up: IntArray | None = None
         self._stores = stores
         self._store = store
-        self._account = account
+        self._account = parts.account
         self._servers = servers
         self._events = events
         rank_in_stage = place.stage_ranks.rank
@@ -135,7 +146,7 @@ class InMemoryTier:
         self._noted: int | None = None
         self._pauses = False
         self._longest_iters = 0
-        self._meter = meter
+        self._meter = parts.meter
         self._counted: ExpertCounts | None = None
         self._measured: Measured | None = None
         stores.engine.apply_cap()  # which the end of the generation before this one has lifted
@@ -225,11 +236,11 @@ class InMemoryTier:
             self._disk.begin(plan.window_start, to_disk=to_disk)
             self._store.begin(plan)
         self._newest = plan
-        self._pauses = isinstance(plan, SlotPlan) and plan.pause_iters > 0
-        self._longest_iters = max(self._longest_iters, plan.period_iters if isinstance(plan, SlotPlan) else 1)
+        self._pauses = plan.pause_iters > 0
+        self._longest_iters = max(self._longest_iters, plan.period_iters)
         self._awaits_confirmation = plan.slot == plan.num_slots - 1
         following = plan.window_start + plan.slot + 1
-        if self._noted != following and (isinstance(plan, SlotPlan) or following == 1):  # else it is in the core
+        if self._noted != following and (not plan.has_start or following == 1):
             self.note_start(following)
         with self._meter.stalling():
             self._capture(plan)
@@ -513,8 +524,7 @@ class InMemoryTier:
 
     def _disk_bytes_per_s(self) -> float:
         """Return the cap of the disk if every snapshot goes there before the next one is taken."""
-        waits = isinstance(self._config, WholeSnapshotsConfig) and self._config.disk_every_iters == 1
-        return self._cap.disk or math.inf if waits else math.inf
+        return (self._cap.disk if self._config.waits_for_disk else None) or math.inf
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None

@@ -20,16 +20,14 @@ import torch
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import TierStores
-from moe_ckpt.engine.interfaces import StagePlace, Training
+from moe_ckpt.engine.in_memory_tier import RankParts
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
-from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, UnitStore
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey
-from moe_ckpt.engine.token_account import LostShares, TokenAccount, TokenRate, lost_shares
+from moe_ckpt.engine.token_account import LostShares, TokenRate, lost_shares
 from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
-from moe_ckpt.events import CheckpointSkipped, EventLog, TokensLost
+from moe_ckpt.events import CheckpointSkipped, TokensLost
 from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.recovery.target import plan_target
 from moe_ckpt.recovery.units import UnitInventory, UnitRecovery, newest_line, plan_units
@@ -72,30 +70,26 @@ class PartialRecovery:
 
     def __init__(
         self,
-        place: StagePlace,
-        training: Training,
-        stores: TierStores,
+        parts: RankParts,
         store: UnitStore,
-        account: TokenAccount,
-        meter: Measurements,
         policy: PartialPolicy,
         copies: CopySurvey,
         elastic: ElasticContext,
-        events: EventLog,
         rate: TokenRate,
     ) -> None:
-        assert isinstance(stores.memory, UnitMemory), stores.memory
+        assert isinstance(parts.stores.memory, UnitMemory), parts.stores.memory
+        assert parts.account is not None, "units go with an account of lost tokens"
         self.copies = copies
-        self._place = place
-        self._training = training
-        self._stores = stores
-        self._memory = stores.memory
+        self._place = parts.place
+        self._training = parts.training
+        self._stores = parts.stores
+        self._memory = parts.stores.memory
         self._store = store
-        self._account = account
-        self._meter = meter
+        self._account = parts.account
+        self._meter = parts.meter
         self._policy = policy
         self._elastic = elastic
-        self._events = events
+        self._events = parts.events
         self._rate = rate
 
     def run(self, state: StepState) -> RecoveredState:

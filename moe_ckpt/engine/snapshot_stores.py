@@ -6,7 +6,7 @@ which operators a snapshot takes, or when a window is kept. A `SnapshotStore` se
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -106,10 +106,7 @@ class WindowStore:
 
 
 class UnitStore:
-    """Implements `SnapshotStore` for partial checkpoints, unit by unit. `lineage` is the epoch of the run.
-
-    `owned`: the positions in the table of the operators that this rank has pieces of.
-    """
+    """Implements `SnapshotStore` for partial checkpoints, unit by unit. `lineage` is the epoch of the run."""
 
     def __init__(
         self,
@@ -120,7 +117,6 @@ class UnitStore:
         memory: UnitMemory,
         publisher: Publisher | None,
         disk: LocalDisk | None,
-        owned: Collection[int],
     ) -> None:
         self._place = place
         self._stage = stage
@@ -129,7 +125,8 @@ class UnitStore:
         self._memory = memory
         self._publisher = publisher
         self._disk = disk
-        self._owned = frozenset(owned)
+        mine = operators.table.full_bytes[place.stage_ranks.rank]
+        self._owned = frozenset(position for position, nbytes in enumerate(mine.tolist()) if nbytes)
         self._last_for_disk = NOTHING
         self.lineage = 0
 

@@ -20,11 +20,9 @@ import torch
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.config import DIVERGENCES
-from moe_ckpt.engine.in_memory_tier import TierStores
-from moe_ckpt.engine.interfaces import StagePlace, Training
-from moe_ckpt.engine.measurements import Measurements
+from moe_ckpt.engine.in_memory_tier import RankParts
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.events import CheckpointSkipped, EventLog, ReplayDiffered, StageRecovered
+from moe_ckpt.events import CheckpointSkipped, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
@@ -55,23 +53,15 @@ class Loss:
 class StageRecovery:
     """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
 
-    def __init__(
-        self,
-        place: StagePlace,
-        training: Training,
-        stores: TierStores,
-        meter: Measurements,
-        events: EventLog,
-        on_divergence: str = WINDOW,
-    ) -> None:
-        self._place = place
-        self._meter = meter
-        self._stage = training.stage
-        self._operators = training.operators
-        assert isinstance(stores.memory, SnapshotMemory), stores.memory
-        self._stores = stores
-        self._memory = stores.memory
-        self._events = events
+    def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
+        assert isinstance(parts.stores.memory, SnapshotMemory), parts.stores.memory
+        self._place = parts.place
+        self._meter = parts.meter
+        self._stage = parts.training.stage
+        self._operators = parts.training.operators
+        self._stores = parts.stores
+        self._memory = parts.stores.memory
+        self._events = parts.events
         self._on_divergence = on_divergence
 
     def recover(self, loss: Loss) -> None:

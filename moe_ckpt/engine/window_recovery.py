@@ -15,8 +15,7 @@ from dataclasses import replace
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import TierStores
-from moe_ckpt.engine.interfaces import Stage, StagePlace
+from moe_ckpt.engine.in_memory_tier import RankParts, TierStores
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
 from moe_ckpt.engine.stage_recovery import StageRecovery, verified_window
 from moe_ckpt.engine.step_state import StepState
@@ -44,9 +43,7 @@ class WindowRecovery:
 
     def __init__(
         self,
-        place: StagePlace,
-        stage: Stage,
-        stores: TierStores,
+        parts: RankParts,
         recovery: StageRecovery,
         copies: CopySurvey,
         elastic: ElasticContext,
@@ -55,11 +52,11 @@ class WindowRecovery:
         recovers_locally: bool,
         servers_lead: bool = False,
     ) -> None:
-        self._place = place
-        self._stage = stage
-        assert isinstance(stores.memory, SnapshotMemory), stores.memory
-        self._stores = stores
-        self._memory = stores.memory
+        assert isinstance(parts.stores.memory, SnapshotMemory), parts.stores.memory
+        self._place = parts.place
+        self._stage = parts.training.stage
+        self._stores = parts.stores
+        self._memory = parts.stores.memory
         self._recovery = recovery
         self.copies = copies
         self._elastic = elastic

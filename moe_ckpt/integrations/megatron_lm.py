@@ -35,7 +35,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
 from moe_ckpt.attach import TrainingLoop, attach
-from moe_ckpt.config import MoetionConfig, PartialConfig, require
+from moe_ckpt.config import require
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import RolledBackError
@@ -461,10 +461,10 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
     def checked(*arguments: Any, **options: Any) -> Any:
         require_alone(os.environ, sys.modules)
         require_supported(get_args())
-        if isinstance(settings.ckpt, PartialConfig):  # their account of lost tokens counts iterations
+        if settings.ckpt.loses_tokens:  # their account of lost tokens counts iterations
             growth = getattr(get_args(), "step_batch_size_schedule", None)
             require(growth is None, "--step-batch-size-schedule", growth, f"None with --ckpt {settings.ckpt.policy}")
-        boost = settings.ckpt.boost if isinstance(settings.ckpt, MoetionConfig) else 0.0
+        boost = settings.ckpt.capacity_boost
         require(not boost, "ckpt.boost", boost, "0 with moe_ckpt.run: routers are the script's own")
         return initialize(*arguments, **options)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import assert_never
 
-from moe_ckpt.config import DenseConfig, NoneConfig
+from moe_ckpt.config import CkptConfig, DenseConfig, NoneConfig
 from moe_ckpt.ports import Policy
 from moe_ckpt.types import Measured, SnapshotPlan
 
@@ -30,7 +29,7 @@ class EveryInterval:
         return SnapshotPlan(durable=iteration % self.every_iters == 0 or iteration == self.last_iteration)
 
 
-def make_policy(config: NoneConfig | DenseConfig, *, last_iteration: int) -> Policy:
+def make_policy(config: CkptConfig, *, last_iteration: int) -> Policy:
     """Return the policy of a configuration with whole checkpoints or none."""
     match config:
         case NoneConfig():
@@ -38,4 +37,4 @@ def make_policy(config: NoneConfig | DenseConfig, *, last_iteration: int) -> Pol
         case DenseConfig():
             return EveryInterval(every_iters=config.every_iters, last_iteration=last_iteration)
         case _:
-            assert_never(config)
+            raise AssertionError(f"{config.policy} keeps snapshots in host memory")

@@ -7,6 +7,7 @@ that ranks agree on. Must not: measure.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from moe_ckpt.config import CheckfreqConfig, GeminiConfig
 from moe_ckpt.policies.checkpoint_interval import best_interval, capped_interval, copying_interval
@@ -39,6 +40,7 @@ class WholeSnapshots:
         self._stages = stages
         self._own_stage = own_stage
         self._num_operators = len(stages[own_stage].table.operators)
+        self._aim, self._interval = _aim(config)
         self._every_iters = 0 if config.every_iters == AUTO else int(config.every_iters)
         self._newest_on_disk: int | None = None
         self._next: int | None = None
@@ -78,12 +80,6 @@ class WholeSnapshots:
         return [f"host memory of the largest rank, everything {every}:", *self.forecast().lines()]
 
     @property
-    def _aim(self) -> str:
-        if isinstance(self._config, GeminiConfig):
-            return f"is best for ckpt.mtbf_s={self._config.mtbf_s:g}"
-        return f"keeps to ckpt.overhead={self._config.overhead:g}"
-
-    @property
     def _is_auto(self) -> bool:
         return self._config.every_iters == AUTO
 
@@ -106,7 +102,7 @@ class WholeSnapshots:
         copy_s = max(self._sizes) / measured.copy_bytes_per_s
         best = max(
             copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s),
-            self._aimed_at(iteration_s=measured.iteration_s, checkpoint_s=cost_s),
+            self._interval(iteration_s=measured.iteration_s, checkpoint_s=cost_s),
         )
         is_first = self._every_iters == 0
         self._every_iters = best if is_first else refit(self._every_iters, best, drift=self._config.interval_drift)
@@ -117,11 +113,6 @@ class WholeSnapshots:
             copy_bytes_per_s=measured.copy_bytes_per_s,
             snapshot_cost_s=cost_s,
         )
-
-    def _aimed_at(self, *, iteration_s: float, checkpoint_s: float) -> int:
-        if isinstance(self._config, GeminiConfig):
-            return best_interval(iteration_s=iteration_s, checkpoint_s=checkpoint_s, mtbf_s=self._config.mtbf_s)
-        return capped_interval(iteration_s=iteration_s, checkpoint_s=checkpoint_s, overhead=self._config.overhead)
 
     def _forecast_of(self, stage: int) -> MemoryForecast:
         return forecast(
@@ -134,3 +125,12 @@ class WholeSnapshots:
             num_copies=self._num_copies,
             largest_window_bytes=max(self._sizes),
         )
+
+
+def _aim(config: GeminiConfig | CheckfreqConfig) -> tuple[str, Callable[..., int]]:
+    """Return the aim of an interval in words, and the interval for seconds of an iteration and of a checkpoint."""
+    match config:
+        case GeminiConfig(mtbf_s=mtbf_s):
+            return f"is best for ckpt.mtbf_s={mtbf_s:g}", partial(best_interval, mtbf_s=mtbf_s)
+        case CheckfreqConfig(overhead=overhead):
+            return f"keeps to ckpt.overhead={overhead:g}", partial(capped_interval, overhead=overhead)

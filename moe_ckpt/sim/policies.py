@@ -74,7 +74,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, setup.cluster)
     stalled_s = link.stall_s(link.most_bytes)
     kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
-    if config.disk_every_iters == 1:  # nothing is taken before that is written
+    if config.waits_for_disk:  # nothing is taken before that is written
         narrowest = min(narrowest, rates.disk() * link.most_bytes / setup.total_full_bytes)
     measured = Measured(
         iteration_s=setup.costs.iteration_s,
@@ -155,7 +155,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
             return size_bytes, link.stall_s(size_bytes)
         return size_bytes, host.wait_s(size_bytes) + link.added_s(size_bytes)  # peers have the pause, too
 
-    at_start, later = _listen(make, measured, describe, config, config.window != AUTO)
+    at_start, later = _listen(make, measured, describe, config, is_settled=False)  # the base is no window of choice
     num_slots, pause_iters = later.repeat[0].num_slots, later.repeat[0].pause_iters
     return Saving(
         name=config.policy,
@@ -192,17 +192,25 @@ def _measured_of_windows(setup: Setup, link: _Link, host: _Link, peer_bytes_per_
     )
 
 
-def _partial(config: MocConfig | MoetionConfig, setup: Setup) -> Saving:
+def _moc(config: MocConfig, setup: Setup) -> Saving:
     costs = _PartialCosts(config, setup)
-    stages, num_experts = costs.stages, setup.job.shape.num_experts
+    return _partial(config, setup, costs, lambda: PartialExperts(config, costs.stages, 0, setup.job.layout.ep))
+
+
+def _moetion(config: MoetionConfig, setup: Setup) -> Saving:
+    costs = _PartialCosts(config, setup)
+    return _partial(config, setup, costs, lambda: PopularExperts(config, costs.stages, 0, costs.replicas))
+
+
+def _partial(
+    config: MocConfig | MoetionConfig,
+    setup: Setup,
+    costs: _PartialCosts,
+    make: Callable[[], PartialExperts | PopularExperts],
+) -> Saving:
+    num_experts = setup.job.shape.num_experts
     tokens = Tokens(setup.job)
     measured = costs.measured(tokens.by_expert * config.every_iters)
-
-    def make() -> PartialExperts | PopularExperts:
-        if isinstance(config, MocConfig):
-            return PartialExperts(config, stages, 0, setup.job.layout.ep)
-        return PopularExperts(config, stages, 0, costs.replicas)
-
     hear = partial(hear_turns, measured=measured, costs=costs, num_experts=num_experts)
     told = Partial(make=make, measured=measured, hear=hear, tokens=tokens)
     rhythm = told.first_line().rhythm
@@ -230,8 +238,8 @@ POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
     "checkfreq": _whole,
     "gemini": _whole,
     "moevement": _moevement,
-    "moc": _partial,
-    "moetion": _partial,
+    "moc": _moc,
+    "moetion": _moetion,
     "flowcheck": _servers,
 }
 
@@ -287,7 +295,7 @@ class _PartialCosts:
         self.link = _Link(setup, rates.host(cluster.whole_copy_bytes_per_s))
         self.stages = _kinds_of_stages(self.link.profiles)
         table = self.stages[0].table
-        self._own = MoeStage(table, config.partial if isinstance(config, MocConfig) else "both")
+        self._own = MoeStage(table, config.partial_state)
         self._peer_bytes_per_s = rates.to_peers(self.replicas)
         self._disk_bytes_per_s = rates.disk() * int(table.full_bytes.sum()) / setup.total_full_bytes
 
@@ -325,9 +333,8 @@ def _listen(
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=measured.popularity)
     answers = iter([nothing])
     disk_every = config.disk_every_iters > 0
-    settled = is_settled and not isinstance(config, MoevementConfig)  # its base is no window of its choice
-    at_start = listen(make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=settled)
-    later = listen(make(), lambda: measured, describe, disk_every=disk_every, is_settled=settled)
+    at_start = listen(make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=is_settled)
+    later = listen(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
     return at_start, later
 
 
