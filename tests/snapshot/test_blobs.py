@@ -17,6 +17,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.private_files import write_private
+from moe_ckpt.snapshot import blobs
 from moe_ckpt.snapshot.blobs import BlobFolder, is_key
 from tests.ranks import RankFailedError, run_ranks
 from tests.replication.blobs import (
@@ -212,7 +214,6 @@ def die_while_publishing(path: str, step: str) -> None:
     """Publish "a" twice over; at a step of the second time, die as a worker does."""
     folder = BlobFolder(Path(path))
     publish(folder, "a", b"old", b"1")
-    write_bytes = Path.write_bytes
 
     def dying(function: Callable[..., Any]) -> Any:
         return lambda *arguments: (function(*arguments), os.kill(os.getpid(), signal.SIGKILL))
@@ -223,7 +224,7 @@ def die_while_publishing(path: str, step: str) -> None:
         Path.replace = dying(Path.replace)
     else:
         share = 2 if step == "half an entry" else 1
-        Path.write_bytes = dying(lambda path, data: write_bytes(path, data[: len(data) // share]))
+        blobs.write_private = dying(lambda path, data: write_private(path, data[: len(data) // share]))
     publish(folder, "a", b"newer", b"2")
 
 
