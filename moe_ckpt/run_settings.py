@@ -39,7 +39,8 @@ _FLAGS = ("--plain",)
 _DEFAULT_POLICY = "moevement"
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)
-_OWN_KEYS = {"parallel": ("ranks_per_node",), "run": ("dir", "lose", *_CHECKS)}
+_OWN_KEYS = {"parallel": ("ranks_per_node",), "run": ("dir", "lose", "keep_batches_bytes", *_CHECKS)}
+_KEEP_BATCHES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,10 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """One attached run; `is_plain`: without an attachment. `losses` of state in living processes are on purpose."""
+    """One attached run; `is_plain`: without an attachment. `losses` of state in living processes are on purpose.
+
+    `keep_batches_bytes` bounds the batches of an iterator without random access that a rank keeps in host memory.
+    """
 
     command: Command
     ckpt: CkptConfig
@@ -63,8 +67,10 @@ class RunSettings:
     checks: CheckConfig
     losses: tuple[StateLoss, ...] = ()
     is_plain: bool = False
+    keep_batches_bytes: int = _KEEP_BATCHES_BYTES
 
     def __post_init__(self) -> None:
+        require(self.keep_batches_bytes >= 1, "run.keep_batches_bytes", self.keep_batches_bytes, "a number of bytes")
         got = self.ranks_per_node
         valid = got == "auto" or (isinstance(got, int) and got >= 1)
         require(valid, "parallel.ranks_per_node", got, "auto or a number of at least 1")
@@ -93,6 +99,9 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
         checks=_checks(run),
         losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
         is_plain=parsed.plain or policy == "none",
+        keep_batches_bytes=_converted(
+            run.get("keep_batches_bytes", _KEEP_BATCHES_BYTES), int, "run.keep_batches_bytes"
+        ),
     )
 
 

@@ -57,6 +57,7 @@ def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -
         (["--windw", "4", *SCRIPT], f"moe_ckpt.run: unrecognized arguments: --windw 4; {USAGE}"),
         (["--ckpt"], f"moe_ckpt.run: argument --ckpt: expected one argument; {USAGE}"),
         ([], "SCRIPT: got 'nothing', wanted the program that trains"),
+        (["--set", "run.keep_batches_bytes=0", *SCRIPT], "run.keep_batches_bytes: got 0, wanted a number of bytes"),
         (["--", "-m"], "-m: got 'nothing', wanted the name of a module"),
         (["--set", "windw=4", *SCRIPT], "ckpt.windw: got 'a value', wanted window?"),
         (["--set", "window", *SCRIPT], "--set: got 'window', wanted KEY=VALUE"),

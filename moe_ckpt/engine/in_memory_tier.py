@@ -78,6 +78,12 @@ class TierStores:
     def allocated_bytes(self) -> int:
         return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
 
+    def oldest_start(self) -> int | None:
+        """Return the oldest iteration that a recovery from this memory may run again; None without snapshots."""
+        oldest, logged = self.memory.oldest_needed_iteration(), self.steps.oldest_start
+        first = None if oldest is None else oldest + 1
+        return logged if first is None or logged is None else min(first, logged)
+
     def clear(self) -> None:
         """Drop everything: training continues from a state that no snapshot here leads to."""
         self.memory.clear()

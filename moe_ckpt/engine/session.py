@@ -97,6 +97,11 @@ class Session:
         """A forecast of the cost of checkpointing, line by line, for the log."""
         return self.sparse.notes if self.sparse else ()
 
+    @property
+    def oldest_start(self) -> int | None:
+        """The oldest iteration that a recovery from host memory may run again; None if there is no such recovery."""
+        return self.sparse.stores.oldest_start() if self.sparse else None
+
     def enter(self) -> None:
         """Meet the other ranks, some of which may be replacements."""
         if self.sparse:

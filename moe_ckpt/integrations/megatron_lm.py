@@ -76,7 +76,7 @@ def attach_to_training(training: ModuleType, worker: Worker, settings: RunSettin
     mark_attached(training)
     _route_groups()
     seams: Any = training
-    batches = IterationBatches(training)
+    batches = IterationBatches(training, settings.keep_batches_bytes)
     loop = AttachedLoop(training, worker, settings, folder, batches)
     seams.initialize_megatron = _checked(seams.initialize_megatron, seams.get_args, settings)
     seams.build_train_valid_test_datasets = batches.build_datasets
@@ -130,7 +130,13 @@ class AttachedLoop:
         _, _, process_non_loss, config, *others = rest
         args = self._training.get_args()
         samples = functools.partial(_batch_size, args)
-        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=samples)
+        state = TrainingState(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            schedule_increment=samples,
+            data=self._batches.data,
+        )
         for inner in state.inner_optimizers:  # not an option of the command line, and the split step would ignore it
             threshold = getattr(inner.config, "grad_norm_skip_threshold", math.inf)
             require(math.isinf(threshold), "OptimizerConfig.grad_norm_skip_threshold", threshold, "inf")
@@ -276,8 +282,7 @@ class RankTraining:
 
     def run(self, done: int, notes: Sequence[str]) -> None:
         """Train from the state after `done` iterations to the last; implements `worker_loop.TrainingRun`."""
-        for note in notes if self._worker.launch.global_rank == 0 else ():
-            print(f"moe_ckpt: {note}", flush=True)
+        self._say(notes)
         prepared = self._prepared
         if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
             self._commit(prepared)  # other ranks were lost before this rank could log it
@@ -288,6 +293,10 @@ class RankTraining:
                 return
             except RolledBackError as back:
                 done = back.iteration
+
+    def _say(self, notes: Sequence[str]) -> None:
+        for note in notes if self._worker.launch.global_rank == 0 else ():
+            print(f"moe_ckpt: {note}", flush=True)
 
     def observed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
@@ -318,6 +327,7 @@ class RankTraining:
         `iteration` counts from 0, as in Megatron-LM. Raises RolledBackError on all ranks after a rollback.
         """
         started_s, number, before = time.monotonic(), iteration + 1, self.communicator.observed
+        self._batches.iteration_started(number, self.session.oldest_start)
         self.session.iteration_started(number)
         machine = get_rerun_state_machine()
         run_again = machine.should_run_forward_backward
@@ -336,6 +346,8 @@ class RankTraining:
         finally:
             del machine.should_run_forward_backward
         self.session.step_committed(number)
+        if self.committed is None and self._worker.life == 0:
+            self._say(self._batches.forecast(number))
         self._commit_measured(started_s, before)
         self.checks.log_where_due(number)
         return outcome

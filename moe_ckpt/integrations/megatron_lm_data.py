@@ -2,7 +2,8 @@
 
 Owns: the data sets that the script's provider built, and the samples of each iteration: Megatron-LM's samplers have
 random access by the number of consumed samples. Reading never moves a generator: `iter(DataLoader)` draws a seed from
-torch's, which a plain run does once.
+torch's, which a plain run does once. With `--dataloader-type external` the provider returns iterators, of which
+`KeptBatches` keeps the batches that a recovery may need again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import RerunDataIterator
+
+from moe_ckpt.config import require
+from moe_ckpt.megatron.kept_batches import KeptBatches, require_iterator
 
 
 class ConsumedSamples:
@@ -54,9 +58,11 @@ class IterationBatches:
     """Iterators over training and validation samples. An iteration takes its samples from all ranks together.
 
     With virtual stages each model chunk has data sets and an iterator of its own: then all are lists, by chunk.
+    External iterators may take `keep_bytes` of host memory, and as much again for validation.
     """
 
-    def __init__(self, training: ModuleType) -> None:
+    def __init__(self, training: ModuleType, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
         self.consumed = ConsumedSamples()
         self._training: Any = training
         self._build_datasets = self._training.build_train_valid_test_datasets
@@ -67,12 +73,39 @@ class IterationBatches:
     def build_datasets(self, *arguments: Any, **options: Any) -> Any:
         """Stand in for Megatron-LM's function of this name, and keep its result: it is called once a model chunk."""
         datasets = self._build_datasets(*arguments, **options)
+        if self._is_external:
+            train, valid, *rest = datasets
+            datasets = (self._kept(train), self._kept(valid, moves_generators=False), *rest)
         self._train.append(datasets[0])
         self._valid.append(datasets[1])
         return datasets
 
+    @property
+    def data(self) -> KeptBatches | None:
+        """This rank's training batches, if they come from an iterator without random access."""
+        return self._train[0] if self._is_external and self._train else None
+
+    def iteration_started(self, iteration: int, oldest: int | None) -> None:
+        """Drop external batches that no recovery may need again: those before `oldest`; None: all may be needed."""
+        for kept in (*self._train, *self._valid) if self._is_external else ():
+            if kept is not None:
+                kept.iteration_started(iteration, keep_since=oldest)
+
+    def forecast(self, iteration: int) -> list[str]:
+        """Return a line on the host memory of external batches, measured in an iteration; none without such batches."""
+        of_one = self.data.bytes_since(iteration) if self.data else 0
+        if not of_one:
+            return []
+        fitting = f"{self._keep_bytes // of_one} iterations fit into run.keep_batches_bytes={self._keep_bytes}"
+        return [f"batches are kept since the oldest snapshot: {of_one} bytes an iteration, {fitting}"]
+
     def training_after(self, done: int) -> Any:
-        """Return an iterator from the first sample of iteration `done + 1` on; None on a rank that reads no data."""
+        """Return an iterator from the first sample of iteration `done + 1` on; None on a rank that reads no data.
+
+        An external iterator's position is part of the state after `done` iterations.
+        """
+        if self._is_external:
+            return self.data and RerunDataIterator(self.data)
         return self._iterators(self._train, self.consumed.after(done))
 
     def validation_after(self, done: int) -> Any:
@@ -82,11 +115,24 @@ class IterationBatches:
         skipped = (args.start_eval_at_iter or 0) // every if every else 0
         num_evaluations = max(0, done // every - skipped) if every else 0
         batch_size = getattr(args, "eval_global_batch_size", args.global_batch_size)
-        return self._iterators(self._valid, num_evaluations * args.eval_iters * batch_size)
+        num_consumed = num_evaluations * args.eval_iters * batch_size
+        if not self._is_external:
+            return self._iterators(self._valid, num_consumed)
+        kept = self._valid[0] if self._valid else None
+        if kept is not None:
+            size = getattr(args, "eval_micro_batch_size", args.micro_batch_size) * args.data_parallel_size
+            kept.go_to(num_consumed // size)
+        return kept and RerunDataIterator(kept)
 
     @contextlib.contextmanager
     def replaying(self, iteration: int) -> Iterator[Any]:
-        """Yield an iterator over one iteration's samples; the next iteration's replay continues with it."""
+        """Yield an iterator over one iteration's samples; the next iteration's replay continues with it.
+
+        An external iterator has come to the iteration's start with all other state.
+        """
+        if self._is_external:
+            yield self.training_after(iteration - 1)
+            return
         before, self._replay = self._replay, None  # a pass that is cut leaves its iterator anywhere
         batches = before[1] if before and before[0] == iteration else self.training_after(iteration - 1)
         yield batches
@@ -95,6 +141,17 @@ class IterationBatches:
     def drop_replay(self) -> None:
         """Close the iterator of replays and its loader processes."""
         self._replay = None
+
+    @property
+    def _is_external(self) -> bool:
+        return self._training.get_args().dataloader_type == "external"
+
+    def _kept(self, loader: Any, *, moves_generators: bool = True) -> KeptBatches | None:
+        require(not isinstance(loader, list), "--dataloader-type external", "several iterators", "one of each kind")
+        require_iterator(loader, "--dataloader-type external")
+        if loader is None:
+            return None
+        return KeptBatches(loader, limit_bytes=self._keep_bytes, moves_generators=moves_generators)
 
     def _iterators(self, datasets: list[Any], num_consumed: int) -> Any:
         found = [self._iterator(dataset, num_consumed) for dataset in datasets]

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 
 
@@ -70,6 +71,10 @@ EXACT: Sequence[Exact] = (
         options="`--fp16` with loss scaling, expert bias, an auxiliary loss, `--rerun-mode validate_results`",
         tests=(f"{_JOBS}: fp16, balanced by bias and loss",),
     ),
+    Exact(
+        options="`--dataloader-type external`: iterators with or without `state_dict`",
+        tests=(f"{_JOBS}: external iterator", f"{_JOBS}: external iterator with state"),
+    ),
     Exact(options="full recomputation, `--num-workers 1`", tests=(f"{_JOBS}: recomputed, loader processes",)),
 )
 
@@ -105,7 +110,7 @@ REFUSALS: Sequence[Refusal] = (
     *_off(_OTHER_LOOP, "iterations_to_skip", "perform_rl_step", "skip_train", "lazy_mpu_init"),
     *_off(_OTHER_LOOP, "moe_use_upcycling", "hybrid_context_parallel", "fake_process_group"),
     *_off("the position in several or whole validation sets", "full_validation", "multiple_validation_sets"),
-    Refusal(option="dataloader_type", allowed=("single",), reason="batches must be readable again by position"),
+    Refusal(option="dataloader_type", allowed=("single", "external"), reason="not tried"),
     *_off(_OTHER_LOOP, "moe_expert_rank_capacity_factor", "gpu_sniff_test_interval"),
     *_off("its passes have another order of transfers: not tried", "overlap_moe_expert_parallel_comm"),
     *_off("not tried", "fine_grained_activation_offloading", "cpu_offloading_num_layers", "fp4"),
@@ -142,6 +147,9 @@ def require_supported(arguments: Any) -> None:
             wanted = " or ".join(repr(value) for value in refusal.allowed[:2])
             raise ConfigError(f"{refusal.flag}: got {got!r}, wanted {wanted} with moe_ckpt.run: {refusal.reason}")
     _require_optimizer_everywhere(arguments)
+    external = getattr(arguments, "dataloader_type", None) == "external"
+    chunks = getattr(arguments, "virtual_pipeline_model_parallel_size", None)
+    require(not external or chunks is None, "--dataloader-type", "external", "single with virtual stages: not tried")
 
 
 def _require_optimizer_everywhere(arguments: Any) -> None:

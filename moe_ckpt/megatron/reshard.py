@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extrac
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.megatron.buffers import merge_buffers
-from moe_ckpt.megatron.state import BUFFERS, RNG_STATE, STORED_STATES, TrainingState, sharded_state
+from moe_ckpt.megatron.state import BUFFERS, DATA, RNG_STATE, STORED_STATES, TrainingState, sharded_state
 
 _NOT_AS_SAVED = (RNG_STATE, BUFFERS, STORED_STATES, "optimizer")
 _OPTIMIZER, _SAVED_BUFFERS = "optimizer here", "buffers of all ranks"
@@ -47,8 +47,11 @@ class Reshard:
     def template(self) -> dict[str, Any]:
         """Return the request for `dist_checkpointing`.
 
-        Raises CheckpointLoadError on all ranks if the vocabulary was padded to another size.
+        Raises CheckpointLoadError on all ranks if the vocabulary was padded to another size, or if data loaders have a
+        position of their own on each rank.
         """
+        if DATA in self._here:
+            raise CheckpointLoadError(f"{self._directory}: saved at another layout, where other ranks read the data")
         gather_results(TorchRanks(), lambda: _require_same_padding(self._here, self._directory), CheckpointLoadError)
         asked = {key: part for key, part in self._here.items() if key not in _NOT_AS_SAVED}
         asked[_OPTIMIZER] = self._here["optimizer"]  # apart: what common.pt has of optimizers is of another form

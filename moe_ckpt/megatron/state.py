@@ -23,11 +23,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_ckpt.megatron import fp8_linear, optimizer_state
 from moe_ckpt.megatron.buffers import buffers_by_name, named_buffers, restore_buffers_by_name
+from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, torch_optimizer
 from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 
-BUFFERS, RNG_STATE, STORED_STATES = "buffers", "rng_state", "stored_states"  # per-rank parts of a sharded state
+BUFFERS, RNG_STATE, STORED_STATES, DATA = "buffers", "rng_state", "stored_states", "data"  # per-rank parts
 _SHARDING_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
     "chained_optim_avoid_prefix": True,
@@ -40,13 +41,15 @@ class TrainingState:
 
     `model` holds this rank's chunks, wrapped for data parallelism. An update advances the schedule by
     `schedule_increment`: iterations, or the samples of one, as the loop counts. It is a function, called at the end of
-    each pass, if iterations differ in it.
+    each pass, if iterations differ in it. `data` is there if batches are not a function of the iteration: the position
+    in it is then part of each iteration's start.
     """
 
     model: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     schedule_increment: int | Callable[[], int] = 1
+    data: KeptBatches | None = None
 
     @property
     def increment_of_this_iteration(self) -> int:
@@ -141,6 +144,7 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
         "opt_param_scheduler": state.scheduler.state_dict(),
         RNG_STATE: _per_rank(RNG_STATE, _rng_tensors()),
         BUFFERS: _per_rank(BUFFERS, buffers_by_name(state.model)),
+        **({DATA: _per_rank(DATA, state.data.saved())} if state.data else {}),
         **_stored_states(state),
     }
 
@@ -190,6 +194,8 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
     restore_buffers_by_name(state.model, loaded[BUFFERS])
     if STORED_STATES in loaded:
         _restore_stored_states(state, loaded[STORED_STATES])
+    if state.data and DATA in loaded:
+        state.data.restore(loaded[DATA])
     if RNG_STATE in loaded:
         _restore_rng_tensors(loaded[RNG_STATE])
 
@@ -228,10 +234,13 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
 def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
     """Return copies, on the host, of an iteration's start, beside parameters, moments and buffers.
 
-    These are the states of all generators, the loss scalers, and the position in the learning-rate schedule.
+    These are the states of all generators, the loss scalers, and the positions in the learning-rate schedule and in
+    data without random access.
     """
     saved = {f"rng.{name}": tensor for name, tensor in _rng_tensors().items()}
     saved["scheduler.num_steps"] = torch.tensor(state.scheduler.num_steps)
+    if state.data:
+        saved |= {f"{DATA}.{name}": tensor for name, tensor in state.data.saved().items()}
     return saved | _scaler_state(state)
 
 
@@ -243,6 +252,10 @@ def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor])
     state.scheduler.num_steps = int(saved["scheduler.num_steps"])
     state.scheduler.step(increment=0)
     _restore_scaler_state(state, saved)
+    if state.data:
+        prefix = f"{DATA}."
+        of_data = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}
+        state.data.restore(of_data)
 
 
 def _scaler_state(state: TrainingState) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import refresh, weights_of
 from moe_ckpt.megatron.operators import bare_model
 from moe_ckpt.megatron.optimizer_state import named_tensors, torch_optimizer
-from moe_ckpt.megatron.state import TrainingState, restore_small_state, small_state
+from moe_ckpt.megatron.state import DATA, TrainingState, restore_small_state, small_state
 
 _LOST_STD = 0.02  # like fresh weights: values that reach other stages from a stage that lost its state stay finite
 
@@ -88,6 +88,6 @@ def _forget_small_state(state: TrainingState) -> None:
 def _forgotten(name: str, tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     if name.startswith(("rng.cpu", "rng.cuda", "rng.tracker.")):
         return fresh if tensor.shape == fresh.shape else torch.zeros_like(tensor)
-    if name.startswith("rng."):
-        return tensor  # Python's and NumPy's: seeded above
+    if name.startswith(("rng.", f"{DATA}.")):
+        return tensor  # Python's and NumPy's: seeded above; the data loader is not in device memory
     return torch.ones_like(tensor)  # loss scalers, and the position in the schedule

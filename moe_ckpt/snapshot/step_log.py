@@ -69,6 +69,11 @@ class StepLog:
         """The part of records that all ranks of the job share, by iteration."""
         return {iteration: record.gradients for iteration, record in self._records.items()}
 
+    @property
+    def oldest_start(self) -> int | None:
+        """The oldest iteration whose start is logged; None without any."""
+        return min(self._starts, default=None)
+
     def adopt(self, starts: Mapping[int, Mapping[str, torch.Tensor]], records: Mapping[int, StepRecord]) -> None:
         """Take over the entries of an earlier process from its daemon."""
         self._starts |= starts

@@ -37,6 +37,7 @@ from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.engine.worker_loop import ElasticJob
 from moe_ckpt.errors import PeersLostError, RolledBackError
 from moe_ckpt.events import EventLog, read_events
+from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.mirror.capture import MirrorCapture
 from moe_ckpt.mirror.watcher import Watcher
 from moe_ckpt.replication.client import DaemonClient
@@ -272,6 +273,8 @@ class _Training:
         model, hooks = self.model, self.session
         while True:
             if hooks:
+                if model.data:
+                    model.data.iteration_started(iteration, keep_since=hooks.oldest_start)
                 hooks.iteration_started(iteration)
             model.clear_gradients()
             self.job.upsets.pop((self.rank, iteration), lambda _: None)(model)
@@ -375,6 +378,7 @@ class ThreadJob:
             for rank in self.ranks
         }
         self.saves_slowly, self.sends_slowly = False, False
+        self.data_of: Callable[[Model], KeptBatches] | None = None  # called for each worker's model
         self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
 
     @property
@@ -504,6 +508,7 @@ class ThreadJob:
         page = self.pages[rank]
         rendezvous = _Rendezvous(rank, self._generations, page, ranks, stage_ranks)
         model = self.models[rank] = Model(self.shape, rank, ranks, stage_ranks)
+        model.data = self.data_of(model) if self.data_of else None
         events = EventLog(self.event_path(rank), global_rank=rank, clock_origin_unix_s=0.0)
         closing.callback(events.close)
         if self.config is None:

@@ -18,6 +18,7 @@ import torch
 
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
 from moe_ckpt.snapshot.boundary_log import BoundaryLog, Direction, LoggedEnds
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
@@ -92,6 +93,10 @@ def generator(seed: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]))
 
 
+def inputs_of(iteration: int, micro_batch: int, dp_rank: int) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=generator(f"{iteration} {micro_batch} {dp_rank}"))
+
+
 class Pipe:
     """Implements `assembly.Communicator`: carries tensors to neighbour stages and logs them, or replays a log."""
 
@@ -151,6 +156,7 @@ class Model:
         self.on_replay: Callable[[int], object] = lambda _: None  # as a kernel that does not repeat itself
         self.previous_rank = rank - shape.dp if self.stage > 0 else None
         self.next_rank = rank + shape.dp if self.stage < shape.pp - 1 else None
+        self.data: KeptBatches | None = None  # the inputs, if they are not read by the iteration's number
         self.communicator = Pipe(ranks, self.previous_rank, self.next_rank)
         self.operators = _operators(shape, self.stage)
         self.weights = {operator: weight for operator in self.operators if (weight := self._weight(operator))}
@@ -200,7 +206,7 @@ class Model:
 
     def _forward(self, iteration: int, micro_batch: int) -> _Pass:
         self._armed.pop("forward", lambda: None)()
-        data = torch.randn(TOKENS, HIDDEN, generator=generator(f"{iteration} {micro_batch} {self.dp_rank}"))
+        data = next(self.data) if self.data else inputs_of(iteration, micro_batch, self.dp_rank)
         hidden = (
             data * self._values(OperatorKind.EMBEDDING)
             if self.stage == 0
@@ -343,12 +349,15 @@ class Model:
             "generator": self.generator.get_state(),
             "loss_scale": self.loss_scale.clone(),
             "schedule": self.schedule.clone(),
+            **({f"data.{name}": tensor for name, tensor in self.data.saved().items()} if self.data else {}),
         }
 
     def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
         self.generator.set_state(start["generator"].clone())
         self.loss_scale.copy_(start["loss_scale"])
         self.schedule.copy_(start["schedule"])
+        if self.data:
+            self.data.restore({name.removeprefix("data."): start[name] for name in start if name.startswith("data.")})
         if undo is not None:
             assert self._remembered is not None
             iteration, buffers = self._remembered

@@ -53,13 +53,16 @@ class ModelFiles:
         return gather_results(self._ranks, lambda: self._read(directory), CheckpointLoadError)[0]
 
     def _write(self, directory: Path, iteration: int) -> list[FileRecord]:
-        state = (iteration, self._model.all_tensors(), self._model.generator.get_state())
+        data = self._model.data.saved() if self._model.data else None
+        state = (iteration, self._model.all_tensors(), self._model.generator.get_state(), data)
         (directory / self._name).write_bytes(pickle.dumps(state))
         return seal_files(directory, [self._name])
 
     def _read(self, directory: Path) -> int:
-        iteration, tensors, generator = pickle.loads((directory / self._name).read_bytes())
+        iteration, tensors, generator, data = pickle.loads((directory / self._name).read_bytes())
         for mine, saved in zip(self._model.all_tensors(), tensors, strict=True):
             mine.data.copy_(saved)
         self._model.generator.set_state(generator)
+        if self._model.data:
+            self._model.data.restore(data)
         return iteration

@@ -1,7 +1,8 @@
 """A client of Megatron-LM's `pretrain` with the options of production recipes, on CPUs.
 
 It has a stand-in for attention over context-parallel ranks, and takes moe_ckpt's for a fused Adam. Beside Megatron-LM's
-arguments: `--train-only PATTERN` freezes all parameters whose names do not match.
+arguments: `--train-only PATTERN` freezes all parameters whose names do not match; `--stateful` gives an external
+iterator a state.
 """
 # Megatron-Core's annotations differ between the installed release and that of Megatron-LM's wheel:
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
@@ -47,7 +48,37 @@ def forward_step(batches, model):
     return output, partial(loss_of, batch["loss_mask"])
 
 
+class Stream:
+    """Samples without random access. As `iter(DataLoader)`, the first read for training draws a seed from torch."""
+
+    def __init__(self, seed, is_open=False):
+        self.generator = torch.Generator().manual_seed(seed + parallel_state.get_data_parallel_rank())
+        self.is_open = is_open
+
+    def __next__(self):
+        if not self.is_open:
+            self.is_open = torch.empty((), dtype=torch.int64).random_() is not None
+        args = get_args()
+        words = torch.randint(
+            args.padded_vocab_size, (args.micro_batch_size, args.seq_length + 1), generator=self.generator
+        )
+        positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)
+        tokens, labels = words[:, :-1].contiguous(), words[:, 1:].contiguous()
+        return {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": torch.ones(labels.shape)}
+
+
+class StatefulStream(Stream):
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
 def datasets(sizes, vp_stage=None):
+    if get_args().dataloader_type == "external":
+        kind = StatefulStream if get_args().stateful else Stream
+        return kind(1), kind(1000, is_open=True), None
     shape = {"sequence_length": get_args().seq_length, "random_seed": get_args().seed, "split": get_args().split}
     masks = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
     config = GPTDatasetConfig(**shape, **masks, create_attention_mask=False, tokenizer=build_tokenizer(get_args()))
@@ -84,6 +115,7 @@ def freeze(pattern, chunks):
 
 def own_arguments(parser):
     parser.add_argument("--train-only")
+    parser.add_argument("--stateful", action="store_true")
     return parser
 
 

@@ -102,6 +102,8 @@ RECIPES = {
         *("--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"),
         *("--overlap-grad-reduce", "--overlap-param-gather"),
     ),
+    "external iterator": ("--dataloader-type", "external"),
+    "external iterator with state": ("--dataloader-type", "external", "--stateful"),
     "precision-aware optimizer": (
         *("--use-precision-aware-optimizer", "--bf16", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
     ),

@@ -84,6 +84,13 @@ def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> No
         require_supported(Namespace(**fine | {"use_distributed_optimizer": False}))
 
 
+def test_iterators_of_virtual_stages_are_refused() -> None:
+    chunks = FINE | {"virtual_pipeline_model_parallel_size": 2}
+    require_supported(Namespace(**chunks))
+    with pytest.raises(ConfigError, match=r"^--dataloader-type: got 'external', wanted single with virtual stages"):
+        require_supported(Namespace(**chunks | {"dataloader_type": "external"}))
+
+
 def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"^megatron-core: got 0\.21\.0, wanted 0\.19\.\*"):
         seams._require_version("0.21.0")
