@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import os
@@ -58,6 +59,13 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(tmp_path: Pat
     killed = result_of(tmp_path / "killed", Kill(rank=1, iteration=5, phase="forward"))
     assert (alone["faults_survived"], killed["faults_survived"]) == (0, 1)
     assert killed["digest_per_rank"] == alone["digest_per_rank"]
+
+
+def test_a_program_of_ones_own_is_sixty_lines_of_code() -> None:
+    text = OWN_LOOP.read_text()
+    after_docstring = ast.parse(text).body[1:]
+    lines = {line for each in after_docstring for line in range(each.lineno, (each.end_lineno or each.lineno) + 1)}
+    assert len([line for line in lines if text.splitlines()[line - 1].strip()]) <= 60
 
 
 def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ from moe_ckpt.megatron.step import (
     finish_gradients,
     gather_late_parameters,
     gather_parameters,
+    mean_over_job,
 )
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder
@@ -356,7 +357,7 @@ class RankTraining:
         """Gradients are reduced: measure them, and let all ranks agree to go on. Raises RolledBackError."""
         self._worker.page.enter(Phase.REDUCE)
         self._gradients = gradients = finish_gradients(self.state)
-        loss = _mean_over_job(self._losses)
+        loss = mean_over_job(self._losses)
         self._losses = ()
         self.session.loss_known(iteration, loss)
         self._prepared = self._describe(iteration, loss, gradients)
@@ -565,16 +566,3 @@ def _fingerprint(args: Any) -> str:
 
 def _config(state: TrainingState) -> Any:
     return state.model[0].config
-
-
-def _mean_over_job(losses: Sequence[dict[str, torch.Tensor]]) -> float:
-    """Return the mean of the first reported loss over all micro-batches and ranks; only the last stage reports any.
-
-    A report is a mean, or a sum and the number of tokens.
-    """
-    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
-    for reported in losses:
-        value = next(iter(reported.values())).detach().view(-1).double()
-        total += value if value.numel() == 2 else torch.stack([value.sum(), torch.ones_like(value.sum())])
-    dist.all_reduce(total)
-    return float(total[0] / total[1])

@@ -11,9 +11,11 @@ become compute weights in the part that communicates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -40,6 +42,19 @@ def finish_gradients(state: TrainingState) -> ReadyGradients:
         loss_scale=loss_scale,
         schedule_increment=state.increment_of_this_iteration,
     )
+
+
+def mean_over_job(losses: Sequence[dict[str, torch.Tensor]]) -> float:
+    """Return the mean of the first reported loss over all micro-batches and ranks; only the last stage reports any.
+
+    A report is a mean, or a sum and the number of tokens. Collective over all ranks.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+    for reported in losses:
+        value = next(iter(reported.values())).detach().view(-1).double()
+        total += value if value.numel() == 2 else torch.stack([value.sum(), torch.ones_like(value.sum())])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
 
 
 def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
