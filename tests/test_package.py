@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,36 @@ def test_leading_options_of_a_training_are_those_of_torchrun() -> None:
 
 def test_the_page_of_settings_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "python scripts/write_configuration.py writes it"
+
+
+@pytest.mark.full
+def test_the_wheel_has_the_door_and_records_every_file(tmp_path: Path) -> None:
+    """An unpacked wheel is what `pip install` puts into site-packages, where Python reads the door's .pth file."""
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(ROOT), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+        opened.extractall(site)
+    (record,) = site.glob("moe_ckpt-*.dist-info/RECORD")
+    rows = [line.rsplit(",", 2) for line in record.read_text().splitlines()]
+    assert {name for name, _, _ in rows} == names
+    for name, digest, size in rows:
+        content = (site / name).read_bytes()
+        recorded = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        assert (name, digest, size) == (
+            name,
+            f"sha256={recorded}",
+            str(len(content)),
+        ) or name == f"{record.parent.name}/RECORD"
+    at_top = {name for name in names if "/" not in name}
+    assert at_top == {"moe_ckpt_door.pth"}, "Python reads a .pth file at the top of site-packages only"
+    assert (site / "moe_ckpt_door.pth").read_text() == (ROOT / "moe_ckpt_door.pth").read_text()
+    assert {name.split("/")[0] for name in names} == {"moe_ckpt", "moe_ckpt_door.pth", record.parent.name}
+    assert {path.name for path in (ROOT / "moe_ckpt").glob("*.py")} <= {Path(name).name for name in names}
+    found = f"import site; site.addsitedir({str(site)!r}); import moe_ckpt.door; print(moe_ckpt.door.__file__)"
+    outside = run(sys.executable, "-I", "-S", "-c", found, cwd=tmp_path)
+    assert Path(outside.strip()) == site / "moe_ckpt" / "door.py"
 
 
 @pytest.mark.full
