@@ -18,7 +18,7 @@ import pytest
 from moe_ckpt.config import MaxBytesPerS
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError, NothingLeftError, PeersLostError
-from moe_ckpt.events import CheckpointSkipped, Rejoined, SnapshotTaken, StageRecovered, WindowChosen
+from moe_ckpt.events import CheckpointSkipped, Rejoined, ReplayDiffered, SnapshotTaken, StageRecovered, WindowChosen
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
 from moe_ckpt.snapshot.token_bucket import BURST_S
@@ -168,6 +168,40 @@ def test_a_replay_goes_on_while_another_stage_fails(
 
     job.on_worker.append(arm)
     assert replayed(exact(job)) == replaying
+
+
+def test_a_step_without_its_gather_is_finished_by_the_recovery(tmp_path: Path) -> None:
+    """Both ranks of stage 0 have taken the step of iteration 6 and lack each other's weights as rank 3 dies."""
+    job = made(tmp_path, Fault(rank=3, phase=Phase.DONE), shape=Shape())
+
+    def cut_off(model: Model) -> None:
+        def gather() -> None:
+            del model.gather
+            job.kill(3)
+            raise PeersLostError("in place of the exchange")
+
+        model.gather = gather  # type: ignore[method-assign]
+
+    job.upsets[0, 6] = cut_off
+    assert set(replayed(exact(job))) == {2, 3}
+
+
+def test_a_rollback_that_is_cut_off_leaves_no_state_to_compare(tmp_path: Path) -> None:
+    """Without a boundary log all stages replay, and must come out as they were; after the second death none is whole."""
+    faults = [Fault(rank=2, phase=Phase.REDUCE, iteration=6), Fault(rank=2, phase=Phase.DONE)]
+    job = made(tmp_path, *faults, window=3, boundary_log=False)
+    replayed_by_rank_0: list[int] = []
+
+    def note(iteration: int) -> None:
+        replayed_by_rank_0.append(iteration)
+        if replayed_by_rank_0 == [2, 3]:
+            job.kill(2)
+            raise PeersLostError("in place of the next exchange with other ranks")
+
+    job.upsets[0, 1] = lambda model: setattr(model, "on_replay", note)
+    exact(job)
+    assert replayed_by_rank_0 == [2, 3, 2, 3], "to the end of the newest window: no rank has iteration 5 any more"
+    assert not [event for rank in job.ranks for event in job.events(ReplayDiffered, rank)]
 
 
 def test_a_second_replay_that_is_cut_off_goes_on_from_its_own_state(tmp_path: Path) -> None:
