@@ -187,7 +187,7 @@ def test_a_step_without_its_gather_is_finished_by_the_recovery(tmp_path: Path) -
 
 
 def test_a_rollback_that_is_cut_off_leaves_no_state_to_compare(tmp_path: Path) -> None:
-    """Without a boundary log all stages replay, and must come out as they were; after the second death none is whole."""
+    """Without a boundary log all stages replay, and must come out as they were; after another death none is whole."""
     faults = [Fault(rank=2, phase=Phase.REDUCE, iteration=6), Fault(rank=2, phase=Phase.DONE)]
     job = made(tmp_path, *faults, window=3, boundary_log=False)
     replayed_by_rank_0: list[int] = []
