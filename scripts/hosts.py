@@ -2,11 +2,13 @@
 
     python scripts/hosts.py up 4 [--rate 1gbit]      namespaces moe0 to moe3 with 10.77.0.1 to .4, and moe-mirror
     python scripts/hosts.py down                     remove them, and end the processes in them
+    python scripts/hosts.py link 2 LINK              LINK of the third host: up, cut, mute, or a rate such as 10mbit
     ip netns exec moe2 COMMAND                       COMMAND on the third host
 
 The bridge forgets every address at once, so each frame goes to every port, as to the mirror port of a switch; the
 interface e0 of moe-mirror has no address and only listens. `--rate` limits each host's link in both directions.
-`ip netns exec moe2 ip link set e0 down` cuts a host off. Frames never leave the machine: the bridge has no other port.
+A link that is cut carries no frame, as with its cable out; a mute host receives frames, and sends none. Frames never
+leave the machine: the bridge has no other port.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 PREFIX = "moe"
 INTERFACE = "e0"
 MOST_HOSTS = 200
+UP, CUT, MUTE = "up", "cut", "mute"
 _BRIDGE, _MIRROR, _MIRROR_END = f"{PREFIX}-br", f"{PREFIX}-mirror", f"{PREFIX}-vm"
 _NAMESPACES = Path("/run/netns")
 
@@ -59,11 +62,7 @@ def plan_up(num_hosts: int, rate: str | None = None) -> list[Command]:
             (*inside, "link", "set", "lo", "up"),
         ]
         if rate:
-            limit = ("root", "tbf", "rate", rate, "burst", "128kbit", "latency", "50ms")
-            commands += [
-                ("tc", "qdisc", "add", "dev", end, *limit),
-                ("tc", "-n", name_of(host), "qdisc", "add", "dev", INTERFACE, *limit),
-            ]
+            commands += plan_link(host, rate)
     commands += _plan_port(_MIRROR, _MIRROR_END)
     commands.append(("ip", "-n", _MIRROR, "link", "set", INTERFACE, "up", "promisc", "on"))
     return commands
@@ -81,6 +80,39 @@ def _plan_port(namespace: str, end: str) -> list[Command]:
 def plan_down(namespaces: Sequence[str]) -> list[Command]:
     """Return the commands that remove these namespaces, with their links, and the bridge."""
     return [*(("ip", "netns", "del", name) for name in namespaces), ("ip", "link", "del", _BRIDGE)]
+
+
+def plan_link(host: int, link: str) -> list[Command]:
+    """Return the commands that give a host's link a state: `up`, `cut`, `mute`, or a rate in both directions."""
+    end, inside = _end_of(host), ("tc", "-n", name_of(host))
+    unlimited = [(*tc, "qdisc", "replace", "dev", device, "root", "pfifo") for tc, device in _ends(host)]
+    if link == UP:
+        return [*unlimited, ("ip", "link", "set", end, "up")]
+    if link == CUT:
+        return [("ip", "link", "set", end, "down")]
+    if link == MUTE:
+        return [(*inside, "qdisc", "replace", "dev", INTERFACE, "root", "pfifo", "limit", "0")]
+    return [(*tc, "qdisc", "replace", "dev", device, "root", *_limit(link)) for tc, device in _ends(host)]
+
+
+def _ends(host: int) -> list[tuple[Command, str]]:
+    """Return both ends of a host's link, each with the beginning of tc's commands there."""
+    return [(("tc",), _end_of(host)), (("tc", "-n", name_of(host)), INTERFACE)]
+
+
+def _limit(rate: str) -> Command:
+    return ("tbf", "rate", rate, "burst", "128kbit", "latency", "50ms")
+
+
+def set_link(host: int, link: str) -> None:
+    """Give a host's link a state of `plan_link`. Raises subprocess.CalledProcessError."""
+    _run_all(plan_link(host, link))
+
+
+def processes_of(host: int) -> list[int]:
+    """Return the pids of the processes on a host."""
+    found = subprocess.run(["ip", "netns", "pids", name_of(host)], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in found.stdout.split()]
 
 
 def our_namespaces() -> list[str]:
@@ -142,6 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     upwards.add_argument("--rate", help="of each host's link, as tc writes it: 1gbit, 200mbit")
     upwards.add_argument("--dry-run", action="store_true", help="print the commands")
     actions.add_parser("down", help="remove them")
+    linking = actions.add_parser("link", help="change the link of a host")
+    linking.add_argument("host", type=int, metavar="N")
+    linking.add_argument("link", metavar="LINK", help=f"{UP}, {CUT}, {MUTE}, or a rate as tc writes it")
     options = parser.parse_args(arguments)
     if options.action == "up" and not 1 <= options.num_hosts <= MOST_HOSTS:
         parser.error(f"N: got {options.num_hosts}, wanted 1 to {MOST_HOSTS}")
@@ -159,7 +194,13 @@ def _act(options: argparse.Namespace) -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 1
     try:
-        down() if options.action == "down" else up(options.num_hosts, options.rate)
+        match options.action:
+            case "up":
+                up(options.num_hosts, options.rate)
+            case "down":
+                down()
+            case _:
+                set_link(options.host, options.link)
     except subprocess.CalledProcessError as error:
         print(f"error: {' '.join(error.cmd)}: {error.stderr.strip()}", file=sys.stderr)
         return 1

@@ -13,6 +13,8 @@ LONGEST_NAME = 70
 SLEEPERS = {
     "tests/agent.py": "an agent that does nothing until it is killed, and looks for what other processes write",
     "tests/elastic_job.py": "the only signs that other processes give are their files and pages",
+    "tests/hosts_job.py": "the only signs that other processes give are their files",
+    "tests/launcher/test_partitions.py": "the time for which a link is cut is the subject",
     "tests/jobs.py": "a worker leaves processors to others, as training does",
     "tests/launcher/test_torchrun.py": "the only sign that another process gives is its file",
     "tests/elastic/test_starvation.py": "time that passes while a process does not run is the subject",

@@ -38,9 +38,35 @@ def test_each_host_has_an_address_and_a_limited_link_in_both_directions() -> Non
     for host in range(2):
         assert f"ip -n moe{host} addr add 10.77.0.{host + 1}/24 dev e0" in plan
         assert sum(f"moe-v{host} root tbf rate 1gbit" in line for line in plan) == 1
-        assert f"tc -n moe{host} qdisc add dev e0 root tbf rate 1gbit burst 128kbit latency 50ms" in plan
+        assert f"tc -n moe{host} qdisc replace dev e0 root tbf rate 1gbit burst 128kbit latency 50ms" in plan
     assert "ip link add moe-br type bridge ageing_time 0" in plan, "a hub"
     assert not any("tbf" in " ".join(command) for command in hosts.plan_up(2))
+
+
+@pytest.mark.parametrize(
+    ("link", "plan"),
+    [
+        ("cut", ["ip link set moe-v2 down"]),
+        ("mute", ["tc -n moe2 qdisc replace dev e0 root pfifo limit 0"]),
+        (
+            "up",
+            [
+                "tc qdisc replace dev moe-v2 root pfifo",
+                "tc -n moe2 qdisc replace dev e0 root pfifo",
+                "ip link set moe-v2 up",
+            ],
+        ),
+        (
+            "10mbit",
+            [
+                "tc qdisc replace dev moe-v2 root tbf rate 10mbit burst 128kbit latency 50ms",
+                "tc -n moe2 qdisc replace dev e0 root tbf rate 10mbit burst 128kbit latency 50ms",
+            ],
+        ),
+    ],
+)
+def test_a_link_can_be_cut_in_one_direction_or_both_or_limited(link: str, plan: list[str]) -> None:
+    assert [" ".join(command) for command in hosts.plan_link(2, link)] == plan
 
 
 def test_all_that_was_made_is_removed() -> None:
