@@ -1,6 +1,7 @@
 """A mirror port: the network interface on which a switch repeats the traffic of training ranks.
 
-Owns: the raw socket. Must not: look into frames. The loopback interface is the mirror port of all ranks of one machine.
+Owns: the raw socket. Must not: look into frames. The loopback interface is the mirror port of all ranks of one machine,
+where each frame leaves and arrives: only its arrival is read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from moe_ckpt.errors import ConfigError
 _ALL_PROTOCOLS = 3
 _SO_RCVBUFFORCE = 33
 _BUFFER_BYTES = 64 << 20
-_SOL_PACKET, _ADD_MEMBERSHIP, _PROMISCUOUS = 263, 1, 1
+_SOL_PACKET, _ADD_MEMBERSHIP, _PROMISCUOUS, _IGNORE_OUTGOING = 263, 1, 1, 23
+_ARPHRD_LOOPBACK = 772
 _LARGEST_FRAME_BYTES = 1 << 17
 _MOST_FRAMES = 256
 
@@ -68,6 +70,8 @@ def _open(interface: str) -> socket.socket:
         raise ConfigError(f"ckpt.capture=mirror: got a process without the privilege, wanted {wanted}") from error
     try:
         port.bind((interface, 0))
+        if port.getsockname()[3] == _ARPHRD_LOOPBACK:  # else a second copy fills in what `ckpt.capture_loss` drops
+            port.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
         request = struct.pack("iHH8s", socket.if_nametoindex(interface), _PROMISCUOUS, 0, b"")
         port.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, request)
         with contextlib.suppress(PermissionError):  # it needs CAP_NET_ADMIN; frames are then lost earlier
