@@ -2,12 +2,12 @@
 
     python scripts/hosts.py up 4 [--rate 1gbit]      namespaces moe0 to moe3 with 10.77.0.1 to .4, and moe-mirror
     python scripts/hosts.py down                     remove them, and end the processes in them
-    python scripts/hosts.py link 2 LINK              LINK of the third host: up, cut, mute, or a rate such as 10mbit
+    python scripts/hosts.py link 2 LINK              LINK of the third host: up, cut, deaf, or a rate such as 10mbit
     ip netns exec moe2 COMMAND                       COMMAND on the third host
 
 The bridge forgets every address at once, so each frame goes to every port, as to the mirror port of a switch; the
 interface e0 of moe-mirror has no address and only listens. `--rate` limits each host's link in both directions.
-A link that is cut carries no frame, as with its cable out; a mute host receives frames, and sends none. Frames never
+A link that is cut carries no frame, as with its cable out; a deaf host sends frames, and receives none. Frames never
 leave the machine: the bridge has no other port.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 PREFIX = "moe"
 INTERFACE = "e0"
 MOST_HOSTS = 200
-UP, CUT, MUTE = "up", "cut", "mute"
+UP, CUT, DEAF = "up", "cut", "deaf"
 _BRIDGE, _MIRROR, _MIRROR_END = f"{PREFIX}-br", f"{PREFIX}-mirror", f"{PREFIX}-vm"
 _NAMESPACES = Path("/run/netns")
 
@@ -79,19 +79,24 @@ def _plan_port(namespace: str, end: str) -> list[Command]:
 
 def plan_down(namespaces: Sequence[str]) -> list[Command]:
     """Return the commands that remove these namespaces, with their links, and the bridge."""
-    return [*(("ip", "netns", "del", name) for name in namespaces), ("ip", "link", "del", _BRIDGE)]
+    ends = [_MIRROR_END if name == _MIRROR else f"{PREFIX}-v{name.removeprefix(PREFIX)}" for name in namespaces]
+    return [
+        *(("ip", "link", "del", end) for end in ends),  # a namespace lasts as long as its processes take to end
+        *(("ip", "netns", "del", name) for name in namespaces),
+        ("ip", "link", "del", _BRIDGE),
+    ]
 
 
 def plan_link(host: int, link: str) -> list[Command]:
-    """Return the commands that give a host's link a state: `up`, `cut`, `mute`, or a rate in both directions."""
-    end, inside = _end_of(host), ("tc", "-n", name_of(host))
+    """Return the commands that give a host's link a state: `up`, `cut`, `deaf`, or a rate in both directions."""
+    end = _end_of(host)
     unlimited = [(*tc, "qdisc", "replace", "dev", device, "root", "pfifo") for tc, device in _ends(host)]
     if link == UP:
         return [*unlimited, ("ip", "link", "set", end, "up")]
     if link == CUT:
         return [("ip", "link", "set", end, "down")]
-    if link == MUTE:
-        return [(*inside, "qdisc", "replace", "dev", INTERFACE, "root", "pfifo", "limit", "0")]
+    if link == DEAF:  # on the bridge: TCP takes a drop on its own host for congestion, and gives up within 20 s
+        return [("tc", "qdisc", "replace", "dev", end, "root", "pfifo", "limit", "0")]
     return [(*tc, "qdisc", "replace", "dev", device, "root", *_limit(link)) for tc, device in _ends(host)]
 
 
@@ -176,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     actions.add_parser("down", help="remove them")
     linking = actions.add_parser("link", help="change the link of a host")
     linking.add_argument("host", type=int, metavar="N")
-    linking.add_argument("link", metavar="LINK", help=f"{UP}, {CUT}, {MUTE}, or a rate as tc writes it")
+    linking.add_argument("link", metavar="LINK", help=f"{UP}, {CUT}, {DEAF}, or a rate as tc writes it")
     options = parser.parse_args(arguments)
     if options.action == "up" and not 1 <= options.num_hosts <= MOST_HOSTS:
         parser.error(f"N: got {options.num_hosts}, wanted 1 to {MOST_HOSTS}")

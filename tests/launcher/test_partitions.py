@@ -41,7 +41,7 @@ def repairs(job: HostsJob) -> str:
 
 
 @pytest.mark.parametrize(
-    ("link", "seconds"), [("cut", 2.0), ("cut", 20.0), ("mute", 2.0), ("mute", 20.0), ("10mbit", 10.0)]
+    ("link", "seconds"), [("cut", 2.0), ("cut", 20.0), ("deaf", 2.0), ("deaf", 20.0), ("10mbit", 10.0)]
 )
 def test_a_job_goes_on_after_its_link_came_back(link: str, seconds: float, tmp_path: Path) -> None:
     """`runtime.operation_s` is 15: the longer cuts end a generation, with no process dead."""
@@ -70,7 +70,7 @@ def test_a_host_that_froze_comes_back_and_changes_nothing(seconds: float, tmp_pa
     row(f"all processes of a host stopped, {seconds:g} s", repairs(job), job.longest_pause_s(since_unix_s))
 
 
-@pytest.mark.parametrize("link", ["cut", "mute"])
+@pytest.mark.parametrize("link", ["cut", "deaf"])
 def test_a_link_that_stays_cut_ends_the_job_which_goes_on_later(link: str, tmp_path: Path) -> None:
     with network_of(2):
         job = HostsJob(2, tmp_path, *WINDOW, *TWO)
