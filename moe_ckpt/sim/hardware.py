@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from moe_ckpt.config import require, require_at_least, require_choice
 
 RANK, JOB = "rank", "job"
+GPU_MEMORY_SHARE = 0.7
+"""Of a GPU's memory, for weights, gradients and the optimizer's state; the rest is for activations."""
 _SHARES = ("compute_share", "copies_share")
 _MAY_BE_ZERO = (
     "spares",
@@ -53,6 +55,7 @@ class ClusterConfig:
     whole_copy_bytes_per_s: float
     take_s: float
     interference: float
+    server_bytes_per_s: float
     disk_bytes_per_s: float
     disk_read_bytes_per_s: float
     detect_s: float
