@@ -43,6 +43,7 @@ CLUSTER = ClusterConfig(
     detect_s=1.0,
     hang_s=9.0,
     rebuild_s=2.0,
+    store_operation_s=0.0,
     restart_s=50.0,
     resume_s=0.0,
     spares=4,
