@@ -25,8 +25,8 @@ from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from launcher.parameters import operator_parameters, padded_vocab_size
 from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least, require_choice
 from moe_ckpt.faults.schedule import SCOPES, Kill, poisson_kills
-from moe_ckpt.sim.costs import TimingConfig, estimate
-from moe_ckpt.sim.hardware import ClusterConfig
+from moe_ckpt.sim.costs import GRADIENT_BYTES, TimingConfig, estimate
+from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, ClusterConfig
 from moe_ckpt.sim.job import Array, BatchConfig, FormatsConfig, Job, ModelShape
 from moe_ckpt.sim.saving import Setup, Switches
 from moe_ckpt.sim.skew import skewed_popularity
@@ -34,8 +34,6 @@ from moe_ckpt.types import ParallelLayout
 
 GROUPS = ("ckpt", "model", "parallel", "cluster", "fault", "experiment")
 _BYTE_VOCABULARY = 256
-_GPU_MEMORY_SHARE = 0.7  # for weights, gradients and state; the rest is for activations
-_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +207,9 @@ def _smallest_fitting(
     formats: FormatsConfig,
     batch: BatchConfig,
 ) -> ParallelLayout:
-    have = _GPU_MEMORY_SHARE * cluster.gpu_memory_bytes
+    have = GPU_MEMORY_SHARE * cluster.gpu_memory_bytes
     fitting = [layout for layout in layouts if _gpu_bytes(layout, shape, formats) <= have]
-    least = min(_gpu_bytes(layout, shape, formats) for layout in layouts) / _GPU_MEMORY_SHARE
+    least = min(_gpu_bytes(layout, shape, formats) for layout in layouts) / GPU_MEMORY_SHARE
     wanted = f"at least {least:.3g}, or more of cluster.nodes={cluster.nodes}"
     require(bool(fitting), "cluster.gpu_memory_bytes", cluster.gpu_memory_bytes, wanted)
     divides = (layout for layout in fitting if batch.global_batch_size % (batch.micro_batch_size * layout.dp) == 0)
@@ -233,9 +231,7 @@ def _gpu_bytes(layout: ParallelLayout, shape: ModelShape, formats: FormatsConfig
     is_expert = np.array([operator.expert is not None for operator in shape.operators])
     experts, others = float(shape.parameters[is_expert].sum()), float(shape.parameters[~is_expert].sum())
     held = (experts / layout.ep + others) / (layout.pp * layout.tp)
-    return (
-        held * (formats.compute_bytes + _GRADIENT_BYTES) + (experts + others) / layout.world_size * formats.full_bytes
-    )
+    return held * (formats.compute_bytes + GRADIENT_BYTES) + (experts + others) / layout.world_size * formats.full_bytes
 
 
 def _divisors(number: int) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launcher.simulator.config import Simulation, compose_simulation
 from launcher.simulator.runner import Result, latest, run_simulation
-from moe_ckpt.config import require
+from moe_ckpt.config import FlowcheckConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.checkpoint_interval import best_interval
 from moe_ckpt.sim.saving import Setup
@@ -47,7 +47,7 @@ def rank_policies(arguments: Sequence[str], report: Callable[[str], object]) -> 
 
 
 def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
-    """Return the words of the command that trains so, on each node. $HOST and $JOB are the user's."""
+    """Return the words of the command that trains so, on each node. $HOST, $JOB and $MIRROR are the user's."""
     assert candidate.result is not None
     simulation = candidate.result.simulation
     layout, cluster, batch = simulation.setup.job.layout, simulation.setup.cluster, simulation.setup.job.batch
@@ -68,8 +68,13 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
         *(argument for argument in arguments if argument.startswith("model.")),
         *(f"parallel.{degree}={getattr(layout, degree)}" for degree in ("pp", "dp", "ep", "tp")),
         *(f"train.{name}={getattr(batch, name)}" for name in batch.__dataclass_fields__),
+        *(["train.distributed_optimizer=false"] if _mirrors(simulation) else []),
         *candidate.overrides,
     ]
+
+
+def _mirrors(simulation: Simulation) -> bool:
+    return isinstance(simulation.policy, FlowcheckConfig) and simulation.policy.mirrors
 
 
 def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:
@@ -94,6 +99,8 @@ def _candidates(base: Simulation) -> Iterator[tuple[str, ...]]:
     for replicas in copies:
         yield "ckpt=gemini", f"ckpt.replicas={replicas}", f"ckpt.mtbf_s={mtbf_s:g}"
         yield "ckpt=flowcheck", f"ckpt.replicas={replicas}"
+        if setup.job.layout.dp > 1:  # else no gradient crosses the network
+            yield "ckpt=flowcheck", f"ckpt.replicas={replicas}", "ckpt.capture=mirror", "ckpt.mirror_interface=$MIRROR"
         for window in ("auto", *WINDOWS):
             yield "ckpt=moevement", f"ckpt.replicas={replicas}", f"ckpt.window={window}"
     num_experts = setup.job.shape.num_experts

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from launcher.config import CONF_DIR
 from launcher.simulator.config import compose_machine
 from launcher.simulator.runner import Result, Row, run_experiment
+from launcher.simulator.servers_page import CASES, JOB, server_lines
 from moe_ckpt.sim.hardware import ClusterConfig
 
 CELLS = CONF_DIR.parent / "benchmarks" / "published.csv"
@@ -71,6 +72,28 @@ means over {runs} runs of 12 hours with Poisson faults, each of which takes a no
 - **Figure 11**: machines, batch and precision are not stated. Here each rank has a link of its own, and windows are 1.
 - **Figure 13**: the MTBF is not stated. No variant comes near 0.4 here, at 10 minutes, because replays are short; the
   order of the variants is the published one.
+
+## Servers or sparse windows
+
+ETTR of `ckpt=flowcheck` beside `ckpt=moevement` (`window=auto`) and `ckpt=gemini`, with
+`{job}`;
+each rank has its own node's server and one on another node, which are the training nodes' own processors.
+
+{servers}
+
+- **Servers that read a mirror port are better than windows** where copies to host memory are slow beside the state, so
+  that a window has several slots: such servers cost no copies, a fault takes all ranks back one iteration, and no stage
+  replays a window and a half. That takes expert-data parallelism above 1 (else no gradient of an expert crosses the
+  network, and ranks hand experts over), few data-parallel ranks, since each steps the whole state of its parameters
+  (a mirror sees gradients of an optimizer without shards only), and processors that take all steps of a rank and of its
+  neighbour within an iteration.
+- **Windows are better** with fast links, where a window has one slot and costs next to nothing; with EP = DP; where
+  servers need more than an iteration; and where many data-parallel ranks had shared the optimizer's step.
+- **Servers with the tap** never are: training waits each iteration for a copy of gradients, a third of the state, where
+  a window's copies overlap with training. They save replays only, which with one slot are as short as an iteration.
+- **Price.** These servers add no machine. The paper counts 1.37 USD an hour for a server with an RDMA card beside 30
+  for eight A100: one such server a node makes an hour 4.6 % dearer. Beside sparse windows only the row of 1 GB/s and an
+  MTBF of 600 s saves more than that.
 
 ## Own runs
 
@@ -132,7 +155,13 @@ def compare_cells(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Compared]:
     return [Compared(cell=cell, predicted=_predicted(cell, {**anywhere, **results})) for cell in cells]
 
 
-def write_page(path: Path, arguments: Sequence[str], cells: Sequence[Cell], say: Callable[[str], None] = print) -> None:
+def write_page(
+    path: Path,
+    arguments: Sequence[str],
+    cells: Sequence[Cell],
+    say: Callable[[str], None] = print,
+    server_cases: Collection[str] = tuple(CASES),
+) -> None:
     """Simulate all rows that there are cells of, and write the page. `arguments` go to each simulation.
 
     The page's part about own runs stays.
@@ -156,6 +185,8 @@ def write_page(path: Path, arguments: Sequence[str], cells: Sequence[Cell], say:
         runs=runs,
         summary="\n".join(_summary(compared)),
         tables="\n".join(_tables(compared)),
+        job=" ".join(JOB),
+        servers="\n".join(server_lines(arguments, server_cases)),
         exact="\n".join(_exact(compared, {(row.case, row.variant): row.result for row in exact})),
         constants="\n".join(_constants()),
     )

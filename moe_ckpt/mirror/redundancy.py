@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 
+PACKET_BYTES = 1448
+"""The payload of a TCP segment on a network with an MTU of 1500."""
+
 
 def failure_probability(*, packets: float, ranks: int, captures: int, loss: float) -> float:
     """Return equation (2): the probability that an iteration of this many packets is incomplete.

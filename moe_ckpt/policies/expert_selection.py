@@ -104,16 +104,6 @@ def most_unsaved_of(selection: Selection, unsaved: IntArray, k: int, *, ep: int)
     return tuple(chosen)
 
 
-def is_imbalanced(k: int, *, num_moe_layers: int, dp: int, ep: int) -> bool:
-    """Return whether k experts of each layer give some DP ranks more experts to save than others.
-
-    It is exact for sequential selection where the dp / ep ranks that replicate an expert share the experts, not parts
-    of them. 4 layers, k = 1: imbalanced on 3 EP ranks and on 4 EP ranks of 8, not on 4 of 4. MoC, equation (9).
-    """
-    num_taken = k * num_moe_layers
-    return num_taken % ep != 0 or (num_taken // ep) % (dp // ep) != 0
-
-
 # How many
 
 
@@ -137,15 +127,10 @@ def fitting_k(bottleneck_bytes: IntArray, *, copy_bytes_per_s: float, overlap_s:
     """Return the largest k whose snapshot is copied within the next forward and backward, at least 1.
 
     `bottleneck_bytes` are those of k = 1, 2, ... (int64 [experts]): 15, 25, 35, 45 bytes, 10 bytes/s and 3 s make 2.
-    Where not even 1 fits, training stalls for `snapshot_stall_s`. MoC, section 5.3: K_snapshot.
+    Where not even 1 fits, training stalls for the rest of the copy (MoC, equation 10). MoC, section 5.3: K_snapshot.
     """
     fitting = np.flatnonzero(bottleneck_bytes <= copy_bytes_per_s * overlap_s)
     return int(fitting[-1]) + 1 if fitting.size else 1
-
-
-def snapshot_stall_s(snapshot_s: float, overlap_s: float) -> float:
-    """Return the seconds that a snapshot holds up the update that follows it. MoC, equation (10)."""
-    return max(0.0, snapshot_s - overlap_s)
 
 
 def limit_per_k(limit: float, *, first_k: int, num_experts: int) -> float:

@@ -32,11 +32,11 @@ from moe_ckpt.policies.partial import (
     require_at_most_all,
     require_experts,
 )
-from moe_ckpt.policies.sharding import shared_out
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
 from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
 
 _SEQUENTIAL = "sequential"
+_MOST_SHOWN = 16
 
 
 class PartialExperts:
@@ -114,19 +114,16 @@ class PartialExperts:
         """Return the costs, line by line, for the log."""
         k = "as many as fit" if self._config.k_snapshot == AUTO else str(self._k)
         what = f"{k} of {self._num_experts} experts a layer, {self._config.k_persist} of them to storage"
-        return [f"host memory of the largest rank, {what}:", *self.forecast().lines(), *self._sharding_notes()]
+        return [f"host memory of the largest rank, {what}:", *self.forecast().lines(), *self._bytes_of_ranks()]
 
-    def _sharding_notes(self) -> list[str]:
-        """Return the bytes of the rank that saves most of a snapshot, here and by the paper's ways to share."""
-        stage, num_ranks = self._stage, len(self._stage.core_bytes)
+    def _bytes_of_ranks(self) -> list[str]:
+        """Return the bytes that each rank of this stage saves in a snapshot."""
+        stage = self._stage
         if not stage.num_layers:
             return []
-        selection = self._in_turns(0, self._k)
-        experts, modules = stage.expert_bytes.sum(axis=0), stage.module_bytes.sum(axis=0)
-        paper = shared_out(experts, modules, selection, dp=num_ranks, ep=self._ep)
-        said = ", ".join(f"{name} {nbytes}" for name, nbytes in paper.items())
-        most = int(stage.snapshot_bytes(selection).max())
-        return [f"the rank of this stage that saves most: {most} bytes; sharing out whole experts and layers: {said}"]
+        saved = stage.snapshot_bytes(self._in_turns(0, self._k)).tolist()
+        each = ", ".join(map(str, saved[:_MOST_SHOWN])) + (", ..." if len(saved) > _MOST_SHOWN else "")
+        return [f"a snapshot of this stage, bytes by rank: {each}; most {max(saved)}, least {min(saved)}"]
 
     def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
         if not self._rhythm.has_begun:

@@ -19,7 +19,11 @@ from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
 from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, PartialPlan, UnitPlan
 
 PARTIAL_STATE = ("both", "weights", "moments")
-"""The part of an expert that is a unit; the rest is in the core. MoC, section 6.3: WO, W and O."""
+"""The part of an expert that is a unit; the rest is in the core.
+
+Not MoC's W, O and WO (section 6.3): its W is the 2-byte weights, which follow from the masters here and are in no
+snapshot, so a checkpoint that leaves them out loses nothing.
+"""
 
 
 class MoeStage:
@@ -43,11 +47,6 @@ class MoeStage:
         of_experts = table.bytes_of(partial_state)[:, experts]
         self.expert_bytes: IntArray = of_experts.reshape(num_ranks, self.num_layers, self.num_experts)
         self.core_bytes: IntArray = table.full_bytes.sum(axis=1) - self.expert_bytes.sum(axis=(1, 2))
-
-    @property
-    def module_bytes(self) -> IntArray:
-        """Bytes of all operators but experts, int64 [ranks, operators]."""
-        return self.table.full_bytes[:, list(self._others)]
 
     @property
     def everything(self) -> Selection:

@@ -1,7 +1,8 @@
 """Copies one rank's blobs to its peers while training goes on.
 
 Owns: two sending threads per peer, their order, yielding to training traffic, and waits for the cap. Must not: choose
-the blobs, or keep a payload mapped longer than its copy takes. Gemini, section 5: chunks between training's traffic.
+the blobs, or keep a payload mapped longer than its copy takes. A chunk waits a bounded time while training
+communicates; nothing profiles idle spans of the network, as Gemini does (section 5).
 
     copy a, copy b, forget a     in this order to each peer, each peer at its own speed; confirmed when all have it
     steps                        in a thread and a connection of their own: every iteration waits for its step, which

@@ -214,7 +214,8 @@ class _Run:
             rolling={stage: None if stage in hit else replayed for stage, replayed in losses.rolling.items()},
         )
         detect_s = cluster.hang_s if fault.hangs else cluster.detect_s
-        meets_s = cluster.restart_s if self._saving.recovery is Recovery.RESTART else cluster.rebuild_s
+        restarts = self._saving.recovery is Recovery.RESTART
+        meets_s = cluster.restart_s if restarts else cluster.rebuild_s + cluster.join_s
         num_nodes = len({rank // cluster.gpus_per_node for rank in fault.ranks}) if fault.lost_memory else 0
         meets_s += self._replace(num_nodes, fault.at_s + detect_s)
         longer_s = max(0.0, fault.at_s + detect_s + meets_s - attempt.now_s)

@@ -79,10 +79,8 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
     """Return the seconds of a job on a cluster."""
     stages = range(job.layout.pp)
     micro_batch_s = np.array([_micro_batch_s(job, cluster, stage) for stage in stages])
-    sync_s = max(_sync_s(job, cluster, stage) for stage in stages)
-    update_s = max(_update_s(job, cluster, stage) for stage in stages)
+    exposed_s, update_s = step_s(job, cluster)
     bubbles = (job.layout.pp - 1) / timing.interleave
-    exposed_s = (1 - cluster.sync_overlap) * sync_s
     derived_s = (job.num_micro_batches + bubbles) * float(micro_batch_s.max()) + exposed_s + update_s
     scale = 1.0 if timing.iteration_s is None else timing.iteration_s / derived_s
     log_s = np.array([job.boundary_log_bytes(stage) / cluster.peer_bytes_per_s for stage in stages])
@@ -96,6 +94,13 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
         log_s=log_s,
         are_shared=cluster.compute_share == JOB,
     )
+
+
+def step_s(job: Job, cluster: ClusterConfig) -> tuple[float, float]:
+    """Return the seconds of an iteration's end: collectives that no computation hides, and the optimizer's update."""
+    stages = range(job.layout.pp)
+    sync_s = max(_sync_s(job, cluster, stage) for stage in stages)
+    return (1 - cluster.sync_overlap) * sync_s, max(_update_s(job, cluster, stage) for stage in stages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,10 +165,10 @@ def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
 
 
 def _sync_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
-    """Reduce gradients, gather weights: each over the ranks with the same ones."""
+    """Reduce gradients, gather weights, or gradients if no rank has a shard: over the ranks with the same ones."""
     where, layout = job.positions(stage), job.layout
     counts, is_expert = job.shape.parameters[where], job.is_expert[where]
-    bytes_each = GRADIENT_BYTES + job.formats.compute_bytes
+    bytes_each = GRADIENT_BYTES + (job.formats.compute_bytes if job.is_sharded else GRADIENT_BYTES)
     in_node = layout.dp * layout.tp <= cluster.gpus_per_node
     shared = float(counts[~is_expert].sum()) / layout.tp * bytes_each
     experts = float(counts[is_expert].sum()) / (layout.ep * layout.tp) * bytes_each

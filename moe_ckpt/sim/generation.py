@@ -140,6 +140,7 @@ class Generation:
         for span in self.rhythm.spans_back(moment.iterations):
             is_first = span.last == 0 and not self.carried
             is_agreed = agrees and not span.pause_iters and span.last <= agreed
-            kept_s = self.elapsed_s(span.last) + span.size_bytes / self.saving.kept_bytes_per_s
+            copied_s = span.size_bytes / self.saving.kept_bytes_per_s
+            kept_s = self.elapsed_s(span.last) + copied_s + self.saving.served_s
             if is_first or is_agreed or kept_s <= now_s:
                 yield span

@@ -12,6 +12,14 @@ from dataclasses import dataclass, fields
 from moe_ckpt.config import require, require_at_least, require_choice
 
 RANK, JOB = "rank", "job"
+GPU_MEMORY_SHARE = 0.7
+"""Of a GPU's memory, for weights, gradients and the optimizer's state; the rest is for activations."""
+STORE_OPERATIONS = 10
+"""Operations in the job's store by which a rank enters a generation, whatever the number of ranks.
+
+`benchmarks/control_plane.py` counts them. The bytes that it counts beside (64 kB and 46 a rank) take no time here: on
+16,384 ranks less than a megabyte.
+"""
 _SHARES = ("compute_share", "copies_share")
 _MAY_BE_ZERO = (
     "spares",
@@ -23,6 +31,7 @@ _MAY_BE_ZERO = (
     "detect_s",
     "hang_s",
     "rebuild_s",
+    "store_operation_s",
     "restart_s",
     "resume_s",
     "spare_s",
@@ -53,11 +62,13 @@ class ClusterConfig:
     whole_copy_bytes_per_s: float
     take_s: float
     interference: float
+    server_bytes_per_s: float
     disk_bytes_per_s: float
     disk_read_bytes_per_s: float
     detect_s: float
     hang_s: float
     rebuild_s: float
+    store_operation_s: float
     restart_s: float
     resume_s: float
     spares: int
@@ -80,6 +91,11 @@ class ClusterConfig:
     @property
     def num_gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def join_s(self) -> float:
+        """Seconds in which the one store of the job serves all ranks that enter a generation."""
+        return STORE_OPERATIONS * self.num_gpus * self.store_operation_s
 
     @property
     def peer_bytes_per_s(self) -> float:

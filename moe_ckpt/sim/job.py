@@ -72,9 +72,25 @@ class FormatsConfig:
 class Job:
     """A model on this many ranks. Raises ConfigError, naming the setting, if a division has a remainder."""
 
-    def __init__(self, shape: ModelShape, layout: ParallelLayout, batch: BatchConfig, formats: FormatsConfig) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        batch: BatchConfig,
+        formats: FormatsConfig,
+        *,
+        is_sharded: bool = True,
+    ) -> None:
         self.shape, self.layout, self.batch, self.formats = shape, layout, batch, formats
+        self.is_sharded = is_sharded
         _check(shape, layout, batch)
+
+    def unsharded(self) -> Job:
+        """Return the same job without a distributed optimizer: each rank steps the whole state of its parameters.
+
+        Its profiles are the state on a GPU; each rank still saves an even share of it, as with shards.
+        """
+        return Job(self.shape, self.layout, self.batch, self.formats, is_sharded=False)
 
     @property
     def num_micro_batches(self) -> int:
@@ -182,9 +198,15 @@ class Job:
         on_edge = stage in (0, self.layout.pp - 1)
         return 8 * self.num_micro_batches * self.micro_batch_tokens if on_edge else 0
 
+    def _copies(self, is_expert: npt.NDArray[np.bool_]) -> IntArray:
+        """Return the number of ranks that each hold the whole state of an operator, int64 [operators]."""
+        dp, ep = self.layout.dp, self.layout.ep
+        return np.where(is_expert, dp // ep, dp) if not self.is_sharded else np.ones(len(is_expert), np.int64)
+
     def _rank_parameters(self, where: slice) -> Array:
         """Return the parameters whose state each of the `ep` kinds of ranks saves, float64 [ep, operators]."""
         layout, counts, is_expert = self.layout, self.shape.parameters[where], self.is_expert[where]
+        counts = counts * self._copies(is_expert)
         shared = counts / (layout.dp * layout.tp)
         rows = np.tile(np.where(is_expert, 0.0, shared), (layout.ep, 1))
         if not is_expert.any():

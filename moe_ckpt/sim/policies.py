@@ -24,6 +24,7 @@ from moe_ckpt.config import (
     NoneConfig,
     require,
 )
+from moe_ckpt.mirror.redundancy import PACKET_BYTES, failure_probability
 from moe_ckpt.policies.flowcheck import GRADIENT_SHARE, ServerSnapshots
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
 from moe_ckpt.policies.lost_tokens import IntArray
@@ -33,13 +34,13 @@ from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.partial import MoeStage
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
 from moe_ckpt.policies.window_schedule import fixed_order
-from moe_ckpt.sim.costs import CopyRates, stall_s
-from moe_ckpt.sim.hardware import JOB, ClusterConfig
+from moe_ckpt.sim.costs import GRADIENT_BYTES, CopyRates, stall_s, step_s
+from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, JOB, ClusterConfig
 from moe_ckpt.sim.job import Array, Job
 from moe_ckpt.sim.partial import Partial, Tokens, hear_turns
 from moe_ckpt.sim.saving import Durable, Recovery, Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import NOTHING, Rhythm, listen
-from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, SlotPlan
+from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, OperatorTable, SlotPlan
 
 
 def plan_saving(config: Any, setup: Setup) -> Saving:
@@ -103,14 +104,19 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
 
 
 def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
-    """Each iteration gradients are copied while training waits, and sent; a whole state is fetched after a fault.
+    """Each iteration gradients are copied while training waits, and sent; servers step, a fault fetches a whole state.
 
-    Those that servers capture from a mirror port take no time.
+    Gradients that servers capture from a mirror port take no time, but need an optimizer that is not sharded.
     """
-    link = _Link(setup, setup.cluster.whole_copy_bytes_per_s)
-    replicas = _replicas(config.replicas, setup.cluster)
-    gradient_bytes = int(_tapped_share(config, setup.job) * link.most_bytes) // GRADIENT_SHARE
-    tap_s = setup.cluster.take_s + gradient_bytes / link.bytes_per_s
+    added_s = _unsharded_s(setup) if config.mirrors else 0.0
+    cluster = setup.cluster
+    link = _Link(setup, cluster.whole_copy_bytes_per_s)
+    replicas = _replicas(config.replicas, cluster)
+    gradient_bytes = _gradient_bytes(config, setup.job, link.profiles[link.own].table)
+    served_s = _served_s(setup, link, replicas)
+    waits_s = served_s if cluster.compute_share == JOB else max(0.0, served_s - setup.costs.iteration_s)
+    added_s += waits_s + _lost_share(config, setup.job, replicas) * link.stall_s(link.most_bytes)
+    tap_s = cluster.take_s + gradient_bytes / link.bytes_per_s + added_s
     make = partial(ServerSnapshots, config, link.profiles, link.own, replicas)
     measured = Measured(iteration_s=setup.costs.iteration_s, copy_bytes_per_s=link.bytes_per_s, popularity=np.zeros(0))
     at_start, later = _listen(make, measured, lambda _: (gradient_bytes, tap_s), config, is_settled=True)
@@ -126,16 +132,50 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
         durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
         sizes_are_of_job=link.is_shared,
+        served_s=served_s,
+        window_bytes=link.most_bytes,
     )
 
 
-def _tapped_share(config: FlowcheckConfig, job: Job) -> float:
-    """Return the share of gradients that ranks hand over: all, or experts' where no other rank has the expert."""
-    if not config.mirrors or job.layout.dp == 1:
-        return 1.0
-    if job.layout.dp > job.layout.ep:
+def _served_s(setup: Setup, link: _Link, replicas: int) -> float:
+    """Return the seconds in which a rank's processors step its own state and those of `replicas` other ranks.
+
+    Training waits for servers that need more than an iteration, as with ckpt.max_lag_iters=0, and on processors that
+    training shares with them, for all of it.
+    """
+    ranks = setup.job.layout.world_size if link.is_shared else 1
+    return (1 + replicas) * link.most_bytes / ranks / setup.cluster.server_bytes_per_s
+
+
+def _lost_share(config: FlowcheckConfig, job: Job, replicas: int) -> float:
+    """Return the share of iterations that any server cannot complete: a whole snapshot of every rank then follows."""
+    if not config.mirrors or config.capture_loss == 0 or job.layout.dp == 1:
         return 0.0
-    return float(job.shape.parameters[job.is_expert].sum() / job.shape.parameters.sum())
+    packets = (1 + replicas) * GRADIENT_BYTES * float(job.shape.parameters.sum()) / PACKET_BYTES
+    captures = min(config.captures, job.layout.dp)
+    return failure_probability(packets=packets, ranks=job.layout.dp, captures=captures, loss=config.capture_loss)
+
+
+def _unsharded_s(setup: Setup) -> float:
+    """Return the seconds that an iteration's end takes longer where each rank steps the whole state of its parameters.
+
+    Raises ConfigError if a GPU has no room for that beside weights and gradients.
+    """
+    job, cluster = setup.job.unsharded(), setup.cluster
+    state_bytes = max(profile.dense_bytes for profile in job.profiles)
+    need = state_bytes * (1 + (job.formats.compute_bytes + GRADIENT_BYTES) / job.formats.full_bytes) / GPU_MEMORY_SHARE
+    wanted = f"at least {need:.4g} for an optimizer without shards, which ckpt.capture=mirror needs"
+    require(need <= cluster.gpu_memory_bytes, "cluster.gpu_memory_bytes", cluster.gpu_memory_bytes, wanted)
+    return sum(step_s(job, cluster)) - sum(step_s(setup.job, cluster))
+
+
+def _gradient_bytes(config: FlowcheckConfig, job: Job, table: OperatorTable) -> int:
+    """Return the bytes of gradients that a rank hands over: all, or experts' where no other rank has the expert."""
+    layout = job.layout
+    taps_all = not config.mirrors or layout.dp == 1
+    taps_experts = taps_all or layout.dp == layout.ep
+    tapped = [taps_experts if operator.kind is OperatorKind.EXPERT else taps_all for operator in table.operators]
+    return int(table.full_bytes[:, tapped].sum(axis=1).max()) // GRADIENT_SHARE
 
 
 def _moevement(config: MoevementConfig, setup: Setup) -> Saving:

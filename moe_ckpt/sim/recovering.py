@@ -117,7 +117,9 @@ def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -
 def _window_bytes(setup: Setup, saving: Saving) -> float:
     """Return the bytes of a window on a rank."""
     takes = saving.later.repeat
-    in_window = sum(take.size_bytes for take in takes[: takes[0].num_slots])
+    in_window = saving.window_bytes
+    if in_window is None:
+        in_window = sum(take.size_bytes for take in takes[: takes[0].num_slots])
     return in_window / setup.job.layout.world_size if setup.cluster.copies_share == JOB else in_window
 
 

@@ -67,6 +67,8 @@ class Saving:
     `at_start`, `later`: its snapshots in the first generation, and in those after measurements. `kept_bytes_per_s`: the
     rate at which a snapshot reaches all its destinations, `disk_s` the time of one that goes to disk. `active`: the
     share of the work whose operators are active once slot j of a window is loaded. `partial`: the experts in snapshots.
+    `served_s`: the time in which servers make a state of a snapshot that has arrived; `window_bytes` are those of such
+    a state on a rank, None where snapshots are the state.
     """
 
     name: str
@@ -85,6 +87,8 @@ class Saving:
     memory: MemoryForecast | None = None
     sizes_are_of_job: bool = False
     partial: Partial | None = None
+    served_s: float = 0.0
+    window_bytes: float | None = None
 
     @property
     def overhead_s(self) -> float:

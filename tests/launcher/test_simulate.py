@@ -11,6 +11,7 @@ import pytest
 
 from launcher.cluster_profile import main as profile
 from launcher.config import compose_settings
+from launcher.servers import require_servable
 from launcher.simulate import main
 from launcher.simulator.comparison import compare
 from launcher.simulator.config import ExperimentConfig, compose_machine, compose_request, compose_simulation
@@ -20,6 +21,7 @@ from launcher.simulator.published_page import METRICS, NEAR, OWN_RUNS, compare_c
 from launcher.simulator.real_run import facts_of, read_run
 from launcher.simulator.run_folder import write_run
 from launcher.simulator.runner import latest, run_experiment, run_simulation
+from launcher.simulator.servers_page import simulate_case
 from moe_ckpt.events import IterationCommitted, read_events
 
 SMALL = ("model=tiny", "cluster=local", "parallel.pp=2", "batch.global_batch_size=16", "duration_s=2000")
@@ -119,6 +121,8 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
         "ckpt=checkfreq",
         "ckpt=moevement",
         "ckpt.replicas=2",
+        "ckpt=flowcheck",
+        "ckpt.capture=mirror",
         "ckpt=moc",
         "ckpt=moetion",
     }
@@ -130,6 +134,11 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
     assert {"--nnodes=3:3", "--nproc-per-node=2", "--max-restarts=10"} < set(words[:script])
     settings = compose_settings(words[script + 1 :])
     assert (settings.model.init_std, settings.parallel.ep, settings.train.global_batch_size) == (0.01, 2, 512)
+    mirror = next(candidate for candidate in possible if "ckpt.capture=mirror" in candidate.overrides)
+    words_of_mirror = command_of(mirror, arguments)
+    mirrored = compose_settings(words_of_mirror[words_of_mirror.index("launcher/train.py") + 1 :])
+    require_servable(mirrored)
+    assert not mirrored.train.distributed_optimizer
     text = "\n".join(plan_lines(candidates, arguments))
     assert "tiny on 3 nodes of 2 GPUs (h200), " in text
     assert "A node is lost every 60 s on average; mean of 1 runs of 0.167 h, " in text
@@ -141,6 +150,21 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
         "The others:",
         "Not possible here:",
     ]
+
+
+@pytest.mark.parametrize(
+    ("case", "best"),
+    [
+        ("1 GB/s", "servers, mirror"),
+        ("25 GB/s a GPU", "sparse windows"),
+        ("1 GB/s, EP = DP", "sparse windows"),
+        ("1 GB/s, a quarter of the processors", "sparse windows"),
+    ],
+)
+def test_servers_beat_windows_in_the_regime_that_the_page_names(case: str, best: str) -> None:
+    named = ("sparse windows", "servers, tap", "servers, mirror")
+    ettrs = {each: simulate_case(case, each, 7200, ["runs=1"]).prediction.ettr for each in named}
+    assert max(ettrs, key=lambda each: ettrs[each]) == best
 
 
 @pytest.mark.parametrize(
@@ -234,7 +258,7 @@ def test_the_page_shows_every_cell(tmp_path: Path) -> None:
     cells = [*of_trace, *of_table]
     said: list[str] = []
     (tmp_path / "page.md").write_text("\n".join(["old", OWN_RUNS[0], "of this machine", OWN_RUNS[1], "old"]))
-    write_page(tmp_path / "page.md", ["runs=1", "duration_s=4000"], cells, said.append)
+    write_page(tmp_path / "page.md", ["runs=1", "duration_s=4000"], cells, said.append, server_cases=["4 GB/s"])
     lines = (tmp_path / "page.md").read_text().splitlines()
     rows = [line for line in lines if line.count("|") == 9 and not line.startswith(("| ---", "| row"))]
     assert len(rows) == len(cells) > 10
@@ -242,6 +266,7 @@ def test_the_page_shows_every_cell(tmp_path: Path) -> None:
     own = lines.index(OWN_RUNS[0])
     assert lines[own : own + 3] == [OWN_RUNS[0], "of this machine", OWN_RUNS[1]]
     assert "old" not in lines
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| 4 GB/s |")] == ["600", "7200"]
     (window,) = [line for line in rows if "w_sparse" in line]
     assert window.split(" | ")[4:7] == ["3", "3", "+0 (+0%)"]
     (deviation,) = [line for line in lines if line.startswith("| MoEvement | 4 |")]

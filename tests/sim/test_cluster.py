@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,12 @@ def test_after_a_recovery_windows_begin_with_a_new_base() -> None:
     second = recoveries(run(LOCAL, [at(95.0, rank=4), at(soon_s, rank=0)]))[1]
     assert (first.iteration, second.iteration) == (9, 11)
     assert [window[1:] for window in windows_of(second)] == [(9, 1)]
+
+
+def test_the_store_serves_ranks_that_enter_a_generation_one_by_one() -> None:
+    of = replace(SETUP, cluster=replace(SETUP.cluster, store_operation_s=0.01))
+    (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=4)], of=of))
+    assert recovered.rebuild_s == pytest.approx(2.0 + 10 * 8 * 0.01), "ten operations of each of eight ranks"
 
 
 def test_a_further_loss_makes_all_plan_again() -> None:

@@ -8,13 +8,17 @@ import pytest
 
 from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.mirror.redundancy import failure_probability
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.window_schedule import paper_window
+from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.policies import plan_saving
+from moe_ckpt.sim.recovering import Losses, estimate, plan_after
 from moe_ckpt.sim.saving import Recovery, Switches
 from moe_ckpt.types import WindowChoice
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
 
+MIRROR = ("ckpt.capture=mirror", "ckpt.mirror_interface=e0")
 SLOW = cluster(copy_bytes_per_s=1000.0, whole_copy_bytes_per_s=1000.0)
 
 
@@ -159,9 +163,60 @@ def test_gradients_stop_training_for_as_long_as_they_are_copied() -> None:
 @pytest.mark.parametrize("ep", [1, 2])
 def test_mirrored_gradients_take_no_time_unless_experts_have_no_traffic(ep: int) -> None:
     of = setup(machines=SLOW, of=job(ep=ep))
-    saving = plan_saving(ckpt("ckpt=flowcheck", "ckpt.capture=mirror", "ckpt.mirror_interface=e0"), of)
+    saving = plan_saving(ckpt("ckpt=flowcheck", *MIRROR), of)
     (take,) = saving.later.repeat
-    experts = of.job.shape.parameters[of.job.is_expert].sum() / of.job.shape.parameters.sum()
-    share = experts if ep == 2 else 0.0
-    assert take.size_bytes == pytest.approx(share * saving.whole_bytes / 3, abs=1)
-    assert saving.overhead_s == pytest.approx(take.size_bytes / SLOW.whole_copy_bytes_per_s)
+    experts = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, on two ranks
+    assert take.size_bytes == (experts / 3 if ep == 2 else 0)
+    assert saving.overhead_s == pytest.approx(take.size_bytes / SLOW.whole_copy_bytes_per_s, abs=1e-6)
+
+
+def test_each_rank_steps_its_whole_state_where_gradients_are_mirrored() -> None:
+    of = setup(machines=cluster(gpu_bytes_per_s=1e6, node_bytes_per_s=5e5, sync_overlap=0.0), of=job(ep=1))
+    tapped, mirrored = (plan_saving(ckpt("ckpt=flowcheck", *each), of) for each in ((), MIRROR))
+    assert mirrored.whole_bytes == tapped.whole_bytes, "a rank saves its share"
+    state_bytes = 2 * tapped.whole_bytes  # of two data-parallel ranks
+    update_s = 2 * (state_bytes - tapped.whole_bytes) / 1e6  # read and written
+    gathered_s = (4 - 2) * state_bytes / 12 / 2 / 5e5  # gradients in place of weights, half of them on each
+    assert mirrored.overhead_s == pytest.approx(update_s + gathered_s)
+    small = setup(machines=cluster(gpu_memory_bytes=2 * state_bytes), of=job(ep=1))
+    with pytest.raises(ConfigError, match=r"cluster.gpu_memory_bytes: got .* which ckpt.capture=mirror needs"):
+        plan_saving(ckpt("ckpt=flowcheck", *MIRROR), small)
+    assert plan_saving(ckpt("ckpt=flowcheck"), small).whole_bytes == tapped.whole_bytes
+
+
+def test_servers_on_processors_that_are_too_slow_keep_training_waiting() -> None:
+    whole_bytes = plan_saving(ckpt("ckpt=flowcheck"), setup()).whole_bytes
+
+    def added_s(**changes: object) -> float:
+        changed = cluster(whole_copy_bytes_per_s=1e15, server_bytes_per_s=whole_bytes / 4, **changes)
+        saving = plan_saving(ckpt("ckpt=flowcheck", "ckpt.replicas=2"), setup(machines=changed, iteration_s=10.0))
+        assert saving.served_s == 12.0, "its own state and those of two others"
+        return saving.overhead_s
+
+    assert added_s() == pytest.approx(2.0)
+    assert added_s(compute_share="job") == pytest.approx(12.0), "training computes on the same processors"
+
+
+@pytest.mark.parametrize("captures", [2, 3])
+def test_an_iteration_that_captures_lack_costs_a_snapshot(captures: int) -> None:
+    """Of four ranks two or three are captured: half of the packets, or three quarters, are in one capture less."""
+    machines = cluster(whole_copy_bytes_per_s=100.0)
+    of, settings = setup(machines=machines, of=job(pp=1, dp=4, ep=1)), (*MIRROR, f"ckpt.captures={captures}")
+    perfect = plan_saving(ckpt("ckpt=flowcheck", *settings), of)
+    lossy = plan_saving(ckpt("ckpt=flowcheck", *settings, "ckpt.capture_loss=1e-3"), of)
+    packets = 2 * 4 * of.job.shape.parameters.sum() / 1448  # to two servers
+    share = failure_probability(packets=packets, ranks=4, captures=captures, loss=1e-3)
+    assert share == pytest.approx(packets * captures / 4 * 1e-3 ** (captures - 1), rel=0.2)
+    whole_s = perfect.whole_bytes / 100.0 - 10.0
+    assert lossy.overhead_s - perfect.overhead_s == pytest.approx(share * whole_s)
+
+
+@pytest.mark.parametrize("capture", [(), MIRROR])
+def test_a_lost_node_fetches_whole_states_from_servers(capture: tuple[str, ...]) -> None:
+    of = setup(of=job(ep=1))
+    saving = plan_saving(ckpt("ckpt=flowcheck", *capture), of)
+    kept = Kept(start=5, end=5)
+    losses = Losses(dead=frozenset({0}), bare=frozenset({0}), unreplicated=frozenset({0}), rolling={})
+    plan = plan_after(of, saving, [kept], losses, 6)
+    assert [fetch.global_rank for fetch in plan.fetches] == [0]
+    assert estimate(of, saving, plan).fetch_s == pytest.approx(saving.whole_bytes / of.cluster.peer_bytes_per_s)
