@@ -25,11 +25,12 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import InMemoryTier, RankParts, TierStores
+from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace, Training
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.partial_recovery import PartialRecovery
+from moe_ckpt.engine.rank_parts import RankParts, TierStores
 from moe_ckpt.engine.server_states import ServerStates
 from moe_ckpt.engine.session import InMemoryParts, Parts
 from moe_ckpt.engine.snapshot_stores import UnitStore, WindowStore

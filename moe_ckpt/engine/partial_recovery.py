@@ -20,8 +20,8 @@ import torch
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import RankParts
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
+from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, UnitStore
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey

@@ -20,7 +20,7 @@ import torch
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.config import DIVERGENCES
-from moe_ckpt.engine.in_memory_tier import RankParts
+from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion

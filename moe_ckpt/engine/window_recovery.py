@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import RankParts, TierStores
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
+from moe_ckpt.engine.rank_parts import RankParts, TierStores
 from moe_ckpt.engine.stage_recovery import StageRecovery, verified_window
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey, Report
