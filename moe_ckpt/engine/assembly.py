@@ -39,7 +39,8 @@ from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.token_account import TokenAccount, TokenRate
-from moe_ckpt.engine.window_recovery import WindowRecovery, adopt_kept
+from moe_ckpt.engine.window_recovery import WindowRecovery
+from moe_ckpt.engine.window_sources import WindowSources
 from moe_ckpt.events import EventLog
 from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 from moe_ckpt.policies.flowcheck import ServerSnapshots
@@ -205,14 +206,15 @@ class InMemoryAssembly:
             assert isinstance(store, UnitStore)
             assert isinstance(self._policy, PartialExperts | PopularExperts)
             return PartialRecovery(rank, store, self._policy, copies, self._elastic, self._attached.tokens)
-        return WindowRecovery(
+        sources = WindowSources(
             rank,
             recovery,
-            copies,
             self._elastic,
             logs_tied=self._attached.tied_gradient_bytes > 0,
-            recovers_locally=self._config.recovers_locally,
             servers_lead=self._config.servers is not None,
+        )
+        return WindowRecovery(
+            rank, sources, recovery, copies, self._elastic, recovers_locally=self._config.recovers_locally
         )
 
     def _placement(self) -> list[str]:
@@ -257,7 +259,7 @@ class InMemoryAssembly:
         )
         if self._elastic and stores.disk and not self._is_partial:
             self._leave_save_target(self._elastic, stores.disk)
-        adopt_kept(stores)
+        stores.adopt_kept()
         return stores
 
     def _open_publisher(self, *, pinned: bool) -> Publisher | None:

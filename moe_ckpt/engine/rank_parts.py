@@ -54,6 +54,13 @@ class TierStores:
         if self.boundary:
             self.boundary.clear()
 
+    def adopt_kept(self) -> None:
+        """Register the contents of the publisher's folder: those of an earlier process, or those fetched into it."""
+        if self.publisher:
+            kept = self.publisher.adopt()
+            self.memory.adopt(kept.snapshots)
+            self.steps.adopt(kept.starts, kept.records)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankParts:
