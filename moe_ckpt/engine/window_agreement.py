@@ -130,7 +130,7 @@ class WindowAgreement:
             self._place.device,
             largest={
                 "iteration_s": meter.iteration_s(),
-                "iters_since_quiet": meter.iters_since_quiet(),
+                "iters_since_quiet": meter.iters_since_quiet,
                 "snapshot_cost_s": _known_or(meter.snapshot_cost_s()),
                 "empty_snapshot_s": _known_or(empty_s),
                 "dense_snapshot_s": _known_or(dense_s),
