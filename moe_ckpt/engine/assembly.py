@@ -258,7 +258,9 @@ class InMemoryAssembly:
             bubbles=bubbles,
         )
         if self._elastic and stores.disk and not self._is_partial:
-            self._leave_save_target(self._elastic, stores.disk)
+            disk, rank = stores.disk, self._place.shard.global_rank
+            target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
+            write_save_target(self._elastic.memory, target)
         stores.adopt_kept()
         return stores
 
@@ -274,11 +276,6 @@ class InMemoryAssembly:
             return None
         rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
         return LocalDisk(self._disk_folder, rank, self._elastic.daemon, limit_bytes)
-
-    def _leave_save_target(self, elastic: ElasticContext, disk: LocalDisk) -> None:
-        rank = self._place.shard.global_rank
-        target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
-        write_save_target(elastic.memory, target)
 
     def _limit(self) -> int | None:
         if self._config.memory_budget_bytes is None:

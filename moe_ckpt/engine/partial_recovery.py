@@ -167,7 +167,7 @@ class PartialRecovery:
         return _Stock(
             inventory=UnitInventory(
                 global_rank=mine,
-                places={place: _versions(units) for place, units in found.items()},
+                places={place: _by_name(map(_id, units)) for place, units in found.items()},
                 needed=_needed(unit for units in found.values() for unit in units),
             ),
             held={owner: {_id(unit): key for key, unit in units.items()} for owner, units in held.items()},
@@ -328,10 +328,6 @@ def _rank_of(place: str) -> int:
 
 def _id(unit: Snapshot) -> tuple[str, Version]:
     return name_of(unit), unit.header.version
-
-
-def _versions(units: Sequence[Snapshot]) -> dict[str, frozenset[Version]]:
-    return _by_name(map(_id, units))
 
 
 def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]]:
