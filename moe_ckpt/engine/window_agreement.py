@@ -125,6 +125,7 @@ class WindowAgreement:
         found = self._find(wait=wait)  # first: what is on disk may be more then
         meter = self._meter
         empty_s, dense_s = meter.snapshot_costs_s(self._dense_bytes) or (None, None)
+        # one reduction, where ranks have just met for the norm: each small collective waits for the slowest rank
         agreed = reduce_extremes(
             self._place.ranks,
             self._place.device,
