@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -359,10 +360,37 @@ def group_choice_without_plus(argument: str, groups: Sequence[str] = GROUPS) -> 
 
 
 def show_with_hydra(name: str, arguments: Sequence[str], groups: Sequence[str]) -> int:
-    """Let Hydra answer `--help`, `--cfg job`, `--info` and the like; return the exit status."""
+    """Answer `--help`; let Hydra answer `--cfg job`, `--info` and the like; return the exit status."""
+    if {"-h", "--help"} & set(arguments):
+        try:
+            print(help_text(name, arguments))
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        return 0
     sys.argv[1:] = [group_choice_without_plus(argument, groups) for argument in arguments]
     hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(lambda _: None)()
     return 0
+
+
+def help_text(name: str, arguments: Sequence[str]) -> str:
+    """Return the header of `--help`, then the files that a command composes: keys, defaults, meanings as comments.
+
+    Raises ConfigError for a choice that there is not.
+    """
+    text, _, own = (CONF_DIR / f"{name}.yaml").read_text().partition("\nhydra:")
+    header = cast("Any", OmegaConf.create(f"hydra:{own}")).hydra.help.header
+    chosen = re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE)
+    pairs = (argument.lstrip("+").partition("=") for argument in arguments)
+    asked = {group: choice for group, _, choice in pairs}
+    parts = [header, text.replace("\ndefaults:", "\n\ndefaults:", 1)]
+    for group, default in chosen:
+        choices = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+        choice = asked.get(group) or default
+        require_choice(group, choice, choices)
+        parts.append(f"# {group}={choice}; GROUP=CHOICE chooses another one: {', '.join(choices)}")
+        parts.append(textwrap.indent((CONF_DIR / group / f"{choice}.yaml").read_text(), "  "))
+    return "\n".join(parts)
 
 
 def _choice_as_text(argument: str, groups: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ the ranks of a job can be threads of one process as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol, TypeVar
 
 import torch
@@ -122,6 +122,18 @@ def gather_results(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkpt
         if reason is not None:
             raise failure(reason)
     return [value for value, _ in outcomes]  # type: ignore[misc]
+
+
+def reduce_extremes(
+    ranks: Ranks, device: torch.device, *, largest: Mapping[str, float], smallest: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the largest and the smallest values of all ranks, by name, on all ranks. Collective: one reduction."""
+    worst = torch.tensor(
+        [*largest.values(), *(-value for value in smallest.values())], dtype=torch.float64, device=device
+    )
+    ranks.reduce(worst, "max")
+    found = dict(zip((*largest, *smallest), worst.tolist(), strict=True))
+    return {name: -value if name in smallest else value for name, value in found.items()}
 
 
 def _outcome(compute: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.attach import TrainingLoop, attach
-from moe_ckpt.config import CkptConfig, InMemoryConfig, RunFolderConfig, RuntimeConfig, require
+from moe_ckpt.config import CkptConfig, RunFolderConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backend_choice import open_backend, use_gpu
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.engine.session import Session
@@ -77,9 +77,9 @@ def train_elastic(
     it again. `after_iteration` receives the number and the loss of each iteration that all ranks have finished. Raises
     ConfigError for settings that cannot work.
     """
-    if not isinstance(config.ckpt, InMemoryConfig):
+    if config.ckpt.in_memory is None:
         raise ConfigError(f"ckpt.policy: got {config.ckpt.policy!r}, wanted one with snapshots in memory")
-    elastic = ElasticConfig(ckpt=config.ckpt, runtime=config.runtime)
+    elastic = ElasticConfig(ckpt=config.ckpt.in_memory, runtime=config.runtime)
 
     def work(worker: Worker) -> int:
         on_gpu = not cpu_stand_in.enable()

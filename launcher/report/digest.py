@@ -87,7 +87,9 @@ def digest(log: RankLog) -> RankDigest:
         committed=_way(log.commits),
         num_commits=len(log.commits),
         snapshots=_by_iteration(log.snapshots.iteration, log.snapshots["size_bytes"]),
-        replicated=_by_iteration(log.replicated["window_start"], _sent_bytes(log.replicated)),
+        replicated=_by_iteration(
+            log.replicated["window_start"], log.replicated["size_bytes"] * log.replicated["num_peers"]
+        ),
         memory=Columns(names=log.memory.names, rows=log.memory.rows[evenly(len(log.memory), MOST_POINTS)]),
         peak_bytes=float(peaks.max()) if len(peaks) else None,
         window_iters=_last(log.tables["WindowChosen"], "num_slots"),
@@ -145,10 +147,6 @@ def _way(commits: Columns) -> NDArray[np.int64]:
     back = np.flatnonzero(np.diff(iteration) <= 0)[:MOST_POINTS]
     keep = np.unique(np.concatenate([evenly(len(iteration), MOST_POINTS), back, back + 1]))
     return np.stack([commits.at_us[keep], iteration[keep]])
-
-
-def _sent_bytes(replicated: Columns) -> Numbers:
-    return replicated["size_bytes"] * replicated["num_peers"]
 
 
 def _by_iteration(iteration: NDArray[Any], sizes: Numbers) -> Numbers:

@@ -30,6 +30,7 @@
       font: { color: text, size: narrow ? 11 : 12, family: "system-ui, Open Sans, sans-serif" },
       hoverlabel: { bgcolor: card, bordercolor: line, font: { color: text }, align: "left", namelength: -1 },
       legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left" },
+      modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)" },  // in a row, on plotly 7's own colour, it covers the legend
       margin: { l: 48, r: 12, t: 8, b: 40 },
       xaxis: axis(own.xaxis, style), yaxis: axis(own.yaxis, style),
     };

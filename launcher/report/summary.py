@@ -42,7 +42,10 @@ def headline(facts: Facts) -> str:
     if ettr is None:
         return f"The run {_BECAME[facts.run.state]}. No event tells of an iteration that was committed."
     last = int(facts.series.iteration[-1]) if len(facts.series.iteration) else 0
-    said = [f"{100 * ettr:.1f} % of the time was training: {last:,} iterations in {duration(facts.end_us / 1e6)}."]
+    said = [
+        f"{100 * ettr:.1f} % of the time without startup and evaluation was training: "
+        f"{last:,} iterations in {duration(facts.end_us / 1e6)} of wall time."
+    ]
     lost_s = facts.mean_us(*OF_FAULTS) / 1e6
     if facts.episodes:
         faults = "1 recovery" if len(facts.episodes) == 1 else f"{len(facts.episodes):,} recoveries"

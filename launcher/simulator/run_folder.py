@@ -19,7 +19,8 @@ _LINES_AN_ITERATION = 2  # of a rank: the iteration, and a snapshot
 
 def write_run(folder: Path, result: Result) -> None:
     """Write the first simulated run into a new folder. Raises ConfigError, naming `out`, where that cannot be."""
-    world_size, trained = result.simulation.setup.job.layout.world_size, _num_trained(result)
+    world_size = result.simulation.setup.job.layout.world_size
+    trained = sum(stretch.iterations for stretch in result.first.timeline if isinstance(stretch, Trained))
     num_lines = _LINES_AN_ITERATION * trained * world_size
     wanted = f"a run of at most {MOST_LINES} events: a shorter duration_s, or fewer ranks"
     require(num_lines <= MOST_LINES, "out", f"about {num_lines} of {world_size} ranks", wanted)
@@ -56,7 +57,3 @@ def _write(folder: Path, result: Result, world_size: int) -> None:
         "mlt": outcome.mlt,
     }
     (folder / "result.json").write_text(json.dumps(summary, indent=1) + "\n")
-
-
-def _num_trained(result: Result) -> int:
-    return sum(stretch.iterations for stretch in result.first.timeline if isinstance(stretch, Trained))

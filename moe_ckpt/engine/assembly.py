@@ -25,11 +25,12 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import InMemoryTier, RankParts, TierStores
+from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace, Training
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.partial_recovery import PartialRecovery
+from moe_ckpt.engine.rank_parts import RankParts, TierStores
 from moe_ckpt.engine.server_states import ServerStates
 from moe_ckpt.engine.session import InMemoryParts, Parts
 from moe_ckpt.engine.snapshot_stores import UnitStore, WindowStore
@@ -38,7 +39,8 @@ from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.token_account import TokenAccount, TokenRate
-from moe_ckpt.engine.window_recovery import WindowRecovery, adopt_kept
+from moe_ckpt.engine.window_recovery import WindowRecovery
+from moe_ckpt.engine.window_sources import WindowSources
 from moe_ckpt.events import EventLog
 from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 from moe_ckpt.policies.flowcheck import ServerSnapshots
@@ -204,14 +206,15 @@ class InMemoryAssembly:
             assert isinstance(store, UnitStore)
             assert isinstance(self._policy, PartialExperts | PopularExperts)
             return PartialRecovery(rank, store, self._policy, copies, self._elastic, self._attached.tokens)
-        return WindowRecovery(
+        sources = WindowSources(
             rank,
             recovery,
-            copies,
             self._elastic,
             logs_tied=self._attached.tied_gradient_bytes > 0,
-            recovers_locally=self._config.recovers_locally,
             servers_lead=self._config.servers is not None,
+        )
+        return WindowRecovery(
+            rank, sources, recovery, copies, self._elastic, recovers_locally=self._config.recovers_locally
         )
 
     def _placement(self) -> list[str]:
@@ -255,8 +258,10 @@ class InMemoryAssembly:
             bubbles=bubbles,
         )
         if self._elastic and stores.disk and not self._is_partial:
-            self._leave_save_target(self._elastic, stores.disk)
-        adopt_kept(stores)
+            disk, rank = stores.disk, self._place.shard.global_rank
+            target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
+            write_save_target(self._elastic.memory, target)
+        stores.adopt_kept()
         return stores
 
     def _open_publisher(self, *, pinned: bool) -> Publisher | None:
@@ -271,11 +276,6 @@ class InMemoryAssembly:
             return None
         rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
         return LocalDisk(self._disk_folder, rank, self._elastic.daemon, limit_bytes)
-
-    def _leave_save_target(self, elastic: ElasticContext, disk: LocalDisk) -> None:
-        rank = self._place.shard.global_rank
-        target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
-        write_save_target(elastic.memory, target)
 
     def _limit(self) -> int | None:
         if self._config.memory_budget_bytes is None:

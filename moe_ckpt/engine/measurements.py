@@ -26,7 +26,8 @@ class Measurements:
     """This rank's measurements so far, which a recovery does not change.
 
     `popularity` is by expert of its stage; `copy_rates` are bytes a second; `bubbles_s` are the seconds of an iteration
-    in which this rank waited for other stages. The first iterations of a process, which are slower, do not count.
+    in which this rank waited for other stages; `iters_since_quiet` is the age of the newest quiet iteration: the time
+    of iterations may have changed since. The first iterations of a process, which are slower, do not count.
     """
 
     def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +49,7 @@ class Measurements:
         self._so_far_s = 0.0
         self._is_quiet = False
         self._num_iters = 0
-        self._num_since_quiet = 0
+        self.iters_since_quiet = 0
 
     def iteration_started(self, *, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
@@ -76,7 +77,7 @@ class Measurements:
         self._recent.append(self._so_far_s)
         (self._quiet if self._is_quiet else self._busy).append(self._so_far_s)
         self._added.iteration_finished(self._so_far_s, is_quiet=self._is_quiet)
-        self._num_since_quiet = 0 if self._is_quiet else self._num_since_quiet + 1
+        self.iters_since_quiet = 0 if self._is_quiet else self.iters_since_quiet + 1
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
@@ -160,7 +161,3 @@ class Measurements:
     def replayed_iteration_s(self) -> float | None:
         """Return the median of replayed iterations; None before there was one."""
         return statistics.median(self._replayed_s) if self._replayed_s else None
-
-    def iters_since_quiet(self) -> int:
-        """Return the age of the newest quiet iteration: the time of iterations may have changed since."""
-        return self._num_since_quiet

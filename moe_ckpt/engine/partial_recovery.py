@@ -20,8 +20,8 @@ import torch
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import RankParts
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
+from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, UnitStore
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey
@@ -167,7 +167,7 @@ class PartialRecovery:
         return _Stock(
             inventory=UnitInventory(
                 global_rank=mine,
-                places={place: _versions(units) for place, units in found.items()},
+                places={place: _by_name(map(_id, units)) for place, units in found.items()},
                 needed=_needed(unit for units in found.values() for unit in units),
             ),
             held={owner: {_id(unit): key for key, unit in units.items()} for owner, units in held.items()},
@@ -328,10 +328,6 @@ def _rank_of(place: str) -> int:
 
 def _id(unit: Snapshot) -> tuple[str, Version]:
     return name_of(unit), unit.header.version
-
-
-def _versions(units: Sequence[Snapshot]) -> dict[str, frozenset[Version]]:
-    return _by_name(map(_id, units))
 
 
 def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]]:

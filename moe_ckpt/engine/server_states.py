@@ -68,7 +68,10 @@ class ServerStates:
         completed, is_cut = -int(mine[0]), bool(mine[1])
         self.goes_on = not is_cut
         if is_cut:
-            self._tell_lost(iteration, progress.lost or "the servers of another rank lack some")
+            reason = progress.lost or "the servers of another rank lack some"
+            self._events.append(GradientsLost(iteration=iteration, reason=reason))
+            if self._place.ranks.rank == 0:
+                _log.warning("iteration %d: servers get a whole snapshot, not gradients: %s", iteration, reason)
         if completed != NOTHING:
             self._drop_before(completed)
 
@@ -160,8 +163,3 @@ class ServerStates:
             allocated_bytes=states_bytes + self._stream.packed_bytes + self._steps.size_bytes,
             double_buffered_dense_bytes=2 * state_bytes,
         )
-
-    def _tell_lost(self, iteration: int, reason: str) -> None:
-        self._events.append(GradientsLost(iteration=iteration, reason=reason))
-        if self._place.ranks.rank == 0:
-            _log.warning("iteration %d: servers get a whole snapshot, not gradients: %s", iteration, reason)

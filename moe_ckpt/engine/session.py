@@ -16,8 +16,9 @@ from moe_ckpt.collectives import Ranks
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects
-from moe_ckpt.engine.in_memory_tier import InMemoryTier, TierStores
+from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.job_recovery import JobRecovery, RecoveredState
+from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.engine.stage_recovery import Loss, StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.step_state import StepState
@@ -129,7 +130,7 @@ class Session:
         if rejoined.iteration is None:
             self._suspects.clear()
         else:  # first: a window of one slot needs it, and peers are about to drop earlier blobs
-            self.sparse.tier.note_start(rejoined.iteration + 1)
+            self.sparse.tier.logs.note_start(rejoined.iteration + 1)
         self.sparse.rejoin.copies.resume_copying()
         return rejoined
 
@@ -270,7 +271,7 @@ class Session:
     def _went_on_from(self, loaded: Source) -> None:
         self._suspects.loaded(loaded)
         if self.sparse:
-            self.sparse.tier.note_start(loaded.iteration + 1)
+            self.sparse.tier.logs.note_start(loaded.iteration + 1)
 
     def _vote(self, sparse: InMemoryParts, iteration: int, gradients: ReadyGradients) -> None:
         """Return once every rank has complete gradients: then all surviving ranks can take the step.

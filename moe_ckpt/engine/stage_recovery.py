@@ -20,7 +20,7 @@ import torch
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.config import DIVERGENCES
-from moe_ckpt.engine.in_memory_tier import RankParts
+from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
@@ -331,7 +331,7 @@ class StageRecovery:
 
 
 def verified_window(
-    snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity, steps_to: int
+    snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity, steps_to: int | None
 ) -> WindowRef | None:
     """Return the reference of the complete window of these snapshots, with steps up to `steps_to`, or None.
 
@@ -344,9 +344,9 @@ def verified_window(
     last = contents[-1].iteration
     plan_conversion(contents, last)
     start, num_slots = contents[0].window_start, len(contents)
-    return (
-        None if steps_to < last else WindowRef(start=start, num_slots=num_slots, steps_to=steps_to, cut=_cut(contents))
-    )
+    if steps_to is None or steps_to < last:
+        return None
+    return WindowRef(start=start, num_slots=num_slots, steps_to=steps_to, cut=_cut(contents))
 
 
 def _cut(contents: Iterable[SnapshotContents]) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.in_memory_tier import TierStores
 from moe_ckpt.engine.interfaces import StagePlace
+from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.target import Standing

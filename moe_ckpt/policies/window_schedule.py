@@ -125,7 +125,7 @@ def fitting_window(table: OperatorTable, order: IntArray, budget_bytes: float, *
     Raises ConfigError for `max_slots` below 1. MoEvement, Algorithm 1: FindWindowSize, with sizes per operator.
     """
     limit = min(max_slots, len(order))
-    _require_window(limit, len(order))
+    require(1 <= limit <= len(order), "ckpt.window", limit, f"between 1 and {len(order)}, the number of operators")
     middles, totals = _middles(order, table)
 
     def worst(num_slots: int) -> int:
@@ -181,11 +181,6 @@ def paper_schedule(order: IntArray, *, num_slots: int, num_active: int) -> Windo
     slot_of = np.empty(len(order), np.int64)
     slot_of[order] = np.arange(len(order)) // num_active
     return WindowSchedule(num_slots=num_slots, slot_of=slot_of)
-
-
-def _require_window(num_slots: int, num_operators: int) -> None:
-    wanted = f"between 1 and {num_operators}, the number of operators"
-    require(1 <= num_slots <= num_operators, "ckpt.window", num_slots, wanted)
 
 
 def _middles(order: IntArray, table: OperatorTable) -> tuple[Array, Array]:

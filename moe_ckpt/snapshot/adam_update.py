@@ -13,7 +13,7 @@ the peer computes t (`ckpt=flowcheck`, a checkpoint server), the update `seals` 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -210,7 +210,10 @@ def apply_update(
         raise CheckpointLoadError(f"{key}: got {len(update.steps)} steps, wanted {len(_masters(wanted))}")
     if gradients is None or gradient_bytes != update.payload_bytes:
         raise CheckpointLoadError(f"{key}: got {gradient_bytes} bytes of gradients, wanted {update.payload_bytes}")
-    sums = [_flat(group, captured(group)) for group in update.mirrored.groups] if update.mirrored else []
+    sums = [
+        [torch.frombuffer(bucket, dtype=getattr(torch, group.dtype)) for bucket in captured(group)]
+        for group in (update.mirrored.groups if update.mirrored else ())
+    ]
     nbytes = wanted.payload_bytes
     payload = folder.allocate(nbytes)
     try:
@@ -274,14 +277,10 @@ def _take_steps(made: Snapshot, update: Update, payload: torch.Tensor, sums: lis
             offset += 4 * part.numel
         else:
             gradient = _captured_gradient(place, sums, part.numel)
-        _take_step([parts[key] for key in _with_moments(part.key)], step, gradient)
+        _take_step([parts[replace(part.key, role=role)] for role in (MASTER, *MOMENTS)], step, gradient)
     for part in buffer_parts(made.header):
         parts[part.key].view(torch.uint8).copy_(payload[offset : offset + part.nbytes])
         offset += part.nbytes
-
-
-def _flat(group: MirroredSums, buckets: list[bytearray]) -> list[torch.Tensor]:
-    return [torch.frombuffer(bucket, dtype=getattr(torch, group.dtype)) for bucket in buckets]
 
 
 def _captured_gradient(place: BucketPlace, sums: list[list[torch.Tensor]], numel: int) -> torch.Tensor:
@@ -318,7 +317,3 @@ def _shapes(header: SnapshotHeader) -> list[tuple[PartKey, torch.dtype, tuple[in
 
 def _masters(header: SnapshotHeader) -> list[Part]:
     return [part for part in header.parts if part.key.role == MASTER]
-
-
-def _with_moments(master: PartKey) -> Iterator[PartKey]:
-    yield from (PartKey(operator=master.operator, tensor=master.tensor, role=role) for role in (MASTER, *MOMENTS))

@@ -181,6 +181,7 @@ class SnapshotEngine:
             raise
 
     def _lay_out(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> tuple[Snapshot, list[Copy]]:
+        # here, on the copier's thread: 300 pieces take 24 ms, which training would stand still
         parts, payload_bytes = layout_parts(pieces)
         buffer = self._buffers.acquire(payload_bytes)
         snapshot = Snapshot(header=replace(header, parts=parts, payload_bytes=payload_bytes), payload=buffer)

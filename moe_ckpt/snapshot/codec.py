@@ -213,6 +213,7 @@ def layout_parts(items: Sequence[tuple[PartKey, torch.Tensor, tuple[int, int]]])
 def checksum(payload: torch.Tensor, nbytes: int) -> int:
     """Return the XXH3 hash (64 bits) of the first `nbytes` bytes, without copying them or holding the GIL."""
     assert nbytes <= payload.numel(), f"{nbytes} bytes of a payload of {payload.numel()}"
+    # 24 GiB/s where zlib's CRC-32 makes 4: a checksum must not cost as much as the copy that it guards
     return xxhash.xxh3_64_intdigest(payload[:nbytes].numpy().data)
 
 

@@ -113,13 +113,13 @@ class StepLog:
         """Return the record of an iteration. Raises CheckpointLoadError if it is not logged."""
         return _found(self._records, iteration)
 
-    def reaches(self, first: int) -> int:
+    def reaches(self, first: int) -> int | None:
         """Return the last iteration up to which all iterations from `first` on can be replayed; `first` - 1 for none.
 
-        Without the start of `first` not even the state before it can be restored: the result is then `first` - 2.
+        None without the start of `first`: not even the state before it can be restored.
         """
         if first not in self._starts:
-            return first - 2
+            return None
         last = first - 1
         while last + 1 in self._starts and last + 1 in self._records:
             last += 1

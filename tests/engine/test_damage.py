@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.engine.in_memory_tier import TierStores
+from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, StageRecovered
 from moe_ckpt.faults.schedule import StateLoss

@@ -60,9 +60,9 @@ def test_nothing_is_known_while_no_iteration_was_quiet() -> None:
         loop.meter.snapshot_began()
         loop.iterate(2.0, quiet=False)
     assert loop.meter.snapshot_cost_s() is None
-    assert (loop.meter.iteration_s(), loop.meter.iters_since_quiet()) == (2.0, 5)
+    assert (loop.meter.iteration_s(), loop.meter.iters_since_quiet) == (2.0, 5)
     loop.iterate(2.0, quiet=True)
-    assert loop.meter.iters_since_quiet() == 0
+    assert loop.meter.iters_since_quiet == 0
 
 
 @pytest.mark.parametrize("forgotten", [True, False])

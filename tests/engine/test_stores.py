@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ckpt.engine.in_memory_tier import TierStores
+from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.types import Phase

@@ -165,14 +165,15 @@ HEADLINES = {
     "a run with a fault": (
         Story(iterations=10),
         True,
-        "73.8 % of the time was training: 10 iterations in 8.30 s. 1 recovery cost 1.00 s, with what had to be "
-        "computed again. Checkpointing took 0.50 s from iterations.",
+        "73.8 % of the time without startup and evaluation was training: 10 iterations in 8.30 s of wall time. "
+        "1 recovery cost 1.00 s, with what had to be computed again. Checkpointing took 0.50 s from iterations.",
     ),
     "a run without a fault, which ended badly": (
         Story(iterations=2, fault_after=None),
         False,
-        "90.0 % of the time was training: 2 iterations in 3.20 s. No rank had to recover. Checkpointing took 0.10 s "
-        "from iterations. The run ended without a result, or goes on where this machine does not see it.",
+        "90.0 % of the time without startup and evaluation was training: 2 iterations in 3.20 s of wall time. "
+        "No rank had to recover. Checkpointing took 0.10 s from iterations. The run ended without a result, or goes on "
+        "where this machine does not see it.",
     ),
     "a run that came to nothing": (
         Story(iterations=0, fault_after=None),

@@ -1,0 +1,93 @@
+"""The tokens of a stage's experts: counted for the policy, entered into the account, made up by higher capacity.
+
+Must not: decide an order of experts or a capacity.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moe_ckpt.config import InMemoryConfig
+from moe_ckpt.engine.expert_events import ExpertEvents
+from moe_ckpt.engine.rank_parts import RankParts
+from moe_ckpt.policies.expert_popularity import accumulate, carried_over
+from moe_ckpt.policies.lost_tokens import IntArray
+from moe_ckpt.types import ExpertCounts, Measured, PartialPlan, ReadyGradients, SlotPlan
+
+
+class ExpertTokens:
+    """The counts of one generation; without counts, boost and account it does nothing. Collective in the stage."""
+
+    def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
+        self._kind, self._decay = config.popularity, config.popularity_decay
+        self._place = parts.place
+        self._counts = parts.training.counts
+        self._boost = parts.training.boost
+        self._account = parts.account
+        self._meter = parts.meter
+        self._events = parts.events
+        self._counted: ExpertCounts | None = None
+        self._made_up: IntArray | None = None
+        tells = parts.place.stage_ranks.rank == 0 and parts.training.counts is not None
+        self._expert_events = ExpertEvents(parts.training.operators.table, parts.events, tells=tells)
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        if self._counts:
+            self._counts.begin()
+        if self._boost:
+            self._boost.begin_iteration()
+
+    def end_pass(self) -> None:
+        """Later tokens, those of evaluations, are not the iteration's."""
+        self._counted = self._counts.end() if self._counts else None
+
+    def note_extra(self, gradients: ReadyGradients) -> None:
+        """Keep the extra tokens of the iteration until its step: one that is skipped trains no expert."""
+        if self._boost and self._boost.deficit.any():
+            extra = self._boost.end_iteration()
+            self._made_up = np.zeros_like(extra) if gradients.overflow else extra
+
+    def count(self) -> None:
+        """Add the iteration's tokens to the popularity."""
+        counted, self._counted = self._counted, None
+        if counted is not None:
+            popularity = self._meter.popularity
+            self._meter.popularity = accumulate(self._kind, popularity, counted.hard, counted.soft, decay=self._decay)
+
+    def make_up(self, iteration: int) -> None:
+        """Subtract the extra tokens of all ranks of the stage in this iteration from the experts' deficits."""
+        extra, self._made_up = self._made_up, None
+        if self._boost is None or self._account is None or extra is None:
+            return
+        total = torch.from_numpy(extra).to(self._place.device)
+        self._place.stage_ranks.reduce(total, "sum")
+        self._boost.make_up(total.cpu().numpy())
+        self._account.deficit = self._boost.deficit.copy()
+        boosted = self._boost.boosted(iteration)
+        if boosted:
+            self._events.append(boosted)
+
+    def of_stage(self) -> np.ndarray:
+        """Return the popularity over all ranks of the stage, float64 [experts]."""
+        popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
+        if self._counts:
+            self._place.stage_ranks.reduce(popularity, "sum")
+        return popularity.cpu().numpy()
+
+    def measured(self, measured: Measured) -> None:
+        """The policy has received these measurements: enter the tokens into the account, and count anew."""
+        self._expert_events.measured(measured.popularity)
+        if self._account:
+            self._account.count(measured.popularity)
+        if self._counts:
+            self._meter.popularity = carried_over(self._kind, self._meter.popularity)
+
+    def took(self, plan: SlotPlan | PartialPlan) -> None:
+        """A snapshot begins."""
+        self._expert_events.took(plan)
+
+    def interrupted(self) -> None:
+        """A rank has lost its counts."""
+        self._expert_events.interrupted()

@@ -1,0 +1,79 @@
+"""One rank's logs of iterations, from the oldest window in host memory on: starts, facts, tensors between stages.
+
+Owns: what is logged at each hook of the loop, and when it is dropped. Must not: decide when a window is complete.
+MoEvement, section 3.3.
+"""
+
+from __future__ import annotations
+
+from moe_ckpt.config import InMemoryConfig
+from moe_ckpt.engine.rank_parts import RankParts
+from moe_ckpt.types import PartialPlan, ReadyGradients, SlotPlan
+
+
+class IterationLogs:
+    """The logs of one generation. Unless ranks recover locally, only starts after snapshots are logged."""
+
+    def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
+        self._config = config
+        self._stage = parts.training.stage
+        self._stores = parts.stores
+        self._noted: int | None = None
+        self._longest_iters = 0
+
+    def begin(self, iteration: int) -> None:
+        """The iteration begins: log its start and what neighbours send; drop what no recovery needs."""
+        if self._noted != iteration:
+            self.note_start(iteration)
+        self._drop_up_to(iteration - self._most_iters())
+        if self._stores.boundary:
+            self._stores.boundary.begin(iteration)
+
+    def note_start(self, iteration: int) -> None:
+        """Log the current state as the start of `iteration`."""
+        self._stores.steps.note_start(iteration, self._stage.begin(iteration))
+        self._noted = iteration
+
+    def add(self, iteration: int, gradients: ReadyGradients) -> None:
+        """Log the facts that the step of the iteration needs."""
+        self._stores.steps.add(self._stage.record(iteration, gradients))
+
+    def end_pass(self) -> None:
+        """Later transfers, those of evaluations, are not the iteration's."""
+        if self._stores.boundary:
+            self._stores.boundary.end()
+
+    def lose_boundary(self) -> None:
+        """The boundary log dies with the state that was lost."""
+        if self._stores.boundary:
+            self._stores.boundary.clear()
+
+    def took(self, plan: SlotPlan | PartialPlan) -> None:
+        """A snapshot of the plan begins: its window needs logs from here on."""
+        self.window_takes(plan.period_iters)
+        following = plan.window_start + plan.slot + 1
+        if self._noted != following and (not plan.has_start or following == 1):
+            self.note_start(following)
+
+    def window_takes(self, iters: int) -> None:
+        """A window lasts this long: logs are kept for the longest."""
+        self._longest_iters = max(self._longest_iters, iters)
+
+    def drop_old(self) -> None:
+        """Drop the logs that no window needs any more."""
+        oldest = self._stores.memory.oldest_needed_iteration()
+        assert oldest is not None
+        self._drop_up_to(oldest)
+
+    def _drop_up_to(self, iteration: int) -> None:
+        self._stores.steps.drop_up_to(iteration)
+        if self._stores.boundary:
+            self._stores.boundary.drop_up_to(iteration)
+
+    def _most_iters(self) -> int:
+        """Return the age in iterations at which logs are dropped even if no window is ever complete.
+
+        No recovery needs older logs.
+        """
+        longest = max([self._longest_iters, *(window.num_slots for window in self._stores.memory.windows())])
+        return 2 * ((self._config.keep_windows + 1) * longest + self._config.profile_iters)

@@ -1,0 +1,219 @@
+"""The end of a window on all ranks: complete everywhere and kept, or dropped; with it, the ranks' measurements.
+
+Owns: one reduction for both, and the writes to local disks that follow. Must not: copy a snapshot.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict
+from enum import IntEnum
+
+from moe_ckpt.collectives import reduce_extremes
+from moe_ckpt.config import InMemoryConfig
+from moe_ckpt.engine.disk_writes import DiskWindows, Role
+from moe_ckpt.engine.expert_tokens import ExpertTokens
+from moe_ckpt.engine.iteration_logs import IterationLogs
+from moe_ckpt.engine.rank_parts import RankParts
+from moe_ckpt.engine.snapshot_stores import NOTHING, SnapshotStore
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.events import HostMemoryUsed, WindowReplicated
+from moe_ckpt.snapshot.windows import Window
+from moe_ckpt.types import Measured
+
+_UNKNOWN = -1.0  # where seconds are meant
+
+
+class _Found(IntEnum):
+    """The progress of a window on a rank; over all ranks the least counts."""
+
+    NOTHING = 0  # and it never will
+    NOT_YET = 1
+    ALL = 2
+
+
+class WindowAgreement:
+    """The window in flight of one generation. `awaits`: it is to be confirmed; `has_failed`: a copy of it was not made.
+
+    `confirm` and `measure` are collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        config: InMemoryConfig,
+        parts: RankParts,
+        store: SnapshotStore,
+        logs: IterationLogs,
+        experts: ExpertTokens,
+    ) -> None:
+        self.awaits = False
+        self.has_failed = False
+        self.disk = DiskWindows(store.newest_on_disk(), parts.stores.publisher, parts.events, strict=config.strict)
+        self._config = config
+        self._place = parts.place
+        self._stores = parts.stores
+        self._meter = parts.meter
+        self._events = parts.events
+        self._store = store
+        self._logs = logs
+        self._experts = experts
+        self._dense_bytes = int(parts.training.operators.table.full_bytes[parts.place.stage_ranks.rank].sum())
+        self._on_all_disks = NOTHING
+        self._measured: Measured | None = None
+
+    def confirm(self, *, wait: bool) -> None:
+        """Keep the window if every rank of the job has all of it: recovery needs windows that line up.
+
+        Without `wait`, nothing happens while a rank still lacks a part of it. Raises CheckpointSaveError for a window
+        that a rank lacks, if ckpt.strict=true.
+        """
+        found = self._agree(wait=wait)
+        if found is _Found.NOT_YET:
+            return
+        self.awaits = False
+        if found is _Found.ALL:
+            self._keep()
+            self._logs.drop_old()
+            self._events.append(self._memory_used())
+            return
+        self._stores.memory.abandon()
+        if self._config.strict:
+            raise CheckpointSaveError("ckpt.strict=true: a snapshot is not complete on every rank")
+
+    def forget_measured(self) -> None:
+        """An iteration begins: measurements of an earlier one do not count."""
+        self._measured = None
+
+    def measure(self) -> Measured:
+        """Return the ranks' common measurements, those of the last reduction if no iteration has begun since."""
+        if self._measured is None:
+            self._agree(wait=False)
+        measured, self._measured = self._measured, None
+        assert measured is not None
+        return measured
+
+    def finish_persisting(self) -> None:
+        """Wait for the write to disk in progress."""
+        with self._meter.waiting():
+            self.disk.finish()
+
+    def _keep(self) -> None:
+        """Keep the window in flight, and start its write to disk if it is selected; the write before it has ended then.
+
+        On disk a window stays until all ranks have a newer one there: they need the same.
+        """
+        window = self._stores.memory.in_flight()
+        if window:
+            self._tell_copies(window)
+        self._store.confirm(self._on_all_disks)
+        if window and window.start == self.disk.start_of(Role.SNAPSHOT):
+            done = self._store.persist(window, self._on_all_disks)
+            if done:
+                self.disk.set_out(done)
+
+    def _tell_copies(self, window: Window) -> None:
+        publisher = self._stores.publisher
+        sent = publisher.sent(window.snapshots) if publisher else None
+        if publisher and sent:
+            self._events.append(
+                WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
+            )
+
+    def _agree(self, *, wait: bool) -> _Found:
+        """Measure, and return how much of the window in flight is complete, on all ranks alike."""
+        found = self._find(wait=wait)  # first: what is on disk may be more then
+        meter = self._meter
+        empty_s, dense_s = meter.snapshot_costs_s(self._dense_bytes) or (None, None)
+        # one reduction, where ranks have just met for the norm: each small collective waits for the slowest rank
+        agreed = reduce_extremes(
+            self._place.ranks,
+            self._place.device,
+            largest={
+                "iteration_s": meter.iteration_s(),
+                "iters_since_quiet": meter.iters_since_quiet,
+                "snapshot_cost_s": _known_or(meter.snapshot_cost_s()),
+                "empty_snapshot_s": _known_or(empty_s),
+                "dense_snapshot_s": _known_or(dense_s),
+                "replayed_iteration_s": _known_or(meter.replayed_iteration_s()),
+                "is_persisting": self.disk.is_writing,
+                "costs_are_settled": meter.costs_are_settled,
+            },
+            smallest={
+                "host_bytes_per_s": self._host_bytes_per_s(),
+                "peer_bytes_per_s": self._peer_bytes_per_s(),
+                "overlap_s": meter.overlap_s(),
+                "found": found,
+                "on_disk": self.disk.start_of(Role.RECOVERY),
+            },
+        )
+        self._on_all_disks = int(agreed["on_disk"])
+        host_bytes_per_s, peer_bytes_per_s = agreed["host_bytes_per_s"], agreed["peer_bytes_per_s"]
+        self._measured = Measured(
+            iteration_s=agreed["iteration_s"],
+            copy_bytes_per_s=min(host_bytes_per_s, peer_bytes_per_s, self._disk_bytes_per_s()),
+            host_bytes_per_s=host_bytes_per_s,
+            peer_bytes_per_s=peer_bytes_per_s,
+            is_persisting=bool(agreed["is_persisting"]),
+            popularity=self._experts.of_stage(),
+            snapshot_cost_s=_if_known(agreed["snapshot_cost_s"]),
+            iters_since_quiet=int(agreed["iters_since_quiet"]),
+            empty_snapshot_s=_if_known(agreed["empty_snapshot_s"]),
+            dense_snapshot_s=_if_known(agreed["dense_snapshot_s"]),
+            costs_are_settled=bool(agreed["costs_are_settled"]),
+            replayed_iteration_s=_if_known(agreed["replayed_iteration_s"]),
+            overlap_s=agreed["overlap_s"],
+        )
+        return _Found(int(agreed["found"]))
+
+    def _find(self, *, wait: bool) -> _Found:
+        memory, publisher = self._stores.memory, self._stores.publisher
+        next_waits = self.disk.start_of(Role.SNAPSHOT) != NOTHING
+        if self.disk.is_writing and next_waits and not wait:
+            return _Found.NOT_YET
+        if next_waits or not self.disk.is_writing:
+            self.finish_persisting()
+        window = memory.in_flight()
+        if window is None or self.has_failed:
+            return _Found.NOTHING
+        if not window.complete:
+            return _Found.NOTHING if wait else _Found.NOT_YET
+        if publisher is None:
+            return _Found.ALL
+        if not wait and publisher.awaits_copies(window.snapshots):
+            return _Found.NOT_YET
+        with self._meter.waiting():
+            return _Found.ALL if publisher.has_copies(window.snapshots) else _Found.NOTHING
+
+    def _memory_used(self) -> HostMemoryUsed:
+        return HostMemoryUsed(
+            **self._stores.memory.bytes_by_role(),
+            boundary_log_bytes=self._stores.boundary.size_bytes if self._stores.boundary else 0,
+            step_log_bytes=self._stores.steps.size_bytes,
+            allocated_bytes=self._stores.allocated_bytes(),
+            double_buffered_dense_bytes=2 * self._dense_bytes,
+        )
+
+    def _host_bytes_per_s(self) -> float:
+        measured = statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
+        return min(measured, self._config.max_bytes_per_s.host or math.inf)
+
+    def _peer_bytes_per_s(self) -> float:
+        """Return the rate to each peer. The cap is for all peers together."""
+        publisher = self._stores.publisher
+        if publisher is None or not publisher.num_peers:
+            return math.inf
+        return min(publisher.copy_bytes_per_s(), (self._config.max_bytes_per_s.peers or math.inf) / publisher.num_peers)
+
+    def _disk_bytes_per_s(self) -> float:
+        """Return the cap of the disk if every snapshot goes there before the next one is taken."""
+        return (self._config.max_bytes_per_s.disk if self._config.waits_for_disk else None) or math.inf
+
+
+def _known_or(seconds: float | None) -> float:
+    """Return seconds for a reduction: any that are known outweigh those that are not."""
+    return _UNKNOWN if seconds is None else seconds
+
+
+def _if_known(seconds: float) -> float | None:
+    return None if seconds == _UNKNOWN else seconds

@@ -1,0 +1,161 @@
+"""One rank's windows, verified: in its memory, on its node's checkpoint server, held for other ranks, and on its disk.
+
+Owns: finding them, and bringing those that a plan names into the rank's own memory. Must not: choose among them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.rank_parts import RankParts
+from moe_ckpt.engine.stage_recovery import StageRecovery, verified_window
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.recovery.inventory import Inventory, WindowRef
+from moe_ckpt.recovery.plan import RecoveryPlan
+from moe_ckpt.replication.fetch import fetch_blobs, list_held
+from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
+from moe_ckpt.replication.publisher import Publisher, belongs_to, newest_snapshot, read_kept
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.step_log import StepLog
+from moe_ckpt.snapshot.windows import SnapshotMemory, Window, group_windows
+from moe_ckpt.types import ReadyGradients
+
+_log = logging.getLogger(__name__)
+
+
+class WindowSources:
+    """The windows of one generation. `logs_tied`: this rank's records hold a gradient that no other rank has.
+
+    With `servers_lead` the newest windows are on checkpoint servers, one of them on the rank's own node, and not in its
+    memory. All calls are local.
+    """
+
+    def __init__(
+        self,
+        parts: RankParts,
+        recovery: StageRecovery,
+        elastic: ElasticContext,
+        *,
+        logs_tied: bool,
+        servers_lead: bool = False,
+    ) -> None:
+        assert isinstance(parts.stores.memory, SnapshotMemory), parts.stores.memory
+        self._place = parts.place
+        self._stores = parts.stores
+        self._memory = parts.stores.memory
+        self._recovery = recovery
+        self._elastic = elastic
+        self._logs_tied = logs_tied
+        self.servers_lead = servers_lead
+
+    def fill_records(self, facts: Mapping[int, ReadyGradients]) -> None:
+        """Take the facts that all ranks share from other ranks: a lost memory may lack the last ones."""
+        if not self._logs_tied:
+            self._stores.steps.fill(facts)
+
+    def restore(self, publisher: Publisher, disk: LocalDisk) -> None:
+        """Replace this rank's memory by the windows on its disk."""
+        publisher.replace(disk.restore)
+        self._stores.adopt_kept()
+
+    def own(self, goal: int | None) -> Inventory:
+        """Return the windows in this rank's memory and, if its node has a checkpoint server, on that server."""
+        inventory, mine = self._recovery.inventory(goal), self._place.shard.global_rank
+        if not self.servers_lead:
+            return inventory
+        windows = {window.start: window for window in (*self._windows_of(mine, goal), *inventory.windows)}
+        return replace(inventory, windows=tuple(windows.values()))
+
+    def held(self, owners: Sequence[int], goal: int | None) -> dict[int, tuple[WindowRef, ...]]:
+        """Return the usable windows that this rank's memory holds for other ranks."""
+        mine = self._place.shard.global_rank
+        held = {owner: self._windows_of(owner, goal) for owner in owners if owner != mine}
+        return {owner: windows for owner, windows in held.items() if windows}
+
+    def _windows_of(self, owner: int, goal: int | None) -> tuple[WindowRef, ...]:
+        return self._usable(BlobFolder(held_path(self._elastic.memory, owner)), owner, goal)
+
+    def _usable(self, folder: BlobFolder, owner: int, goal: int | None) -> tuple[WindowRef, ...]:
+        kept = read_kept(folder)
+        steps = StepLog()
+        steps.adopt(kept.starts, kept.records)
+        if not self._logs_tied:
+            steps.fill(self._stores.steps.gradients)
+        found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)
+        by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
+        return tuple(by_start.values())
+
+    def look_at_disk(self) -> tuple[int | None, frozenset[int], bool]:
+        """Return the newest iteration of any blob on this rank's disk, the iterations that the disk leads to, and
+        whether it never held a state."""
+        disk, mine = self._stores.disk, self._place.shard.global_rank
+        if disk is None:
+            return None, frozenset(), False
+        disk.flush(self._elastic.copy_s)
+        refs = self._usable(BlobFolder(disk.path), mine, None)
+        newest = newest_snapshot(BlobFolder(disk.path).keys())
+        return newest, frozenset(ref.end for ref in refs), disk.never_held
+
+    def _window(self, window: Window, owner: int, steps: StepLog) -> WindowRef | None:
+        shard = window.snapshots[0].header.shard
+        if shard.global_rank != owner:
+            return None
+        try:
+            return verified_window(window.snapshots, self._place.identity, shard, steps.reaches(window.start + 1))
+        except CheckpointLoadError as error:
+            _log.warning("a copy of rank %d's memory cannot be used: %s", owner, error)
+            return None
+
+    def fetch(self, plan: RecoveryPlan) -> int | None:
+        """Fetch this rank's memory if the plan says so; return its bytes, or None if that failed."""
+        mine, publisher = self._place.shard.global_rank, self._stores.publisher
+        source = next((fetch.source_rank for fetch in plan.fetches if fetch.global_rank == mine), None)
+        start = self._start_on_own_server(plan) if source is None else None
+        if publisher is None or (source is None and start is None):
+            return 0
+        facts = dict(self._stores.steps.gradients)
+        self._memory.clear()
+        self._stores.steps.clear()
+        try:
+            if source is None:
+                publisher.replace(lambda folder: self._read_own_server(start, folder))
+                size_bytes = 0
+            else:
+                size_bytes = publisher.replace(lambda folder: self._fetch_from(source, folder, plan))
+            self._stores.adopt_kept()
+            self.fill_records(facts)
+            self._recovery.require(plan)
+        except CheckpointLoadError as error:
+            holder = mine if source is None else source
+            _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, holder, error)
+            return None
+        return size_bytes
+
+    def _fetch_from(self, source: int, folder: BlobFolder, plan: RecoveryPlan) -> int:
+        """Fetch a peer's copies of this rank's blobs; of a server's states only the one that the plan needs."""
+        elastic, mine = self._elastic, self._place.shard.global_rank
+        address, timeout_s, keys = elastic.address_of(source), elastic.copy_s, None
+        if self.servers_lead:
+            start = next(fetch.window_start for fetch in plan.fetches if fetch.global_rank == mine)
+            there = list_held(address, elastic.ticket, mine, timeout_s=timeout_s)
+            keys = [key for key in there if belongs_to(key, start)]
+        return fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+
+    def _start_on_own_server(self, plan: RecoveryPlan) -> int | None:
+        """Return the start of the window that this rank rolls back to if only its own node's server has it."""
+        starts = [each.window_start for each in plan.rollbacks if self._place.stage in each.segment.stages]
+        kept = {window.start for window in self._memory.windows()}
+        missing = [start for start in starts if self.servers_lead and start not in kept]
+        return missing[0] if missing else None
+
+    def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:
+        """Copy the window with this start from the server of this rank's own node; return its bytes."""
+        assert start is not None
+        held = BlobFolder(held_path(self._elastic.memory, self._place.shard.global_rank))
+        try:
+            return copy_blobs(held, folder, [key for key in held.keys() if belongs_to(key, start)])  # noqa: SIM118
+        except CheckpointSaveError as error:
+            raise CheckpointLoadError(str(error)) from error
