@@ -90,7 +90,8 @@ def plan_down(namespaces: Sequence[str]) -> list[Command]:
 def plan_link(host: int, link: str) -> list[Command]:
     """Return the commands that give a host's link a state: `up`, `cut`, `deaf`, or a rate in both directions."""
     end = _end_of(host)
-    unlimited = [(*tc, "qdisc", "replace", "dev", device, "root", "pfifo") for tc, device in _ends(host)]
+    whole = ("root", "pfifo", "limit", "1000")  # tc changes nothing in a queue of the same kind that has no new option
+    unlimited = [(*tc, "qdisc", "replace", "dev", device, *whole) for tc, device in _ends(host)]
     if link == UP:
         return [*unlimited, ("ip", "link", "set", end, "up")]
     if link == CUT:

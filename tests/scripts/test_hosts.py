@@ -51,8 +51,8 @@ def test_each_host_has_an_address_and_a_limited_link_in_both_directions() -> Non
         (
             "up",
             [
-                "tc qdisc replace dev moe-v2 root pfifo",
-                "tc -n moe2 qdisc replace dev e0 root pfifo",
+                "tc qdisc replace dev moe-v2 root pfifo limit 1000",
+                "tc -n moe2 qdisc replace dev e0 root pfifo limit 1000",
                 "ip link set moe-v2 up",
             ],
         ),
