@@ -26,17 +26,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.marks import rewrite  # noqa: E402
+from benchmarks.runs import current_commit  # noqa: E402
 from moe_ckpt.mirror.frames import TcpSegment, segment_of  # noqa: E402
 from moe_ckpt.mirror.marks import find_mark, mark_of  # noqa: E402
 from moe_ckpt.mirror.plan import MirroredSums  # noqa: E402
 from moe_ckpt.mirror.port import MirrorPort  # noqa: E402
-from moe_ckpt.mirror.redundancy import failure_probability  # noqa: E402
+from moe_ckpt.mirror.redundancy import PACKET_BYTES, failure_probability  # noqa: E402
 from moe_ckpt.mirror.watcher import Watcher  # noqa: E402
 
 MARKS = ("<!-- captures: written by benchmarks/captures.py -->", "<!-- end of captures -->")
 GROUP = b"captures' shares"
 _PORT = 29556
-_PACKET_BYTES = 1448
 _CAPTURES = (1, 2, 3)
 
 
@@ -78,14 +78,14 @@ def record(num_ranks: int, num_bytes: int, iterations: int) -> list[TcpSegment]:
     thread.join()
     port.close()
     assert statuses == [0] * num_ranks, statuses
-    seen = dict.fromkeys(segment for frame in frames if (segment := segment_of(frame)))  # `lo` shows each frame twice
+    seen = [segment for frame in frames if (segment := segment_of(frame))]
     streams = {segment.stream for segment in seen if find_mark(segment.payload)}  # and those of other processes
     return [packet for segment in seen if segment.stream in streams for packet in _packets(segment)]
 
 
 def _packets(segment: TcpSegment) -> Iterator[TcpSegment]:
-    for start in range(0, max(1, len(segment.payload)), _PACKET_BYTES):
-        part = segment.payload[start : start + _PACKET_BYTES]
+    for start in range(0, max(1, len(segment.payload)), PACKET_BYTES):
+        part = segment.payload[start : start + PACKET_BYTES]
         yield replace(segment, sequence=(segment.sequence + start) % 2**32, payload=part)
 
 
@@ -154,7 +154,7 @@ def main() -> int:
     made = table(measure(segments, wanted, options.loss, options.replays), options.ranks, options.loss)
     print(made)
     if options.write:
-        rewrite(options.write, MARKS, lambda _: made)
+        rewrite(options.write, MARKS, lambda _: f"{made} Commit {current_commit()}.")
     return 0
 
 
