@@ -76,6 +76,8 @@ class Job:
         own = ["-m", "moe_ckpt.run", *own, "--set", f"run.dir={self.run}", "--", "examples/megatron_lm.py"]
         path = os.pathsep.join(map(str, (FOLDER, ROOT)))
         quiet = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        if max_restarts:  # gloo would find the addresses of dead ranks in a store that outlives them
+            quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*torchrun, f"--max-restarts={max_restarts}", *own, *ARGUMENTS, "--eval-interval", "100000", *more],
@@ -169,7 +171,7 @@ def main() -> int:
         without = ["--no-load-optim", "--no-load-rng", "--override-opt-param-scheduler", "--ckpt-format", "torch_dist"]
         restarting = Job(folder / "restarted", ["--plain"], [*endless, *saved, *without], options.restarts)
         restarted = kills(restarting, options.restarts, chosen)
-    show(options, rounds, recovered, restarted)
+        show(options, rounds, recovered, restarted)
     return 0
 
 

@@ -70,7 +70,9 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
     require_lasting(settings.folder)
     config = ElasticConfig(ckpt=ckpt, runtime=settings.runtime, ranks_per_node=settings.ranks_per_node)
     from moe_ckpt.integrations import megatron_lm  # noqa: F401, PLC0415 - for all workers: a fork has it
+    from moe_ckpt.integrations.other_loops import refuse_other_loops  # noqa: PLC0415
 
+    refuse_other_loops()
     for name in imports:  # a worker that finds them imported is there a second earlier
         importlib.import_module(name)
     return run_elastic(config, launch, lambda worker: _work(settings, training, worker))

@@ -169,14 +169,21 @@ def _loading(folder: Path) -> tuple[str, ...]:
 def test_a_job_that_could_not_be_exact_ends_before_it_builds(tmp_path: Path) -> None:
     idle = tmp_path / "idle.py"
     idle.write_text('if __name__ == "__main__":\n    print("no training here")\n')
+    loop = tmp_path / "swift" / "megatron" / "trainers" / "base.py"
+    loop.parent.mkdir(parents=True)
+    loop.write_text("")
+    swift = tmp_path / "of_swift.py"
+    swift.write_text('if __name__ == "__main__":\n    import swift.megatron.trainers.base\n')
     options = OPTIONS["moevement"]
     ended = run_jobs(
         tmp_path,
+        Job(name="swift", options=options, script=str(swift)),
         Job(name="counting", options=options, arguments=("--log-num-zeros-in-grad",)),
         Job(name="boosted", options=("--ckpt", "moetion")),
         Job(name="idle", options=options, script=str(idle)),
     )
     messages = {
+        "swift": "moe_ckpt.run: got ms-swift's training loop (swift.megatron.trainers.base), wanted Megatron-LM's",
         "counting": "--log-num-zeros-in-grad: got True, wanted False or None with moe_ckpt.run: the split optimizer",
         "boosted": "ckpt.boost: got 0.1, wanted 0 with moe_ckpt.run",
         "idle": "wanted a program that calls megatron.training's pretrain: nothing was protected",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from argparse import Namespace
@@ -19,6 +20,7 @@ from moe_ckpt import run
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations import megatron_lm_seams as seams
 from moe_ckpt.integrations.megatron_lm_options import EXACT, REFUSALS, Refusal, option_table, require_supported
+from moe_ckpt.integrations.other_loops import LOOPS, refuse_other_loops
 from moe_ckpt.run_elastic import run_elastic
 from scripts.fetch_megatron_lm import FOLDER
 from tests.scenarios import ROOT
@@ -181,6 +183,30 @@ def test_a_runner_inside_a_run_is_refused(monkeypatch: pytest.MonkeyPatch, capsy
     status, error = outcome(capsys, "--", "train.py")
     assert status == 1
     assert error.startswith("error: moe_ckpt.run: got 'a second one', wanted one attachment a process")
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_without_an_attachment_is_refused_at_its_import(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package can be imported, for conversions say; a module that was imported before is found, too."""
+    root, *parts = name.split(".")
+    file = tmp_path.joinpath(*parts).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    package = ModuleType(root)
+    package.__path__ = [str(tmp_path)]
+    before = {each: module for each, module in sys.modules.items() if each.partition(".")[0] != root}
+    monkeypatch.setattr(sys, "modules", {**before, root: package})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    refuse_other_loops()
+    importlib.import_module(name.rpartition(".")[0])
+    with pytest.raises(ConfigError, match=r"^moe_ckpt\.run: got (Megatron-Bridge|ms-swift)'s training loop"):
+        importlib.import_module(name)
+    sys.meta_path.pop(0)
+    importlib.import_module(name)
+    with pytest.raises(ConfigError, match=r"wanted Megatron-LM's pretrain, or a loop of one's own"):
+        refuse_other_loops()
 
 
 def test_an_import_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
