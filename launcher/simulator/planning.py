@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launcher.simulator.config import Simulation, compose_simulation
 from launcher.simulator.runner import Result, latest, run_simulation
-from moe_ckpt.config import FlowcheckConfig, require
+from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.checkpoint_interval import best_interval
 from moe_ckpt.sim.saving import Setup
@@ -74,7 +74,8 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
 
 
 def _mirrors(simulation: Simulation) -> bool:
-    return isinstance(simulation.policy, FlowcheckConfig) and simulation.policy.mirrors
+    servers = simulation.policy.servers
+    return servers is not None and servers.mirrors
 
 
 def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:
