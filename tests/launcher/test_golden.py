@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.write_golden import GOLDEN, losses_of_tiny
+from scripts.write_golden import GOLDEN, NUM_ITERATIONS, RELEASE, TOLERANCE, losses_of_tiny
 
 
 def test_tiny_learns_as_written_down(tmp_path: Path) -> None:
     golden = json.loads(GOLDEN.read_text())
-    for name, losses in losses_of_tiny(tmp_path, len(golden["losses"])).items():
-        assert losses == pytest.approx(golden[name], abs=golden["tolerance"]), name
+    if RELEASE not in golden:
+        pytest.skip(f"no losses of torch {RELEASE}: scripts/write_golden.py writes them")
+    for name, losses in losses_of_tiny(tmp_path, NUM_ITERATIONS).items():
+        assert losses == pytest.approx(golden[RELEASE][name], abs=TOLERANCE), name
