@@ -16,7 +16,7 @@ import importlib.abc
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
@@ -33,7 +33,7 @@ _FAILED = 1
 def enter() -> None:
     """Become `moe_ckpt.run` if this process was started to train. Ends the process after one error message."""
     if any(name not in os.environ for name in _LAUNCHED):
-        sys.meta_path.insert(0, UnprotectedLoop())
+        sys.meta_path.insert(0, unprotected_loop())
         return
     try:
         command = attached_command(os.environ[VARIABLE], sys.orig_argv)
@@ -90,8 +90,11 @@ def _split_flags(word: str) -> tuple[str, str, str]:
     return word[1:], "", ""
 
 
-class UnprotectedLoop(importlib.abc.MetaPathFinder):
-    """Raises an error in place of an import of Megatron-LM's loop."""
+class RefusedImports(importlib.abc.MetaPathFinder):
+    """Raises a ConfigError in place of an import of these modules, each with its own message."""
+
+    def __init__(self, messages: Mapping[str, str]) -> None:
+        self._messages = messages
 
     def find_spec(
         self,
@@ -99,10 +102,15 @@ class UnprotectedLoop(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 - the importer's protocol
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        if fullname == _LOOP:
-            wanted = f"one with {', '.join(_LAUNCHED)}; unset the variable for a program that does not train"
-            raise ConfigError(f"{VARIABLE}: got a process that torchrun has not started, wanted {wanted}")
+        if fullname in self._messages:
+            raise ConfigError(self._messages[fullname])
         return None
+
+
+def unprotected_loop() -> RefusedImports:
+    """Return the finder that refuses Megatron-LM's loop in a process that torchrun has not started."""
+    wanted = f"one with {', '.join(_LAUNCHED)}; unset the variable for a program that does not train"
+    return RefusedImports({_LOOP: f"{VARIABLE}: got a process that torchrun has not started, wanted {wanted}"})
 
 
 def _end(message: str) -> NoReturn:

@@ -14,7 +14,7 @@ import pytest
 
 from launcher.check.__main__ import EXACT
 from launcher.check.__main__ import main as check
-from moe_ckpt.door import UnprotectedLoop, attached_command, split_command
+from moe_ckpt.door import attached_command, split_command, unprotected_loop
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.megatron_lm_options import require_alone
 from scripts.fetch_megatron_lm import FOLDER
@@ -64,7 +64,7 @@ def test_a_value_that_is_no_command_line_is_named() -> None:
 
 
 def test_a_loop_is_not_imported_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [UnprotectedLoop(), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [unprotected_loop(), *sys.meta_path])
     assert importlib.import_module("json")
     with pytest.raises(ConfigError, match=r"^MOE_CKPT: got a process that torchrun has not started, wanted one with R"):
         sys.meta_path[0].find_spec("megatron.training.training", None)
