@@ -12,16 +12,14 @@ Must not: import anything slow, or raise: Python only reports an exception of a 
 
 from __future__ import annotations
 
-import importlib.abc
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Sequence
 from typing import NoReturn
 
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.refused_imports import RefusedImports
 
 VARIABLE = "MOE_CKPT"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -88,23 +86,6 @@ def _split_flags(word: str) -> tuple[str, str, str]:
         if letter in f"cm{_WITH_VALUE}":
             return word[1:at], letter, word[at + 1 :]
     return word[1:], "", ""
-
-
-class RefusedImports(importlib.abc.MetaPathFinder):
-    """Raises a ConfigError in place of an import of these modules, each with its own message."""
-
-    def __init__(self, messages: Mapping[str, str]) -> None:
-        self._messages = messages
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002 - the importer's protocol
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> ModuleSpec | None:
-        if fullname in self._messages:
-            raise ConfigError(self._messages[fullname])
-        return None
 
 
 def unprotected_loop() -> RefusedImports:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from moe_ckpt.door import RefusedImports
+from moe_ckpt.refused_imports import RefusedImports
 
 LOOPS = {
     "megatron.bridge.training.train": "Megatron-Bridge's training loop",
