@@ -1,19 +1,20 @@
 """Effective training time under faults: policies under the same random kills, at several MTBFs, in interleaved order.
 
     python benchmarks/under_faults.py [--regime capped] [--policy moevement ...] [--mtbf-s 20 60] [--runs 5]
-                                      [--seconds 100] [-o outputs/under_faults] [--write benchmarks/README.md]
+                                      [--seconds 100] [--cap-bytes-per-s 28e6]
+                                      [-o outputs/under_faults] [--write benchmarks/README.md] [OVERRIDES]
 
 Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end of its first iteration. Random
 workers are killed at exponential times; run n of every policy has the same seed. ETTR is the share of that time which
 plain training would have needed for the iterations that are new in it: iterations x plain seconds / seconds. Plain
 training (`ckpt=none`, no supervisor, no faults) runs in each round among the others.
 
-In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at most CAP_BYTES_PER_S to host
-memory, to peers and to disk, so that its whole state (87 MB with `small`) takes about four iterations: the regime of
-the MoEvement paper, section 2, in which a dense snapshot stops training. Compute weights of operators that a window has
-not taken in full yet are in each of its slots, with BF16 up to a sixth of the state: at six iterations no number of
-slots is enough. Predictions use constants of the runs at the other MTBFs. Finished runs in the folder are not run
-again: a call that was cut off, or one with more runs, continues there.
+In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at most `--cap-bytes-per-s` to
+host memory, to peers and to disk. The cap should make a copy of a rank's whole state (87 MB with `small`) take four to
+five iterations of this machine: the regime of the MoEvement paper, section 2, in which a dense snapshot stops training.
+Compute weights of operators that a window has not taken in full yet are in each of its slots, with BF16 up to a sixth
+of the state: at six iterations no number of slots is enough. Predictions use constants of the runs at the other MTBFs.
+Finished runs in the folder are not run again: a call that was cut off, or one with more runs, continues there.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ from moe_ckpt.events import HostMemoryUsed, IntervalChosen, SnapshotTaken, Windo
 
 RANKS = 4
 PLAIN = "plain"
-CAP_BYTES_PER_S = 28_000_000
 POLICIES = ("moevement", "gemini", "checkfreq", "moc", "none")
 _WITHOUT_COPIES = ("checkfreq", "moc")  # on peers, by default
 _START_S = 180.0  # until the first iteration has ended, at most
@@ -105,8 +105,8 @@ def plan_cells(policies: Sequence[str], mtbfs_s: Sequence[float], runs: int) -> 
                 yield Cell(policy=policy, mtbf_s=mtbf_s, number=number)
 
 
-def arguments_of(cell: Cell, *, regime: str, seconds: float, common: Sequence[str]) -> list[str]:
-    """Return the words with which `launcher.compare` describes a run."""
+def arguments_of(cell: Cell, *, cap_bytes_per_s: float | None, seconds: float, common: Sequence[str]) -> list[str]:
+    """Return the words with which `launcher.compare` describes a run; a cap of None: copies as fast as the machine."""
     words = [*QUIET, f"train.iterations={_MANY}", *common]
     if cell.policy == PLAIN:
         return ["none", *words, "fault=none", "runtime.guard=false"]
@@ -114,9 +114,9 @@ def arguments_of(cell: Cell, *, regime: str, seconds: float, common: Sequence[st
     settings = own.split(",") if own else []
     if policy in ("moevement", "gemini"):
         settings.append(f"ckpt.mtbf_s={cell.mtbf_s:g}")
-    if regime == "capped" and policy != "none":
+    if cap_bytes_per_s is not None and policy != "none":
         links = ("host", "disk") if policy in _WITHOUT_COPIES else ("host", "peers", "disk")
-        settings += [f"ckpt.max_bytes_per_s.{link}={CAP_BYTES_PER_S}" for link in links]
+        settings += [f"ckpt.max_bytes_per_s.{link}={cap_bytes_per_s:.0f}" for link in links]
     count = math.ceil(4 * (seconds + _START_S) / cell.mtbf_s)
     faults = ["fault=poisson", f"fault.mtbf_s={cell.mtbf_s:g}", f"fault.count={count}", f"fault.seed={cell.number}"]
     return [f"{policy}:{','.join(settings)}" if settings else policy, *words, *faults]
@@ -276,14 +276,15 @@ def _mean_ettr(study: Study, policy: str, mtbf_s: float) -> float:
     return statistics.fmean(each.ettr(study.plain_s) for each in study.outcomes(policy, mtbf_s))
 
 
-def notes(study: Study, regime: str, folder: Path) -> Iterator[str]:
+def notes(study: Study, regime: str, cap_bytes_per_s: float | None, folder: Path) -> Iterator[str]:
     """Yield the conditions of the runs."""
     numbers = {cell.policy: cell.number + 1 for cell in study.runs}
     seconds = next(iter(study.measured.values())).seconds
     commits = sorted({json.loads(path.read_text())["commit"] for path in folder.glob("*.json")})
     run = folder / next(iter(study.runs)).name
+    cap = "" if cap_bytes_per_s is None else f", copies at most {cap_bytes_per_s / 1e6:g} MB/s a link"
     yield (
-        f"Regime `{regime}`: {min(numbers.values())} runs of {seconds:g} s each, a plain iteration takes "
+        f"Regime `{regime}`{cap}: {min(numbers.values())} runs of {seconds:g} s each, a plain iteration takes "
         f"{study.plain_s:.3f} s. {hardware()}; {packages(run)}; commit {', '.join(commits)}."
     )
 
@@ -295,22 +296,23 @@ def main() -> int:
     parser.add_argument("--mtbf-s", nargs="+", type=float, default=[20.0, 60.0, 180.0])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--cap-bytes-per-s", type=float, default=28e6, help="of each rank and link, in `capped`")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults")
     parser.add_argument("--write", type=Path, help="page with marks around the table; the figure is put beside it")
     options, overrides = parser.parse_known_args()
     folder = options.output.resolve() / options.regime
+    cap_bytes_per_s = options.cap_bytes_per_s if options.regime == "capped" else None
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     runs: dict[Cell, RealRun] = {}
     measured: dict[Cell, Outcome] = {}
     for cell in plan_cells(options.policy, options.mtbf_s, options.runs):
-        words = arguments_of(
-            cell, regime=options.regime, seconds=options.seconds, common=[*default_model(overrides), *overrides]
-        )
+        common = [*default_model(overrides), *overrides]
+        words = arguments_of(cell, cap_bytes_per_s=cap_bytes_per_s, seconds=options.seconds, common=common)
         runs[cell] = read_run(carry_out(cell, folder, words, options.seconds))
         measured[cell] = measure(runs[cell], options.seconds)
         print(f"{cell.name}: {measured[cell].iterations} iterations", file=sys.stderr, flush=True)
     study = Study(runs=runs, measured=measured)
-    lines = [*table(study, options.policy, options.mtbf_s), "", *notes(study, options.regime, folder)]
+    lines = [*table(study, options.policy, options.mtbf_s), "", *notes(study, options.regime, cap_bytes_per_s, folder)]
     print("\n".join(lines))
     if options.write:
         rewrite(options.write, _TABLE, lambda _: "\n".join(lines))

@@ -18,8 +18,8 @@ from tests.report_runs import committed
 POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
 
 
-def words(cell: Cell, regime: str = "capped") -> list[str]:
-    return arguments_of(cell, regime=regime, seconds=60.0, common=["model=small"])
+def words(cell: Cell, cap_bytes_per_s: float | None = 28e6) -> list[str]:
+    return arguments_of(cell, cap_bytes_per_s=cap_bytes_per_s, seconds=60.0, common=["model=small"])
 
 
 def test_each_round_runs_plain_training_and_begins_with_another_policy() -> None:
@@ -41,11 +41,11 @@ def test_all_policies_of_a_round_get_the_same_faults() -> None:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, PLAIN, "checkfreq", "moc", "moetion"])
-@pytest.mark.parametrize("regime", ["plain", "capped"])
-def test_every_run_is_one_that_the_launcher_accepts(policy: str, regime: str) -> None:
-    [variant] = plan_variants(words(Cell(policy=policy, mtbf_s=20.0, number=0), regime), 4)
-    is_capped = any(word.startswith("ckpt.max_bytes_per_s.host=") for word in variant.overrides)
-    assert is_capped == (regime == "capped" and policy not in ("none", PLAIN))
+@pytest.mark.parametrize("cap_bytes_per_s", [None, 28e6])
+def test_every_run_is_one_that_the_launcher_accepts(policy: str, cap_bytes_per_s: float | None) -> None:
+    [variant] = plan_variants(words(Cell(policy=policy, mtbf_s=20.0, number=0), cap_bytes_per_s), 4)
+    is_capped = "ckpt.max_bytes_per_s.host=28000000" in variant.overrides
+    assert is_capped == (cap_bytes_per_s is not None and policy not in ("none", PLAIN))
 
 
 def run_of(*ranks: list[tuple[float, Event]]) -> RealRun:

@@ -19,6 +19,7 @@ from moe_ckpt.elastic.status_page import StatusPage
 from tests.waits import WAIT_S
 
 GRACE_S = 0.05
+PATIENT = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=WAIT_S)
 
 
 def own_rank() -> int:

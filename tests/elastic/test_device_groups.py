@@ -1,0 +1,349 @@
+"""Groups over transports of a device: no Work, batches, a host that blocks for its device, sockets, and aborts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.elastic import process_groups
+from moe_ckpt.elastic.backends import GlooBackend
+from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.status_page import StatusPage
+from tests.elastic.collectives import (
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduce_later,
+    barrier,
+    broadcast,
+    broadcast_object,
+    ones,
+    outcome_of,
+    plain,
+)
+from tests.elastic.transports import HeldTransport
+from tests.elastic.workers import (
+    PATIENT,
+    meet,
+    open_groups,
+    open_store,
+    own_rank,
+    wait_until,
+)
+from tests.ranks import RankFailedError, run_ranks
+from tests.waits import WAIT_S
+
+
+class LikeNccl:
+    """gloo that answers as NCCL does since torch 2.8: a synchronous operation returns no Work."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            work = getattr(self._group, name)(*arguments, **options)
+            if any(getattr(value, "asyncOp", False) for value in (*arguments, *options.values())):
+                return work
+            work.wait()
+            return None
+
+        return operation
+
+
+class LikeNcclTransport(GlooBackend):
+    """gloo whose groups answer as NCCL's."""
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        return LikeNccl(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+
+
+def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
+    """Return what operations gave, how many are kept as unfinished, and how one ends after a cut."""
+    groups = open_groups(own_rank(), 2, transport=LikeNcclTransport())
+    groups.form(open_store(folder), 1)
+    calls = (all_reduce, all_reduce_later, broadcast, broadcast_object, barrier, all_gather_into_tensor)
+    results = [plain(call(dist.group.WORLD, [0, 1])) for call in calls]
+    kept = len(groups._unfinished)
+    meet(open_store(folder), "all operations are done", 2)
+    groups.cut()
+    return results, kept, outcome_of(dist.barrier)
+
+
+def test_an_inside_that_returns_no_work_is_used(tmp_path: Path) -> None:
+    for results, kept, after in run_ranks(2, use_groups_without_work, str(tmp_path)):
+        assert results[0] == [11.0, 22.0, 33.0]
+        assert results[1:3] == [[[10.0, 20.0, 30.0], True], [10.0, 20.0, 30.0]]
+        assert results[3:] == [["of rank 1"], None, [1.0, 2.0, 10.0, 20.0]]
+        assert (kept, after) == (0, "PeersLostError")
+
+
+class SerialGroup:
+    """gloo whose transfers take turns unless they are batched, as on the one stream of an NCCL communicator."""
+
+    supports_coalescing = True
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._stream = ThreadPoolExecutor(1)
+        self._batch: list[Callable[[], Any]] | None = None
+        self.open_batches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def _get_backend(self, device: torch.device) -> SerialGroup:
+        return self
+
+    def send(self, *arguments: Any) -> Any:
+        return self._queue(partial(self._group.send, *arguments))
+
+    def recv(self, *arguments: Any) -> Any:
+        return self._queue(partial(self._group.recv, *arguments))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+        self.open_batches += 1
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        batch, self._batch = self._batch or [], None
+        self.open_batches -= 1
+        return Queued(self._stream.submit(lambda: [work.wait() for work in [call() for call in batch]]))
+
+    def _queue(self, call: Callable[[], Any]) -> Any:
+        if self._batch is not None:
+            return self._batch.append(call)
+        return Queued(self._stream.submit(lambda: call().wait()))
+
+
+class Queued:
+    """A transfer on the stream of a SerialGroup."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class SerialTransport(GlooBackend):
+    """gloo whose groups transfer as NCCL's do."""
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        return SerialGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+
+
+def exchange_in_batches(folder: str) -> tuple[str, list[float], int, str, int]:
+    """Return how the first batch went and its data, how many operations are kept, and how a batch fails after a cut.
+
+    And how many batches are open then.
+    """
+    groups = open_groups(own_rank(), 2, operation_s=3.0, transport=SerialTransport())
+    groups.form(open_store(folder), 1)
+    other, received = 1 - own_rank(), torch.zeros(2)
+    both_send_first = [dist.P2POp(dist.isend, ones(2), other), dist.P2POp(dist.irecv, received, other)]
+
+    def exchange() -> None:
+        for work in dist.batch_isend_irecv(both_send_first):
+            work.wait()
+
+    outcome, kept = outcome_of(exchange), len(groups._unfinished)
+    meet(open_store(folder), "the exchange ended", 2)
+    (inside,) = groups.insides
+    inside._batch_was_started = inside._start_coalescing
+    inside._start_coalescing = lambda device: (inside._batch_was_started(device), groups.cut())
+    return outcome, received.tolist(), kept, outcome_of(exchange), inside.open_batches
+
+
+def test_transfers_are_batched_where_the_inside_can(tmp_path: Path) -> None:
+    first, second = run_ranks(2, exchange_in_batches, str(tmp_path))
+    assert first == ("got None", [10.0, 20.0], 0, "PeersLostError", 0)
+    assert second == ("got None", [1.0, 2.0], 0, "PeersLostError", 0)
+
+
+def abilities_before_and_after_forming(folder: str) -> list[bool]:
+    """Return the answers to the question that torch 2.14 asks of every group before it batches transfers."""
+    groups = open_groups(own_rank(), 2)
+    handle: Any = dist.group.WORLD
+    answers = [handle._get_backend(torch.device("cpu")).supports_coalescing]
+    groups.form(open_store(folder), 1)
+    answers.append(handle._get_backend(torch.device("cpu")).supports_coalescing)
+    meet(open_store(folder), "both have asked", 2)
+    groups.leave()
+    return [*answers, handle._get_backend(torch.device("cpu")).supports_coalescing]
+
+
+def test_a_handle_answers_whether_it_batches_transfers(tmp_path: Path) -> None:
+    assert run_ranks(2, abilities_before_and_after_forming, str(tmp_path)) == [[False] * 3] * 2
+
+
+class Point:
+    """A point in the work of a device, which the test lets it reach."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.query = self.reached.is_set
+
+
+class Launching:
+    """A group whose operations are launched only: the device does them later, and the host waits for none."""
+
+    def allreduce(self, _: Any, options: Any) -> Launched | None:
+        return Launched() if options.asyncOp else None
+
+
+class Launched:
+    """An operation that the current stream waits for, and not the host."""
+
+    def wait(self) -> None: ...
+
+
+class LaunchingTransport(HeldTransport):
+    """A transport of which the host sees a device's points only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held.set()
+        self.can_forget = False
+        self.points: list[Point] = []
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        return Launching()
+
+    def mark(self) -> Point:
+        self.points.append(Point())
+        return self.points[-1]
+
+
+def reduce_now() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def reduce_and_wait() -> None:
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def block_in_an_event(folder: str, reduce: Callable[[], None]) -> tuple[bool, bool, bool, bool, float]:
+    """Return whether a rank waits for others: before and while its host blocks, after that, and when it is wedged.
+
+    And the age of its last progress in seconds as the wait has ended.
+    """
+    page, transport = StatusPage(Path(folder) / "page"), LaunchingTransport()
+    page.reset()
+    groups = ElasticGroups(transport, PATIENT, page.wait, page.wait_on_device)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
+    groups.form(dist.HashStore(), 1)
+    seen = [page.waiting]
+    reduce()
+    host = threading.Thread(target=transport.points[-1].reached.wait)  # as `.item()` does
+    host.start()
+    seen.append(wait_until(lambda: page.waiting))
+    transport.points[-1].reached.set()
+    host.join()
+    wait_until(lambda: not page.waiting)
+    age_s = time.monotonic() - page.progress_s
+    seen.append(page.waiting)
+    reduce()
+    wait_until(lambda: page.waiting)
+    groups.leave()
+    return seen[0], seen[1], seen[2], page.waiting, age_s
+
+
+@pytest.mark.parametrize("reduce", [reduce_now, reduce_and_wait])
+def test_a_host_that_blocks_for_its_device_waits_for_others(reduce: Callable[[], None], tmp_path: Path) -> None:
+    ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path), reduce)
+    assert waits == [False, True, False, False]
+    assert age_s < 1.0, "the supervisor would kill a rank as soon as a long wait has ended"
+
+
+class DeviceTransport(HeldTransport):
+    """A device's transport, which opens a socket for each group, as NCCL's bootstrap does, and more when it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device, self.can_forget = torch.device("cuda"), False
+        self.held.set()
+        self.sockets: list[tuple[socket.socket, socket.socket]] = []
+        self.worked_at_the_cut: list[bool] = []
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        self.open_socket()
+        return object()
+
+    def open_socket(self) -> None:
+        self.sockets.append(socket.socketpair())
+
+    def cut(self, insides: Sequence[Any]) -> None:
+        self.worked_at_the_cut += [self.passes(pair) for pair in self.sockets]
+
+    @staticmethod
+    def passes(pair: tuple[socket.socket, socket.socket]) -> bool:
+        try:
+            return pair[0].send(b"x") == 1 and pair[1].recv(1) == b"x"
+        except OSError:
+            return False
+
+
+class HostTransport(GlooBackend):
+    """The host's transport, beside a device whose groups open another socket while this one's are formed."""
+
+    def __init__(self, device: DeviceTransport) -> None:
+        super().__init__()
+        self._beside = device
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        if self._beside.sockets:
+            self._beside.open_socket()
+        return super().make(store, rank, size, form_s=form_s, operation_s=operation_s)
+
+
+def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
+    """Return whether a device's sockets work as its groups are aborted, and after the cut of the host's groups."""
+    transport = DeviceTransport()
+    process_groups.GlooBackend = partial(HostTransport, transport)  # type: ignore[misc]
+    groups = open_groups(own_rank(), 2, transport=transport, world=CPU_BACKEND)
+    dist.new_group([0, 1], backend=BACKEND)
+    groups.form(open_store(folder), 1)
+    meet(open_store(folder), "both have formed", 2)
+    groups.cut()
+    return transport.worked_at_the_cut, [transport.passes(pair) for pair in transport.sockets]
+
+
+def test_a_cut_leaves_a_devices_sockets_to_its_abort(tmp_path: Path) -> None:
+    assert run_ranks(2, cut_beside_a_device, str(tmp_path)) == [([True], [True])] * 2
+
+
+class HangingTransport(DeviceTransport):
+    """A device's transport whose aborts never end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closing_s: float | None = None
+
+    def is_quiet(self) -> bool:
+        return False
+
+
+def leave_a_device_that_hangs() -> str:
+    timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=0.1)
+    ElasticGroups(HangingTransport(), timeouts, lambda waiting: None).leave()
+    return "it went on"
+
+
+def test_a_device_that_does_not_abort_in_time_ends_its_worker() -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, leave_a_device_that_hangs)
+    assert time.monotonic() - begun_s < WAIT_S, "runtime.operation_s ended it, not runtime.abort_s"

@@ -1,0 +1,44 @@
+"""Transports of groups that tests hold, count or stand in for a device with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ckpt.elastic.backends import Mark
+from tests.waits import WAIT_S
+
+
+class HeldTransport:
+    """A transport that opens nothing: its groups are made as soon as `held` ends."""
+
+    def __init__(self) -> None:
+        self.device, self.can_forget = torch.device("cpu"), True
+        self.closing_s: float | None = 0.5
+        self.held = threading.Event()
+        self.made_by: list[threading.Thread] = []
+        self.when_formed: Callable[[], object] = lambda: None
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+        self.made_by.append(threading.current_thread())
+        self.held.wait(WAIT_S)
+        return object()
+
+    def begin(self) -> None: ...
+
+    def mark(self) -> Mark | None:
+        return None
+
+    def formed(self) -> None:
+        self.when_formed()
+
+    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None: ...
+
+    def cut(self, insides: Sequence[Any]) -> None: ...
+
+    def is_quiet(self) -> bool:
+        return True
