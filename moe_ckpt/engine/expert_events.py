@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.events import EventLog, ExpertPopularity, ExpertsOrdered
-from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, PartialPlan, SlotPlan
+from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, SlotPlan
 
 _SPACING = 1000  # one window in a thousandth of the run so far: 6000 of a run of 100,000 iterations
 
@@ -43,17 +43,16 @@ class ExpertEvents:
         """A rank has lost its counts."""
         self._counted_by_all = False
 
-    def took(self, plan: SlotPlan | PartialPlan) -> None:
+    def took(self, plan: SlotPlan) -> None:
         """A snapshot begins."""
         if not self._tells:
             return
         if plan.slot == 0:
             self._begin(plan.window_start)
-        if isinstance(plan, SlotPlan):
-            taken = [self._number[position] for position in plan.full if position in self._number]
-            self._slots[taken] = plan.slot
-            if self._is_told and plan.slot == plan.num_slots - 1 > 0:
-                self._tell_order(plan)
+        taken = [self._number[position] for position in plan.full if position in self._number]
+        self._slots[taken] = plan.slot
+        if self._is_told and plan.is_last and plan.num_slots > 1:
+            self._tell_order(plan)
 
     def _begin(self, iteration: int) -> None:
         popularity, self._popularity = self._popularity, None

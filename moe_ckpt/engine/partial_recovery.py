@@ -22,7 +22,7 @@ from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, UnitStore
+from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, SnapshotStore
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.token_account import LostShares, TokenRate, lost_shares
@@ -35,7 +35,7 @@ from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.publisher import read_units
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, verify
-from moe_ckpt.snapshot.units import StorageLevel, UnitMemory, name_of, without_torn
+from moe_ckpt.snapshot.units import StorageLevel, without_torn
 from moe_ckpt.types import CORE, Version
 
 _log = logging.getLogger(__name__)
@@ -71,13 +71,12 @@ class PartialRecovery:
     def __init__(
         self,
         parts: RankParts,
-        store: UnitStore,
+        store: SnapshotStore,
         policy: PartialPolicy,
         copies: CopySurvey,
         elastic: ElasticContext,
         rate: TokenRate,
     ) -> None:
-        assert isinstance(parts.stores.memory, UnitMemory), parts.stores.memory
         assert parts.account is not None, "units go with an account of lost tokens"
         self.copies = copies
         self._place = parts.place
@@ -327,7 +326,7 @@ def _rank_of(place: str) -> int:
 
 
 def _id(unit: Snapshot) -> tuple[str, Version]:
-    return name_of(unit), unit.header.version
+    return unit.header.name, unit.header.version
 
 
 def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]]:
@@ -338,8 +337,7 @@ def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]
 
 
 def _needed(units: Iterable[Snapshot]) -> dict[Version, frozenset[str]]:
-    cores = (unit.header for unit in units if name_of(unit) == CORE)
-    return {core.version: frozenset(core.unit.complete_with) for core in cores if core.unit}
+    return {unit.header.version: frozenset(unit.header.complete_with) for unit in units if unit.header.name == CORE}
 
 
 def _seen(units: Mapping[str, Snapshot]) -> dict[str, int]:

@@ -28,7 +28,7 @@ from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, verify
-from moe_ckpt.snapshot.windows import SnapshotMemory, Window
+from moe_ckpt.snapshot.windows import Window
 from moe_ckpt.types import RunIdentity
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ class StageRecovery:
     """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
 
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
-        assert isinstance(parts.stores.memory, SnapshotMemory), parts.stores.memory
         self._place = parts.place
         self._meter = parts.meter
         self._stage = parts.training.stage

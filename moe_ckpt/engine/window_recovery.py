@@ -27,7 +27,6 @@ from moe_ckpt.recovery.inventory import Inventory, ReplayedState
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.target import Target, plan_target
 from moe_ckpt.replication.publisher import belongs_to
-from moe_ckpt.snapshot.windows import SnapshotMemory
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,6 @@ class WindowRecovery:
         *,
         recovers_locally: bool,
     ) -> None:
-        assert isinstance(parts.stores.memory, SnapshotMemory), parts.stores.memory
         self._place = parts.place
         self._stage = parts.training.stage
         self._stores = parts.stores

@@ -254,8 +254,8 @@ def _base_of(update: Update, folder: BlobFolder) -> Snapshot:
     except CheckpointLoadError as error:
         reason = f"got no state to apply it to ({error}), wanted that of iteration {wanted.iteration - 1}"
         raise CheckpointLoadError(f"gradients for {wanted}: {reason}") from error
-    version = wanted.version
-    follows = header.version.lineage == version.lineage and header.iteration == version.iteration - 1
+    is_of_epoch = header.version.lineage == wanted.version.lineage
+    follows = is_of_epoch and header.iteration == wanted.iteration - 1
     same = _shapes(header) == _shapes(wanted)  # the update carries the buffers: their type may have changed
     if not follows or blob.payload is None or not same or not follows_from_gradients(wanted):
         raise CheckpointLoadError(f"gradients for {wanted}: got {header} to apply them to, wanted the iteration before")

@@ -162,13 +162,28 @@ class SnapshotHeader:
 
     @property
     def version(self) -> Version:
-        return Version(lineage=self.unit.lineage if self.unit else 0, iteration=self.iteration)
+        """The version that the snapshot belongs to, with all others of its window."""
+        return Version(lineage=self.unit.lineage if self.unit else 0, iteration=self.window_start)
+
+    @property
+    def name(self) -> str:
+        """The name of the snapshot in its version: that of its unit, or of its slot."""
+        return self.unit.name if self.unit else _slot_name(self.slot)
+
+    @property
+    def complete_with(self) -> tuple[str, ...]:
+        """The names of all snapshots that make a version; of units, only the core has them."""
+        return self.unit.complete_with if self.unit else tuple(map(_slot_name, range(self.num_slots)))
 
     def __str__(self) -> str:
         if self.unit:
             return f"rank {self.shard.global_rank}'s snapshot of {self.unit.name} at iteration {self.version}"
         place = f"slot {self.slot} of {self.num_slots}, window from {self.window_start}"
         return f"rank {self.shard.global_rank}'s snapshot of iteration {self.iteration} ({place})"
+
+
+def _slot_name(slot: int) -> str:
+    return f"slot {slot}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
