@@ -59,7 +59,9 @@ class ExpertEvents:
         self._is_told = popularity is not None and iteration * _SPACING >= self._told_iteration * (_SPACING + 1)
         if popularity is not None and self._is_told:
             self._told_iteration = iteration
-            tokens = [[_short(count) for count in of_layer] for of_layer in self._by_layer(popularity)]
+            # the shortest JSON: exact for a number of tokens, six digits of a sum of probabilities
+            short = [int(count) if count == int(count) else float(f"{count:.6g}") for count in popularity]
+            tokens = np.array(short, object).reshape(len(self._layers), -1).tolist()
             self._events.append(ExpertPopularity(iteration=iteration, layers=self._layers, tokens=tokens))
 
     def _tell_order(self, plan: SlotPlan) -> None:
@@ -67,19 +69,11 @@ class ExpertEvents:
         if found == self._told_slots:
             return
         self._told_slots = found
-        slots = self._by_layer(self._slots).tolist()
+        slots = self._slots.reshape(len(self._layers), -1).tolist()
         self._events.append(
             ExpertsOrdered(iteration=plan.window_start, num_slots=plan.num_slots, layers=self._layers, slots=slots)
         )
 
-    def _by_layer(self, values: np.ndarray) -> np.ndarray:
-        return values.reshape(len(self._layers), -1)
-
 
 def _layer(expert: OperatorId) -> str:
     return str(OperatorId(kind=OperatorKind.BLOCK, layer=expert.layer, mtp_depth=expert.mtp_depth))
-
-
-def _short(count: float) -> float:
-    """Return a count in its shortest JSON form: exact for a number of tokens."""
-    return int(count) if count == int(count) else float(f"{count:.6g}")

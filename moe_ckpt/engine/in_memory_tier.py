@@ -67,7 +67,8 @@ class InMemoryTier:
         self._experts.begin()
         if self._stores.bubbles:
             self._stores.bubbles.take_seconds()  # those of evaluations are none of an iteration
-        self._meter.iteration_started(is_quiet=self._is_idle())
+        copies_nothing = self._stores.memory.in_flight() is None and not self._agreement.disk.is_under_way
+        self._meter.iteration_started(is_quiet=copies_nothing)
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are complete, and no parameter has changed yet."""
@@ -243,10 +244,6 @@ class InMemoryTier:
     def finish_persisting(self) -> None:
         """Wait for the write to disk in progress."""
         self._agreement.finish_persisting()
-
-    def _is_idle(self) -> bool:
-        """Return whether this rank copies nothing."""
-        return self._stores.memory.in_flight() is None and not self._agreement.disk.is_under_way
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None

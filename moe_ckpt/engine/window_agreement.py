@@ -19,7 +19,6 @@ from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.snapshot_stores import NOTHING, SnapshotStore
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import HostMemoryUsed, WindowReplicated
-from moe_ckpt.snapshot.windows import Window
 from moe_ckpt.types import Measured
 
 _UNKNOWN = -1.0  # where seconds are meant
@@ -104,21 +103,17 @@ class WindowAgreement:
         On disk a window stays until all ranks have a newer one there: they need the same.
         """
         window = self._stores.memory.in_flight()
-        if window:
-            self._tell_copies(window)
+        publisher = self._stores.publisher
+        sent = publisher.sent(window.snapshots) if publisher and window else None
+        if publisher and window and sent:
+            self._events.append(
+                WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
+            )
         self._store.confirm(self._on_all_disks)
         if window and window.start == self.disk.start_of(Role.SNAPSHOT):
             done = self._store.persist(window, self._on_all_disks)
             if done:
                 self.disk.set_out(done)
-
-    def _tell_copies(self, window: Window) -> None:
-        publisher = self._stores.publisher
-        sent = publisher.sent(window.snapshots) if publisher else None
-        if publisher and sent:
-            self._events.append(
-                WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
-            )
 
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is complete, on all ranks alike."""

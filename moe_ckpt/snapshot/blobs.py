@@ -59,6 +59,11 @@ def held_path(rank_folder: Path, owner_rank: int) -> Path:
     return rank_folder / "held" / f"rank{owner_rank:04d}"
 
 
+def held_paths(rank_folder: Path) -> dict[int, Path]:
+    """Return the folders of all ranks of which a rank holds copies."""
+    return {int(path.name.removeprefix("rank")): path for path in (rank_folder / "held").glob("rank*")}
+
+
 def is_key(text: str) -> bool:
     """Return whether a text is a valid key."""
     return _KEY.fullmatch(text) is not None
