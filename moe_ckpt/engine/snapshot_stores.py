@@ -31,9 +31,6 @@ from moe_ckpt.snapshot.units import compose
 from moe_ckpt.snapshot.windows import Window, group_windows
 from moe_ckpt.types import CORE, SLOT, SlotPlan, UnitPlan, Version
 
-NOTHING = -1
-"""The start of a window that does not exist."""
-
 START, ACCOUNT, POLICY = "start", "account", "policy"
 """The parts of a core beside operators: the start of the next iteration, the token account, the policy's facts."""
 
@@ -51,7 +48,7 @@ class SnapshotStore:
         self._disk = parts.stores.disk
         mine = self._operators.table.full_bytes[parts.place.stage_ranks.rank]
         self._owned = frozenset(position for position, nbytes in enumerate(mine.tolist()) if nbytes)
-        self._last_for_disk = NOTHING
+        self._last_for_disk: int | None = None
         self.lineage = 0
 
     def begin(self, plan: SlotPlan) -> None:
@@ -63,31 +60,30 @@ class SnapshotStore:
         seen = self._account.seen() if self._account else {}
         return [self._request(plan, unit, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
 
-    def confirm(self, on_all_disks: int) -> None:
+    def confirm(self, on_all_disks: int | None) -> None:
         """The window in flight is complete on all ranks. All disks have the window that starts at `on_all_disks`."""
-        iterations = {on_all_disks, self._last_for_disk} - {NOTHING}
-        if self._account is None:
-            iterations.clear()  # a sparse window on disk is whole by itself; checkpoints share units with later ones
+        # a sparse window on disk is whole by itself, but a checkpoint there shares units with later ones
+        on_disk = (on_all_disks, self._last_for_disk) if self._account else ()
+        iterations = [iteration for iteration in on_disk if iteration is not None]
         self._memory.confirm([self._version(iteration) for iteration in iterations])
 
-    def persist(self, window: Window, on_all_disks: int) -> Future[None] | None:
+    def persist(self, window: Window, on_all_disks: int | None) -> Future[None] | None:
         """Start copying a window to the local disk, if there is one: with its logs, or its units that go there."""
         if self._publisher is None or self._disk is None:
             return None
         if self._account is None:
-            keep = None if on_all_disks == NOTHING else on_all_disks
-            return self._publisher.persist(self._disk, window.snapshots, keep=keep)
+            return self._publisher.persist(self._disk, window.snapshots, keep=on_all_disks)
         self._last_for_disk = window.start
         units = [unit for unit in window.snapshots if unit.header.version == window.version and _is_for_disk(unit)]
-        there = None if on_all_disks == NOTHING else self._on_disk_at(self._version(on_all_disks))
+        there = None if on_all_disks is None else self._on_disk_at(self._version(on_all_disks))
         return self._publisher.persist_units(self._disk, units, also=there)
 
-    def newest_on_disk(self) -> int:
+    def newest_on_disk(self) -> int | None:
         """Return the start of the newest usable window that is complete on this rank's disk; it is not verified."""
         if self._disk is None or self._account is not None:
-            return NOTHING  # units on disk belong to the epoch before
+            return None  # units on disk belong to the epoch before
         windows = group_windows(read_kept(BlobFolder(self._disk.path)).snapshots)
-        return max((window.start for window in windows if window.complete), default=NOTHING)
+        return max((window.start for window in windows if window.complete), default=None)
 
     def _on_disk_at(self, version: Version) -> list[Snapshot]:
         """Return the units on disk of a version's checkpoint, and all units that were written after it."""
