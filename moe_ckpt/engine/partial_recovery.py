@@ -100,7 +100,7 @@ class PartialRecovery:
             return RecoveredState(iteration=None)
         state.lose()
         started_s = time.monotonic()
-        stocks = self._take_stock(_MEMORY)
+        stocks = self._take_stock(_MEMORY)  # where all ranks live, no disk is flushed and no copy hashed
         if plan_units(_with_held(stocks)) is None:
             stocks = self._take_stock(_MEMORY, _DISK, held=True)
         with self._units(stocks) as (plan, units):
@@ -148,7 +148,7 @@ class PartialRecovery:
         return plan.version.iteration
 
     def forget(self) -> None:
-        stocks = self._take_stock(_MEMORY, _DISK, held=True)
+        stocks = self._take_stock(_MEMORY, _DISK, held=True)  # before they go: the next epoch's number is above theirs
         self.copies.drop_all()
         self._begin_line(stocks)
 

@@ -64,6 +64,7 @@ class ServerStates:
         buffers = self._operators.buffer_pieces(range(len(self._operators.table.operators)))
         self._stream.tap(reduced, sum(tensor.nbytes for _, tensor, _ in buffers))
         progress = self._stream.progress()
+        # one reduction for both: the least progress is the largest of the negative ones
         mine = torch.tensor([-progress.completed, bool(progress.lost)], device=self._place.device)
         self._place.ranks.reduce(mine, "max")
         completed, is_cut = -int(mine[0]), bool(mine[1])

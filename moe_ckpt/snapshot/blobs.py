@@ -210,7 +210,7 @@ class BlobFolder:
         name = self._names.pop(id(tensor))
         del self._mapped[name]
         if self._pinned:
-            _unpin(tensor)
+            torch.cuda.check_error(int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())))
         return name
 
     def _write(self, entry: IndexEntry) -> None:
@@ -321,10 +321,6 @@ def _map(fd: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
         torch.cuda.check_error(int(_cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)))
     return tensor
-
-
-def _unpin(tensor: torch.Tensor) -> None:
-    torch.cuda.check_error(int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())))
 
 
 def _cudart() -> Any:
