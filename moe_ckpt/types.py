@@ -113,32 +113,6 @@ class OperatorTable:
         return {"both": self.full_bytes, "weights": self.full_bytes - moments, "moments": moments}[partial_state]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotPlan:
-    """One sparse snapshot: slot `slot` of a window of `num_slots` iterations that began after iteration `window_start`.
-
-    `full` are taken with their whole state, `compute` with their compute weights; numbers are positions in the stage's
-    OperatorTable. The next window begins `pause_iters` iterations after the last slot's iteration.
-    """
-
-    window_start: int
-    slot: int
-    num_slots: int
-    full: tuple[int, ...]
-    compute: tuple[int, ...]
-    pause_iters: int = 0
-
-    @property
-    def has_start(self) -> bool:
-        """Whether the snapshot has the start of the next iteration; if not, a step log has."""
-        return False
-
-    @property
-    def period_iters(self) -> int:
-        """Iterations from the start of this window to that of the next one."""
-        return self.num_slots + self.pause_iters
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Version:
     """A state of a run whose recoveries may lose tokens: after `iteration` steps in the epoch `lineage`.
@@ -153,65 +127,78 @@ class Version:
         return f"{self.iteration}" if not self.lineage else f"{self.iteration} (line {self.lineage})"
 
 
+CORE, SLOT = "core", "slot"
+"""The unit that every partial snapshot takes, while all others may be older; and the one unit of a window's slot."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """A part of a partial checkpoint that is stored and replaced by itself: some state of some operators.
+    """A part of a snapshot that is stored and replaced by itself: some state of some operators.
 
     Numbers are positions in the stage's OperatorTable: of operators in `weights` master weights are taken, in `moments`
-    moments, in `full` both and buffers. Beside own memory a unit is stored on peers, on disk, or both; `by_gradient`:
-    peers that have the unit of the iteration before receive its gradients.
+    moments, in `full` both and buffers, in `compute` compute weights. Beside own memory a unit is stored on peers, on
+    disk, or both; `by_gradient`: peers that have the unit of the iteration before receive its gradients.
     """
 
-    name: str
+    name: str = SLOT
     full: tuple[int, ...] = ()
+    compute: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
     moments: tuple[int, ...] = ()
-    on_peers: bool
-    on_disk: bool
+    on_peers: bool = True
+    on_disk: bool = True
     by_gradient: bool = False
 
-
-CORE = "core"
-"""The name of the unit that every partial snapshot takes; all other units may be older."""
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The operators of which masters, moments, or both are taken."""
+        return (*self.full, *self.weights, *self.moments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartialPlan:
-    """One partial snapshot, of the state after `iteration` steps: the core and some of the other `units`.
+class SlotPlan:
+    """One snapshot: slot `slot` of a window of `num_slots` iterations that began after iteration `window_start`.
 
-    `checkpoint` are all units that make a checkpoint together; `facts` are restored to the policy by a recovery. It is
-    a window of one slot.
+    A slot of a sparse window has one unit. A partial snapshot is a window of one slot with several: the core and some
+    others; `checkpoint` are all units that make a checkpoint together, and `facts` are restored to the policy by a
+    recovery. The next window begins `pause_iters` iterations after the last slot's iteration.
     """
 
-    iteration: int
+    window_start: int
+    slot: int = 0
+    num_slots: int = 1
     units: tuple[UnitPlan, ...]
-    checkpoint: tuple[UnitPlan, ...]
+    pause_iters: int = 0
+    checkpoint: tuple[UnitPlan, ...] = ()
     facts: tuple[float, ...] = ()
 
     @property
-    def has_start(self) -> bool:
-        """Whether the snapshot has the start of the next iteration: the core has it."""
-        return True
+    def iteration(self) -> int:
+        """The snapshot has the state after this iteration."""
+        return self.window_start + self.slot
 
     @property
-    def pause_iters(self) -> int:
-        return 0
+    def full(self) -> tuple[int, ...]:
+        return tuple(position for unit in self.units for position in unit.full)
+
+    @property
+    def compute(self) -> tuple[int, ...]:
+        return tuple(position for unit in self.units for position in unit.compute)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the window ends with this slot."""
+        return self.slot == self.num_slots - 1
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the snapshot has the start of the next iteration, as a core has; if not, a step log has."""
+        return any(unit.name == CORE for unit in self.units)
 
     @property
     def period_iters(self) -> int:
-        return 1
-
-    @property
-    def window_start(self) -> int:
-        return self.iteration
-
-    @property
-    def slot(self) -> int:
-        return 0
-
-    @property
-    def num_slots(self) -> int:
-        return 1
+        """Iterations from the start of this window to that of the next one."""
+        return self.num_slots + self.pause_iters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,7 +258,7 @@ class SnapshotPlan:
     """
 
     durable: bool = False
-    sparse: SlotPlan | PartialPlan | None = None
+    sparse: SlotPlan | None = None
     window: WindowChoice | None = None
     interval: IntervalChoice | None = None
     experts: ExpertChoice | None = None

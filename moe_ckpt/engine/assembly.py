@@ -29,11 +29,11 @@ from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace, Training
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
-from moe_ckpt.engine.partial_recovery import PartialRecovery
+from moe_ckpt.engine.partial_recovery import PartialPolicy, PartialRecovery
 from moe_ckpt.engine.rank_parts import RankParts, TierStores
 from moe_ckpt.engine.server_states import ServerStates
 from moe_ckpt.engine.session import InMemoryParts, Parts
-from moe_ckpt.engine.snapshot_stores import UnitStore, WindowStore
+from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.stage_profiles import share_profiles
 from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
@@ -45,10 +45,12 @@ from moe_ckpt.events import EventLog
 from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 from moe_ckpt.policies.flowcheck import ServerSnapshots
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
+from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.ports import Policy
 from moe_ckpt.replication.final_save import SaveTarget, write_save_target
 from moe_ckpt.replication.gradient_stream import GradientStream
 from moe_ckpt.replication.local_disk import LocalDisk
@@ -61,9 +63,20 @@ from moe_ckpt.snapshot.capture import SnapshotEngine
 from moe_ckpt.snapshot.copier import HostCopier
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.token_bucket import Throttle
-from moe_ckpt.snapshot.units import UnitMemory
 from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory
 from moe_ckpt.types import OperatorKind
+
+
+class InMemoryPolicy(Policy, Protocol):
+    """A policy with snapshots in host memory."""
+
+    def own_forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank of this stage can need."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Return the costs, line by line, for the log."""
+        ...
 
 
 class Communicator(Protocol):
@@ -118,7 +131,6 @@ class InMemoryAssembly:
         self._disk_folder = Path(config.disk_path) / self._place.identity.run_id if config.disk_path else folder
         self._schedule = FaultSchedule(losses)
         self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
-        self._is_partial = config.loses_tokens
         self._account: TokenAccount | None = None
         self._stores: TierStores | None = None
         self._counts: Counts | None = None
@@ -130,11 +142,11 @@ class InMemoryAssembly:
         num_copies = self._elastic.replicas if self._elastic else 0
         stages = self._gather_profiles()
         self._require_time_for_copies(stages, num_copies)
-        self._policy = _make_policy(self._config, stages, self._place, num_copies)
+        self._policy, partial = _make_policy(self._config, stages, self._place, num_copies)
         if self._elastic:
             self._elastic.use_peers()
         self._stores = self._stores or self._open_stores()
-        if self._is_partial:
+        if partial:
             self._account = self._account or TokenAccount(self._attached.operators.table)
         if self._config.asks_popularity:
             self._counts = self._counts or self._attached.counts()
@@ -155,9 +167,9 @@ class InMemoryAssembly:
             events=self._events,
             account=self._account,
         )
-        store = self._store(self._stores)
+        store = SnapshotStore(rank)
         tier = InMemoryTier(self._config, rank, store, self._server_states(self._stores))
-        recovery = None if self._is_partial else StageRecovery(rank, self._attached.on_divergence)
+        recovery = None if partial else StageRecovery(rank, self._attached.on_divergence)
         injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
         parts = InMemoryParts(
             tier=tier,
@@ -166,7 +178,7 @@ class InMemoryAssembly:
             losses=injected,
             notes=[*self._policy.notes(), *self._attached.notes, *self._placement()],
             recovers_locally=self._config.recovers_locally,
-            rejoin=self._rejoin(rank, store, recovery),
+            rejoin=self._rejoin(rank, store, partial, recovery),
         )
         return Parts(policy=self._policy, sparse=parts)
 
@@ -175,37 +187,21 @@ class InMemoryAssembly:
         if servers is None:
             return None
         assert stores.publisher is not None, "checkpoint servers live beside supervised ranks"
-        assert isinstance(stores.memory, SnapshotMemory)
         stream = GradientStream(stores.publisher, servers.max_lag_iters)
         attached = self._attached
         return ServerStates(
             self._place, attached.operators, attached.mirror, stream, stores.memory, stores.steps, self._events
         )
 
-    def _store(self, stores: TierStores) -> WindowStore | UnitStore:
-        if isinstance(stores.memory, SnapshotMemory):
-            return WindowStore(self._place, self._attached.operators, stores.memory, stores.publisher, stores.disk)
-        assert self._account is not None
-        return UnitStore(
-            self._place,
-            self._attached.stage,
-            self._attached.operators,
-            self._account,
-            stores.memory,
-            stores.publisher,
-            stores.disk,
-        )
-
     def _rejoin(
-        self, rank: RankParts, store: WindowStore | UnitStore, recovery: StageRecovery | None
+        self, rank: RankParts, store: SnapshotStore, partial: PartialPolicy | None, recovery: StageRecovery | None
     ) -> JobRecovery | None:
         if self._elastic is None:
             return None
         copies = CopySurvey(self._place, rank.stores, self._elastic)
-        if recovery is None:
-            assert isinstance(store, UnitStore)
-            assert isinstance(self._policy, PartialExperts | PopularExperts)
-            return PartialRecovery(rank, store, self._policy, copies, self._elastic, self._attached.tokens)
+        if partial:
+            return PartialRecovery(rank, store, partial, copies, self._elastic, self._attached.tokens)
+        assert recovery is not None, "only units are loaded without a replay"
         sources = WindowSources(
             rank,
             recovery,
@@ -247,9 +243,7 @@ class InMemoryAssembly:
         stores = TierStores(
             copiers=(copier, log_copier),
             engine=SnapshotEngine(copier, snapshot_buffers, publisher, bubbles),
-            memory=UnitMemory(snapshot_buffers, publisher)
-            if self._is_partial
-            else SnapshotMemory(snapshot_buffers, self._config.keep_windows, publisher),
+            memory=SnapshotMemory(snapshot_buffers, self._config.keep_windows, publisher),
             steps=StepLog(publisher),
             boundary=boundary,
             buffers=(log_buffers, snapshot_buffers),
@@ -257,7 +251,7 @@ class InMemoryAssembly:
             disk=self._open_disk(),
             bubbles=bubbles,
         )
-        if self._elastic and stores.disk and not self._is_partial:
+        if self._elastic and stores.disk and not self._config.loses_tokens:
             disk, rank = stores.disk, self._place.shard.global_rank
             target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
             write_save_target(self._elastic.memory, target)
@@ -313,17 +307,20 @@ class InMemoryAssembly:
 
 def _make_policy(
     config: InMemoryConfig, stages: Sequence[StageProfile], place: StagePlace, num_copies: int
-) -> SparseWindows | WholeSnapshots | PartialExperts | PopularExperts | ServerSnapshots:
+) -> tuple[InMemoryPolicy, PartialPolicy | None]:
+    """Return the policy, and the same again where its recoveries lose tokens, of which they inform it."""
     match config:
         case MoevementConfig():
-            return SparseWindows(config, stages, place.stage, num_copies)
+            return SparseWindows(config, stages, place.stage, num_copies), None
         case GeminiConfig() | CheckfreqConfig():
-            return WholeSnapshots(config, stages, place.stage, num_copies)
+            return WholeSnapshots(config, stages, place.stage, num_copies), None
         case MocConfig():
-            return PartialExperts(config, stages, place.stage, place.identity.layout.ep)
+            moc = PartialExperts(config, stages, place.stage, place.identity.layout.ep)
+            return moc, moc
         case MoetionConfig():
-            return PopularExperts(config, stages, place.stage, num_copies)
+            moetion = PopularExperts(config, stages, place.stage, num_copies)
+            return moetion, moetion
         case FlowcheckConfig():
-            return ServerSnapshots(config, stages, place.stage, num_copies)
+            return ServerSnapshots(config, stages, place.stage, num_copies), None
         case _:
             assert_never(config)

@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
-from moe_ckpt.engine.snapshot_stores import NOTHING
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, WindowPersisted
 from moe_ckpt.replication.publisher import Publisher
@@ -45,16 +44,16 @@ class DiskWindows:
     A failed write ends training only if `strict`.
     """
 
-    def __init__(self, newest: int, publisher: Publisher | None, events: EventLog, *, strict: bool) -> None:
-        self._starts = {} if newest == NOTHING else {Role.RECOVERY: newest}
+    def __init__(self, newest: int | None, publisher: Publisher | None, events: EventLog, *, strict: bool) -> None:
+        self._starts = {} if newest is None else {Role.RECOVERY: newest}
         self._written: _Written | None = None
         self._publisher = publisher
         self._events = events
         self._strict = strict
 
-    def start_of(self, role: Role) -> int:
-        """Return the start of the window with a role, or NOTHING."""
-        return self._starts.get(role, NOTHING)
+    def start_of(self, role: Role) -> int | None:
+        """Return the start of the window with a role, or None."""
+        return self._starts.get(role)
 
     @property
     def is_under_way(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.events import EventLog, ExpertPopularity, ExpertsOrdered
-from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, PartialPlan, SlotPlan
+from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, SlotPlan
 
 _SPACING = 1000  # one window in a thousandth of the run so far: 6000 of a run of 100,000 iterations
 
@@ -43,24 +43,25 @@ class ExpertEvents:
         """A rank has lost its counts."""
         self._counted_by_all = False
 
-    def took(self, plan: SlotPlan | PartialPlan) -> None:
+    def took(self, plan: SlotPlan) -> None:
         """A snapshot begins."""
         if not self._tells:
             return
         if plan.slot == 0:
             self._begin(plan.window_start)
-        if isinstance(plan, SlotPlan):
-            taken = [self._number[position] for position in plan.full if position in self._number]
-            self._slots[taken] = plan.slot
-            if self._is_told and plan.slot == plan.num_slots - 1 > 0:
-                self._tell_order(plan)
+        taken = [self._number[position] for position in plan.full if position in self._number]
+        self._slots[taken] = plan.slot
+        if self._is_told and plan.is_last and plan.num_slots > 1:
+            self._tell_order(plan)
 
     def _begin(self, iteration: int) -> None:
         popularity, self._popularity = self._popularity, None
         self._is_told = popularity is not None and iteration * _SPACING >= self._told_iteration * (_SPACING + 1)
         if popularity is not None and self._is_told:
             self._told_iteration = iteration
-            tokens = [[_short(count) for count in of_layer] for of_layer in self._by_layer(popularity)]
+            # the shortest JSON: exact for a number of tokens, six digits of a sum of probabilities
+            short = [int(count) if count == int(count) else float(f"{count:.6g}") for count in popularity]
+            tokens = np.array(short, object).reshape(len(self._layers), -1).tolist()
             self._events.append(ExpertPopularity(iteration=iteration, layers=self._layers, tokens=tokens))
 
     def _tell_order(self, plan: SlotPlan) -> None:
@@ -68,19 +69,11 @@ class ExpertEvents:
         if found == self._told_slots:
             return
         self._told_slots = found
-        slots = self._by_layer(self._slots).tolist()
+        slots = self._slots.reshape(len(self._layers), -1).tolist()
         self._events.append(
             ExpertsOrdered(iteration=plan.window_start, num_slots=plan.num_slots, layers=self._layers, slots=slots)
         )
 
-    def _by_layer(self, values: np.ndarray) -> np.ndarray:
-        return values.reshape(len(self._layers), -1)
-
 
 def _layer(expert: OperatorId) -> str:
     return str(OperatorId(kind=OperatorKind.BLOCK, layer=expert.layer, mtp_depth=expert.mtp_depth))
-
-
-def _short(count: float) -> float:
-    """Return a count in its shortest JSON form: exact for a number of tokens."""
-    return int(count) if count == int(count) else float(f"{count:.6g}")

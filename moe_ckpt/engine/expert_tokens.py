@@ -13,7 +13,7 @@ from moe_ckpt.engine.expert_events import ExpertEvents
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.policies.expert_popularity import accumulate, carried_over
 from moe_ckpt.policies.lost_tokens import IntArray
-from moe_ckpt.types import ExpertCounts, Measured, PartialPlan, ReadyGradients, SlotPlan
+from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients, SlotPlan
 
 
 class ExpertTokens:
@@ -84,7 +84,7 @@ class ExpertTokens:
         if self._counts:
             self._meter.popularity = carried_over(self._kind, self._meter.popularity)
 
-    def took(self, plan: SlotPlan | PartialPlan) -> None:
+    def took(self, plan: SlotPlan) -> None:
         """A snapshot begins."""
         self._expert_events.took(plan)
 

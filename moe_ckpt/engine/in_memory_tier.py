@@ -27,7 +27,7 @@ from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.window_agreement import WindowAgreement
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, SnapshotTaken
-from moe_ckpt.types import Measured, PartialPlan, ReadyGradients, SlotPlan
+from moe_ckpt.types import Measured, ReadyGradients, SlotPlan
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class InMemoryTier:
         self._experts = ExpertTokens(config, parts)
         self._agreement = WindowAgreement(config, parts, store, self.logs, self._experts)
         self._dense_bytes = int(parts.training.operators.table.full_bytes[parts.place.stage_ranks.rank].sum())
-        self._newest: SlotPlan | PartialPlan | None = None
+        self._newest: SlotPlan | None = None
         self._pauses = False
         parts.stores.engine.apply_cap()  # which the end of the generation before this one has lifted
 
@@ -67,7 +67,8 @@ class InMemoryTier:
         self._experts.begin()
         if self._stores.bubbles:
             self._stores.bubbles.take_seconds()  # those of evaluations are none of an iteration
-        self._meter.iteration_started(is_quiet=self._is_idle())
+        copies_nothing = self._stores.memory.in_flight() is None and not self._agreement.disk.is_under_way
+        self._meter.iteration_started(is_quiet=copies_nothing)
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are complete, and no parameter has changed yet."""
@@ -84,6 +85,7 @@ class InMemoryTier:
                 self._stores.engine.release()
         except CheckpointSaveError as error:
             self._report(error)
+        # where the next window follows at once, this one has to reach peers now; whole snapshots and pauses leave time
         waits = self._logs_all and not self._pauses
         self._collect(wait=self._agreement.awaits and waits)
         self._experts.count()
@@ -103,7 +105,7 @@ class InMemoryTier:
         if self._logs_all:
             self.logs.note_start(iteration + 1)
 
-    def take(self, plan: SlotPlan | PartialPlan, *, to_disk: bool = False) -> None:
+    def take(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
         """Start the snapshot of a plan. `to_disk`: the window that begins with it also goes to disk."""
         if self._servers:
             if self._servers.goes_on:
@@ -111,7 +113,7 @@ class InMemoryTier:
                 return
             self._servers.reset()
         if self._agreement.awaits:
-            self._confirm(wait=True)
+            self._confirm(wait=True)  # else the window in flight, which is about to be dropped, was taken for nothing
         self._collect(wait=True)
         self._experts.took(plan)
         if plan.slot == 0:
@@ -120,12 +122,12 @@ class InMemoryTier:
             self._store.begin(plan)
         self._newest = plan
         self._pauses = plan.pause_iters > 0
-        self._agreement.awaits = plan.slot == plan.num_slots - 1
+        self._agreement.awaits = plan.is_last
         self.logs.took(plan)
         with self._meter.stalling():
             self._capture(plan)
 
-    def take_base(self, plan: SlotPlan | PartialPlan, *, to_disk: bool = False) -> None:
+    def take_base(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
         """Take a snapshot of everything.
 
         If a rank has no other window, wait until it is kept: a fault can come at any time.
@@ -144,7 +146,7 @@ class InMemoryTier:
             self._confirm(wait=True)
             self._meter.forget_snapshot()  # no other has training wait for all of it
 
-    def _hand_over(self, servers: ServerStates, plan: SlotPlan | PartialPlan) -> None:
+    def _hand_over(self, servers: ServerStates, plan: SlotPlan) -> None:
         """Let servers compute the state that the plan names, from the gradients that led to it."""
         self._collect(wait=True)  # the stream may begin with it
         self.logs.note_start(plan.window_start + 1)
@@ -199,12 +201,12 @@ class InMemoryTier:
         """The state is again that after `iteration` steps: take the snapshots that the fault tore."""
         self._experts.interrupted()
         plan, window = self._newest, self._stores.memory.in_flight()
-        if plan is None or window is None or plan.window_start + plan.slot != iteration:
+        if plan is None or window is None or plan.iteration != iteration:
             return
         if all(snapshot.header.slot != plan.slot for snapshot in window.snapshots):
             self._capture(plan)
 
-    def _capture(self, plan: SlotPlan | PartialPlan) -> None:
+    def _capture(self, plan: SlotPlan) -> None:
         self._agreement.has_failed = False
         bubble_bytes = self._meter.bubble_bytes() if self._stores.bubbles else 0.0
         self._stores.engine.capture(self._store.wanted(plan), bubble_bytes=bubble_bytes)
@@ -217,8 +219,7 @@ class InMemoryTier:
             return
         if not taken:
             return
-        for snapshot in taken.snapshots:
-            self._stores.memory.add(snapshot)
+        self._stores.memory.add(*taken.snapshots)
         header, copied = taken.snapshots[0].header, taken.copied
         size_bytes = sum(snapshot.header.payload_bytes for snapshot in taken.snapshots)
         self._meter.copied(size_bytes, copied.seconds)
@@ -244,13 +245,8 @@ class InMemoryTier:
         """Wait for the write to disk in progress."""
         self._agreement.finish_persisting()
 
-    def _is_idle(self) -> bool:
-        """Return whether this rank copies nothing."""
-        return self._stores.memory.in_flight() is None and not self._agreement.disk.is_under_way
-
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None
         self._agreement.has_failed = True
-        iteration = self._newest.window_start + self._newest.slot
-        self._events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
+        self._events.append(CheckpointFailed(iteration=self._newest.iteration, reason=str(error)))
         _log.warning("snapshot not taken, training goes on (ckpt.strict=%s): %s", self._strict, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.types import PartialPlan, ReadyGradients, SlotPlan
+from moe_ckpt.types import ReadyGradients, SlotPlan
 
 
 class IterationLogs:
@@ -48,10 +48,10 @@ class IterationLogs:
         if self._stores.boundary:
             self._stores.boundary.clear()
 
-    def took(self, plan: SlotPlan | PartialPlan) -> None:
+    def took(self, plan: SlotPlan) -> None:
         """A snapshot of the plan begins: its window needs logs from here on."""
         self.window_takes(plan.period_iters)
-        following = plan.window_start + plan.slot + 1
+        following = plan.iteration + 1
         if self._noted != following and (not plan.has_start or following == 1):
             self.note_start(following)
 
@@ -75,5 +75,6 @@ class IterationLogs:
 
         No recovery needs older logs.
         """
-        longest = max([self._longest_iters, *(window.num_slots for window in self._stores.memory.windows())])
+        kept = (window.snapshots[0].header.num_slots for window in self._stores.memory.windows())
+        longest = max([self._longest_iters, *kept])
         return 2 * ((self._config.keep_windows + 1) * longest + self._config.profile_iters)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, UnitStore
+from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, SnapshotStore
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.token_account import LostShares, TokenRate, lost_shares
@@ -33,9 +33,9 @@ from moe_ckpt.recovery.target import plan_target
 from moe_ckpt.recovery.units import UnitInventory, UnitRecovery, newest_line, plan_units
 from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.publisher import read_units
-from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path, held_paths
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, verify
-from moe_ckpt.snapshot.units import StorageLevel, UnitMemory, name_of, without_torn
+from moe_ckpt.snapshot.units import StorageLevel, without_torn
 from moe_ckpt.types import CORE, Version
 
 _log = logging.getLogger(__name__)
@@ -71,13 +71,12 @@ class PartialRecovery:
     def __init__(
         self,
         parts: RankParts,
-        store: UnitStore,
+        store: SnapshotStore,
         policy: PartialPolicy,
         copies: CopySurvey,
         elastic: ElasticContext,
         rate: TokenRate,
     ) -> None:
-        assert isinstance(parts.stores.memory, UnitMemory), parts.stores.memory
         assert parts.account is not None, "units go with an account of lost tokens"
         self.copies = copies
         self._place = parts.place
@@ -101,7 +100,7 @@ class PartialRecovery:
             return RecoveredState(iteration=None)
         state.lose()
         started_s = time.monotonic()
-        stocks = self._take_stock(_MEMORY)
+        stocks = self._take_stock(_MEMORY)  # where all ranks live, no disk is flushed and no copy hashed
         if plan_units(_with_held(stocks)) is None:
             stocks = self._take_stock(_MEMORY, _DISK, held=True)
         with self._units(stocks) as (plan, units):
@@ -149,13 +148,13 @@ class PartialRecovery:
         return plan.version.iteration
 
     def forget(self) -> None:
-        stocks = self._take_stock(_MEMORY, _DISK, held=True)
+        stocks = self._take_stock(_MEMORY, _DISK, held=True)  # before they go: the next epoch's number is above theirs
         self.copies.drop_all()
         self._begin_line(stocks)
 
     def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
         """Return every rank's intact units in these places; `held`: also those in peers' memory. Collective."""
-        owners = self._owners() if held else []
+        owners = sorted(held_paths(self._elastic.memory)) if held else []
         return gather_results(self._place.ranks, lambda: self._my_stock(places, owners), CheckpointLoadError)
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
@@ -182,10 +181,6 @@ class PartialRecovery:
             return []
         disk.flush(self._elastic.copy_s)
         return list(read_units(BlobFolder(disk.path)).values())
-
-    def _owners(self) -> list[int]:
-        folders = (self._elastic.memory / "held").glob("rank*")
-        return sorted(int(path.name.removeprefix("rank")) for path in folders)
 
     def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
         units = read_units(BlobFolder(held_path(self._elastic.memory, owner)))
@@ -223,7 +218,10 @@ class PartialRecovery:
                 if not any(found):
                     yield plan, self._get(plan, folder)
                     return
-                inventories = [_without(each, gone) for each, gone in zip(inventories, found, strict=True)]
+                inventories = [
+                    replace(each, places={place: units for place, units in each.places.items() if place not in gone})
+                    for each, gone in zip(inventories, found, strict=True)
+                ]
         finally:
             folder.clear()
 
@@ -231,10 +229,12 @@ class PartialRecovery:
         """Copy this rank's units of the plan from peers into `folder`; return the places that failed."""
         mine, failed = self._place.shard.global_rank, set[str]()
         sources = plan.sources[mine]
-        for place in sorted(set(sources.values()) - {_MEMORY, _DISK}):
-            holder = _rank_of(place)
+        for holder, stock in enumerate(stocks):
+            place = _memory_of(holder)
             wanted = [(name, plan.units[name]) for name, where in sources.items() if where == place]
-            keys = [stocks[holder].held[mine][each] for each in wanted]
+            if not wanted:
+                continue
+            keys = [stock.held[mine][each] for each in wanted]
             address, timeout_s = self._elastic.address_of(holder), self._elastic.copy_s
             try:
                 fetch_blobs(address, self._elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
@@ -266,7 +266,8 @@ class PartialRecovery:
         core = units[CORE].header
         self._training.operators.load(parts, names, set(), core.adam_steps)
         self._training.stage.restore_start(_facts(parts, START))
-        told = gather_results(self._place.ranks, lambda: (self._place.stage, _seen(units)), CheckpointLoadError)
+        mine = {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
+        told = gather_results(self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError)
         of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
         seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
@@ -313,21 +314,12 @@ def _with_held(stocks: Sequence[_Stock]) -> list[UnitInventory]:
     return inventories
 
 
-def _without(inventory: UnitInventory, gone: Collection[str]) -> UnitInventory:
-    places = {place: units for place, units in inventory.places.items() if place not in gone}
-    return replace(inventory, places=places)
-
-
 def _memory_of(global_rank: int) -> str:
     return f"memory of rank {global_rank}"
 
 
-def _rank_of(place: str) -> int:
-    return int(place.rpartition(" ")[2])
-
-
 def _id(unit: Snapshot) -> tuple[str, Version]:
-    return name_of(unit), unit.header.version
+    return unit.header.name, unit.header.version
 
 
 def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]]:
@@ -338,12 +330,7 @@ def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]
 
 
 def _needed(units: Iterable[Snapshot]) -> dict[Version, frozenset[str]]:
-    cores = (unit.header for unit in units if name_of(unit) == CORE)
-    return {core.version: frozenset(core.unit.complete_with) for core in cores if core.unit}
-
-
-def _seen(units: Mapping[str, Snapshot]) -> dict[str, int]:
-    return {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
+    return {unit.header.version: frozenset(unit.header.complete_with) for unit in units if unit.header.name == CORE}
 
 
 def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:

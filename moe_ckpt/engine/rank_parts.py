@@ -16,7 +16,6 @@ from moe_ckpt.snapshot.bubbles import PipelineBubbles
 from moe_ckpt.snapshot.capture import SnapshotEngine
 from moe_ckpt.snapshot.copier import HostCopier
 from moe_ckpt.snapshot.step_log import StepLog
-from moe_ckpt.snapshot.units import UnitMemory
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
 
 
@@ -30,7 +29,7 @@ class TierStores:
 
     copiers: Sequence[HostCopier]
     engine: SnapshotEngine
-    memory: SnapshotMemory | UnitMemory
+    memory: SnapshotMemory
     steps: StepLog
     boundary: BoundaryLog | None
     buffers: Sequence[HostBuffers]

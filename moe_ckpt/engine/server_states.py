@@ -61,8 +61,10 @@ class ServerStates:
         if self._mirror:
             self._sums = self._mirror.sums()
             reduced = {key: gradient for key, gradient in reduced.items() if key not in self._mirror.places}
-        self._stream.tap(reduced, self._buffer_bytes())
+        buffers = self._operators.buffer_pieces(range(len(self._operators.table.operators)))
+        self._stream.tap(reduced, sum(tensor.nbytes for _, tensor, _ in buffers))
         progress = self._stream.progress()
+        # one reduction for both: the least progress is the largest of the negative ones
         mine = torch.tensor([-progress.completed, bool(progress.lost)], device=self._place.device)
         self._place.ranks.reduce(mine, "max")
         completed, is_cut = -int(mine[0]), bool(mine[1])
@@ -135,10 +137,6 @@ class ServerStates:
             return None
         places = tuple(self._mirror.places.get(part.key) for part in parts if part.key in steps)
         return Mirrored(groups=self._sums, places=places) if any(places) else None
-
-    def _buffer_bytes(self) -> int:
-        positions = range(len(self._operators.table.operators))
-        return sum(tensor.nbytes for _, tensor, _ in self._operators.buffer_pieces(positions))
 
     def _drop_before(self, completed: int) -> None:
         """Drop states older than `completed`, which all servers have, there, and all states in own memory."""

@@ -25,7 +25,7 @@ from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointSaveError, NothingLeftError, RolledBackError
 from moe_ckpt.events import EventLog, ExpertsChosen, IntervalChosen, LossNotFinite, WindowChosen
 from moe_ckpt.ports import Policy
-from moe_ckpt.types import ExpertChoice, Measured, Phase, ReadyGradients, SnapshotPlan, WindowChoice
+from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan, WindowChoice
 
 _log = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ class Session:
         plan = self._parts.policy.plan(iteration, self._measure)
         assert plan.sparse is not None, iteration
         if plan.experts:
-            self._events.append(_experts_chosen(iteration, plan.experts))
+            self._events.append(ExpertsChosen(iteration=iteration, **asdict(plan.experts)))
         sparse.tier.take_base(plan.sparse, to_disk=plan.to_disk)
         self._has_base = True
 
@@ -304,7 +304,7 @@ class Session:
         if plan.interval:
             self._events.append(IntervalChosen(iteration=iteration, **asdict(plan.interval)))
         if plan.experts:
-            self._events.append(_experts_chosen(iteration, plan.experts))
+            self._events.append(ExpertsChosen(iteration=iteration, **asdict(plan.experts)))
         if plan.sparse:
             sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
 
@@ -343,11 +343,3 @@ class Session:
                 raise
             if self._ranks.rank == 0:
                 _log.warning("checkpoint not saved, training goes on (ckpt.strict=false): %s", error)
-
-
-def _experts_chosen(iteration: int, chosen: ExpertChoice) -> ExpertsChosen:
-    places = (chosen.memory, chosen.on_peers, chosen.on_disk, chosen.by_gradient)
-    memory, on_peers, on_disk, by_gradient = ([list(experts) for experts in place] for place in places)
-    return ExpertsChosen(
-        iteration=iteration, memory=memory, on_peers=on_peers, on_disk=on_disk, by_gradient=by_gradient
-    )

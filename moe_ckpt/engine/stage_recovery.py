@@ -28,7 +28,7 @@ from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, verify
-from moe_ckpt.snapshot.windows import SnapshotMemory, Window
+from moe_ckpt.snapshot.windows import Window
 from moe_ckpt.types import RunIdentity
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ class StageRecovery:
     """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
 
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
-        assert isinstance(parts.stores.memory, SnapshotMemory), parts.stores.memory
         self._place = parts.place
         self._meter = parts.meter
         self._stage = parts.training.stage
@@ -180,21 +179,13 @@ class StageRecovery:
 
     def _usable(self, window: Window) -> WindowRef | None:
         try:
-            return self._verified(window)
+            steps_to = self._stores.steps.reaches(window.start + 1)
+            return verified_window(window.snapshots, self._place.identity, self._place.shard, steps_to)
         except CheckpointLoadError as error:
             self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
             _log.warning("%s cannot be used: %s", window, error)
             self._memory.drop(window.start)
             return None
-
-    def _verified(self, window: Window) -> WindowRef | None:
-        """Return the reference of a window, or None if the step log does not reach its end.
-
-        Raises CheckpointLoadError if the window is damaged.
-        """
-        return verified_window(
-            window.snapshots, self._place.identity, self._place.shard, self._stores.steps.reaches(window.start + 1)
-        )
 
     def _roll_back(self, rollback: Rollback, target: int, progress: Callable[[ReplayedState | None], None]) -> int:
         """Load and replay, or go on with a replay; return the bytes received from neighbours."""
@@ -209,7 +200,9 @@ class StageRecovery:
             progress(None)  # of an earlier replay, whose state the window is about to replace
         else:
             reach(rollback.resumed_at)
-            self._undo(rollback.resumed_at + 1)
+            if self._stores.steps.has_start(rollback.resumed_at + 1):  # else the pass after that has not begun
+                cut_off = rollback.resumed_at + 1
+                self._stage.restore_start(self._stores.steps.start(cut_off), undo=cut_off)
         fetched_bytes = 0
         for step in plan_conversion(contents, target):
             if step.run_iteration is not None and step.run_iteration <= rollback.starts_from:
@@ -224,11 +217,6 @@ class StageRecovery:
         if self._stores.steps.has_start(target + 1):  # else the replay has led there
             self._stage.restore_start(self._stores.steps.start(target + 1))
         return fetched_bytes
-
-    def _undo(self, iteration: int) -> None:
-        """Restore what a pass over the batch of `iteration` changed before it was cut off."""
-        if self._stores.steps.has_start(iteration):  # else that pass has not begun
-            self._stage.restore_start(self._stores.steps.start(iteration), undo=iteration)
 
     def _load(self, snapshot: Snapshot) -> None:
         header = snapshot.header

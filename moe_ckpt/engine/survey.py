@@ -17,7 +17,7 @@ from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.target import Standing
 from moe_ckpt.replication.publisher import holds_records, newest_snapshot
-from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.blobs import BlobFolder, held_paths
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
@@ -106,8 +106,8 @@ class CopySurvey:
             self._elastic.page.wait_for_copies(False)
 
     def _report(self, state: StepState) -> Report:
-        folders = {int(path.name.removeprefix("rank")): path for path in (self._elastic.memory / "held").glob("rank*")}
-        held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in folders.items()}
+        paths = held_paths(self._elastic.memory)
+        held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in paths.items()}
         windows, gradients = self._stores.memory.windows(), self._stores.steps.gradients
         return Report(
             standing=state.standing(self._place.stage),

@@ -16,13 +16,12 @@ from moe_ckpt.engine.disk_writes import DiskWindows, Role
 from moe_ckpt.engine.expert_tokens import ExpertTokens
 from moe_ckpt.engine.iteration_logs import IterationLogs
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.snapshot_stores import NOTHING, SnapshotStore
+from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import HostMemoryUsed, WindowReplicated
-from moe_ckpt.snapshot.windows import Window
 from moe_ckpt.types import Measured
 
-_UNKNOWN = -1.0  # where seconds are meant
+_UNKNOWN = -1.0  # in a reduction, where seconds or the start of a window are meant
 
 
 class _Found(IntEnum):
@@ -59,7 +58,7 @@ class WindowAgreement:
         self._logs = logs
         self._experts = experts
         self._dense_bytes = int(parts.training.operators.table.full_bytes[parts.place.stage_ranks.rank].sum())
-        self._on_all_disks = NOTHING
+        self._on_all_disks: int | None = None
         self._measured: Measured | None = None
 
     def confirm(self, *, wait: bool) -> None:
@@ -104,21 +103,17 @@ class WindowAgreement:
         On disk a window stays until all ranks have a newer one there: they need the same.
         """
         window = self._stores.memory.in_flight()
-        if window:
-            self._tell_copies(window)
+        publisher = self._stores.publisher
+        sent = publisher.sent(window.snapshots) if publisher and window else None
+        if publisher and window and sent:
+            self._events.append(
+                WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
+            )
         self._store.confirm(self._on_all_disks)
         if window and window.start == self.disk.start_of(Role.SNAPSHOT):
             done = self._store.persist(window, self._on_all_disks)
             if done:
                 self.disk.set_out(done)
-
-    def _tell_copies(self, window: Window) -> None:
-        publisher = self._stores.publisher
-        sent = publisher.sent(window.snapshots) if publisher else None
-        if publisher and sent:
-            self._events.append(
-                WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
-            )
 
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is complete, on all ranks alike."""
@@ -144,10 +139,11 @@ class WindowAgreement:
                 "peer_bytes_per_s": self._peer_bytes_per_s(),
                 "overlap_s": meter.overlap_s(),
                 "found": found,
-                "on_disk": self.disk.start_of(Role.RECOVERY),
+                "on_disk": _known_or(self.disk.start_of(Role.RECOVERY)),
             },
         )
-        self._on_all_disks = int(agreed["on_disk"])
+        on_disk = _if_known(agreed["on_disk"])
+        self._on_all_disks = None if on_disk is None else int(on_disk)
         host_bytes_per_s, peer_bytes_per_s = agreed["host_bytes_per_s"], agreed["peer_bytes_per_s"]
         self._measured = Measured(
             iteration_s=agreed["iteration_s"],
@@ -168,7 +164,7 @@ class WindowAgreement:
 
     def _find(self, *, wait: bool) -> _Found:
         memory, publisher = self._stores.memory, self._stores.publisher
-        next_waits = self.disk.start_of(Role.SNAPSHOT) != NOTHING
+        next_waits = self.disk.start_of(Role.SNAPSHOT) is not None
         if self.disk.is_writing and next_waits and not wait:
             return _Found.NOT_YET
         if next_waits or not self.disk.is_writing:
@@ -210,10 +206,10 @@ class WindowAgreement:
         return (self._config.max_bytes_per_s.disk if self._config.waits_for_disk else None) or math.inf
 
 
-def _known_or(seconds: float | None) -> float:
-    """Return seconds for a reduction: any that are known outweigh those that are not."""
-    return _UNKNOWN if seconds is None else seconds
+def _known_or(number: float | None) -> float:
+    """Return a number for a reduction: a known one wins where the largest counts, an unknown one where the smallest."""
+    return _UNKNOWN if number is None else number
 
 
-def _if_known(seconds: float) -> float | None:
-    return None if seconds == _UNKNOWN else seconds
+def _if_known(number: float) -> float | None:
+    return None if number == _UNKNOWN else number

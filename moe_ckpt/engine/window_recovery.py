@@ -27,7 +27,6 @@ from moe_ckpt.recovery.inventory import Inventory, ReplayedState
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.target import Target, plan_target
 from moe_ckpt.replication.publisher import belongs_to
-from moe_ckpt.snapshot.windows import SnapshotMemory
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,6 @@ class WindowRecovery:
         *,
         recovers_locally: bool,
     ) -> None:
-        assert isinstance(parts.stores.memory, SnapshotMemory), parts.stores.memory
         self._place = parts.place
         self._stage = parts.training.stage
         self._stores = parts.stores
@@ -80,7 +78,7 @@ class WindowRecovery:
         plan, fetched_bytes = self._plan_and_fetch(target, inventories)
         fetch_s = time.monotonic() - started_s
         if any(self._place.stage in rollback.segment.stages for rollback in plan.rollbacks):
-            state.lose()
+            state.lose()  # a fault during the replay must not find this state live, at no iteration
         is_there = live and target is not None and plan.target_iteration == target.iteration
         executed_iters = self._recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
         self._keep_safest()
@@ -124,6 +122,7 @@ class WindowRecovery:
         assert disk is not None
         assert publisher is not None
         self.copies.drop_all()
+        # through memory, as after a fetch: the same checks, and a rank that dies meanwhile leaves the disk as it is
         gather_results(self._place.ranks, lambda: self._sources.restore(publisher, disk), CheckpointLoadError)
         inventories = gather_results(self._place.ranks, lambda: self._recovery.inventory(None), CheckpointLoadError)
         plan = self._plan(None, inventories)
@@ -177,7 +176,7 @@ class WindowRecovery:
             failed = {rank for rank, size_bytes in enumerate(fetched) if size_bytes is None}
             if not failed:
                 return plan, sum(nbytes or 0 for nbytes in fetched)
-            for rank in failed:
+            for rank in failed:  # a fetch begins by clearing the memory that it fills
                 inventories[rank] = replace(inventories[rank], windows=())
             for fetch in plan.fetches:
                 if fetch.global_rank in failed:

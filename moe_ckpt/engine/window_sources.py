@@ -20,7 +20,7 @@ from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
 from moe_ckpt.replication.publisher import Publisher, belongs_to, newest_snapshot, read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.step_log import StepLog
-from moe_ckpt.snapshot.windows import SnapshotMemory, Window, group_windows
+from moe_ckpt.snapshot.windows import Window, group_windows
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ class WindowSources:
         logs_tied: bool,
         servers_lead: bool = False,
     ) -> None:
-        assert isinstance(parts.stores.memory, SnapshotMemory), parts.stores.memory
         self._place = parts.place
         self._stores = parts.stores
         self._memory = parts.stores.memory

@@ -52,7 +52,7 @@ class PlannedWrite:
         self._metadata: Metadata | None = None
         with self._failing_as_save():
             self._plan: SavePlan = self._ranks.reduce_scatter(
-                "plan", lambda: self._plan_mine(content), self._plan_everybodys
+                "plan", lambda: self._plan_own(content), self._plan_of_all
             )
 
     def write(self) -> Written:
@@ -77,20 +77,20 @@ class PlannedWrite:
         Returns this rank's files. Raises CheckpointSaveError on all ranks if a write failed on any.
         """
         with self._failing_as_save():
-            self._ranks.all_reduce("write", lambda: written().results, self._finish_everybodys)
+            self._ranks.all_reduce("write", lambda: written().results, self._finish_of_all)
         return written().files
 
-    def _plan_mine(self, content: dict[str, Any]) -> SavePlan:
+    def _plan_own(self, content: dict[str, Any]) -> SavePlan:
         is_coordinator = self._ranks.is_coordinator
         self._planner.set_up_planner(content, storage_meta=self._storage.storage_meta(), is_coordinator=is_coordinator)
         self._storage.set_up_storage_writer(is_coordinator)
         return self._storage.prepare_local_plan(self._planner.create_local_plan())
 
-    def _plan_everybodys(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def _plan_of_all(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, self._metadata = self._planner.create_global_plan(plans)
         return self._storage.prepare_global_plan(plans)
 
-    def _finish_everybodys(self, results: list[list[WriteResult]]) -> None:
+    def _finish_of_all(self, results: list[list[WriteResult]]) -> None:
         assert self._metadata is not None  # of the coordinator, which alone is here
         self._storage.finish(self._metadata, results)
 

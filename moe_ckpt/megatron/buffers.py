@@ -47,13 +47,10 @@ def merge_buffers(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torc
     merged: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, buffer in part.items():
-            if not _same(merged.setdefault(name, buffer), buffer):
+            first = merged.setdefault(name, buffer)
+            if first.dtype != buffer.dtype or not torch.equal(first, buffer):
                 raise CheckpointLoadError(f"buffer {name}: got another on each rank, wanted one for another layout")
     return merged
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

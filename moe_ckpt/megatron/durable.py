@@ -97,7 +97,8 @@ class MegatronDurableState:
         broadcast_result(TorchRanks(), lambda: _write_common(directory, common), CheckpointSaveError)
         if self._asynchronous:
             sharded = _host_copy(sharded)
-        planned = PlannedWrite(directory, _as_dcp(sharded), self._group)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        planned = PlannedWrite(directory, mcore_to_pyt_state_dict(by_key), self._group)
         self._save = _Save(planned=planned, writing=(_in_background if self._asynchronous else _now)(planned.write))
 
     def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
@@ -175,11 +176,6 @@ def _write_common(directory: Path, common: dict[str, Any]) -> None:
     with (directory / COMMON_STATE_FNAME).open("wb") as file:  # torch's own file is no OSError when the disk is full
         torch.save(common, file)
     save_config(_FORMAT, str(directory))
-
-
-def _as_dcp(sharded: dict[str, Any]) -> dict[str, Any]:
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    return mcore_to_pyt_state_dict(by_key)
 
 
 def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:

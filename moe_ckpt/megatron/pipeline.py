@@ -92,7 +92,7 @@ class StageCommunicator(P2PCommunicator):
             "recv_next": recv_next and after is None,
         }
         received: Any = (None, None, None)
-        if _any(live):
+        if any(value is not None and value is not False for value in live.values()):
             waits = live["recv_prev"] or live["recv_next"]
             with self.bubbles.open() if self.bubbles and waits else contextlib.nullcontext():
                 received = super()._communicate(**live, tensor_shape=tensor_shape, **options)
@@ -116,10 +116,6 @@ class StageCommunicator(P2PCommunicator):
         tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
         tensor.view(-1).view(torch.uint8).copy_(stored)
         return tensor.requires_grad_()
-
-
-def _any(transfer: dict[str, Any]) -> bool:
-    return any(value is not None and value is not False for value in transfer.values())
 
 
 def _size_bytes(tensor: torch.Tensor | None) -> int:

@@ -55,7 +55,8 @@ class Reshard:
         gather_results(TorchRanks(), lambda: _require_same_padding(self._here, self._directory), CheckpointLoadError)
         asked = {key: part for key, part in self._here.items() if key not in _NOT_AS_SAVED}
         asked[_OPTIMIZER] = self._here["optimizer"]  # apart: what common.pt has of optimizers is of another form
-        asked[_SAVED_BUFFERS] = _all_buffers(self._num_ranks) if dist.get_rank() == 0 else {}
+        readers, saved = range(self._num_ranks) if dist.get_rank() == 0 else (), (self._num_ranks,)
+        asked[_SAVED_BUFFERS] = {rank: ShardedObject(f"moe_ckpt.{BUFFERS}", None, saved, (rank,)) for rank in readers}
         return asked
 
     def adapt(self, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +66,9 @@ class Reshard:
         """
         parts = loaded.pop(_SAVED_BUFFERS, {})
         buffers = broadcast_result(TorchRanks(), lambda: merge_buffers(parts.values()), CheckpointLoadError)
-        optimizer = cast("dict[Any, Any]", merge(_unsharded(self._here["optimizer"]), loaded.pop(_OPTIMIZER)))
+        _, persistent = extract_nonpersistent(self._here["optimizer"])
+        unsharded = extract_sharded_base(persistent)[1]  # what is beside tensors: groups, their settings, loss scalers
+        optimizer = cast("dict[Any, Any]", merge(unsharded, loaded.pop(_OPTIMIZER)))
         _take_over_counts(_chained(optimizer), _chained(loaded["optimizer"]))
         return {**loaded, "optimizer": optimizer, BUFFERS: buffers}
 
@@ -82,10 +85,6 @@ def reseed(run_seed: int, iteration: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _all_buffers(num_ranks: int) -> dict[int, ShardedObject]:
-    return {rank: ShardedObject(f"moe_ckpt.{BUFFERS}", None, (num_ranks,), (rank,)) for rank in range(num_ranks)}
-
-
 def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
     """Refuse a padding that Megatron would change: rows that pad a vocabulary take part in every loss."""
     padded = [entry for entry in nested_values(cast("Any", here)) if getattr(entry, "allow_shape_mismatch", False)]
@@ -97,12 +96,6 @@ def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
                 f"{entry.global_shape[0]}: parallel.tp pads the vocabulary to another size; set model.vocab_size to a "
                 "multiple of both when a run begins"
             )
-
-
-def _unsharded(template: Any) -> Any:
-    """Return the parts of a sharded optimizer state beside tensors: groups and their settings, loss scalers."""
-    _, persistent = extract_nonpersistent(template)
-    return extract_sharded_base(persistent)[1]
 
 
 def _chained(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:

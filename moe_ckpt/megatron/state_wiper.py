@@ -32,7 +32,22 @@ class StateWiper:
 
     def wipe(self) -> None:
         """Overwrite the state now."""
-        _wipe(self._state)
+        state = self._state
+        generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
+        parameters = [parameter for chunk in state.model for parameter in chunk.parameters()]
+        tensors = [tensor for parameter in parameters for tensor in weights_of(parameter)]
+        tensors += [cast("Any", parameter).main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
+        for optimizer in state.inner_optimizers:
+            tensors += [tensor for _, tensor in named_tensors(optimizer)]
+            for group in getattr(torch_optimizer(optimizer), "param_groups", []):
+                group.update({"step": 0} if "step" in group else {})
+        for tensor in tensors:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
+        refresh(parameters)
+        for chunk in state.model:
+            for _, buffer in named_buffers(chunk):
+                buffer.zero_()
+        _forget_small_state(state)
 
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
         """Call back once, in the next forward or backward pass.
@@ -57,24 +72,6 @@ class StateWiper:
 
         forward = phase == "forward"
         handle = self._layer.register_forward_pre_hook(entered) if forward else self._layer.register_forward_hook(left)
-
-
-def _wipe(state: TrainingState) -> None:
-    generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
-    parameters = [parameter for chunk in state.model for parameter in chunk.parameters()]
-    tensors = [tensor for parameter in parameters for tensor in weights_of(parameter)]
-    tensors += [cast("Any", parameter).main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
-    for optimizer in state.inner_optimizers:
-        tensors += [tensor for _, tensor in named_tensors(optimizer)]
-        for group in getattr(torch_optimizer(optimizer), "param_groups", []):
-            group.update({"step": 0} if "step" in group else {})
-    for tensor in tensors:
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
-    refresh(parameters)
-    for chunk in state.model:
-        for _, buffer in named_buffers(chunk):
-            buffer.zero_()
-    _forget_small_state(state)
 
 
 def _forget_small_state(state: TrainingState) -> None:

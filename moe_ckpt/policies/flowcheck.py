@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from moe_ckpt.config import FlowcheckConfig
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
-from moe_ckpt.policies.stage_profile import StageProfile
-from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan
+from moe_ckpt.policies.stage_profile import StageProfile, everything_at
+from moe_ckpt.types import Measured, SnapshotPlan
 
 GRADIENT_SHARE = 3
 """The bytes of FP32 masters and moments, as a multiple of those of FP32 gradients."""
@@ -31,7 +31,6 @@ class ServerSnapshots:
         self._stages = stages
         self._own_stage = own_stage
         self._has_begun = False
-        self._num_operators = len(stages[own_stage].table.operators)
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - nothing varies
@@ -39,9 +38,7 @@ class ServerSnapshots:
         every = self._config.durable_every_iters
         durable = self._has_begun and every > 0 and iteration % every == 0
         self._has_begun = True
-        everything = tuple(range(self._num_operators))
-        plan = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=())
-        return SnapshotPlan(durable=durable, sparse=plan)
+        return SnapshotPlan(durable=durable, sparse=everything_at(iteration, self._stages[self._own_stage].table))
 
     def forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank can need."""

@@ -12,9 +12,9 @@ from functools import partial
 from moe_ckpt.config import CheckfreqConfig, GeminiConfig
 from moe_ckpt.policies.checkpoint_interval import best_interval, capped_interval, copying_interval
 from moe_ckpt.policies.memory_forecast import MemoryForecast, forecast, require_budget
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
+from moe_ckpt.policies.stage_profile import AUTO, StageProfile, everything_at, is_due
 from moe_ckpt.policies.window_schedule import refit
-from moe_ckpt.types import IntervalChoice, Measured, SlotPlan, SnapshotPlan
+from moe_ckpt.types import IntervalChoice, Measured, SnapshotPlan
 
 _STALE_ITERS = 64
 
@@ -39,7 +39,6 @@ class WholeSnapshots:
         self._sizes = [stage.dense_bytes for stage in stages]
         self._stages = stages
         self._own_stage = own_stage
-        self._num_operators = len(stages[own_stage].table.operators)
         self._aim, self._interval = _aim(config)
         self._every_iters = 0 if config.every_iters == AUTO else int(config.every_iters)
         self._newest_on_disk: int | None = None
@@ -87,8 +86,7 @@ class WholeSnapshots:
         self, iteration: int, choice: IntervalChoice | None, *, durable: bool, rest_iters: int = 0
     ) -> SnapshotPlan:
         self._next = iteration + (self._every_iters or self._config.profile_iters) + rest_iters
-        everything = tuple(range(self._num_operators))
-        plan = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=())
+        plan = everything_at(iteration, self._stages[self._own_stage].table)
         to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
         if to_disk:
             self._newest_on_disk = iteration

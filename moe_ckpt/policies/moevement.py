@@ -15,7 +15,7 @@ from moe_ckpt.config import MoevementConfig
 from moe_ckpt.policies import window_schedule as schedule
 from moe_ckpt.policies.expert_popularity import has_shifted
 from moe_ckpt.policies.memory_forecast import MemoryForecast
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
+from moe_ckpt.policies.stage_profile import AUTO, StageProfile, everything_at, is_due
 from moe_ckpt.policies.window_cost import (
     JobCost,
     WindowTerms,
@@ -24,7 +24,7 @@ from moe_ckpt.policies.window_cost import (
     window_terms,
 )
 from moe_ckpt.policies.window_sizes import WindowSizes
-from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, WindowChoice
+from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, UnitPlan, WindowChoice
 
 _TRIAL_PAUSE_ITERS = 2  # between windows of which the cost is measured: iterations without copies to compare with
 _TRIAL_FACTOR = 4  # every other one has so many times the slots: bytes and number of snapshots cost each its own
@@ -94,8 +94,7 @@ class SparseWindows:
             window_start=self._start,
             slot=slot,
             num_slots=self._num_slots,
-            full=self._window.full(slot),
-            compute=self._window.compute(slot),
+            units=(UnitPlan(full=self._window.full(slot), compute=self._window.compute(slot)),),
             pause_iters=self._pause_iters,
         )
         return SnapshotPlan(durable=durable, sparse=plan, window=choice, to_disk=to_disk)
@@ -129,8 +128,7 @@ class SparseWindows:
             else:
                 profile_iters = self._config.profile_iters
         self._next_iteration = iteration + 1 + profile_iters
-        everything = tuple(range(len(self._table.operators)))
-        return SnapshotPlan(sparse=SlotPlan(window_start=iteration, slot=0, num_slots=1, full=everything, compute=()))
+        return SnapshotPlan(sparse=everything_at(iteration, self._table))
 
     def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
         fitting, terms = self._num_slots, None

@@ -16,7 +16,7 @@ from moe_ckpt.policies.expert_selection import Selection
 from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
-from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, PartialPlan, UnitPlan
+from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, SlotPlan, UnitPlan
 
 PARTIAL_STATE = ("both", "weights", "moments")
 """The part of an expert that is a unit; the rest is in the core.
@@ -57,10 +57,10 @@ class MoeStage:
     def nothing(self) -> Selection:
         return ((),) * self.num_layers
 
-    def plan(self, iteration: int, places: ExpertChoice, *, core_on_disk: bool, facts: Sequence[float]) -> PartialPlan:
+    def plan(self, iteration: int, places: ExpertChoice, *, core_on_disk: bool, facts: Sequence[float]) -> SlotPlan:
         """Return the plan of a snapshot; the core goes to peers if there are any."""
-        return PartialPlan(
-            iteration=iteration,
+        return SlotPlan(
+            window_start=iteration,
             units=(self._core(on_disk=core_on_disk), *self._expert_units(places)),
             checkpoint=self._checkpoint,
             facts=tuple(facts),

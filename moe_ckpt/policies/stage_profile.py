@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ckpt.types import OperatorTable
+from moe_ckpt.types import OperatorTable, SlotPlan, UnitPlan
 
 AUTO = "auto"
 
@@ -26,3 +26,8 @@ class StageProfile:
 def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:
     """Return whether an action every `every_iters` iterations (0: never) is due now."""
     return every_iters > 0 and (newest is None or iteration - newest >= every_iters)
+
+
+def everything_at(iteration: int, table: OperatorTable) -> SlotPlan:
+    """Return the plan of a snapshot of all operators: a window of one slot."""
+    return SlotPlan(window_start=iteration, units=(UnitPlan(full=tuple(range(len(table.operators)))),))

@@ -35,7 +35,9 @@ class WindowSizes:
         self._config = config
         self._stages = stages
         self._num_copies = num_copies
-        self.natural = [_natural_order(stage.table) for stage in stages]
+        fixed = [schedule.fixed_order(stage.table.operators) for stage in stages]
+        # before any popularity is known, and to compare numbers of slots
+        self.natural = [schedule.order_operators(each, np.zeros(len(each.experts))) for each in fixed]
         self.max_slots = self._fitting_in_memory()
 
     def cut(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> schedule.WindowSchedule:
@@ -148,9 +150,3 @@ def _trials(limit: int) -> Iterator[int]:
         yield num_slots
         num_slots = min(limit, math.ceil(schedule.GROWTH * num_slots))
     yield limit
-
-
-def _natural_order(table: OperatorTable) -> npt.NDArray[np.int64]:
-    """Return the order before any popularity is known, which also serves to compare numbers of slots."""
-    fixed = schedule.fixed_order(table.operators)
-    return schedule.order_operators(fixed, np.zeros(len(fixed.experts)))

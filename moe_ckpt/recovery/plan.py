@@ -150,6 +150,7 @@ def plan_recovery(
         if not whole:
             raise NothingLeftError(_nothing_found(lost, target, ranks, memories))
         states = _newest(whole)
+        # not at the target where the common steps end before it, or the window after it
         target = max(states[-1], min(states[-1] if target is None else target, whole[states]))
         rollbacks = tuple(_rollback(segment, states) for segment in plan_segments(range(len(stages))))
     fetches = _plan_fetches(ranks, memories, stages, rollbacks, target)

@@ -94,7 +94,7 @@ def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery 
         fitting = [each for each in common if _fits(name, each, version)]
         if not fitting:
             return None
-        units[name] = max(fitting)
+        units[name] = max(fitting)  # the newer an expert, the fewer of its tokens are lost
     sources = {
         inventory.global_rank: {
             name: inventory.place_of(name, units[name]) for name in sorted(inventory.needed[version])

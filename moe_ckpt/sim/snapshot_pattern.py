@@ -131,7 +131,7 @@ def listen(
     offset = 0
     while len(begins) < 2:
         plan = policy.plan(offset, measure)
-        if isinstance(plan.sparse, SlotPlan):
+        if plan.sparse:
             choice = plan.window or plan.interval
             is_begin = plan.sparse.slot == 0 and (is_settled or choice is not None or bool(begins))
             if is_begin and (plan.to_disk or not disk_every):

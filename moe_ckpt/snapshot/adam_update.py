@@ -218,7 +218,9 @@ def apply_update(
     payload = folder.allocate(nbytes)
     try:
         made = Snapshot(header=wanted, payload=payload)
-        _copy_state(base, made)
+        before = {part.key: part for part in base.header.parts}
+        for part in _state_parts(made.header):
+            made.part(part).copy_(base.part(before[part.key]))
         if update.seals:  # after the copy: this finds earlier damage, and later damage has no effect
             _sealed(base, is_new=False)
         _take_steps(made, update, gradients, sums)
@@ -254,18 +256,12 @@ def _base_of(update: Update, folder: BlobFolder) -> Snapshot:
     except CheckpointLoadError as error:
         reason = f"got no state to apply it to ({error}), wanted that of iteration {wanted.iteration - 1}"
         raise CheckpointLoadError(f"gradients for {wanted}: {reason}") from error
-    version = wanted.version
-    follows = header.version.lineage == version.lineage and header.iteration == version.iteration - 1
+    is_of_epoch = header.version.lineage == wanted.version.lineage
+    follows = is_of_epoch and header.iteration == wanted.iteration - 1
     same = _shapes(header) == _shapes(wanted)  # the update carries the buffers: their type may have changed
     if not follows or blob.payload is None or not same or not follows_from_gradients(wanted):
         raise CheckpointLoadError(f"gradients for {wanted}: got {header} to apply them to, wanted the iteration before")
     return Snapshot(header=header, payload=blob.payload)
-
-
-def _copy_state(base: Snapshot, made: Snapshot) -> None:
-    before = {part.key: part for part in base.header.parts}
-    for part in _state_parts(made.header):
-        made.part(part).copy_(base.part(before[part.key]))
 
 
 def _take_steps(made: Snapshot, update: Update, payload: torch.Tensor, sums: list[list[torch.Tensor]]) -> None:

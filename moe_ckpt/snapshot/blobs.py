@@ -59,6 +59,11 @@ def held_path(rank_folder: Path, owner_rank: int) -> Path:
     return rank_folder / "held" / f"rank{owner_rank:04d}"
 
 
+def held_paths(rank_folder: Path) -> dict[int, Path]:
+    """Return the folders of all ranks of which a rank holds copies."""
+    return {int(path.name.removeprefix("rank")): path for path in (rank_folder / "held").glob("rank*")}
+
+
 def is_key(text: str) -> bool:
     """Return whether a text is a valid key."""
     return _KEY.fullmatch(text) is not None
@@ -205,7 +210,7 @@ class BlobFolder:
         name = self._names.pop(id(tensor))
         del self._mapped[name]
         if self._pinned:
-            _unpin(tensor)
+            torch.cuda.check_error(int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())))
         return name
 
     def _write(self, entry: IndexEntry) -> None:
@@ -316,10 +321,6 @@ def _map(fd: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
         torch.cuda.check_error(int(_cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)))
     return tensor
-
-
-def _unpin(tensor: torch.Tensor) -> None:
-    torch.cuda.check_error(int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())))
 
 
 def _cudart() -> Any:

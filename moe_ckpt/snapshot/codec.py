@@ -14,14 +14,15 @@ import math
 import reprlib
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache, partial
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import xxhash
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.types import ParallelLayout, RunIdentity, Version
+from moe_ckpt.types import RunIdentity, Version
 
 FORMAT_VERSION = 1
 COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = "compute", "master", "exp_avg", "exp_avg_sq", "buffer"
@@ -162,13 +163,28 @@ class SnapshotHeader:
 
     @property
     def version(self) -> Version:
-        return Version(lineage=self.unit.lineage if self.unit else 0, iteration=self.iteration)
+        """The version that the snapshot belongs to, with all others of its window."""
+        return Version(lineage=self.unit.lineage if self.unit else 0, iteration=self.window_start)
+
+    @property
+    def name(self) -> str:
+        """The name of the snapshot in its version: that of its unit, or of its slot."""
+        return self.unit.name if self.unit else _slot_name(self.slot)
+
+    @property
+    def complete_with(self) -> tuple[str, ...]:
+        """The names of all snapshots that make a version; of units, only the core has them."""
+        return self.unit.complete_with if self.unit else tuple(map(_slot_name, range(self.num_slots)))
 
     def __str__(self) -> str:
         if self.unit:
             return f"rank {self.shard.global_rank}'s snapshot of {self.unit.name} at iteration {self.version}"
         place = f"slot {self.slot} of {self.num_slots}, window from {self.window_start}"
         return f"rank {self.shard.global_rank}'s snapshot of iteration {self.iteration} ({place})"
+
+
+def _slot_name(slot: int) -> str:
+    return f"slot {slot}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -251,7 +267,7 @@ def header_from_json(data: bytes) -> SnapshotHeader:
     try:
         head, _, body = data.partition(b"\n")
         _check_head(_read(json.loads(head), {"format": _count, "crc32": _count}), zlib.crc32(body))
-        header = _header_from(json.loads(body))
+        header: SnapshotHeader = _reader_of(SnapshotHeader)(json.loads(body))
         _check_window(header)
         _check_parts(header)
     except (ValueError, TypeError, RecursionError) as error:
@@ -305,58 +321,28 @@ def _check_parts(header: SnapshotHeader) -> None:
         raise ValueError("got two parts with the same key")
 
 
-def _header_from(body: object) -> SnapshotHeader:
-    readers: dict[str, Callable[[object], Any]] = {
-        "identity": _identity_from,
-        "shard": _shard_from,
-        "iteration": _count,
-        "window_start": _count,
-        "slot": _count,
-        "num_slots": _count,
-        "full": _tuple_of(_text),
-        "compute": _tuple_of(_text),
-        "adam_steps": _tuple_of(_finite),
-        "parts": _tuple_of(_part_from),
-        "payload_bytes": _count,
-        "checksum": _hash,
-        "unit": _unit_from,
-    }
-    return SnapshotHeader(**_read(body, readers))
+@cache
+def _reader_of(kind: Any) -> Callable[[object], Any]:
+    """Return the function that reads JSON as a value of a field's type, and raises for anything else."""
+    if kind in _READERS:
+        return _READERS[kind]
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind)
+        readers = {field.name: _BY_NAME.get(field.name) or _reader_of(types[field.name]) for field in fields(kind)}
+        return lambda content: kind(**_read(content, readers))
+    inner, *others = get_args(kind)
+    reader = _reader_of(inner)
+    if get_origin(kind) is not tuple:  # of X | None
+        return lambda content: None if content is None else reader(content)
+    length = None if ... in others else 1 + len(others)
+    return lambda content: _read_items(content, reader, length)
 
 
-def _unit_from(content: object) -> UnitTag | None:
-    if content is None:
-        return None
-    flags = dict.fromkeys(("on_peers", "on_disk"), lambda value: _typed(bool, value))
-    counts = dict.fromkeys(("lineage", "seen_tokens"), _count)
-    more = {"name": _text, "complete_with": _tuple_of(_text), "taken_with": _three_counts}
-    return UnitTag(**_read(content, {**more, **flags, **counts}))
-
-
-def _three_counts(value: object) -> tuple[int, int, int]:
-    first, second, third = _tuple_of(_count)(value)
-    return first, second, third
-
-
-def _identity_from(content: object) -> RunIdentity:
-    return RunIdentity(**_read(content, {"run_id": _text, "model": _text, "layout": _layout_from}))
-
-
-def _layout_from(content: object) -> ParallelLayout:
-    return ParallelLayout(**_read(content, {field.name: _count for field in fields(ParallelLayout)}))
-
-
-def _shard_from(content: object) -> ShardIdentity:
-    return ShardIdentity(**_read(content, {field.name: _count for field in fields(ShardIdentity)}))
-
-
-def _part_from(content: object) -> Part:
-    counts = dict.fromkeys(("range_start", "range_end", "offset_bytes"), _count)
-    return Part(**_read(content, {"key": _key_from, "dtype": _dtype_from, "shape": _tuple_of(_count), **counts}))
-
-
-def _key_from(content: object) -> PartKey:
-    return PartKey(**_read(content, {"operator": _text, "tensor": _text, "role": _role_from}))
+def _read_items(content: object, reader: Callable[[object], T], length: int | None) -> tuple[T, ...]:
+    items = _typed(list, content)
+    if length not in (None, len(items)):
+        raise ValueError(f"got {len(items)} items, wanted {length}")
+    return tuple(map(reader, items))
 
 
 def _read(content: object, readers: dict[str, Callable[[object], Any]]) -> dict[str, Any]:
@@ -372,14 +358,6 @@ def _read_field(name: str, reader: Callable[[object], T], value: object) -> T:
         return reader(value)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def _tuple_of(reader: Callable[[object], T]) -> Callable[[object], tuple[T, ...]]:
-    return lambda content: tuple(reader(item) for item in _typed(list, content))
-
-
-def _text(value: object) -> str:
-    return _typed(str, value)
 
 
 def _count(value: object) -> int:
@@ -417,3 +395,13 @@ def _typed(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise TypeError(f"got {reprlib.repr(value)}, wanted {kind.__name__}")
     return value
+
+
+_READERS: dict[object, Callable[[object], Any]] = {
+    bool: partial(_typed, bool),
+    float: _finite,
+    int: _count,
+    str: partial(_typed, str),
+    torch.dtype: _dtype_from,
+}
+_BY_NAME: dict[str, Callable[[object], Any]] = {"checksum": _hash, "role": _role_from}

@@ -34,7 +34,8 @@ def sums_of(state: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -
         return {}
     sums = [_sums_of(tensors, device) for tensors in state.values()]
     (on_host,) = TRANSFERS.fetch([torch.stack(sums)])
-    return {name: _hex_of(row) for name, row in zip(state, on_host.tolist(), strict=True)}
+    hexadecimal = ("".join(f"{word & (1 << 64) - 1:016x}" for word in row) for row in on_host.tolist())
+    return dict(zip(state, hexadecimal, strict=True))
 
 
 def _xxh3_of(tensors: Iterable[torch.Tensor]) -> str:
@@ -42,10 +43,6 @@ def _xxh3_of(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         total.update(_bytes_of(tensor).numpy().data)
     return total.hexdigest()
-
-
-def _hex_of(words: Iterable[int]) -> str:
-    return "".join(f"{word & (1 << 64) - 1:016x}" for word in words)
 
 
 def _sums_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""The sparse snapshots of one rank in host memory: the persisted windows, and the one being taken.
+"""The snapshots of one rank in host memory: the persisted windows, and the one being taken.
 
 Owns: the buffers of payloads, the windows, and the time at which a buffer is free again. Must not: look into payloads,
-copy, or communicate. MoEvement, section 3.2, "Persisting Snapshots".
+copy, or communicate. MoEvement, section 3.2, "Persisting Snapshots"; MoC, section 5.1. A window is one version of the
+state: W slots of operators, or in one slot the units of a partial checkpoint (`snapshot.units`).
 
     begin    add slot 0 .. slot W-1    confirm                    the next window
     in flight ---------- complete ---> persisted (older released) ---- begin, add, ... confirm ---> released
@@ -9,9 +10,8 @@ copy, or communicate. MoEvement, section 3.2, "Persisting Snapshots".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from threading import Lock
 from typing import Protocol
 
@@ -20,6 +20,8 @@ import torch
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import ROLES, Snapshot, scaled_role
+from moe_ckpt.snapshot.units import StorageLevel, compose, needed_for, without_torn
+from moe_ckpt.types import CORE, Version
 
 _BYTES = {"master": "full_bytes", "exp_avg": "full_bytes", "exp_avg_sq": "full_bytes", "compute": "compute_bytes"}
 BYTES_OF_ROLE = {role: _BYTES.get(scaled_role(role), "buffer_bytes") for role in ROLES}
@@ -146,28 +148,27 @@ class HostBuffers:
         return _total(self._in_use.values()) + _total(self._free)
 
 
-class WindowState(Enum):
-    """The progress of a window."""
-
-    IN_FLIGHT = "in flight"
-    PERSISTED = "persisted"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The snapshots of one window, ordered by slot; slot k is the state after iteration `start` + k."""
+    """The snapshots of one version that this rank has, of the `num_snapshots` that make it whole, ordered by slot.
 
-    start: int
-    num_slots: int
-    state: WindowState
+    Slot k of a sparse window is the state after iteration `start` + k.
+    """
+
+    version: Version
+    num_snapshots: int
     snapshots: tuple[Snapshot, ...] = ()
 
     @property
+    def start(self) -> int:
+        return self.version.iteration
+
+    @property
     def complete(self) -> bool:
-        return len(self.snapshots) == self.num_slots
+        return len(self.snapshots) == self.num_snapshots
 
     def __str__(self) -> str:
-        return f"the window from {self.start} ({len(self.snapshots)} of {self.num_slots} slots, {self.state.value})"
+        return f"the window from {self.version} ({len(self.snapshots)} of {self.num_snapshots} snapshots)"
 
 
 class SnapshotPublisher(Protocol):
@@ -188,8 +189,8 @@ class SnapshotPublisher(Protocol):
 class SnapshotMemory:
     """The snapshots of this rank, for one thread; payloads are buffers acquired from `buffers`.
 
-    An added snapshot belongs to the memory. With its window, the memory tells `daemon` to drop it and releases its
-    buffer. Windows that a method returned may be read only until the next call that changes the memory.
+    An added snapshot belongs to the memory. Once no version needs it, the memory tells `daemon` to drop it and releases
+    its buffer. Windows that a method returned may be read only until the next call that changes the memory.
     """
 
     def __init__(self, buffers: HostBuffers, keep_windows: int, daemon: SnapshotPublisher | None = None) -> None:
@@ -197,135 +198,151 @@ class SnapshotMemory:
         self._buffers = buffers
         self._daemon = daemon
         self._keep_windows = keep_windows
-        self._windows: list[Window] = []  # newest first; only the first may be in flight
-
-    @property
-    def complete(self) -> bool:
-        """Whether a window is in flight and has the snapshots of all its slots."""
-        window = self.in_flight()
-        return window is not None and window.complete
+        self._in_flight: Window | None = None
+        self._persisted: list[Version] = []  # newest first
+        self._kept: list[Snapshot] = []  # of persisted versions
 
     def in_flight(self) -> Window | None:
         """Return the window in flight, with its snapshots so far."""
-        return next((window for window in self._windows if window.state is WindowState.IN_FLIGHT), None)
+        return self._in_flight
 
     def windows(self) -> list[Window]:
-        """Return the persisted windows, newest first."""
-        return [window for window in self._windows if window.state is WindowState.PERSISTED]
+        """Return the persisted windows, newest first; those of units have older units, too."""
+        found = ((version, compose(self._kept, version)) for version in self._persisted)
+        return [
+            Window(version=version, num_snapshots=len(snapshots), snapshots=snapshots)
+            for version, snapshots in found
+            if snapshots
+        ]
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return all snapshots, needed in any version."""
+        return [*self._kept, *(self._in_flight.snapshots if self._in_flight else ())]
 
     def oldest_needed_iteration(self) -> int | None:
         """Return the start of the oldest persisted window: logs of later iterations are still needed.
 
         None without windows: a recovery would then begin before all snapshots in this memory.
         """
-        return min((window.start for window in self.windows()), default=None)
+        return min((version.iteration for version in self._persisted), default=None)
 
-    def begin(self, window_start: int, num_slots: int) -> None:
+    def begin(self, version: Version, num_snapshots: int) -> None:
         """Start a window; one that is still in flight is dropped."""
-        assert num_slots >= 1, num_slots
-        window = Window(start=window_start, num_slots=num_slots, state=WindowState.IN_FLIGHT)
-        self._hold([window, *self.windows()])
+        assert num_snapshots >= 1, num_snapshots
+        self._hold(Window(version=version, num_snapshots=num_snapshots), self._persisted, self._kept)
 
-    def add(self, snapshot: Snapshot) -> None:
-        """Add a finished snapshot to the window in flight, in place of one of the same slot."""
-        window, header = self.in_flight(), snapshot.header
-        assert window is not None, f"{header}: no window is in flight"
-        assert (header.window_start, header.num_slots) == (window.start, window.num_slots), f"{header}: not of {window}"
-        assert 0 <= header.slot < window.num_slots, f"{header}: no such slot"
-        assert header.iteration == window.start + header.slot, f"{header}: of another iteration"
-        others = [other for other in window.snapshots if other.header.slot != header.slot]
-        snapshots = tuple(sorted([*others, snapshot], key=lambda snapshot: snapshot.header.slot))
-        self._hold([replace(window, snapshots=snapshots), *self.windows()])
+    def add(self, *snapshots: Snapshot) -> None:
+        """Add finished snapshots to the window in flight, in place of those of the same slots or units."""
+        window = self._in_flight
+        assert window is not None, "no window is in flight"
+        for header in (snapshot.header for snapshot in snapshots):
+            assert header.version == window.version, f"{header}: not of {window}"
+            assert header.unit or header.num_slots == window.num_snapshots, f"{header}: not of {window}"
+            assert 0 <= header.slot < header.num_slots, f"{header}: no such slot"
+            assert header.iteration == window.start + header.slot, f"{header}: of another iteration"
+        by_name = {each.header.name: each for each in (*window.snapshots, *snapshots)}
+        in_order = tuple(sorted(by_name.values(), key=lambda each: each.header.slot))
+        self._hold(replace(window, snapshots=in_order), self._persisted, self._kept)
 
     def adopt(self, snapshots: Sequence[Snapshot]) -> None:
-        """Take over the complete windows of an earlier process; all other snapshots are dropped.
+        """Take over the snapshots of an earlier process: all units, and complete windows; others are dropped.
 
         Their buffers count as acquired from the pool.
         """
-        assert not self._windows, self._windows
+        assert not self.snapshots(), self.snapshots()
         for snapshot in snapshots:
             self._buffers.adopt(snapshot.payload)
-        self._windows = group_windows(snapshots)
-        complete = {window.start: window for window in self._windows if window.complete}
-        self._hold([complete[start] for start in sorted(complete, reverse=True)])
+        self._kept = list(snapshots)
+        units = [snapshot for snapshot in snapshots if snapshot.header.unit]
+        cores = [each for each in without_torn(units, StorageLevel.IN_MEMORY) if each.header.name == CORE]
+        sparse = group_windows(snapshot for snapshot in snapshots if not snapshot.header.unit)
+        windows = {window.version: window for window in sparse if window.complete}
+        versions = [*(core.header.version for core in cores), *windows]
+        self._hold(None, versions, [*units, *(each for window in windows.values() for each in window.snapshots)])
 
     def clear(self) -> None:
         """Drop all snapshots."""
-        self._hold([])
+        self._hold(None, [], [])
 
-    def confirm(self) -> None:
-        """The window in flight is persisted: keep it and the newest before it, `keep_windows` in all.
+    def confirm(self, also: Collection[Version] = ()) -> None:
+        """The window in flight is persisted: keep it and the newest before it, `keep_windows` in all, and `also`.
 
         Windows with the same or a later start were taken before a rollback, and are dropped.
         """
-        window = self.in_flight()
+        window = self._in_flight
         assert window is not None, "no window is in flight"
         assert window.complete, f"not complete: {window}"
-        before = [older for older in self.windows() if older.start < window.start]
-        persisted = replace(window, state=WindowState.PERSISTED)
-        self._hold([persisted, *before][: self._keep_windows])
+        before = [older for older in self._persisted if older < window.version]
+        self._land(window, [*[window.version, *before][: self._keep_windows], *also])
 
     def abandon(self) -> None:
         """Drop the window in flight, if there is one."""
-        self._hold(self.windows())
+        self._hold(None, self._persisted, self._kept)
 
     def keep_complete(self) -> None:
         """Keep the window in flight beside the others if it is complete: other ranks may have confirmed it already."""
-        window, others = self.in_flight(), self.windows()
-        if window is None or not window.complete or any(other.start == window.start for other in others):
+        window = self._in_flight
+        if window is None or not window.complete or window.version in self._persisted:
             self.abandon()
             return
-        windows = [replace(window, state=WindowState.PERSISTED), *others]
-        self._hold(sorted(windows, key=lambda window: window.start, reverse=True))
+        self._land(window, [window.version, *self._persisted])
 
     def keep_only(self, starts: Sequence[int]) -> None:
         """Keep the first `keep_windows` of the persisted windows with these starts; drop all others."""
-        self._hold([window for window in self.windows() if window.start in starts[: self._keep_windows]])
+        wanted = starts[: self._keep_windows]
+        self._keep([version for version in self._persisted if version.iteration in wanted], self._kept)
 
     def drop(self, window_start: int) -> None:
         """Drop every window, persisted or in flight, with this start: it is damaged."""
-        kept = [window for window in self._windows if window.start != window_start]
-        assert len(kept) < len(self._windows), f"no window starts at iteration {window_start}"
-        self._hold(kept)
+        window = self._in_flight if self._in_flight and self._in_flight.start != window_start else None
+        kept = [snapshot for snapshot in self._kept if snapshot.header.window_start != window_start]
+        versions = [version for version in self._persisted if version.iteration != window_start]
+        assert (window, versions) != (self._in_flight, self._persisted), f"no window starts at iteration {window_start}"
+        self._hold(window, versions, kept)
 
     def bytes_by_role(self) -> dict[str, int]:
         """Return the bytes of full state, of compute weights of frozen operators, and of module buffers."""
         totals = dict.fromkeys(BYTES_OF_ROLE.values(), 0)
-        for snapshot in _snapshots(self._windows):
+        for snapshot in self.snapshots():
             for part in snapshot.header.parts:
                 totals[BYTES_OF_ROLE[part.key.role]] += part.nbytes
         return totals
 
-    def _hold(self, windows: list[Window]) -> None:
-        """Keep exactly these windows, and release the buffers of all snapshots that are in none of them."""
-        kept = {id(snapshot.payload) for snapshot in _snapshots(windows)}
-        gone = [snapshot for snapshot in _snapshots(self._windows) if id(snapshot.payload) not in kept]
-        self._windows = windows
-        for snapshot in gone:
+    def _land(self, window: Window, versions: Collection[Version]) -> None:
+        """Take the window in flight to the persisted ones, of which these versions stay."""
+        others = [snapshot for snapshot in self._kept if snapshot.header.version != window.version]
+        self._keep(versions, [*others, *window.snapshots])
+
+    def _keep(self, versions: Collection[Version], among: Sequence[Snapshot]) -> None:
+        needed = {id(snapshot) for version in versions for snapshot in needed_for(among, version)}
+        self._hold(None, versions, [snapshot for snapshot in among if id(snapshot) in needed])
+
+    def _hold(self, in_flight: Window | None, versions: Iterable[Version], kept: list[Snapshot]) -> None:
+        """Keep exactly these snapshots, and release the buffers of all others."""
+        before = self.snapshots()
+        self._in_flight, self._persisted, self._kept = in_flight, sorted(set(versions), reverse=True), kept
+        stay = {id(snapshot.payload) for snapshot in self.snapshots()}
+        for snapshot in before:
+            if id(snapshot.payload) in stay:
+                continue
             if self._daemon:
                 self._daemon.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
 
 
 def group_windows(snapshots: Iterable[Snapshot]) -> list[Window]:
-    """Return windows that together hold all these snapshots, each slot at most once in a window."""
-    groups: dict[tuple[int, int, int], dict[int, Snapshot]] = {}
+    """Return sparse windows that together hold all these snapshots, each slot at most once in a window."""
+    groups: dict[tuple[Version, int, int], dict[int, Snapshot]] = {}
     for snapshot in snapshots:
         header, copy = snapshot.header, 0
-        while header.slot in groups.setdefault((header.window_start, header.num_slots, copy), {}):
+        while header.slot in groups.setdefault((header.version, header.num_slots, copy), {}):
             copy += 1
-        groups[header.window_start, header.num_slots, copy][header.slot] = snapshot
+        groups[header.version, header.num_slots, copy][header.slot] = snapshot
     return [
-        Window(
-            start=start, num_slots=num, state=WindowState.PERSISTED, snapshots=tuple(slots[k] for k in sorted(slots))
-        )
-        for (start, num, _), slots in groups.items()
+        Window(version=version, num_snapshots=num_slots, snapshots=tuple(slots[k] for k in sorted(slots)))
+        for (version, num_slots, _), slots in groups.items()
     ]
 
 
 def _total(buffers: Iterable[torch.Tensor]) -> int:
     return sum(buffer.numel() for buffer in buffers)
-
-
-def _snapshots(windows: Iterable[Window]) -> list[Snapshot]:
-    return [snapshot for window in windows for snapshot in window.snapshots]

@@ -50,9 +50,9 @@ def flip_a_byte(stores: TierStores) -> None:
     snapshot.payload[snapshot.header.payload_bytes // 2] ^= 1
 
 
-def lose_a_slot(stores: TierStores) -> None:
-    window = _newest(stores)
-    object.__setattr__(window, "snapshots", window.snapshots[:1] + window.snapshots[2:])
+def repeat_a_slot(stores: TierStores) -> None:
+    first, second, _ = _newest(stores).snapshots
+    object.__setattr__(second, "header", replace(second.header, full=first.header.full))
 
 
 def make_foreign(stores: TierStores) -> None:
@@ -66,7 +66,7 @@ def make_foreign(stores: TierStores) -> None:
     [
         (flip_a_byte, "rank 1's snapshot of iteration 8 .*checksum"),
         (make_foreign, "iteration 9 .*another"),
-        (lose_a_slot, "slot"),
+        (repeat_a_slot, "whole 2 times, wanted once in a window"),
     ],
 )
 def test_a_damaged_window_is_refused_and_an_older_one_used(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.engine.disk_writes import DiskWindows, Role
-from moe_ckpt.engine.snapshot_stores import NOTHING
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, WindowPersisted, read_events
 from moe_ckpt.replication.publisher import NoCopies, Publisher
@@ -20,14 +19,16 @@ from tests.waits import WAIT_S
 class Disk:
     """Windows on their way to a disk that is as fast as the test says."""
 
-    def __init__(self, folder: Path, newest: int = NOTHING, *, strict: bool = False, copy_s: float = WAIT_S) -> None:
+    def __init__(
+        self, folder: Path, newest: int | None = None, *, strict: bool = False, copy_s: float = WAIT_S
+    ) -> None:
         self.path = folder / "events.jsonl"
         self.events = EventLog(self.path, global_rank=0, clock_origin_unix_s=0.0)
         publisher = Publisher(BlobFolder(folder / "own", pinned=False), NoCopies(), copy_s, lambda _: None)
         self.windows = DiskWindows(newest, publisher, self.events, strict=strict)
 
     @property
-    def roles(self) -> tuple[int, int, int]:
+    def roles(self) -> tuple[int | None, int | None, int | None]:
         snapshot, persist, recovery = (self.windows.start_of(role) for role in Role)
         return snapshot, persist, recovery
 
@@ -49,21 +50,21 @@ class Disk:
 def test_windows_are_taken_then_written_then_there(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.windows.finish()
-    assert (disk.roles, disk.is_busy) == ((NOTHING, NOTHING, NOTHING), (False, False))
+    assert (disk.roles, disk.is_busy) == ((None, None, None), (False, False))
     disk.windows.begin(4, to_disk=True)
-    assert disk.roles == (4, NOTHING, NOTHING)
+    assert disk.roles == (4, None, None)
     done: Future[None] = Future()
     disk.windows.set_out(done)
-    assert (disk.roles, disk.is_busy) == ((NOTHING, 4, NOTHING), (True, True))
+    assert (disk.roles, disk.is_busy) == ((None, 4, None), (True, True))
     done.set_result(None)
     assert disk.is_busy == (True, False), "it is there, and not noted yet"
     disk.windows.finish()
-    assert (disk.roles, disk.is_busy) == ((NOTHING, NOTHING, 4), (False, False))
+    assert (disk.roles, disk.is_busy) == ((None, None, 4), (False, False))
     disk.set_out(6)
     disk.windows.begin(8, to_disk=True)
     assert disk.roles == (8, 6, 4)
     disk.windows.begin(9, to_disk=False)
-    assert disk.roles == (NOTHING, 6, 4), "a window that has not set out gives way to one that is not for the disk"
+    assert disk.roles == (None, 6, 4), "a window that has not set out gives way to one that is not for the disk"
     (persisted,) = disk.told()
     assert isinstance(persisted, WindowPersisted)
     assert persisted.window_start == 4
@@ -89,8 +90,8 @@ def test_a_window_that_is_lost_leaves_the_one_before_it(
             disk.windows.finish()
     else:
         disk.windows.finish()
-    assert disk.roles == (NOTHING, NOTHING, 2)
+    assert disk.roles == (None, None, 2)
     disk.set_out(6).set_result(None)
     disk.windows.finish()
-    assert disk.roles == (NOTHING, NOTHING, 6)
+    assert disk.roles == (None, None, 6)
     assert disk.told()[0] == CheckpointFailed(iteration=4, reason=reason)

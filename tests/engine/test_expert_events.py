@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_ckpt.engine.expert_events import ExpertEvents
 from moe_ckpt.events import EventLog, ExpertPopularity, ExpertsOrdered
-from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, PartialPlan, SlotPlan
+from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, SlotPlan, UnitPlan
 from tests.training import events_of
 
 BLOCK, EXPERT = OperatorKind.BLOCK, OperatorKind.EXPERT
@@ -21,6 +21,7 @@ OPERATORS = [
 ]
 BYTES = np.ones((1, len(OPERATORS)), np.int64)
 NAMES = ["layer 3", "mtp 0 layer 0"]
+EXPERTS = tuple(UnitPlan(name=str(OPERATORS[position]), full=(position,)) for position in (1, 2, 4))
 
 
 class Told:
@@ -36,7 +37,8 @@ class Told:
         if counts:
             self.of.measured(np.array(counts, np.float64))
         for slot, full in enumerate(slots):
-            self.of.took(SlotPlan(window_start=start, slot=slot, num_slots=len(slots), full=full, compute=()))
+            plan = SlotPlan(window_start=start, slot=slot, num_slots=len(slots), units=(UnitPlan(full=full),))
+            self.of.took(plan)
 
     def popularity(self) -> dict[int, list[list[float]]]:
         events = events_of(self._folder, ExpertPopularity)
@@ -80,7 +82,7 @@ def test_partial_snapshots_have_no_order(tmp_path: Path) -> None:
     told = Told(tmp_path)
     for iteration in (0, 1):
         told.of.measured(np.array([1.0, 2.0, 3.0, 0.123456789]))
-        told.of.took(PartialPlan(iteration=iteration, units=(), checkpoint=()))
+        told.of.took(SlotPlan(window_start=iteration, units=EXPERTS))
     assert (told.popularity(), told.orders()) == ({1: [[1, 2], [3, 0.123457]]}, {})
 
 
@@ -88,7 +90,7 @@ def test_a_long_run_tells_of_a_window_in_a_thousandth_of_it(tmp_path: Path) -> N
     told = Told(tmp_path)
     for iteration in range(4000):
         told.window(iteration, 1, 1, 1, 1, slots=())
-        told.of.took(PartialPlan(iteration=iteration, units=(), checkpoint=()))
+        told.of.took(SlotPlan(window_start=iteration, units=EXPERTS))
     iterations = list(told.popularity())
     assert iterations[:1000] == list(range(1, 1001))
     assert 1000 < len(iterations) < 2500

@@ -98,7 +98,7 @@ class Copied:
             keys = BlobFolder(self._job.memory(1 - rank) / "held" / f"rank{rank:04d}").keys()
             places = [key.split("-")[1:3] for key in keys if key.startswith("snapshot-")]
             slots = [int(slot) for start, slot in places if int(start) == windows[0].start]
-            assert sorted(slots) == list(range(windows[0].num_slots)), (rank, iteration, windows[0].start)
+            assert sorted(slots) == list(range(windows[0].num_snapshots)), (rank, iteration, windows[0].start)
             self.num_seen += 1
 
 

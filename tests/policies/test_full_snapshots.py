@@ -12,7 +12,7 @@ import pytest
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
 from moe_ckpt.policies.stage_profile import StageProfile
-from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan
+from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan, UnitPlan
 from tests.policies.profiles import NOTHING, config, equal, nothing_yet, profile, unasked
 
 
@@ -40,7 +40,7 @@ def measuring(
 
 
 def everything_at(iteration: int) -> SlotPlan:
-    return SlotPlan(window_start=iteration, slot=0, num_slots=1, full=(0, 1, 2), compute=())
+    return SlotPlan(window_start=iteration, units=(UnitPlan(full=(0, 1, 2)),))
 
 
 def taken(policy: WholeSnapshots, iterations: range, measure: Callable[[], Measured]) -> list[int]:

@@ -17,7 +17,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_schedule import fitting_window, fixed_order, order_operators
-from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan, WindowChoice
+from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan, UnitPlan, WindowChoice
 from tests.policies.profiles import NOTHING, config, equal, nothing_yet, profile, unasked
 
 
@@ -67,7 +67,7 @@ class Measurements:
 
 
 def slots_of(plans: Sequence[SnapshotPlan]) -> list[SlotPlan]:
-    slots = [plan.sparse for plan in plans if isinstance(plan.sparse, SlotPlan)]
+    slots = [plan.sparse for plan in plans if plan.sparse]
     assert len(slots) == len(plans)
     return slots
 
@@ -123,7 +123,7 @@ def popularity_for(stage: StageProfile, seed: int) -> list[float]:
 @pytest.mark.parametrize("iteration", [0, 40])
 def test_the_first_plan_takes_everything(window: int | str, iteration: int) -> None:
     policy = SparseWindows(moevement(window=window), [equal(6)], 0)
-    everything = SlotPlan(window_start=iteration, slot=0, num_slots=1, full=(0, 1, 2, 3, 4, 5), compute=())
+    everything = SlotPlan(window_start=iteration, units=(UnitPlan(full=(0, 1, 2, 3, 4, 5)),))
     assert policy.plan(iteration, nothing_yet) == SnapshotPlan(sparse=everything)
 
 

@@ -14,7 +14,7 @@ from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.partial import MoeStage
 from moe_ckpt.policies.stage_profile import StageProfile
-from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorId, OperatorKind, OperatorTable, PartialPlan
+from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorId, OperatorKind, OperatorTable
 from tests.policies.profiles import config
 
 
@@ -68,7 +68,7 @@ def test_the_first_snapshot_takes_everything_everywhere(make: Callable[[], Parti
     plan = make().plan(0, measuring())
     assert plan.experts is not None
     assert plan.experts.memory == EVERYTHING
-    assert isinstance(plan.sparse, PartialPlan)
+    assert plan.sparse is not None
     assert [unit.name for unit in plan.sparse.units] == [unit.name for unit in plan.sparse.checkpoint]
     core = plan.sparse.units[0]
     assert (core.name, core.full) == (CORE, (0, 5)), "all that is no expert"

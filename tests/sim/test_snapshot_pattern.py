@@ -70,7 +70,7 @@ def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str],
     asked = [
         (iteration, plan.sparse.slot, plan.sparse.num_slots, *describe(plan.sparse), plan.to_disk)
         for iteration, plan in enumerate(plans)
-        if isinstance(plan.sparse, SlotPlan)
+        if plan.sparse
     ]
     told = [
         (take.offset, take.slot, take.num_slots, take.size_bytes, take.stall_s, take.to_disk)

@@ -9,7 +9,7 @@ import torch
 
 from moe_ckpt.snapshot.codec import PartKey, ShardIdentity, Snapshot, SnapshotHeader, layout_parts
 from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory, SnapshotPublisher
-from moe_ckpt.types import ParallelLayout, RunIdentity
+from moe_ckpt.types import ParallelLayout, RunIdentity, Version
 
 IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1))
 SHARD = ShardIdentity(global_rank=3, pp_rank=0, tp_rank=0, ep_rank=1, etp_rank=0, dp_rank=3)
@@ -69,7 +69,7 @@ def take_window(
     *,
     daemon: SnapshotPublisher | None = None,
 ) -> None:
-    memory.begin(start, num_slots)
+    memory.begin(Version(lineage=0, iteration=start), num_slots)
     for slot in range(num_slots):
         snapshot = snapshot_of(buffers, (start, slot, num_slots))
         if daemon:

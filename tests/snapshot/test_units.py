@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import Snapshot, UnitTag
-from moe_ckpt.snapshot.units import StorageLevel, UnitMemory, compose, name_of, without_torn
-from moe_ckpt.snapshot.windows import HostBuffers
+from moe_ckpt.snapshot.units import StorageLevel, compose, needed_for, without_torn
+from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
 from moe_ckpt.types import CORE, Version
-from tests.snapshot.samples import HEADER, pool
+from tests.snapshot.samples import HEADER, pool, snapshot_of
 
 NAMES = (CORE, "a", "b", "c")
 
@@ -51,7 +51,7 @@ class Rank:
     dropped: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.memory = UnitMemory(self.buffers, self)
+        self.memory = SnapshotMemory(self.buffers, 1, self)
 
     def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
         raise AssertionError("the engine adds")
@@ -77,7 +77,7 @@ class Rank:
         return all_said(self.memory.snapshots())
 
     def composed(self, iteration: int, lineage: int = 0) -> set[str]:
-        return all_said(self.memory.checkpoint(at(iteration, lineage)))
+        return all_said(compose(self.memory.snapshots(), at(iteration, lineage)))
 
     def starts(self) -> list[int]:
         return [window.start for window in self.memory.windows()]
@@ -91,7 +91,7 @@ def rank() -> Rank:
 
 
 def said(snapshot: Snapshot) -> str:
-    return f"{name_of(snapshot)}@{snapshot.header.iteration}"
+    return f"{snapshot.header.name}@{snapshot.header.iteration}"
 
 
 def all_said(snapshots: Iterable[Snapshot]) -> set[str]:
@@ -129,6 +129,15 @@ def test_a_unit_of_the_version_that_is_missing_makes_no_checkpoint() -> None:
     assert all_said(compose(FIRST, at(0))) == {"core@0", "a@0", "b@0", "c@0"}
     for missing in FIRST:
         assert compose([each for each in FIRST if each is not missing], at(0)) == ()
+
+
+def test_an_older_slot_does_not_stand_in_for_a_missing_one() -> None:
+    (first, second), (third, fourth) = (
+        [snapshot_of(pool(), (start, slot, 2)) for slot in range(2)] for start in (1, 3)
+    )
+    assert compose([fourth, third, second, first], at(3)) == (third, fourth)
+    assert compose([first, second, third], at(3)) == ()
+    assert {id(each) for each in needed_for([first, second, third], at(3))} == {id(third)}
 
 
 FIRST = [unit(name, 0) for name in NAMES]

@@ -24,6 +24,7 @@ from moe_ckpt.snapshot.windows import (
     PrivateMemory,
     SnapshotMemory,
 )
+from moe_ckpt.types import Version
 from tests.replication.blobs import KIB
 from tests.snapshot.samples import Piece, persist_window, piece, pool, snapshot_of, starts_of, take_window
 from tests.waits import WAIT_S
@@ -185,7 +186,7 @@ def test_threads_never_share_a_buffer() -> None:
 
 def add_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, slots: Sequence[Sequence[Piece]]) -> None:
     """Take a window of these slots without confirming it."""
-    memory.begin(start, len(slots))
+    memory.begin(Version(lineage=0, iteration=start), len(slots))
     for slot, pieces in enumerate(slots):
         memory.add(snapshot_of(buffers, (start, slot, len(slots)), pieces))
 
@@ -217,7 +218,7 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
         elif name == "take":
             take_window(memory, buffers, *starts)
         elif name == "begin":
-            memory.begin(starts[0], 2)
+            memory.begin(Version(lineage=0, iteration=starts[0]), 2)
         elif name == "add":
             memory.add(snapshot_of(buffers, (starts[0], 0, 2)))
         elif name == "keep_only":
@@ -255,11 +256,11 @@ def test_after_a_script(keep_windows: int, script: str, starts: list[int], in_fl
 def test_a_snapshot_of_the_same_slot_is_replaced() -> None:
     buffers = pool()
     memory = SnapshotMemory(buffers, 1)
-    memory.begin(1, 2)
+    memory.begin(Version(lineage=0, iteration=1), 2)
     old, new = snapshot_of(buffers, (1, 0, 2)), snapshot_of(buffers, (1, 0, 2))
     for snapshot in (old, new):
         memory.add(snapshot)
-    assert (in_flight(memory), memory.complete, buffers.in_use_bytes) == ((new,), False, 1000)
+    assert (in_flight(memory), buffers.in_use_bytes) == ((new,), 1000)
     assert buffers.acquire(1000) is old.payload
     memory.add(Snapshot(header=replace(new.header, checksum=1), payload=new.payload))
     assert buffers.in_use_bytes == 2000, "the same buffer under another header"
@@ -272,7 +273,7 @@ MISNUMBERED = [((1, 1, 2), {"iteration": 1}), ((1, 1, 2), {"window_start": 0})]
 @pytest.mark.parametrize(("place", "wrong"), [*ELSEWHERE, *MISNUMBERED])
 def test_a_snapshot_that_does_not_belong_is_a_bug(place: tuple[int, int, int], wrong: dict[str, int]) -> None:
     memory, snapshot = SnapshotMemory(pool(), 1), snapshot_of(pool(), place)
-    memory.begin(1, 2)
+    memory.begin(Version(lineage=0, iteration=1), 2)
     with pytest.raises(AssertionError):
         memory.add(Snapshot(header=replace(snapshot.header, **wrong), payload=snapshot.payload))
     assert num_held(memory) == 0
