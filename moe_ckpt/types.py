@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, IntEnum
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -128,10 +129,7 @@ class SlotPlan:
     compute: tuple[int, ...]
     pause_iters: int = 0
 
-    @property
-    def has_start(self) -> bool:
-        """Whether the snapshot has the start of the next iteration; if not, a step log has."""
-        return False
+    has_start: ClassVar[bool] = False  # of the next iteration, which is in the step log
 
     @property
     def period_iters(self) -> int:
@@ -188,30 +186,15 @@ class PartialPlan:
     checkpoint: tuple[UnitPlan, ...]
     facts: tuple[float, ...] = ()
 
-    @property
-    def has_start(self) -> bool:
-        """Whether the snapshot has the start of the next iteration: the core has it."""
-        return True
-
-    @property
-    def pause_iters(self) -> int:
-        return 0
-
-    @property
-    def period_iters(self) -> int:
-        return 1
+    has_start: ClassVar[bool] = True  # of the next iteration, which the core has
+    pause_iters: ClassVar[int] = 0
+    period_iters: ClassVar[int] = 1
+    slot: ClassVar[int] = 0
+    num_slots: ClassVar[int] = 1
 
     @property
     def window_start(self) -> int:
         return self.iteration
-
-    @property
-    def slot(self) -> int:
-        return 0
-
-    @property
-    def num_slots(self) -> int:
-        return 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
