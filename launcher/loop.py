@@ -62,11 +62,7 @@ class StageRunner:
         return self._forward_backward(draw, forward_only=True)
 
     def _forward_backward(
-        self,
-        draw: Callable[[int], torch.Tensor],
-        *,
-        forward_only: bool = False,
-        num_micro_batches: int | None = None,
+        self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False, num_micro_batches: int | None = None
     ) -> list[torch.Tensor]:
         """Run Megatron's schedule over all micro-batches; return their losses on the last stage, else nothing."""
         outputs = self._schedule(

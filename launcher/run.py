@@ -22,12 +22,7 @@ from launcher.data import Batches, TokenSource, open_source
 from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.loop import MegatronLoop, StageRunner
 from launcher.model import build_training
-from launcher.parallel import (
-    choose_device,
-    form_groups,
-    join_job,
-    leave_job,
-)
+from launcher.parallel import choose_device, form_groups, join_job, leave_job
 from launcher.parameters import padded_vocab_size
 from launcher.training import Log, TrainingJob
 from moe_ckpt.attach import TrainingLoop, attach
@@ -88,10 +83,7 @@ def run(
 
 
 def run_supervised(
-    settings: Settings,
-    worker: Worker,
-    *,
-    around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
+    settings: Settings, worker: Worker, *, around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks
 ) -> dict[str, Any]:
     """Train as `run` does, as one of the lives of a rank that others of which may follow, and outlive others' deaths.
 

@@ -133,11 +133,7 @@ def _attached(
         tied_gradient_bytes=stage.tied_gradient_bytes,
         boost=boost,
         mirror=mirror,
-        notes=[
-            *([boost.note] if boost else []),
-            *([mirror.note()] if mirror else []),
-            *_notes(ckpt, state),
-        ],
+        notes=[*([boost.note] if boost else []), *([mirror.note()] if mirror else []), *_notes(ckpt, state)],
     )
 
 

@@ -243,10 +243,7 @@ def run_elastic(
         max_deaths=runtime.max_deaths,
         stop_save_s=runtime.stop_save_s,
         sick=SickPlaceRules(
-            deaths=runtime.sick_deaths,
-            within_s=runtime.sick_within_s,
-            health=runtime.health,
-            health_s=runtime.health_s,
+            deaths=runtime.sick_deaths, within_s=runtime.sick_within_s, health=runtime.health, health_s=runtime.health_s
         ),
     )
     hooks = SupervisorHooks(

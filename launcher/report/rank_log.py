@@ -22,25 +22,15 @@ import orjson
 from numpy.typing import NDArray
 
 from launcher.report.columns import KEYS, Columns, join
-from moe_ckpt.events import KINDS, Event, EventsLost, RunFinished
+from moe_ckpt.events import KINDS, Event, EventsLost, HostMemoryUsed, RunFinished, WindowReplicated
 
 _COMMITTED = ("t_s", "iteration", "seconds", "stall_s", "loss", "sent_activation_bytes", "sent_gradient_bytes")
-_MEMORY = (
-    "t_s",
-    "full_bytes",
-    "compute_bytes",
-    "buffer_bytes",
-    "boundary_log_bytes",
-    "step_log_bytes",
-    "allocated_bytes",
-    "double_buffered_dense_bytes",
-)
 _TABLES = {
     "IterationCommitted": _COMMITTED,
     "SnapshotTaken": ("t_s", "iteration", "size_bytes", "copy_s"),
-    "HostMemoryUsed": _MEMORY,
+    "HostMemoryUsed": ("t_s", *(field.name for field in fields(HostMemoryUsed))),
     "WindowChosen": ("t_s", "iteration", "num_slots"),
-    "WindowReplicated": ("t_s", "window_start", "size_bytes", "num_peers", "seconds", "span_s", "ago_s"),
+    "WindowReplicated": ("t_s", *(field.name for field in fields(WindowReplicated))),
     "IntervalChosen": ("t_s", "iteration", "every_iters"),
 }
 _MEMBERS: Mapping[str, set[type]] = {"list[str]": {str}, "list[int]": {int}, "list[float]": {int, float}}

@@ -29,14 +29,7 @@ from moe_ckpt.durable.checkpoint_folder import (
     verify_files,
 )
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    CheckpointSkipped,
-    EventLog,
-    StateResharded,
-    StateResumed,
-)
+from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, EventLog, StateResharded, StateResumed
 from moe_ckpt.ports import DurableState
 from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
