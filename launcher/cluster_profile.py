@@ -75,6 +75,7 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
         "disk_read_bytes_per_s": [saved[0].size_bytes / event.seconds for event in loaded if saved],
         "flops_per_s": [_flops_per_s(run, cluster) for run in runs],
     }
+    # a disk's speed is no constant: the same checkpoint has taken 2.7 s and 6.5 s within an hour
     found = {name: f"{statistics.median(values):.3g}" for name, values in measured.items() if values}
     if stalls:
         found["interference"] = "0.0"  # in take_s: what overlaps cannot be told from what does not

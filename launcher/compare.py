@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
-from launcher.config import CONF_DIR, Settings, compose_settings
+from launcher.config import CONF_DIR, compose_settings
 from launcher.faults.outside import strike_from_outside
+from launcher.output_folder import log_of, make_output_folder
 from launcher.proc import end_job
 from launcher.report.__main__ import main as report
 from launcher.report.facts import gather
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     try:
         variants = plan_variants(options.what, options.ranks)
-        folder = _folder(options.output)
+        folder = make_output_folder(options.output, "compare")
+        there = sorted(path.parent.name for path in folder.glob("*/run.json"))
+        require(not there, "-o", f"{folder} with {', '.join(there)}", "a folder without runs")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return _FAILED
@@ -95,7 +97,8 @@ def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
 
 def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
     settings = compose_settings(overrides)
-    _require_kills(settings)
+    wanted = "at, poisson, trace or none: kills, which every policy can be put to"
+    require(not settings.fault.losses, "fault.kind", settings.fault.kind, wanted)
     if wants_supervisor(settings.ckpt, settings.runtime):
         return Variant(name=name, overrides=tuple(overrides), kills=())
     kills = settings.fault.kills(world_size)
@@ -106,27 +109,10 @@ def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
     return Variant(name=name, overrides=(*without, "fault=none"), kills=kills)
 
 
-def _require_kills(settings: Settings) -> None:
-    wanted = "at, poisson, trace or none: kills, which every policy can be put to"
-    require(not settings.fault.losses, "fault.kind", settings.fault.kind, wanted)
-
-
-def _folder(wanted: Path | None) -> Path:
-    """Return a folder for all runs; raises ConfigError where it cannot be made, or there are runs in it."""
-    folder = wanted or Path("outputs") / f"{datetime.now():%Y-%m-%d}" / f"{datetime.now():%H-%M-%S}-compare"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"-o: got {str(folder)!r}, wanted a folder that can be written ({error})") from error
-    there = sorted(path.parent.name for path in folder.glob("*/run.json"))
-    require(not there, "-o", f"{folder} with {', '.join(there)}", "a folder without runs")
-    return folder.resolve()
-
-
 def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path:
     """Run one variant to its end, good or bad, and return its run folder."""
     run = folder / variant.name
-    log = _log_of(run)
+    log = log_of(run)
     print(f"{variant.name}: {' '.join(variant.overrides)}; log: {log}", flush=True)
     until_s = time.monotonic() + limit_s
     outcome = run_job(variant, run, num_ranks, lambda: time.monotonic() < until_s)
@@ -148,7 +134,7 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
     """
     command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={num_ranks}"]
     command += [f"--max-restarts={len(variant.kills)}", str(_TRAIN), *variant.overrides, f"run.dir={run}"]
-    with _log_of(run).open("w") as output:
+    with log_of(run).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             left = strike_from_outside(
@@ -165,10 +151,6 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
             was_stopped = process.poll() is None
             end_job(process)
     return JobOutcome(status=process.returncode, was_stopped=was_stopped, left=left)
-
-
-def _log_of(run: Path) -> Path:
-    return run.with_name(f"{run.name}.log")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -31,6 +31,7 @@ from moe_ckpt.config import (
     RuntimeConfig,
     require,
     require_at_least,
+    require_auto,
     require_choice,
 )
 from moe_ckpt.errors import ConfigError
@@ -137,9 +138,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            degree = getattr(self, field.name)
-            valid = degree == AUTO or (isinstance(degree, int) and degree >= 1)
-            require(valid, f"parallel.{field.name}", degree, "auto or a number of at least 1")
+            require_auto(f"parallel.{field.name}", getattr(self, field.name), 1, "a number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +252,7 @@ class TrainConfig:
             require_at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("seed", "lr", "min_lr", "weight_decay", "clip_grad", "eval_every_iters"):
             require_at_least(f"train.{name}", getattr(self, name), 0)
+        # SGD's state is saved by Megatron, and cannot be loaded: its `init_state_fn` is None
         require_choice("train.optimizer", self.optimizer, ["adam"])
         require_choice("train.lr_schedule", self.lr_schedule, ["constant", "linear", "cosine"])
         require_choice("train.recompute", self.recompute, ["none", "selective", "full"])
@@ -343,6 +343,7 @@ def compose_as(
     """
     bare = (group_choice_without_plus(argument, groups) for argument in arguments)
     overrides = [_choice_as_text(argument, groups) for argument in bare]
+    # Hydra keeps one configuration a process, and refuses a second one: compare and the simulator compose many
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -410,20 +411,13 @@ def to_settings(config: DictConfig) -> Settings:
     """Convert a composed configuration; raises ConfigError naming the first key that is wrong."""
     composed_yaml = OmegaConf.to_yaml(config)
     require_complete(config, sorted(_KINDS))
-    policy = choice_of(config, "ckpt.policy", CKPT_CONFIGS)
-    kind = choice_of(config, "fault.kind", FAULT_CONFIGS)
-    return Settings(
-        ckpt=section_of(config, "ckpt", CKPT_CONFIGS[policy]),
-        runtime=section_of(config, "runtime", RuntimeConfig),
-        model=section_of(config, "model", ModelConfig),
-        parallel=section_of(config, "parallel", ParallelConfig),
-        precision=section_of(config, "precision", PrecisionConfig),
-        data=section_of(config, "data", DataConfig),
-        train=section_of(config, "train", TrainConfig),
-        fault=section_of(config, "fault", FAULT_CONFIGS[kind]),
-        run=section_of(config, "run", RunConfig),
-        composed_yaml=composed_yaml,
-    )
+    chosen = {
+        **_KINDS,
+        "ckpt": CKPT_CONFIGS[choice_of(config, "ckpt.policy", CKPT_CONFIGS)],
+        "fault": FAULT_CONFIGS[choice_of(config, "fault.kind", FAULT_CONFIGS)],
+    }
+    sections: dict[str, Any] = {name: section_of(config, name, cast("Any", kind)) for name, kind in chosen.items()}
+    return Settings(**sections, composed_yaml=composed_yaml)
 
 
 def require_complete(config: DictConfig, keys: Sequence[str]) -> None:
@@ -485,15 +479,12 @@ def _explain(message: str, kinds: Kinds) -> str:
     chosen = kinds.get(group) if group else None
     if isinstance(chosen, Mapping):
         keys = "; ".join(f"{_names(kind)} ({group}={choice})" for choice, kind in chosen.items())
-    else:
-        keys = _names(chosen) if chosen else _names_at_the_top(kinds)
+    elif chosen:
+        keys = _names(chosen)
+    else:  # the groups, and the keys of the section without a name, which belong to no group
+        loose = [field.name for field in fields(cast("Any", kinds[""]))] if "" in kinds else []
+        keys = ", ".join(sorted([*filter(None, kinds), *loose]))
     return f"{missing[1]}: no such setting, wanted one of the keys {keys}{_closest(missing[1], kinds)}"
-
-
-def _names_at_the_top(kinds: Kinds) -> str:
-    """Return the groups, and the keys of the section without a name, which belong to no group."""
-    loose = [field.name for field in fields(cast("Any", kinds[""]))] if "" in kinds else []
-    return ", ".join(sorted([*filter(None, kinds), *loose]))
 
 
 def _closest(missing: str, kinds: Kinds) -> str:

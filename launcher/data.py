@@ -75,6 +75,7 @@ class FlatText:
 
     def _window(self, part: int, number: int) -> Tokens:
         tokens = self._parts[part]
+        # Philox is addressed by a counter: a sample needs none of those before it, so there is no state to save
         draw = np.random.Philox(key=self._seed, counter=[number, part, 0, 0]).random_raw()
         start = int(draw) % (len(tokens) - self._length + 1)
         return tokens[start : start + self._length]
@@ -118,7 +119,8 @@ def _require_documents(prefix: str, eval_fraction: float) -> None:
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise DataError(f"data.path: got {prefix!r}, wanted the prefix of a .bin and .idx file")
-    num_tokens = np.array(_sequence_lengths(prefix))
+    dataset = IndexedDataset(prefix)
+    num_tokens = np.array(dataset.sequence_lengths)  # a copy: it is a view into a file that closes with the dataset
     num_kept = round(len(num_tokens) * (1 - eval_fraction))
     for part, tokens in (("training", num_tokens[:num_kept]), ("held-out", num_tokens[num_kept:])):
         if tokens.sum() == 0:
@@ -126,11 +128,6 @@ def _require_documents(prefix: str, eval_fraction: float) -> None:
                 f"data.eval_fraction: got {eval_fraction}, which leaves no {part} text in the {len(num_tokens)} "
                 f"documents of {prefix!r}"
             )
-
-
-def _sequence_lengths(prefix: str) -> list[int]:
-    dataset = IndexedDataset(prefix)
-    return dataset.sequence_lengths.tolist()  # a copy: the array is a view into a file that closes with the dataset
 
 
 def _with_target(sample: dict[str, torch.Tensor]) -> Tokens:
@@ -169,6 +166,7 @@ def split_files(files: Iterable[Path], held_out_fraction: float) -> tuple[list[P
     """Return (kept, held out), decided file by file from the file's name alone."""
     kept, held_out = [], []
     for path in files:
+        # by name alone, so that files which come or go with another Python move no other file to the other side
         fate = zlib.crc32("/".join(path.parts[-2:]).encode()) / 2**32
         (held_out if fate < held_out_fraction else kept).append(path)
     return kept, held_out

@@ -88,8 +88,9 @@ def _inject_fault(folder: Path) -> None:
 def _compare(alone: Path, killed: Path) -> int:
     results = [json.loads((folder / "result.json").read_text()) for folder in (alone, killed)]
     console.print(_costs(killed))
+    started = (event for rank in range(RANKS) for event in _events(killed, rank) if isinstance(event, TrainerStarted))
     table = Table("", "left alone", "killed twice")
-    table.add_row("processes started", str(RANKS), str(sum(len(_lives(killed, rank)) for rank in range(RANKS))))
+    table.add_row("processes started", str(RANKS), str(sum(1 for _ in started)))
     table.add_row("wall time, seconds", *(f"{result['wall_s']:.0f}" for result in results))
     table.add_row("evaluation loss", *(f"{result['eval_loss']:.10f}" for result in results))
     table.add_row("digest of the whole state", *(result["digest"][:16] for result in results))
@@ -125,10 +126,6 @@ def _costs(killed: Path) -> Table:
 
 def _ranks(of_rank: Iterable[tuple[int, Rejoined]]) -> str:
     return ", ".join(str(rank) for rank, _ in of_rank) or "none"
-
-
-def _lives(folder: Path, rank: int) -> list[TrainerStarted]:
-    return [event for event in _events(folder, rank) if isinstance(event, TrainerStarted)]
 
 
 if __name__ == "__main__":

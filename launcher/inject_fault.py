@@ -74,7 +74,8 @@ def _inject(options: argparse.Namespace, run: Path) -> int:
         return 0
     if options.mtbf is not None or options.trace is not None:
         _say(f"{len(kills)} faults, seed {options.seed}")
-    done = carry_out(kills, run, ranks_per_node=_ranks_per_node(run), say=_say, patience_s=_PATIENCE_S)
+    ranks_per_node = max(Counter(worker.node for worker in read_written(run)).values(), default=1)
+    done = carry_out(kills, run, ranks_per_node=ranks_per_node, say=_say, patience_s=_PATIENCE_S)
     return 0 if done else _FAILED
 
 
@@ -105,7 +106,8 @@ def _check_combination(options: argparse.Namespace) -> None:
     planned = options.mtbf is not None or options.trace is not None
     for name in ("rank", "at_iteration", "phase"):
         got = getattr(options, name)
-        require(got is None or not planned, _flag(name), got, "nothing beside --mtbf or --trace, which choose")
+        flag = "--" + name.replace("_", "-")
+        require(got is None or not planned, flag, got, "nothing beside --mtbf or --trace, which choose")
     require(options.count is None or options.mtbf is not None, "--count", options.count, "--mtbf beside it")
     require(options.speedup is None or options.trace is not None, "--speedup", options.speedup, "--trace beside it")
 
@@ -127,10 +129,6 @@ def _wait_for_live(run: Path) -> list[LiveWorker]:
     while not (live := read_live(run)) and is_running(read_written(run)) and time.monotonic() < deadline_s:
         time.sleep(LOOK_EVERY_S)
     return live
-
-
-def _ranks_per_node(run: Path) -> int:
-    return max(Counter(worker.node for worker in read_written(run)).values(), default=1)
 
 
 def _say(message: str) -> None:
@@ -204,10 +202,6 @@ def _duration_s(text: str) -> float:
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number above 0 with its unit: 30s, 5m, 1h")
     return float(match[1]) * _UNITS_S[match[2]]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 if __name__ == "__main__":

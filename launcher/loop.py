@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,6 +28,7 @@ from moe_ckpt.megatron.step import (
     clear_gradients,
     finish_gradients,
     gather_parameters,
+    mean_over_job,
 )
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import Phase, ReadyGradients
@@ -45,7 +45,7 @@ class StageRunner:
         self.batches = batches
         self.on_phase = on_phase
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.communicator = StageCommunicator(self._groups.pp, _config(state))
+        self.communicator = StageCommunicator(self._groups.pp, cast("Any", state.model[0]).config)
         self._schedule = get_forward_backward_func()
 
     def train_on(self, iteration: int) -> list[torch.Tensor]:
@@ -62,11 +62,7 @@ class StageRunner:
         return self._forward_backward(draw, forward_only=True)
 
     def _forward_backward(
-        self,
-        draw: Callable[[int], torch.Tensor],
-        *,
-        forward_only: bool = False,
-        num_micro_batches: int | None = None,
+        self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False, num_micro_batches: int | None = None
     ) -> list[torch.Tensor]:
         """Run Megatron's schedule over all micro-batches; return their losses on the last stage, else nothing."""
         outputs = self._schedule(
@@ -142,7 +138,7 @@ class MegatronLoop:
             losses = self._runner.train_on(iteration)
             self._runner.on_phase(Phase.REDUCE)
             gradients = finish_gradients(self._state)
-            loss = self._mean_over_job(losses)
+            loss = mean_over_job([{"loss": loss} for loss in losses])
             self._timed(lambda loss=loss: self._hooks.loss_known(iteration, loss))
             self.prepared = self._describe(iteration, loss, gradients)
             if self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients)):
@@ -154,7 +150,7 @@ class MegatronLoop:
             loss=loss,
             grad_norm=gradients.total_norm,
             loss_scale=gradients.loss_scale,
-            learning_rate=_learning_rate(self._state),
+            learning_rate=max((float(group["lr"]) for group in self._state.optimizer.param_groups), default=0.0),
             skipped=gradients.overflow,
             seconds=0.0,
             stall_s=0.0,
@@ -174,7 +170,7 @@ class MegatronLoop:
         finally:
             for chunk in self._state.model:
                 chunk.train()
-        return self._mean_over_job(losses)
+        return mean_over_job([{"loss": loss} for loss in losses])
 
     def checks(self, config: CheckConfig, events: EventLog) -> StateChecks:
         """Return the digests of this rank's state as training goes on."""
@@ -185,14 +181,6 @@ class MegatronLoop:
         outcome = hook()
         self._stall_s += time.monotonic() - started_s
         return outcome
-
-    def _mean_over_job(self, losses: list[torch.Tensor]) -> float:
-        """Average what the last stages measured, and tell all ranks."""
-        total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
-        for loss in losses:
-            total += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
-        dist.all_reduce(total)
-        return float(total[0] / total[1])
 
 
 def _forward(tokens: torch.Tensor | None, model: torch.nn.Module) -> torch.Tensor:
@@ -206,11 +194,3 @@ def _forward(tokens: torch.Tensor | None, model: torch.nn.Module) -> torch.Tenso
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = per_token.float().mean()
     return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
-
-
-def _config(state: TrainingState) -> Any:
-    return state.model[0].config
-
-
-def _learning_rate(state: TrainingState) -> float:
-    return max((float(group["lr"]) for group in state.optimizer.param_groups), default=0.0)

@@ -111,6 +111,7 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
         "normalization": model.normalization,
         "gated_linear_unit": model.activation == "swiglu",
         "activation_func": F.silu if model.activation == "swiglu" else F.gelu,
+        # at EP=1 the forward pass of experts with biases fails in Megatron 0.16.1, checkpoints or not
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias,
         "hidden_dropout": model.hidden_dropout,
@@ -201,17 +202,13 @@ def _build_stage(
         stage.cuda(torch.cuda.current_device())
     precision = settings.precision
     if precision.fp8 and not torch.cuda.is_available():
-        _use_fp8_on_cpu(stage, precision)
+        is_delayed = precision.fp8_recipe == "delayed"
+        delayed = fp8_linear.DelayedScaling(stage_group, precision.fp8_amax_history_len) if is_delayed else None
+        fp8_linear.use_fp8(stage, delayed, blocks=precision.fp8_recipe == "blockwise")
     wrapped = stage if precision.dtype == "fp32" else Float16Module(config, stage)
     if precision.fp8_param_gather and not torch.cuda.is_available():
         cpu_fp8_tensors.convert(wrapped, fp8_linear.quantizer_of)  # a wrapper that changes types would undo it
     return wrapped
-
-
-def _use_fp8_on_cpu(stage: GPTModel, precision: PrecisionConfig) -> None:
-    is_delayed = precision.fp8_recipe == "delayed"
-    delayed = fp8_linear.DelayedScaling(stage_group, precision.fp8_amax_history_len) if is_delayed else None
-    fp8_linear.use_fp8(stage, delayed, blocks=precision.fp8_recipe == "blockwise")
 
 
 def _use_transformer_engine() -> bool:
@@ -262,27 +259,21 @@ def _stored_as(precision: PrecisionConfig) -> dict[str, Any]:
 
 def _optimizer_arguments(settings: Settings) -> dict[str, Any]:
     train, precision = settings.train, settings.precision
-    return dict(
-        optimizer=train.optimizer,
-        lr=train.lr,
-        min_lr=train.min_lr,
-        weight_decay=train.weight_decay,
-        adam_beta1=train.adam_beta1,
-        adam_beta2=train.adam_beta2,
-        adam_eps=train.adam_eps,
-        clip_grad=train.clip_grad,
-        bf16=precision.dtype == "bf16",
-        fp16=precision.dtype == "fp16",
-        params_dtype=_DTYPES[precision.dtype],
-        use_distributed_optimizer=train.distributed_optimizer,
-        # Megatron takes the masters of FP8 parameters from FusedAdam otherwise
-        fp8_recipe=precision.fp8_recipe if precision.fp8_param_gather else None,
-        **_loss_scaling(precision),
-    )
-
-
-def _loss_scaling(precision: PrecisionConfig) -> dict[str, Any]:
     return {
+        "optimizer": train.optimizer,
+        "lr": train.lr,
+        "min_lr": train.min_lr,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_eps": train.adam_eps,
+        "clip_grad": train.clip_grad,
+        "bf16": precision.dtype == "bf16",
+        "fp16": precision.dtype == "fp16",
+        "params_dtype": _DTYPES[precision.dtype],
+        "use_distributed_optimizer": train.distributed_optimizer,
+        # Megatron takes the masters of FP8 parameters from FusedAdam otherwise
+        "fp8_recipe": precision.fp8_recipe if precision.fp8_param_gather else None,
         "initial_loss_scale": precision.initial_loss_scale,
         "min_loss_scale": precision.min_loss_scale,
         "loss_scale_window": precision.loss_scale_window_iters,

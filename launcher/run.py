@@ -17,17 +17,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
-from launcher.config import AUTO, Settings, TrainConfig
+from launcher.config import AUTO, Settings
 from launcher.data import Batches, TokenSource, open_source
 from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.loop import MegatronLoop, StageRunner
 from launcher.model import build_training
-from launcher.parallel import (
-    choose_device,
-    form_groups,
-    join_job,
-    leave_job,
-)
+from launcher.parallel import choose_device, form_groups, join_job, leave_job
 from launcher.parameters import padded_vocab_size
 from launcher.training import Log, TrainingJob
 from moe_ckpt.attach import TrainingLoop, attach
@@ -88,10 +83,7 @@ def run(
 
 
 def run_supervised(
-    settings: Settings,
-    worker: Worker,
-    *,
-    around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
+    settings: Settings, worker: Worker, *, around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks
 ) -> dict[str, Any]:
     """Train as `run` does, as one of the lives of a rank that others of which may follow, and outlive others' deaths.
 
@@ -165,15 +157,22 @@ def _build(
     router = BoostedRouter if settings.ckpt.capacity_boost else TopKRouter
     state = build_training(settings, layout, vocab_size, router)
     on_phase = elastic.enter_phase if elastic else lambda _: None
-    runner = StageRunner(state, _batches(source, settings.train, layout), on_phase)
+    train, dp_rank = settings.train, parallel_state.get_data_parallel_rank()
+    runner = StageRunner(state, Batches(source=source, train=train, dp=layout.dp, dp_rank=dp_rank), on_phase)
     session = attach(
         ckpt=settings.ckpt,
         identity=RunIdentity(run_id=folder.run_id, model=_fingerprint(settings, source), layout=layout),
         folder=folder.checkpoints,
         state=state,
-        loop=_training_loop(runner, settings.train),
+        loop=TrainingLoop(
+            communicator=runner.communicator,
+            forward_backward=runner.train_on,
+            num_micro_batches=runner.batches.num_micro_batches,
+            micro_batch_size=train.micro_batch_size,
+            sequence_length=train.sequence_length,
+        ),
         events=log.events,
-        last_iteration=settings.train.iterations,
+        last_iteration=train.iterations,
         losses=settings.fault.losses,
         elastic=elastic,
         suspect_iters=settings.runtime.suspect_iters,
@@ -188,27 +187,22 @@ def _open_log(folder: RunFolder, launch: Launch) -> Log:
     life = sum(isinstance(event, TrainerStarted) for event in earlier)
     faults = life - sum(isinstance(event, RunFinished) for event in earlier)
     evaluated = [event for event in earlier if isinstance(event, Evaluated)]
-    events = _open_events(path, folder, launch)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    events.append(TrainerStarted(pid=os.getpid(), host=socket.gethostname(), life=life, device=device))
-    return Log(
-        events=events,
-        life=life,
-        faults=faults,
-        global_rank=launch.global_rank,
-        evaluated=evaluated[-1] if evaluated else None,
-    )
-
-
-def _open_events(path: Path, folder: RunFolder, launch: Launch) -> EventLog:
-    opened: list[EventLog] = []
+    opened: list[EventLog] = []  # all ranks raise if one cannot open its file, or the others would wait for it
     origin = folder.clock_origin_unix_s
     gather_results(
         TorchRanks(),
         lambda: opened.append(EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)),
         ConfigError,
     )
-    return opened[0]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    opened[0].append(TrainerStarted(pid=os.getpid(), host=socket.gethostname(), life=life, device=device))
+    return Log(
+        events=opened[0],
+        life=life,
+        faults=faults,
+        global_rank=launch.global_rank,
+        evaluated=evaluated[-1] if evaluated else None,
+    )
 
 
 def _open_source_everywhere(settings: Settings, folder: RunFolder) -> TokenSource:
@@ -229,20 +223,6 @@ def _open_source(settings: Settings, folder: RunFolder) -> TokenSource:
     if wanted != AUTO and source.vocab_size > int(wanted):
         raise DataError(f"model.vocab_size: got {wanted}, wanted at least the data's {source.vocab_size}")
     return source
-
-
-def _batches(source: TokenSource, train: TrainConfig, layout: ParallelLayout) -> Batches:
-    return Batches(source=source, train=train, dp=layout.dp, dp_rank=parallel_state.get_data_parallel_rank())
-
-
-def _training_loop(runner: StageRunner, train: TrainConfig) -> TrainingLoop:
-    return TrainingLoop(
-        communicator=runner.communicator,
-        forward_backward=runner.train_on,
-        num_micro_batches=runner.batches.num_micro_batches,
-        micro_batch_size=train.micro_batch_size,
-        sequence_length=train.sequence_length,
-    )
 
 
 def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout) -> int:

@@ -91,20 +91,13 @@ def cadence(result: Result) -> str:
     durable = f"whole checkpoints every {saving.durable.every_iters} iterations" if saving.durable else ""
     if not saving.later.repeat:
         return durable or "saves nothing"
-    interval = interval_iters(result)
+    interval = int(saving.later.interval_iters)
     if saving.recovery is Recovery.LOCAL:
         num_slots = saving.later.repeat[0].num_slots
         snapshots = f"window {num_slots}" + (f" every {interval} iterations" if interval > num_slots else "")
     else:
         snapshots = f"snapshots every {interval} iterations" if interval > 1 else "snapshots every iteration"
     return f"{snapshots}, {durable}" if durable else snapshots
-
-
-def interval_iters(result: Result) -> int:
-    """Return the iterations from one window or whole snapshot to the next; 0 without any."""
-    later = result.saving.later
-    begins = sum(take.slot == 0 for take in later.repeat)
-    return later.period // begins if begins else 0
 
 
 def _log(what: str) -> None:
@@ -121,7 +114,7 @@ def print_rows(rows: Iterable[Row]) -> None:
         prediction = result.prediction
         formula = _NOTHING if prediction.formula is None else f"{prediction.formula:.3f}"
         values = (f"{prediction.overhead:.1%}", f"{prediction.recovery_s:.0f}", f"{prediction.ettr:.3f}", formula)
-        names = (row.case, row.policy, row.variant, interval_iters(result) or _NOTHING)
+        names = (row.case, row.policy, row.variant, int(result.saving.later.interval_iters) or _NOTHING)
         print(form.format(*names, *values, f"{prediction.plt:.2%}"), flush=True)
 
 

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     except FileNotFoundError:
         print(f"error: no run in {run}: start one, or name another's folder", file=sys.stderr)
         return _FAILED
-    ranks, result, faults = read_status(run), _result_of(run), count_faults_in(run)
+    ranks, faults, path = read_status(run), count_faults_in(run), run / "result.json"
+    result = json.loads(path.read_text()) if path.exists() else None
     if options.json:
         record = {"run": str(run), "ended": _has_ended(ranks), "result": result, "faults": faults}
         print(json.dumps({**record, "ranks": [asdict(rank) for rank in ranks]}, indent=1))
@@ -110,11 +111,6 @@ def _doing(worker: LiveWorker) -> Doing | None:
 def _has_ended(ranks: Sequence[RankStatus]) -> bool:
     """Return whether no rank is left; ranks on other machines count as live."""
     return all(rank.state == "dead" for rank in ranks)
-
-
-def _result_of(run: Path) -> dict[str, Any] | None:
-    path = run / "result.json"
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _print(run: Path, world_size: int, ranks: Sequence[RankStatus], result: dict[str, Any] | None) -> None:

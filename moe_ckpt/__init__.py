@@ -62,27 +62,17 @@ __all__ = [
     "read_events",
     "runtime_config",
 ]
-_HOMES = {
-    "moe_ckpt.config": tuple(name for name in __all__ if name.endswith("Config")),
-    "moe_ckpt.engine.session": ("Session",),
-    "moe_ckpt.errors": ("MoeCkptError",),
-    "moe_ckpt.events": ("EventLog", "read_events"),
-    "moe_ckpt.megatron.pipeline": ("StageCommunicator",),
-    "moe_ckpt.megatron.state": ("TrainingState",),
-    "moe_ckpt.megatron.step": (
-        "advance_schedule",
-        "apply_update",
-        "clear_gradients",
-        "finish_gradients",
-        "gather_parameters",
-    ),
-    "moe_ckpt.run_settings": ("ckpt_config", "runtime_config"),
-}
+# those that need neither torch nor Megatron come first: for their names the others are not imported
+_HOMES = (
+    *("config", "errors", "events", "run_settings"),
+    *("engine.session", "megatron.pipeline", "megatron.state", "megatron.step"),
+)
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module. Raises AttributeError for any other."""
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
+    for home in _HOMES if name in __all__ else ():
+        module = import_module(f"moe_ckpt.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module 'moe_ckpt' has no attribute {name!r}")

@@ -28,5 +28,6 @@ def end_with_agent() -> None:
 def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:
     """Let the kernel send this process a signal when its parent dies; at once if it is dead already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
+    # the kernel sends nothing for a parent that had died before the call
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)

@@ -9,7 +9,7 @@ session.finish()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -18,12 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.collectives import TorchRanks
-from moe_ckpt.config import (
-    DIVERGENCES,
-    CkptConfig,
-    InMemoryConfig,
-    require,
-)
+from moe_ckpt.config import DIVERGENCES, CkptConfig, InMemoryConfig, require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
@@ -138,27 +133,17 @@ def _attached(
         tied_gradient_bytes=stage.tied_gradient_bytes,
         boost=boost,
         mirror=mirror,
-        notes=[
-            *([boost.note] if boost else []),
-            *([mirror.note()] if mirror else []),
-            *_notes_of_servers(ckpt),
-            *_notes_of_stages(state),
-        ],
+        notes=[*([boost.note] if boost else []), *([mirror.note()] if mirror else []), *_notes(ckpt, state)],
     )
 
 
-def _notes_of_servers(ckpt: InMemoryConfig) -> list[str]:
-    """Return notes on servers that compute on another device than training."""
-    if not ckpt.servers or not torch.cuda.is_available():
-        return []
-    return ["servers take the optimizer's steps on CPUs: after a fault all ranks have their states, not the GPUs' bits"]
-
-
-def _notes_of_stages(state: TrainingState) -> list[str]:
-    """Return a note on virtual stages."""
-    return (
-        ["virtual stages: no boundary log, after a fault all stages go back together"] if len(state.model) > 1 else []
-    )
+def _notes(ckpt: InMemoryConfig, state: TrainingState) -> Iterator[str]:
+    """Yield notes on servers that compute on another device than training, and on virtual stages."""
+    if ckpt.servers and torch.cuda.is_available():
+        states = "after a fault all ranks have their states, not the GPUs' bits"
+        yield f"servers take the optimizer's steps on CPUs: {states}"
+    if len(state.model) > 1:
+        yield "virtual stages: no boundary log, after a fault all stages go back together"
 
 
 def _place(identity: RunIdentity, communicator: StageCommunicator, cpu_backend: str) -> StagePlace:

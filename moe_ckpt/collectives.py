@@ -140,5 +140,6 @@ def _outcome(compute: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return the value, or the reason why there is none."""
     try:
         return compute(), None
+    # kept, not raised: the other ranks are about to enter the collective, and would wait for this one
     except (OSError, MoeCkptError) as error:
         return None, str(error)

@@ -27,6 +27,12 @@ def require_at_least(setting: str, got: float, least: float) -> None:
     require(got >= least, setting, got, f"at least {least}")
 
 
+def require_auto(setting: str, got: int | str, least: int, what: str = "a number of iterations") -> None:
+    """Raise ConfigError unless `got` is auto or a number of at least `least`."""
+    valid = got == "auto" or (isinstance(got, int) and got >= least)
+    require(valid, setting, got, f"auto or {what} of at least {least}")
+
+
 def require_patterns(setting: str, patterns: Sequence[str]) -> None:
     """Raise ConfigError, naming the setting, for a pattern that is no regular expression."""
     for pattern in patterns:
@@ -176,10 +182,8 @@ class MoevementConfig(SavingConfig):
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["moevement"])
         SavingConfig.__post_init__(self)
-        valid = self.window == "auto" or (isinstance(self.window, int) and self.window >= 1)
-        require(valid, "ckpt.window", self.window, "auto or a number of iterations of at least 1")
-        valid = self.pause_iters == "auto" or (isinstance(self.pause_iters, int) and self.pause_iters >= 0)
-        require(valid, "ckpt.pause_iters", self.pause_iters, "auto or a number of iterations of at least 0")
+        require_auto("ckpt.window", self.window, 1)
+        require_auto("ckpt.pause_iters", self.pause_iters, 0)
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
         require(0.0 < self.overhead <= 1.0, "ckpt.overhead", self.overhead, "more than 0 and at most 1")
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
@@ -229,8 +233,7 @@ class WholeSnapshotsConfig(RollbackConfig):
 
     def __post_init__(self) -> None:
         SavingConfig.__post_init__(self)
-        valid = self.every_iters == "auto" or (isinstance(self.every_iters, int) and self.every_iters >= 1)
-        require(valid, "ckpt.every_iters", self.every_iters, "auto or a number of iterations of at least 1")
+        require_auto("ckpt.every_iters", self.every_iters, 1)
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
         require_at_least("ckpt.interval_drift", self.interval_drift, 0)
 
@@ -315,12 +318,11 @@ class MocConfig(PartialConfig):
     def __post_init__(self) -> None:
         require_choice("ckpt.policy", self.policy, ["moc"])
         PartialConfig.__post_init__(self)
-        auto = self.k_snapshot == "auto"
-        valid = auto or (isinstance(self.k_snapshot, int) and self.k_snapshot >= 1)
-        require(valid, "ckpt.k_snapshot", self.k_snapshot, "auto or a number of experts of at least 1")
+        require_auto("ckpt.k_snapshot", self.k_snapshot, 1, "a number of experts")
         require_at_least("ckpt.k_persist", self.k_persist, 1)
         wanted = f"at most ckpt.k_snapshot={self.k_snapshot}: what is persisted is some of what is in memory"
-        require(auto or self.k_persist <= int(self.k_snapshot), "ckpt.k_persist", self.k_persist, wanted)
+        fits = self.k_snapshot == "auto" or self.k_persist <= int(self.k_snapshot)
+        require(fits, "ckpt.k_persist", self.k_persist, wanted)
         require_choice("ckpt.selection", self.selection, ["sequential", "load"])
         require_choice("ckpt.partial", self.partial, ["both", "weights", "moments"])
         require(0.0 < self.plt_limit < 1.0, "ckpt.plt_limit", self.plt_limit, "more than 0 and less than 1")
@@ -353,9 +355,7 @@ class MoetionConfig(PartialConfig):
         require_choice("ckpt.policy", self.policy, ["moetion"])
         PartialConfig.__post_init__(self)
         for name in ("experts", "remote_experts"):
-            got = getattr(self, name)
-            valid = got == "auto" or (isinstance(got, int) and got >= 1)
-            require(valid, f"ckpt.{name}", got, "auto or a number of experts a layer of at least 1")
+            require_auto(f"ckpt.{name}", getattr(self, name), 1, "a number of experts a layer")
         if isinstance(self.experts, int) and isinstance(self.remote_experts, int):
             wanted = f"at most ckpt.experts={self.experts}: what peers keep is some of what is in memory"
             require(self.remote_experts <= self.experts, "ckpt.remote_experts", self.remote_experts, wanted)
@@ -418,9 +418,7 @@ InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig | MocConfig | 
 def _check_in_memory(config: InMemoryConfig) -> None:
     require_at_least("ckpt.durable_every_iters", config.durable_every_iters, 0)
     require_at_least("ckpt.disk_every_iters", config.disk_every_iters, 0)
-    wanted = "auto or a number of copies of at least 0"
-    valid = config.replicas == "auto" or (isinstance(config.replicas, int) and config.replicas >= 0)
-    require(valid, "ckpt.replicas", config.replicas, wanted)
+    require_auto("ckpt.replicas", config.replicas, 0, "a number of copies")
     capped = config.max_bytes_per_s.peers
     wanted = "null where ckpt.replicas=0: nothing is copied to peers"
     require(capped is None or config.replicas != 0, "ckpt.max_bytes_per_s.peers", capped, wanted)
@@ -466,18 +464,14 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         require(self.guard in (True, False, "auto"), "runtime.guard", self.guard, "auto, true or false")
         require_choice("runtime.backend", self.backend, BACKENDS)
-        require_at_least("runtime.heartbeat_s", self.heartbeat_s, 0.5)  # ten beats
-        require_at_least("runtime.progress_s", self.progress_s, self.heartbeat_s)
-        require_at_least("runtime.form_s", self.form_s, 1.0)
-        require_at_least("runtime.abort_s", self.abort_s, 1.0)
-        require_at_least("runtime.grace_s", self.grace_s, 0.0)
-        require_at_least("runtime.copy_s", self.copy_s, 1.0)
-        require_at_least("runtime.max_deaths", self.max_deaths, 1)
-        require_at_least("runtime.sick_deaths", self.sick_deaths, 0)
-        require_at_least("runtime.sick_within_s", self.sick_within_s, 0.0)
-        require_at_least("runtime.health_s", self.health_s, 1.0)
-        require_at_least("runtime.stop_save_s", self.stop_save_s, 0.0)
-        require_at_least("runtime.suspect_iters", self.suspect_iters, 0)
+        for least, names in (
+            (0.5, ["heartbeat_s"]),  # ten beats
+            (self.heartbeat_s, ["progress_s"]),
+            (1, ["form_s", "abort_s", "copy_s", "max_deaths", "health_s"]),
+            (0, ["grace_s", "sick_deaths", "sick_within_s", "stop_save_s", "suspect_iters"]),
+        ):
+            for name in names:
+                require_at_least(f"runtime.{name}", getattr(self, name), least)
         require_choice("runtime.on_divergence", self.on_divergence, DIVERGENCES)
         require_patterns("runtime.replace_on", self.replace_on)
         require_patterns("runtime.end_on", self.end_on)

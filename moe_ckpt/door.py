@@ -41,6 +41,7 @@ def enter() -> None:
         print(f"moe_ckpt: {VARIABLE} attaches to {sys.orig_argv[-1]}", flush=True)
     # the program's own processes, compilers say, are not to be attached
     rest = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    # exec and no child: torchrun watches this pid, and sends its signals to it
     os.execve(sys.executable, [sys.executable, *command], rest)
 
 
@@ -97,4 +98,5 @@ def unprotected_loop() -> RefusedImports:
 def _end(message: str) -> NoReturn:
     if os.environ["RANK"] == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
+    # no exception: Python would print it and start the program, which would look protected
     os._exit(_FAILED)

@@ -15,15 +15,27 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from moe_ckpt.private_files import make_private, open_private, write_private
 
 _log = logging.getLogger(__name__)
+KINDS: dict[str, type[Any]] = {}
+"""The kinds of events, by the names that lines of a file have for them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerStarted:
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Event:
+    """A kind of event: a subclass is a frozen dataclass, and its name is that of its lines in a file."""
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.__name__] = dataclass(frozen=True, kw_only=True)(cls)  # no slots: they would make another class
+
+
+class TrainerStarted(Event):
     """A worker process came up. `life` counts this rank's processes, from 0."""
 
     pid: int
@@ -32,8 +44,7 @@ class TrainerStarted:
     device: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateResumed:
+class StateResumed(Event):
     """Training continues after `iteration`, from a source on disk; `passed_over`: better ones, and why not those."""
 
     iteration: int
@@ -42,8 +53,7 @@ class StateResumed:
     passed_over: list[str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateResharded:
+class StateResharded(Event):
     """The checkpoint that training continues from was saved at another parallel layout.
 
     All of it was carried over but the states of generators: from here on the run is not bit for bit the one that saved.
@@ -54,16 +64,14 @@ class StateResharded:
     loaded_at: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointSkipped:
+class CheckpointSkipped(Event):
     """A checkpoint that could not be used, and why."""
 
     source: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossNotFinite:
+class LossNotFinite(Event):
     """Soon after a load of `source` the loss is NaN or infinite; `action`: what is done about it."""
 
     iteration: int
@@ -72,8 +80,7 @@ class LossNotFinite:
     action: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IterationCommitted:
+class IterationCommitted(Event):
     """One optimizer step. `skipped` is fp16 overflow; `stall_s` is what checkpointing took from training."""
 
     iteration: int
@@ -88,32 +95,28 @@ class IterationCommitted:
     sent_gradient_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateDigest:
+class StateDigest(Event):
     """SHA-256 of this rank's whole training state after `iteration`; a rank logs it again after a recovery."""
 
     iteration: int
     digest: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorDigests:
+class TensorDigests(Event):
     """The first 64 bits of a SHA-256, in hex, of each tensor of this rank's state after `iteration`, by its name."""
 
     iteration: int
     digests: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated:
+class Evaluated(Event):
     """Mean cross-entropy, nats per token, over the held-out batches."""
 
     iteration: int
     loss: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     """A checkpoint was committed. `seconds` from start to commit, `stall_s` of it on the training thread."""
 
     iteration: int
@@ -123,16 +126,14 @@ class CheckpointSaved:
     stall_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointFailed:
+class CheckpointFailed(Event):
     """A checkpoint could not be saved; training went on unless `ckpt.strict` forbids it."""
 
     iteration: int
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowChosen:
+class WindowChosen(Event):
     """A sparse window begins with the snapshot of `iteration`; `fitting` is the fewest slots that cause no stall.
 
     Shares of time that snapshots and replays are expected to take; None where the window is not chosen by them.
@@ -149,8 +150,7 @@ class WindowChosen:
     replay_share: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IntervalChosen:
+class IntervalChosen(Event):
     """How many iterations lie between whole snapshots from `iteration` on; `best` is by what was measured.
 
     `snapshot_cost_s`: what a snapshot adds to training, by stopping it and by slowing it down.
@@ -164,8 +164,7 @@ class IntervalChosen:
     snapshot_cost_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertsChosen:
+class ExpertsChosen(Event):
     """The contents of an iteration's partial snapshot: experts of each MoE layer of the stage, by destination.
 
     `on_peers` and `on_disk` are some of those in `memory`, or none where the snapshot does not go there. Peers are
@@ -179,8 +178,7 @@ class ExpertsChosen:
     by_gradient: list[list[int]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokensLost:
+class TokensLost(Event):
     """Going back to a partial checkpoint, experts have lost what they were trained with since they were saved.
 
     Of this rank's stage, by its MoE `layers`; `lost_by_expert` [layers][experts]. `plt` and `mlt` are of the whole job
@@ -195,8 +193,7 @@ class TokensLost:
     mlt: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SnapshotTaken:
+class SnapshotTaken(Event):
     """A sparse snapshot is in host memory: `size_bytes` on this rank, where a dense one has `dense_bytes`.
 
     Of these, `bubble_bytes` were copied while the rank waited for other stages: some policies let copies wait for that.
@@ -212,8 +209,7 @@ class SnapshotTaken:
     bubble_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradientsSent:
+class GradientsSent(Event):
     """This rank's gradients of `iteration` are on their way to its checkpoint servers: `size_bytes`, buffers included.
 
     Copying them has stopped training for `tap_s`; the slowest server had `lag_iters` iterations to complete then.
@@ -225,16 +221,14 @@ class GradientsSent:
     lag_iters: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradientsLost:
+class GradientsLost(Event):
     """Some rank's checkpoint servers lack gradients up to `iteration`: all ranks take a whole snapshot after it."""
 
     iteration: int
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowReplicated:
+class WindowReplicated(Event):
     """All peers hold this rank's window that starts at `window_start`: each of the `num_peers` has `size_bytes` of it.
 
     `ago_s` before this was written they had it all, `span_s` after it was begun to be sent; `seconds` of those it was
@@ -249,8 +243,7 @@ class WindowReplicated:
     ago_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertPopularity:
+class ExpertPopularity(Event):
     """How popular experts were when the policy asked, for the window that begins with the snapshot of `iteration`.
 
     Of the rank's whole stage, by its MoE `layers`, as `ckpt.popularity` counts: `tokens` [layers][experts] since the
@@ -262,8 +255,7 @@ class ExpertPopularity:
     tokens: list[list[float]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertsOrdered:
+class ExpertsOrdered(Event):
     """In which order the window that begins with the snapshot of `iteration` takes the experts of the rank's stage.
 
     `slots` [layers][experts]: whose whole state is taken in which of `num_slots`. Told where that is new, by one rank
@@ -276,16 +268,14 @@ class ExpertsOrdered:
     slots: list[list[int]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowPersisted:
+class WindowPersisted(Event):
     """This rank's window that starts at `window_start` is on its local disk, `seconds` after that was asked for."""
 
     window_start: int
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostMemoryUsed:
+class HostMemoryUsed(Event):
     """A rank's host memory once a window is complete, by part; `allocated_bytes` includes buffers to reuse."""
 
     full_bytes: int
@@ -297,16 +287,14 @@ class HostMemoryUsed:
     double_buffered_dense_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateLost:
+class StateLost(Event):
     """This rank's training state was lost in a phase of `iteration`."""
 
     iteration: int
     phase: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageRecovered:
+class StageRecovered(Event):
     """The state after `iteration` was rebuilt from the window that starts at `window_start`, by replay of stages.
 
     `replayed_iters` were run again by stages `first_stage` to `last_stage` in `seconds`; `fetched_bytes` came from
@@ -322,8 +310,7 @@ class StageRecovered:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayDiffered:
+class ReplayDiffered(Event):
     """A healthy rank's replayed state is not the one it had: its memory was corrupt, or a kernel is not deterministic.
 
     `operators` are those that differ, by name. `verdict`: what a second replay has shown; empty if the job ended.
@@ -334,8 +321,7 @@ class ReplayDiffered:
     verdict: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityBoosted:
+class CapacityBoosted(Event):
     """Some experts of this rank's stage make up for lost tokens, out of capacity that others leave.
 
     By layer, for each of its experts: `capacity` are the tokens that it could take of this rank's batch of `iteration`,
@@ -348,8 +334,7 @@ class CapacityBoosted:
     deficit: list[list[int]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationEnded:
+class GenerationEnded(Event):
     """Ranks were lost, and this one has left the generation with all others that live."""
 
     generation: int
@@ -357,8 +342,7 @@ class GenerationEnded:
     left_unix_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rejoined:
+class Rejoined(Event):
     """A generation goes on from the state after `iteration`. `deaths` tell why the one before ended.
 
     All ranks were together again, on this rank's clock, at `joined_unix_s`. Seconds on this rank: `detect_s` from the
@@ -380,72 +364,30 @@ class Rejoined:
     classes: list[str] = field(default_factory=list[str])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingFailed:
+class TrainingFailed(Event):
     """An exception has ended this rank's worker: the job ends unless the worker is replaced."""
 
     iteration: int
     error: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelBuilt:
+class ModelBuilt(Event):
     """A worker has built its model, `seconds` after its process began."""
 
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EventsLost:
+class EventsLost(Event):
     """The file could not be written for a while (a full disk, say): `count` events before this one are missing."""
 
     count: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFinished:
+class RunFinished(Event):
     """All iterations are done. Never written on a fault."""
 
     iteration: int
     digest: str
-
-
-Event = (
-    TrainerStarted
-    | StateResumed
-    | StateResharded
-    | CheckpointSkipped
-    | LossNotFinite
-    | IterationCommitted
-    | StateDigest
-    | TensorDigests
-    | Evaluated
-    | CheckpointSaved
-    | CheckpointFailed
-    | WindowChosen
-    | IntervalChosen
-    | ExpertsChosen
-    | TokensLost
-    | SnapshotTaken
-    | GradientsSent
-    | GradientsLost
-    | WindowReplicated
-    | ExpertPopularity
-    | ExpertsOrdered
-    | WindowPersisted
-    | HostMemoryUsed
-    | StateLost
-    | StageRecovered
-    | ReplayDiffered
-    | CapacityBoosted
-    | GenerationEnded
-    | Rejoined
-    | TrainingFailed
-    | ModelBuilt
-    | EventsLost
-    | RunFinished
-)
-_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -466,6 +408,7 @@ class EventLog:
     def __init__(self, path: Path, *, global_rank: int, clock_origin_unix_s: float) -> None:
         make_private(path.parent)
         self._fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        # an earlier life of this rank may have died in the middle of a line
         os.ftruncate(self._fd, _complete_length(path.read_bytes()))
         self._path = path
         self._global_rank = global_rank
@@ -491,6 +434,7 @@ class EventLog:
         try:
             written = os.write(self._fd, lines)
             if written < len(lines):
+                # half a line would make the next one unreadable, too
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
                 raise OSError(errno.ENOSPC, f"only {written} of {len(lines)} bytes written")
         except OSError as error:
@@ -530,7 +474,7 @@ def read_events(path: Path, *, only: Collection[str] = ()) -> Iterator[LoggedEve
             continue
         try:
             record = json.loads(line)
-            kind = _TYPES[record.pop("event")]
+            kind = KINDS[record.pop("event")]
             logged = LoggedEvent(t_s=record.pop("t_s"), global_rank=record.pop("global_rank"), event=kind(**record))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("%s:%d: skipped, not an event (%r)", path, number, error)

@@ -50,6 +50,7 @@ def thread_states(pid: int) -> str:
 
 def _stat(path: Path) -> list[str]:
     try:
+        # the name before the fields is in parentheses, and may have spaces and parentheses of its own
         return path.read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []

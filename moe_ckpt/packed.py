@@ -32,6 +32,7 @@ def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
     head = np.array([len(operators), len(columns), len(places)], np.int64)
     steps = np.diff(places, prepend=0)
     content = np.concatenate([head, ids.ravel(), steps, changes[places]]).astype(np.int64)
+    # FORMAT_ALONE: these tables take a few hundred bytes, to which .xz would add headers, an index and a checksum
     return lzma.compress(content.tobytes(), lzma.FORMAT_ALONE, preset=1)
 
 

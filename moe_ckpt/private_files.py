@@ -15,6 +15,7 @@ def make_private(folder: Path) -> None:
     """Create a folder and the missing folders above it."""
     try:
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    # `mkdir(parents=True)` would create the folders above with the umask's mode, not this one
     except FileNotFoundError:
         make_private(folder.parent)
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)

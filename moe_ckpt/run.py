@@ -125,16 +125,10 @@ def run_program(command: Command) -> int:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
         status = ended.code if isinstance(ended.code, int) else _FAILED if ended.code else 0
-    _end_processes()
-    return status
-
-
-def _end_processes() -> None:
-    """End this process's managers and daemonic processes of multiprocessing, and wait for all its other ones.
-
-    The end of an interpreter does that, and this process ends by `os._exit`.
-    """
+    # ends this process's managers and daemonic processes, and waits for all its other ones: the end of an interpreter
+    # does that, and this process ends by `os._exit`
     cast("Any", multiprocessing.util)._exit_function()
+    return status
 
 
 def _require_outermost() -> None:

@@ -54,7 +54,7 @@ from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.daemon import DaemonSettings, MirrorSettings, run_daemon
 from moe_ckpt.replication.final_save import save_last
-from moe_ckpt.replication.messages import Address, Ticket, parse_address
+from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.types import ParallelLayout
 
@@ -134,6 +134,7 @@ class Worker:
             join_s=runtime.join_s,
             grace_s=runtime.grace_s,
         )
+        # the ranks do not meet here: a store of this process is enough until the first generation forms
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=launch.global_rank, world_size=launch.world_size)
 
     def context(self, layout: ParallelLayout) -> ElasticContext:
@@ -146,7 +147,7 @@ class Worker:
             page=self.page,
             memory=place.memory,
             daemon=DaemonClient(place.memory, timeout_s=copy_s) if place.has_daemon else None,
-            address_of=lambda rank: _address(addresses, rank),
+            address_of=lambda rank: parse_address(addresses.get(str(rank)).decode()),
             ticket=place.ticket,
             replicas=place.replicas,
             ranks_per_node=place.ranks_per_node,
@@ -242,10 +243,7 @@ def run_elastic(
         max_deaths=runtime.max_deaths,
         stop_save_s=runtime.stop_save_s,
         sick=SickPlaceRules(
-            deaths=runtime.sick_deaths,
-            within_s=runtime.sick_within_s,
-            health=runtime.health,
-            health_s=runtime.health_s,
+            deaths=runtime.sick_deaths, within_s=runtime.sick_within_s, health=runtime.health, health_s=runtime.health_s
         ),
     )
     hooks = SupervisorHooks(
@@ -311,6 +309,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     root = open_memory_root(Path(config.runtime.shared_memory), agent_pid())
     first = launch.global_rank - launch.local_rank
     take_over(root, range(first, first + launch.local_world_size))
+    # the secret of the job: that of the first rank to get here counts for all ranks and all their lives
     token = store.compare_set("token", "", os.urandom(16).hex()).decode()
     return RankPlace(
         launch=launch,
@@ -371,7 +370,3 @@ def _mirror(ckpt: InMemoryConfig) -> MirrorSettings | None:
         loss=servers.capture_loss,
         keep_iters=servers.max_lag_iters + 2,
     )
-
-
-def _address(store: dist.Store, global_rank: int) -> Address:
-    return parse_address(store.get(str(global_rank)).decode())

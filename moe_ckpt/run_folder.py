@@ -12,6 +12,7 @@ lock                whose job uses the folder; see run_lock.py
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -105,7 +106,10 @@ def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: 
         return read_run_folder(Path(remembered))
     if launch.global_rank == 0:
         if run.dir is not None:
-            _require_free(Path(run.dir).resolve(), memory.parent)
+            path = Path(run.dir).resolve()
+            for worker in read_live(path):
+                if Path(worker.memory).parent != memory.parent:
+                    raise used_by(path, f"process {worker.pid}")
         return _create_or_find(run, None)
     return read_run_folder(wait_for_run_folder(join_s))
 
@@ -121,12 +125,6 @@ def wait_for_run_folder(timeout_s: float = _FOLDER_TIMEOUT_S) -> Path:
     return Path(store.get("run_folder").decode())
 
 
-def _require_free(path: Path, memory_root: Path) -> None:
-    for worker in read_live(path):
-        if Path(worker.memory).parent != memory_root:
-            raise used_by(path, f"process {worker.pid}")
-
-
 def _create_or_find(run: RunFolderConfig, remembered: str | None) -> RunFolder:
     path = Path(remembered) if remembered else _choose_path(run)
     try:
@@ -138,7 +136,8 @@ def _create_or_find(run: RunFolderConfig, remembered: str | None) -> RunFolder:
         _point_latest(path)
     except OSError as error:
         raise ConfigError(f"run.dir: got {str(path)!r}, wanted a folder that can be written ({error})") from error
-    _remember_folder(path)
+    if (store := agent_store(_JOB)) is not None:
+        store.set("run_folder", str(path))
     return read_run_folder(path)
 
 
@@ -158,15 +157,8 @@ def _choose_path(run: RunFolderConfig) -> Path:
         return Path(run.dir).resolve()
     now = datetime.now()
     base = Path("outputs").resolve() / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{run.name}"
-    return next(path for path in _numbered(base) if not path.exists())
-
-
-def _numbered(base: Path) -> Any:
-    yield base
-    number = 2
-    while True:
-        yield base.with_name(f"{base.name}-{number}")
-        number += 1
+    others = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([base], others) if not path.exists())
 
 
 def _describe_run() -> dict[str, Any]:
@@ -195,20 +187,16 @@ def _point_latest(path: Path) -> None:
     if not outputs.is_dir():
         return
     temporary = outputs / f".latest-{os.getpid()}"
+    # a new link that takes the old one's place: at every moment `latest` names a whole run
     temporary.symlink_to(os.path.relpath(path, outputs.resolve()))
     temporary.replace(outputs / "latest")
 
 
 def _write_whole(path: Path, content: str) -> None:
+    # other ranks, and tools beside the job, read these files as soon as they are there
     temporary = path.with_name(path.name + ".tmp")
     write_private(temporary, content)
     temporary.replace(path)
-
-
-def _remember_folder(path: Path) -> None:
-    store = agent_store(_JOB)
-    if store is not None:
-        store.set("run_folder", str(path))
 
 
 def _remembered_folder() -> str | None:

@@ -24,6 +24,7 @@ from moe_ckpt.config import (
     RunFolderConfig,
     RuntimeConfig,
     require,
+    require_auto,
     require_choice,
 )
 from moe_ckpt.errors import ConfigError
@@ -71,9 +72,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         require(self.keep_batches_bytes >= 1, "run.keep_batches_bytes", self.keep_batches_bytes, "a number of bytes")
-        got = self.ranks_per_node
-        valid = got == "auto" or (isinstance(got, int) and got >= 1)
-        require(valid, "parallel.ranks_per_node", got, "auto or a number of at least 1")
+        require_auto("parallel.ranks_per_node", self.ranks_per_node, 1, "a number")
 
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "remainder": 2, "fp8": 1}
 """Bytes of an element. `remainder`: the 16 low bits of an FP32 master whose high bits are the BF16 compute weight."""
 
-COMPUTE_FORMATS = ("fp32", "bf16", "fp16", "fp8")
 MASTER_FORMATS = ("fp32", "fp16", "remainder", "fp8")
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
 MOMENT_FORMATS = ("fp32", "bf16", "fp16", "fp8")

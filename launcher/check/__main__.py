@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from launcher.check.commands import MOMENTS, CheckedCommand, Variation, parse_command
 from launcher.check.compare import Difference, Digests, first_difference, read_digests
 from launcher.faults.carry_out import carry_out
+from launcher.output_folder import log_of, make_output_folder
 from launcher.proc import end_job
+from moe_ckpt.config import require
 from moe_ckpt.door import VARIABLE
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.faults.schedule import Kill, StateLoss
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         command = parse_command(words, os.environ.get(VARIABLE, ""))
-        folder = _folder(options.output)
+        folder = make_output_folder(options.output, "check")
+        require(not any(folder.iterdir()), "-o", str(folder), "an empty folder")
         return Check(command, folder, functools.partial(run_job, limit_s=options.limit_s)).run()
     except MoeCkptError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -113,13 +115,11 @@ class Check:
             digests = read_digests(variation.run)
         except FileNotFoundError as error:
             raise RunFailedError(f"{name}: got no events ({error}); log: {log_of(variation.run)}") from error
-        seconds, iterations = time.monotonic() - started_s, digests.iterations
-        print(f"({len(iterations)} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True)
-        if len(iterations) < _FEWEST_ITERS:
+        seconds, count = time.monotonic() - started_s, len(digests.iterations)
+        print(f"({count} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True)
+        if count < _FEWEST_ITERS:
             wanted = f"at least {_FEWEST_ITERS}, so that faults have iterations before and after them"
-            raise ConfigError(
-                f"COMMAND: got {len(iterations)} iterations, wanted {wanted}; log: {log_of(variation.run)}"
-            )
+            raise ConfigError(f"COMMAND: got {count} iterations, wanted {wanted}; log: {log_of(variation.run)}")
         return digests
 
 
@@ -133,11 +133,6 @@ def plan_faults(plain: Digests, *, loses_state: bool) -> Faults:
     )
     # after all kills: a worker that comes later would lose its state again, and the others would not
     return Faults(kills=kills, losses=(StateLoss(iteration=late, stage=0, phase="step"),) if loses_state else ())
-
-
-def log_of(run: Path) -> Path:
-    """Return the file that has the output of a run."""
-    return run.with_name(f"{run.name}.log")
 
 
 def run_job(command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s: float) -> None:
@@ -159,17 +154,6 @@ def run_job(command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s
     if process.returncode or not done:
         said = [*log.read_text().splitlines(), *carried]
         raise RunFailedError(f"{run.name}: ended with status {process.returncode}; log: {log}\n{''.join(said[-1:])}")
-
-
-def _folder(wanted: Path | None) -> Path:
-    folder = wanted or Path("outputs") / f"{datetime.now():%Y-%m-%d}" / f"{datetime.now():%H-%M-%S}-check"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"-o: got {str(folder)!r}, wanted a folder that can be written ({error})") from error
-    if any(folder.iterdir()):
-        raise ConfigError(f"-o: got {str(folder)!r}, wanted an empty folder")
-    return folder.resolve()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from launcher.config import compose_settings
 from moe_ckpt.cli import is_option_of_run
-from moe_ckpt.config import CkptConfig, require, wants_supervisor
+from moe_ckpt.config import require, wants_supervisor
 from moe_ckpt.door import VARIABLE, attached_command
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
@@ -60,11 +60,7 @@ class AttachedCommand:
     start: tuple[str, ...]
     options: tuple[str, ...]
     program: tuple[str, ...]
-    ckpt: CkptConfig
-
-    @property
-    def loses_state(self) -> bool:
-        return self.ckpt.recovers_locally
+    loses_state: bool
 
     def varied(self, variation: Variation) -> list[str]:
         words = [f"{key}={value}" for key, value in variation.settings.items()]
@@ -97,11 +93,7 @@ class LauncherCommand:
 
     start: tuple[str, ...]
     overrides: tuple[str, ...]
-    ckpt: CkptConfig
-
-    @property
-    def loses_state(self) -> bool:
-        return self.ckpt.recovers_locally
+    loses_state: bool
 
     def varied(self, variation: Variation) -> list[str]:
         kept = [word for word in self.overrides if not _sets(word, "fault")]
@@ -141,7 +133,9 @@ def _attached(start: Sequence[str], words: Sequence[str]) -> AttachedCommand:
     settings = parse_run(words)
     options, program = split_arguments(words)
     require(not settings.is_plain, "COMMAND: policy", settings.ckpt.policy, "one that recovers, and no --plain")
-    return AttachedCommand(start=tuple(start), options=tuple(options), program=tuple(program), ckpt=settings.ckpt)
+    return AttachedCommand(
+        start=tuple(start), options=tuple(options), program=tuple(program), loses_state=settings.ckpt.recovers_locally
+    )
 
 
 def _launched(start: Sequence[str], words: Sequence[str]) -> LauncherCommand:
@@ -150,7 +144,9 @@ def _launched(start: Sequence[str], words: Sequence[str]) -> LauncherCommand:
     settings = compose_settings(overrides)
     recovers = wants_supervisor(settings.ckpt, settings.runtime)
     require(recovers, "COMMAND: policy", settings.ckpt.policy, "one whose supervisors replace a killed worker")
-    return LauncherCommand(start=(*start, *words[:split]), overrides=tuple(overrides), ckpt=settings.ckpt)
+    return LauncherCommand(
+        start=(*start, *words[:split]), overrides=tuple(overrides), loses_state=settings.ckpt.recovers_locally
+    )
 
 
 def _sets(word: str, group: str) -> bool:

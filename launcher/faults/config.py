@@ -10,67 +10,56 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from moe_ckpt.config import require, require_at_least, require_choice
+from moe_ckpt.config import require, require_at_least
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import Kill, StateLoss, check_signal, choose_ranks, poisson_kills, trace_kills
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoFaultConfig:
-    """`fault=none`."""
+class FaultConfig:
+    """A kind of faults. Most kinds lose no state of living processes, or kill none."""
 
     kind: str
-
-    def __post_init__(self) -> None:
-        require_choice("fault.kind", self.kind, ["none"])
 
     @property
     def losses(self) -> list[StateLoss]:
         return []
 
     def kills(self, world_size: int) -> tuple[Kill, ...]:  # noqa: ARG002
+        """Return the kills, each with a rank. Raises ConfigError for a rank that the job lacks."""
         return ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateLossConfig:
+class NoFaultConfig(FaultConfig):
+    """`fault=none`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLossConfig(FaultConfig):
     """`fault=state_loss`: a stage's state is overwritten, its processes live on."""
 
-    kind: str
     at: list[StateLoss]
-
-    def __post_init__(self) -> None:
-        require_choice("fault.kind", self.kind, ["state_loss"])
 
     @property
     def losses(self) -> list[StateLoss]:
         return self.at
 
-    def kills(self, world_size: int) -> tuple[Kill, ...]:  # noqa: ARG002
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
-class AtConfig:
+class AtConfig(FaultConfig):
     """`fault=at`: kills at given points, or given times."""
 
-    kind: str
     at: list[Kill]
     seed: int
 
     def __post_init__(self) -> None:
-        require_choice("fault.kind", self.kind, ["at"])
         require_at_least("fault.seed", self.seed, 0)
         iterations = [kill.iteration for kill in self.at if kill.iteration is not None]
         in_order = all(before <= after for before, after in pairwise(iterations))
         require(in_order, "fault.at: iteration", iterations, "the order in which they come")
 
-    @property
-    def losses(self) -> list[StateLoss]:
-        return []
-
     def kills(self, world_size: int) -> tuple[Kill, ...]:
-        """Return the kills, each with a rank; raises ConfigError for a rank that the job lacks."""
         for kill in self.at:
             wanted = f"between 0 and {world_size - 1}, the ranks of the job"
             require(kill.rank is None or kill.rank < world_size, "fault.at: rank", kill.rank, wanted)
@@ -78,10 +67,9 @@ class AtConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoissonConfig:
+class PoissonConfig(FaultConfig):
     """`fault=poisson`: kills of random ranks at random times."""
 
-    kind: str
     mtbf_s: float
     count: int
     seed: int
@@ -89,15 +77,10 @@ class PoissonConfig:
     scope: str
 
     def __post_init__(self) -> None:
-        require_choice("fault.kind", self.kind, ["poisson"])
         require(0 < self.mtbf_s < math.inf, "fault.mtbf_s", self.mtbf_s, "a number above 0")
         require_at_least("fault.count", self.count, 0)
         require_at_least("fault.seed", self.seed, 0)
         check_signal("fault.", self.signal, self.scope)
-
-    @property
-    def losses(self) -> list[StateLoss]:
-        return []
 
     def kills(self, world_size: int) -> tuple[Kill, ...]:
         return poisson_kills(
@@ -111,10 +94,9 @@ class PoissonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceConfig:
+class TraceConfig(FaultConfig):
     """`fault=trace`: kills when nodes went in a real cluster."""
 
-    kind: str
     path: str
     speedup: float
     seed: int
@@ -122,24 +104,15 @@ class TraceConfig:
     scope: str
 
     def __post_init__(self) -> None:
-        require_choice("fault.kind", self.kind, ["trace"])
         require(0 < self.speedup < math.inf, "fault.speedup", self.speedup, "a number above 0")
         require_at_least("fault.seed", self.seed, 0)
         check_signal("fault.", self.signal, self.scope)
 
-    @property
-    def losses(self) -> list[StateLoss]:
-        return []
-
     def kills(self, world_size: int) -> tuple[Kill, ...]:
         """Read the trace; raises ConfigError where it is missing or malformed."""
+        text, seed = read_trace("fault.path", self.path), self.seed
         return trace_kills(
-            read_trace("fault.path", self.path),
-            speedup=self.speedup,
-            seed=self.seed,
-            world_size=world_size,
-            signal=self.signal,
-            scope=self.scope,
+            text, speedup=self.speedup, seed=seed, world_size=world_size, signal=self.signal, scope=self.scope
         )
 
 
@@ -151,10 +124,7 @@ def read_trace(setting: str, path: str) -> str:
         raise ConfigError(f"{setting}: got {path!r}, wanted a file with a trace ({error})") from error
 
 
-FaultConfig = NoFaultConfig | StateLossConfig | AtConfig | PoissonConfig | TraceConfig
-FAULT_CONFIGS: dict[
-    str, type[NoFaultConfig] | type[StateLossConfig] | type[AtConfig] | type[PoissonConfig] | type[TraceConfig]
-] = {
+FAULT_CONFIGS: dict[str, type[FaultConfig]] = {
     "none": NoFaultConfig,
     "state_loss": StateLossConfig,
     "at": AtConfig,

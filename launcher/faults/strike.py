@@ -34,11 +34,6 @@ def signal_number(name: str) -> signal.Signals:
     return RAISE_NUMBER if name == RAISE else signal.Signals[f"SIG{name}"]
 
 
-def strike_processes(run: Path, workers: Sequence[LiveWorker], name: str) -> list[InjectedFault]:
-    """Send a signal to each of these workers; return what was written about it."""
-    return _send(run, workers, name, "process")
-
-
 @contextlib.contextmanager
 def nobody_replaced(run: Path, ranks: Collection[int], *, wait_s: float) -> Iterator[list[LiveWorker]]:
     """Within, these ranks get no new workers; yield the last that they got on this machine, dead or alive.
@@ -63,7 +58,7 @@ def strike_node(run: Path, workers: Sequence[LiveWorker], *, wait_s: float) -> l
     _stop({worker.pid for worker in alive}, wait_s)
     for worker in workers:
         _lose_memory(Path(worker.memory))
-    return _send(run, alive, "KILL", "node")
+    return strike_processes(run, alive, "KILL", "node")
 
 
 def describe(fault: InjectedFault, run: Path) -> str:
@@ -72,7 +67,10 @@ def describe(fault: InjectedFault, run: Path) -> str:
     return f"{_VERBS[fault.signal]} rank {fault.rank} (pid {fault.pid}) of {run} {where}"
 
 
-def _send(run: Path, workers: Sequence[LiveWorker], name: str, scope: str) -> list[InjectedFault]:
+def strike_processes(
+    run: Path, workers: Sequence[LiveWorker], name: str, scope: str = "process"
+) -> list[InjectedFault]:
+    """Send a signal to each of these workers; return what was written about it."""
     now_s = time.time()
     faults = [_fault(worker, name, scope, now_s) for worker in workers]
     append_faults(run, faults)

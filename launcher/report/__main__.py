@@ -75,13 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "run",
-        nargs="*",
-        type=Path,
-        default=[LATEST],
-        help="folders of runs, or of several (default: the newest run)",
-    )
+    add("run", nargs="*", type=Path, default=[LATEST], help="folders of runs, or of several (default: the newest run)")
     add(
         "-o",
         "--output",

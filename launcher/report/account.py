@@ -50,6 +50,7 @@ def account(log: RankLog, end_us: int) -> Tiling:
     """Cut a rank's time from 0 to `end_us`."""
     at_us = np.clip(log.commits.at_us, 0, end_us)
     marks = _marks_by_gap(log, at_us, end_us)
+    # the time after the last commit is walked in any case: it has no iteration that ends it
     marks.setdefault(len(at_us), [])
     commits = _commits(log, at_us, marks)
     walks = [_walk(log, commits, gap, end_us, found) for gap, found in marks.items()]
@@ -74,6 +75,8 @@ class _Commits:
 
 def _commits(log: RankLog, at_us: Microseconds, marks: Mapping[int, Sequence[Noted]]) -> _Commits:
     previous_us = np.append(0, at_us)
+    # lengths are of the monotonic clock and commits of the wall clock: what the two differ by must not let stretches
+    # overlap
     begin_us = np.clip(at_us - log.commits.us("seconds"), previous_us[:-1], at_us)
     return _Commits(
         iterations=log.commits.iteration,

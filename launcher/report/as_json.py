@@ -11,7 +11,7 @@ import numpy as np
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
 from launcher.report.parts import PagePart
-from launcher.report.summary import headline, quantities
+from launcher.report.summary import QUANTITIES, headline
 
 _VERSION = 1
 
@@ -30,8 +30,10 @@ def _run(facts: Facts) -> dict[str, Any]:
         "world_size": facts.run.world_size,
         "problems": list(facts.run.problems),
         "summary": headline(facts),
-        "quantities": {each.key: _known(each.of(facts)) for each in quantities()},
-        "seconds_by_rank": {str(rank): _seconds(of) for rank, of in sorted(facts.totals_us.items())},
+        "quantities": {each.key: _known(each.of(facts)) for each in QUANTITIES},
+        "seconds_by_rank": {
+            str(rank): {part.label: of[part] / 1e6 for part in PagePart} for rank, of in sorted(facts.totals_us.items())
+        },
         "faults": dict(facts.faults),
         "recoveries": [_recovery(episode) for episode in facts.episodes],
         "result": {key: _known(value) for key, value in facts.run.result.items()},
@@ -59,10 +61,6 @@ def _recovery(episode: Episode) -> dict[str, Any]:
             for each in episode.stretches
         ],
     }
-
-
-def _seconds(of: Any) -> dict[str, float]:
-    return {part.label: of[part] / 1e6 for part in PagePart}
 
 
 def _known(value: Any) -> Any:

@@ -33,6 +33,7 @@ class Columns:
     @property
     def at_us(self) -> Microseconds:
         """When each event was written: never before the one above it, whatever the machine's clock did."""
+        # searches and differences below rely on ascending times, which a wall clock that is set back does not give
         return np.maximum.accumulate(self.us("t_s")) if len(self) else np.empty(0, np.int64)
 
     @property

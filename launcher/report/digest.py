@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from launcher.report.account import Tiling, account
 from launcher.report.columns import Columns
 from launcher.report.parts import NOT_IN_ETTR, OF_FAULTS, PagePart
-from launcher.report.rank_log import Noted, RankLog, read_rank
+from launcher.report.rank_log import Noted, read_rank
 from launcher.report.thin import MOST_POINTS, evenly, in_steps
 from moe_ckpt.events import ExpertPopularity, ExpertsOrdered
 
@@ -67,12 +67,8 @@ class RankDigest:
 
 
 def digest_file(rank: int, path: Path) -> RankDigest:
-    """Read and digest one rank's events."""
-    return digest(read_rank(rank, path))
-
-
-def digest(log: RankLog) -> RankDigest:
-    """Return what reports need of a log."""
+    """Return what reports need of one rank's events."""
+    log = read_rank(rank, path)
     tiling = account(log, log.end_us)
     peaks = log.memory["allocated_bytes"][np.isfinite(log.memory["allocated_bytes"])]
     return RankDigest(

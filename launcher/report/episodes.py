@@ -174,9 +174,5 @@ def _causes(run: RunLog, noted: Sequence[tuple[int, Noted]], start_us: int, end_
     if len(anew) > 1 and len(anew) == len(run.ranks):
         anew = ["all processes were started again"]
     said = next((each for each in (deaths, states, losses, ends, inflicted, anew) if each), ["no event tells why"])
-    return tuple(dict.fromkeys(map(_plain_text, said)))
-
-
-def _plain_text(said: str) -> str:
-    """Return one line without what is of no use to readers, such as where in a library an error came up."""
-    return re.sub(r"\s+", " ", said)[:300]
+    # a reason may be a traceback of a library, over many lines
+    return tuple(dict.fromkeys(re.sub(r"\s+", " ", each)[:300] for each in said))

@@ -139,6 +139,7 @@ def _series(ranks: Sequence[RankDigest]) -> Series:
     iteration = np.empty(0, np.int64)
     for rank in ranks:
         own = rank.iterations.iteration
+        # ranks mostly have the same iterations, and comparing them is cheaper than a union, which sorts
         iteration = iteration if np.array_equal(own, iteration) else np.union1d(iteration, own)
     size = len(iteration)
     loss, snapshot_bytes, peer_bytes = (np.full(size, np.nan) for _ in range(3))

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from launcher.report.parts import PagePart
+
 Trace = dict[str, Any]
+Choices = tuple[tuple[str, dict[str, Any]], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +24,14 @@ class Plot:
     key: str
     title: str
     means: str
-    choices: tuple[tuple[str, dict[str, Any]], ...] = ()
+    choices: Choices = ()
     missing: str = ""
     note: str = ""
+
+
+def only(shown: dict[str, Any], there: object) -> Choices:
+    """Return the figure as a plot's one choice, which needs no label; no choice where nothing is there."""
+    return (("", shown),) if there else ()
 
 
 def figure(traces: Sequence[Trace], *, x: str, y: str, height: int = 340, **layout: Any) -> dict[str, Any]:
@@ -32,6 +40,25 @@ def figure(traces: Sequence[Trace], *, x: str, y: str, height: int = 340, **layo
     for axis in axes:
         axes[axis] |= layout.pop(axis, {})
     return {"data": list(traces), "layout": {"height": height, **axes, **layout}}
+
+
+def rows(traces: Sequence[Trace], *, x: str, height: int, barmode: str = "stack", **order: Any) -> dict[str, Any]:
+    """Return a figure of horizontal bars, a row for each name, the first one at the top."""
+    axis = {"autorange": "reversed", "automargin": True, "type": "category", "title": {"text": ""}, **order}
+    return figure(traces, x=x, y="", height=height, barmode=barmode, yaxis=axis, hovermode="closest")
+
+
+def points(name: str, mode: str, text: str, /, *, extra: str = "", **columns: Any) -> Trace:
+    """Return a line or marks; `text` is shown on hover, with `extra` beside it."""
+    hover = {"hovertemplate": f"{text}<extra>{extra}</extra>"}
+    return {"type": "scatter", "mode": mode, "name": name, **columns, **hover}
+
+
+def part_bars(part: PagePart, text: str, /, **columns: Any) -> Trace:
+    """Return bars in the colour of a part of time."""
+    hover = {"hovertemplate": f"%{{y}}<br>{part.label}: {text}<extra></extra>"}
+    kind = {"type": "bar", "orientation": "h", "name": part.label}
+    return kind | columns | {"marker": {"color": f"--{part.label}"}} | hover
 
 
 def numbers(values: Iterable[float]) -> list[float | None]:

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 from launcher.report.facts import Facts
 from launcher.report.plots_of_run import plots_of_run
 from launcher.report.plots_of_runs import plots_of_runs
-from launcher.report.summary import headline, quantities, shown
+from launcher.report.summary import QUANTITIES, headline, shown
 from launcher.report.tables import compared, faults, numbers_of, recoveries, time_of_ranks, time_of_runs
 
 _CARDS = ("ettr", "wall_s", "recoveries", "faults_cost_s", "stall_percent", "stall_ms", "memory_mib", "tokens_lost")
@@ -33,7 +33,7 @@ def to_html(runs: Sequence[Facts]) -> str:
     environment = Environment(loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined)
     environment.globals.update(
         asset=lambda name: Markup(_asset(name)),
-        cards=[quantity for quantity in quantities() if quantity.key in _CARDS],
+        cards=[quantity for quantity in QUANTITIES if quantity.key in _CARDS],
         wide=_WIDE,
         **{each.__name__: each for each in (headline, shown, compared, faults, numbers_of, recoveries, time_of_ranks)},
         time_of_runs=time_of_runs,

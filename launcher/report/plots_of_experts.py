@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from launcher.report.facts import Facts
-from launcher.report.figure import Plot, Trace, figure, left_out, numbers
+from launcher.report.figure import Plot, Trace, figure, left_out, numbers, only, points, run_color
 from launcher.report.thin import evenly
 from moe_ckpt.events import ExpertPopularity
 
@@ -26,16 +26,15 @@ def plots_of_experts(facts: Facts) -> tuple[Plot, ...]:
 
 def popularity(facts: Facts) -> Plot:
     """Return which experts got the tokens, over iterations."""
-    shown = ""
-    choices: tuple[tuple[str, dict], ...] = ()
+    note, choices = "", ()
     if facts.popularity:
         events = facts.popularity
         kept = [events[i] for i in evenly(len(events), _most_columns(events[-1].tokens))]
-        shown = left_out(len(kept), len(events), "records")
+        note = left_out(len(kept), len(events), "records")
         shares = [[100 * np.array(tokens) / (sum(tokens) or 1) for tokens in event.tokens] for event in kept]
         text = "%{y}<br>the window before iteration %{x}: %{z:.3g} % of the layer's tokens<extra></extra>"
         map_ = _heat(events[-1].layers, [event.iteration for event in kept], shares, "% of<br>layer", text)
-        choices = (("", map_),)
+        choices = only(map_, events)
     return Plot(
         key="popularity",
         title="Expert popularity",
@@ -44,7 +43,7 @@ def popularity(facts: Facts) -> Plot:
         "them.",
         choices=choices,
         missing=_NO_POPULARITY,
-        note=shown,
+        note=note,
     )
 
 
@@ -104,27 +103,26 @@ def _heat(
 
 
 def _by_popularity(last: ExpertPopularity) -> dict:
-    traces: list[Trace] = []
+    traces = []
     for number, (layer, tokens) in enumerate(zip(last.layers, last.tokens, strict=True)):
         by_share = sorted(range(len(tokens)), key=lambda expert: -tokens[expert])
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": layer,
-                "x": list(range(1, len(tokens) + 1)),
-                "y": numbers(100 * tokens[expert] / (sum(tokens) or 1) for expert in by_share),
-                "text": [f"expert {expert}" for expert in by_share],
-                "line": {"color": f"--run{number % 7}", "width": 1.2},
-                "hovertemplate": f"{layer}, %{{text}}<br>place %{{x}}: %{{y:.3g}} %<extra></extra>",
-            }
-        )
+        columns = {
+            "x": list(range(1, len(tokens) + 1)),
+            "y": numbers(100 * tokens[expert] / (sum(tokens) or 1) for expert in by_share),
+            "text": [f"expert {expert}" for expert in by_share],
+            "line": {"color": run_color(number), "width": 1.2},
+        }
+        traces.append(points(layer, "lines+markers", f"{layer}, %{{text}}<br>place %{{x}}: %{{y:.3g}} %", **columns))
     return figure(traces, x="place in the order", y="% of the layer's tokens", yaxis={"rangemode": "tozero"})
 
 
 def lost_tokens(facts: Facts) -> Plot:
     """Return the measures of lost tokens over iterations."""
-    measures = [_measure(facts, name, color) for name, color in (("PLT", "--run0"), ("MLT", "--run1"))]
+    measures = []
+    for name, color in (("PLT", "--run0"), ("MLT", "--run1")):
+        shares = numbers(100 * getattr(event, name.lower()) for event in facts.lost)
+        at = {"x": [event.iteration for event in facts.lost], "y": shares, "line": {"color": color, "shape": "hv"}}
+        measures.append(points(name, "lines+markers", f"{name} %{{y:.4g}} % at iteration %{{x}}", **at))
     whole_run = [0, int(facts.series.iteration[-1]) + 1] if len(facts.series.iteration) else None
     axes = {"xaxis": {"range": whole_run}, "yaxis": {"rangemode": "tozero"}}
     over_time = figure(measures, x="iteration", y="lost tokens, %", **axes)
@@ -133,21 +131,9 @@ def lost_tokens(facts: Facts) -> Plot:
         title="Lost tokens",
         means="PLT (MoC-System): proportion of tokens whose updates are lost, mean over MoE layers. MLT (MoEtion): "
         "momentary lost tokens, summed over MoE layers.",
-        choices=(("", over_time),) if facts.lost else (),
+        choices=only(over_time, facts.lost),
         missing=_NOTHING_LOST,
     )
-
-
-def _measure(facts: Facts, name: str, color: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": [event.iteration for event in facts.lost],
-        "y": numbers(100 * getattr(event, name.lower()) for event in facts.lost),
-        "line": {"color": color, "shape": "hv"},
-        "hovertemplate": f"{name} %{{y:.4g}} % at iteration %{{x}}<extra></extra>",
-    }
 
 
 def lost_by_layer(facts: Facts) -> Plot:
@@ -167,30 +153,23 @@ def lost_by_layer(facts: Facts) -> Plot:
         key="lost-by-layer",
         title="Lost tokens by layer",
         means="Tokens whose updates were lost in the whole run, by MoE layer.",
-        choices=(("", figure([bars], x="layer", y="tokens", xaxis={"type": "category"})),) if layers else (),
+        choices=only(figure([bars], x="layer", y="tokens", xaxis={"type": "category"}), layers),
         missing=_NOTHING_LOST,
     )
 
 
 def made_up(facts: Facts) -> Plot:
     """Return how many of the lost tokens are left to be made up by more capacity."""
-    traces: list[Trace] = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": layer,
-            "x": [iteration for iteration, _ in points],
-            "y": [deficit for _, deficit in points],
-            "line": {"color": f"--run{number % 7}", "width": 1.5},
-            "hovertemplate": f"{layer}: %{{y:,}} tokens left after iteration %{{x}}<extra></extra>",
-        }
-        for number, (layer, points) in enumerate(facts.deficits.items())
-    ]
+    traces = []
+    for number, (layer, left) in enumerate(facts.deficits.items()):
+        at: Trace = {"x": [iteration for iteration, _ in left], "y": [deficit for _, deficit in left]}
+        text, line = f"{layer}: %{{y:,}} tokens left after iteration %{{x}}", {"color": run_color(number), "width": 1.5}
+        traces.append(points(layer, "lines+markers", text, **at, line=line))
     return Plot(
         key="made-up",
         title="Lost tokens yet to be made up",
         means="MoEtion: after a recovery, experts that have lost tokens may take more than others, out of capacity "
         "that these leave, until they have had as many tokens again. Over all ranks, by MoE layer.",
-        choices=(("", figure(traces, x="iteration", y="tokens", yaxis={"rangemode": "tozero"})),) if traces else (),
+        choices=only(figure(traces, x="iteration", y="tokens", yaxis={"rangemode": "tozero"}), traces),
         missing="no expert was given more capacity (event CapacityBoosted)",
     )

@@ -9,13 +9,12 @@ import numpy as np
 from launcher.report.columns import Columns
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
-from launcher.report.figure import Plot, Trace, figure, left_out, numbers
+from launcher.report.figure import Plot, Trace, figure, left_out, numbers, only, part_bars, points, rows
 from launcher.report.parts import RECOVERY, PagePart
 from launcher.report.plots_of_experts import plots_of_experts
-from launcher.report.summary import duration
+from launcher.report.summary import MIB, duration
 
-_MIB = 1 << 20
-_MOST_RANKS = 64
+_MOST_RANKS = 64  # bars of 20 pixels: more ranks make a page of screens of bars
 _MOST_EPISODES = 20
 _GRID = 300
 _MEMORY_PARTS = {
@@ -34,37 +33,26 @@ def plots_of_run(facts: Facts) -> tuple[Plot, ...]:
 
 def by_rank(facts: Facts) -> Plot:
     """Return where each rank's time went."""
-    ranks = _few(sorted(facts.totals_us, key=lambda rank: facts.totals_us[rank][PagePart.COMPUTE]), _MOST_RANKS)
+    of_ranks = facts.totals_us
+    ranks = sorted(sorted(of_ranks, key=lambda rank: of_ranks[rank][PagePart.COMPUTE])[:_MOST_RANKS])
+    names = [f"rank {rank}" for rank in ranks]
     traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part.label,
-            "y": [f"rank {rank}" for rank in ranks],
-            "x": numbers(facts.totals_us[rank][part] / 1e6 for rank in ranks),
-            "marker": {"color": f"--{part.label}"},
-            "hovertemplate": f"%{{y}}<br>{part.label}: %{{x:.3f}} s<extra></extra>",
-        }
+        part_bars(part, "%{x:.3f} s", y=names, x=numbers(of_ranks[rank][part] / 1e6 for rank in ranks))
         for part in PagePart
-        if any(facts.totals_us[rank][part] for rank in ranks)
+        if any(of_ranks[rank][part] for rank in ranks)
     ]
     return Plot(
         key="ranks",
         title="Time of each rank",
         means="The same parts as above, rank by rank; each bar is the whole wall time.",
-        choices=(("", _rank_bars(traces, len(ranks), x="time, s")),) if ranks else (),
+        choices=only(rows(traces, x="time, s", height=_height(ranks)), ranks),
         missing="no events",
-        note=left_out(len(ranks), len(facts.totals_us), "ranks: those that computed least"),
+        note=left_out(len(ranks), len(of_ranks), "ranks: those that computed least"),
     )
 
 
-def _few(ranks: Sequence[int], most: int) -> list[int]:
-    return sorted(ranks[:most])
-
-
-def _rank_bars(traces: Sequence[Trace], count: int, *, x: str) -> dict:
-    rows = {"autorange": "reversed", "automargin": True, "type": "category", "title": {"text": ""}}
-    return figure(traces, x=x, y="", height=170 + 20 * max(count, 3), barmode="stack", yaxis=rows, hovermode="closest")
+def _height(ranks: Sequence[int]) -> int:
+    return 170 + 20 * max(len(ranks), 3)
 
 
 def recoveries(facts: Facts) -> Plot:
@@ -96,29 +84,20 @@ def _label(episode: Episode) -> str:
 
 def _gantt(episode: Episode) -> dict:
     all_ranks = sorted({each.rank for each in episode.stretches})
-    ranks = _few(sorted(all_ranks, key=lambda rank: rank not in episode.replaying_ranks), _MOST_RANKS)
+    ranks = sorted(sorted(all_ranks, key=lambda rank: rank not in episode.replaying_ranks)[:_MOST_RANKS])
     traces = []
     for part in RECOVERY:
-        mine = [each for each in episode.stretches if each.part is part and each.rank in ranks]
-        if mine:
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": part.label,
-                    "y": [f"rank {each.rank}" for each in mine],
-                    "base": numbers((each.start_us - episode.start_us) / 1e6 for each in mine),
-                    "x": numbers((each.end_us - each.start_us) / 1e6 for each in mine),
-                    "text": [each.note for each in mine],
-                    "textposition": "none",
-                    "marker": {"color": f"--{part.label}"},
-                    "hovertemplate": f"%{{y}}<br>{part.label}: %{{x:.4f}} s<br>%{{text}}<extra></extra>",
-                }
-            )
-    shown = _rank_bars(traces, len(ranks), x="time since the first sign, s")
-    shown["layout"]["barmode"] = "overlay"
-    shown["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": [f"rank {rank}" for rank in ranks]}
-    return shown
+        if mine := [each for each in episode.stretches if each.part is part and each.rank in ranks]:
+            columns = {
+                "y": [f"rank {each.rank}" for each in mine],
+                "base": numbers((each.start_us - episode.start_us) / 1e6 for each in mine),
+                "x": numbers((each.end_us - each.start_us) / 1e6 for each in mine),
+                "text": [each.note for each in mine],
+            }
+            traces.append(part_bars(part, "%{x:.4f} s<br>%{text}", **columns, textposition="none"))
+    # plotly would order rows by the first trace that has them, and leave out ranks that no trace has
+    order = {"categoryorder": "array", "categoryarray": [f"rank {rank}" for rank in ranks]}
+    return rows(traces, x="time since the first sign, s", height=_height(ranks), barmode="overlay", **order)
 
 
 def memory(facts: Facts) -> Plot:
@@ -128,36 +107,27 @@ def memory(facts: Facts) -> Plot:
     grid_us = np.linspace(begin_us, facts.end_us, _GRID)
     traces = [_area(tables, grid_us, column, label) for column, label in _MEMORY_PARTS.items()]
     traces = [trace for trace in traces if any(trace["y"])]
-    traces.append(_area(tables, grid_us, "allocated_bytes", "allocated", stack=False, dash="solid"))
-    dense = _area(tables, grid_us, "double_buffered_dense_bytes", "two dense copies", stack=False, dash="dot")
+    traces.append(_area(tables, grid_us, "allocated_bytes", "allocated", dash="solid"))
+    traces.append(_area(tables, grid_us, "double_buffered_dense_bytes", "two dense copies", dash="dot"))
     return Plot(
         key="memory",
         title="Host memory",
         means="What ranks keep for snapshots and logs, by part, all ranks together; allocated: with buffers to reuse; "
         "dotted: what two dense snapshots would take.",
-        choices=(("", figure([*traces, dense], x="time since the start, s", y="MiB", yaxis={"rangemode": "tozero"})),)
-        if tables
-        else (),
+        choices=only(figure(traces, x="time since the start, s", y="MiB", yaxis={"rangemode": "tozero"}), tables),
         missing="this run's policy keeps nothing in host memory, or did not come to it (event HostMemoryUsed)",
         note=left_out(_GRID, max(map(len, tables), default=0), "moments are shown"),
     )
 
 
-def _area(
-    tables: Sequence[Columns], grid_us: np.ndarray, column: str, label: str, *, stack: bool = True, dash: str = ""
-) -> Trace:
+def _area(tables: Sequence[Columns], grid_us: np.ndarray, column: str, label: str, *, dash: str = "") -> Trace:
+    """Return the sum of ranks over time: a line with `dash`, else an area on top of those before it."""
     total = np.zeros(len(grid_us))
     for table in tables:
-        known = np.append(0.0, np.nan_to_num(table[column]))
+        known = np.append(0.0, np.nan_to_num(table[column]))  # nothing before a rank's first event
         total += known[np.searchsorted(table.at_us, grid_us, side="right")]
     color = f"--{column.removesuffix('_bytes').replace('_', '-')}"
-    style = {"stackgroup": "parts", "line": {"width": 0.5, "color": color}, "fillcolor": color} if stack else {}
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": label,
-        "x": numbers(grid_us / 1e6),
-        "y": numbers(total / _MIB),
-        "hovertemplate": f"{label}: %{{y:.4g}} MiB at %{{x:.1f}} s<extra></extra>",
-        **({"line": {"color": "--text", "width": 1.3, "dash": dash}} if not stack else style),
-    }
+    area = {"stackgroup": "parts", "line": {"width": 0.5, "color": color}, "fillcolor": color}
+    style = {"line": {"color": "--text", "width": 1.3, "dash": dash}} if dash else area
+    at: Trace = {"x": numbers(grid_us / 1e6), "y": numbers(total / MIB)}
+    return points(label, "lines", f"{label}: %{{y:.4g}} MiB at %{{x:.1f}} s", **at) | style

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
-from launcher.report.figure import Plot, Trace, figure, numbers, run_color
+from launcher.report.figure import Plot, Trace, figure, numbers, only, part_bars, points, rows, run_color
 from launcher.report.parts import EXPLAINED, PagePart
-from launcher.report.summary import duration
+from launcher.report.summary import MIB, duration
 from launcher.report.thin import MOST_POINTS, said, thin
 
-_MIB = 1 << 20
-_MOST_LINES = 60
+_MOST_LINES = 60  # a dotted line for each fault: more of them are a grey area
+_NO_COMMIT = "no iteration was committed"
+_FROM_ZERO = {"rangemode": "tozero"}
 Values = np.ndarray
 
 
 def plots_of_runs(runs: Sequence[Facts]) -> tuple[Plot, ...]:
     """Return what a page shows of all runs together."""
-    return (
-        where_time_went(runs),
-        loss(runs),
-        progress(runs),
-        ettr(runs),
-        iteration_time(runs),
-        stall(runs),
-        moved(runs),
-    )
+    plots = (where_time_went, loss, progress, ettr, iteration_time, stall, moved)
+    return tuple(plot(runs) for plot in plots)
 
 
 def where_time_went(runs: Sequence[Facts]) -> Plot:
@@ -40,48 +35,38 @@ def where_time_went(runs: Sequence[Facts]) -> Plot:
         title="Where the time went",
         means="Wall time of each run by what it was spent on; mean over ranks. "
         + " ".join(f"{part.label}: {EXPLAINED[part]}." for part in PagePart),
-        choices=(("", _bars(traces, len(there))),) if there else (),
+        choices=only(rows(traces, x="time, s", height=150 + 44 * len(there)), there),
         missing="no run has events",
     )
 
 
-def _bars(traces: Sequence[Trace], count: int) -> dict:
-    rows = {"autorange": "reversed", "automargin": True, "type": "category", "title": {"text": ""}}
-    return figure(traces, x="time, s", y="", height=150 + 44 * count, barmode="stack", yaxis=rows, hovermode="closest")
-
-
 def _part_bar(runs: Sequence[Facts], part: PagePart) -> Trace:
     shares = [100 * facts.mean_us(part) / facts.end_us if facts.end_us else 0.0 for facts in runs]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": part.label,
-        "y": [facts.run.name for facts in runs],
-        "x": numbers(facts.mean_us(part) / 1e6 for facts in runs),
-        "customdata": numbers(shares),
-        "marker": {"color": f"--{part.label}"},
-        "hovertemplate": f"%{{y}}<br>{part.label}: %{{x:.3f}} s, %{{customdata:.2f}} %<extra></extra>",
-    }
+    names, lengths = [facts.run.name for facts in runs], numbers(facts.mean_us(part) / 1e6 for facts in runs)
+    return part_bars(part, "%{x:.3f} s, %{customdata:.2f} %", y=names, x=lengths, customdata=numbers(shares))
 
 
 def loss(runs: Sequence[Facts]) -> Plot:
     """Return training and evaluation loss, with the faults."""
     traces, shapes, notes = [], [], set()
+    dotted = {"color": "--fault", "width": 1, "dash": "dot"}
     for number, facts in enumerate(runs):
-        series = facts.series
-        line, note = _line(facts, number, series.loss, "loss %{y:.4f}", name="")
+        line, note = _line(facts, number, facts.series.loss, "loss %{y:.4f}", name="")
         notes.add(note)
         traces += [line, *_evaluations(facts, number), *_fault_marks(facts, number)]
-        shapes += [_fault_line(each) for each in facts.episodes] if len(runs) == 1 else []
+        # of several runs the lines could not be told apart: their crosses have the runs' colours
+        lines = [each.struck for each in facts.episodes] if len(runs) == 1 else []
+        shapes += [
+            {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": dotted} for at in lines
+        ]
+    there = any(len(facts.series.iteration) for facts in runs)
     return Plot(
         key="loss",
         title="Loss",
         means="Training loss of each iteration, the last time it was computed; circles: cross-entropy on held-out "
         "batches; crosses: the iteration that a fault fell into.",
-        choices=(("", figure(traces, x="iteration", y="loss, nats per token", shapes=shapes[:_MOST_LINES])),)
-        if any(len(facts.series.iteration) for facts in runs)
-        else (),
-        missing="no iteration was committed",
+        choices=only(figure(traces, x="iteration", y="loss, nats per token", shapes=shapes[:_MOST_LINES]), there),
+        missing=_NO_COMMIT,
         note=_joined(notes),
     )
 
@@ -90,34 +75,25 @@ def _line(facts: Facts, number: int, values: Values, hover: str, *, name: str, *
     """Return a line over iterations and what was left out of it."""
     keep = thin(values)
     label = f"{facts.run.name} {name}".strip()
-    trace = {
-        "type": "scatter",
-        "mode": "lines" if len(keep) > 1 else "markers",
-        "name": label,
+    line = {
         "x": facts.series.iteration[keep].tolist(),
         "y": numbers(values[keep]),
         "line": {"color": run_color(number), "width": 1.8, **style},
-        "hovertemplate": f"{hover}<extra>{label}</extra>",
     }
+    trace = points(label, "lines" if len(keep) > 1 else "markers", hover, extra=label, **line)
     return trace, said(len(keep), int(np.isfinite(values).sum()), "iterations")
 
 
 def _evaluations(facts: Facts, number: int) -> list[Trace]:
-    if not facts.evaluated:
-        return []
     values = np.array([each.loss for each in facts.evaluated], float)
     keep = thin(values, MOST_POINTS // 4)
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": f"{facts.run.name}, held-out",
-            "x": [facts.evaluated[i].iteration for i in keep],
-            "y": numbers(values[keep]),
-            "marker": {"color": run_color(number), "symbol": "circle-open", "size": 8},
-            "hovertemplate": f"evaluation loss %{{y:.4f}}<extra>{facts.run.name}</extra>",
-        }
-    ]
+    marks = {
+        "x": [facts.evaluated[i].iteration for i in keep],
+        "y": numbers(values[keep]),
+        "marker": {"color": run_color(number), "symbol": "circle-open", "size": 8},
+    }
+    text, name = "evaluation loss %{y:.4f}", facts.run.name
+    return [points(f"{name}, held-out", "markers", text, extra=name, **marks)] if facts.evaluated else []
 
 
 def _fault_marks(facts: Facts, number: int) -> list[Trace]:
@@ -126,24 +102,15 @@ def _fault_marks(facts: Facts, number: int) -> list[Trace]:
     if not facts.episodes or not len(series.iteration):
         return []
     at = [each.struck for each in facts.episodes]
+    # a fault in an iteration that was never committed is marked at the nearest loss there is
     where = np.clip(np.searchsorted(series.iteration, at), 0, len(series.iteration) - 1)
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": f"{facts.run.name}, faults",
-            "x": at,
-            "y": numbers(series.loss[where]),
-            "text": [_fault_text(each) for each in facts.episodes],
-            "marker": {
-                "color": "--fault",
-                "symbol": "x",
-                "size": 9,
-                "line": {"width": 1.5, "color": run_color(number)},
-            },
-            "hovertemplate": f"%{{text}}<extra>{facts.run.name}</extra>",
-        }
-    ]
+    marks = {
+        "x": at,
+        "y": numbers(series.loss[where]),
+        "text": [_fault_text(each) for each in facts.episodes],
+        "marker": {"color": "--fault", "symbol": "x", "size": 9, "line": {"width": 1.5, "color": run_color(number)}},
+    }
+    return [points(f"{facts.run.name}, faults", "markers", "%{text}", extra=facts.run.name, **marks)]
 
 
 def _fault_text(episode: Episode) -> str:
@@ -162,181 +129,110 @@ def _wrapped(text: str, width: int = 60) -> str:
     return "<br>".join([*lines, line])
 
 
-def _fault_line(episode: Episode) -> Trace:
-    at = episode.struck
-    return {
-        "type": "line",
-        "x0": at,
-        "x1": at,
-        "y0": 0,
-        "y1": 1,
-        "yref": "paper",
-        "line": {"color": "--fault", "width": 1, "dash": "dot"},
-    }
-
-
 def progress(runs: Sequence[Facts]) -> Plot:
     """Return iterations against time: slopes are speed, steps down are work that was given up."""
     traces, notes = [], set()
     for number, facts in enumerate(runs):
-        time = facts.over_time
-        notes.add(_some(len(time.iteration), time.num_commits))
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": facts.run.name,
-                "x": numbers(time.committed_s),
-                "y": time.iteration.tolist(),
-                "line": {"color": run_color(number), "width": 1.8, "shape": "hv"},
-                "hovertemplate": f"iteration %{{y}} at %{{x:.2f}} s<extra>{facts.run.name}</extra>",
-            }
-        )
+        time, name = facts.over_time, facts.run.name
+        shown, there = len(time.iteration), time.num_commits
+        note = f"{shown:,} of {there:,} commits are shown, with all that ranks went back from"
+        notes.add(note if shown < there else "")
+        line = {"color": run_color(number), "width": 1.8, "shape": "hv"}
+        at = {"x": numbers(time.committed_s), "y": time.iteration.tolist()}
+        traces.append(points(name, "lines", "iteration %{y} at %{x:.2f} s", extra=name, **at, line=line))
     return Plot(
         key="progress",
         title="Progress",
         means="The iteration that was just committed, against wall time. Flat: nothing got on. Down: ranks went back.",
-        choices=(("", figure(traces, x="time since the start, s", y="iteration")),) if _has_commits(runs) else (),
-        missing="no iteration was committed",
+        choices=only(figure(traces, x="time since the start, s", y="iteration"), _has_commits(runs)),
+        missing=_NO_COMMIT,
         note=_joined(notes),
     )
 
 
 def ettr(runs: Sequence[Facts]) -> Plot:
     """Return the ETTR so far against time."""
-    traces = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": facts.run.name,
-            "x": numbers(facts.over_time.grid_s),
-            "y": numbers(100 * facts.over_time.ettr),
-            "line": {"color": run_color(number), "width": 1.8},
-            "hovertemplate": f"ETTR %{{y:.2f}} % until %{{x:.1f}} s<extra>{facts.run.name}</extra>",
-        }
-        for number, facts in enumerate(runs)
-    ]
+    traces = []
+    for number, facts in enumerate(runs):
+        at = {"x": numbers(facts.over_time.grid_s), "y": numbers(100 * facts.over_time.ettr)}
+        line = {"color": run_color(number), "width": 1.8}
+        text, name = "ETTR %{y:.2f} % until %{x:.1f} s", facts.run.name
+        traces.append(points(name, "lines", text, extra=name, **at, line=line))
+    shown = figure(traces, x="time since the start, s", y="ETTR, %", yaxis=_FROM_ZERO)
     return Plot(
         key="ettr",
         title="Effective training time ratio so far",
         means="ETTR from the start until each moment: compute / (wall time - startup - evaluation - unknown).",
-        choices=(("", figure(traces, x="time since the start, s", y="ETTR, %", yaxis={"rangemode": "tozero"})),)
-        if _has_commits(runs)
-        else (),
-        missing="no iteration was committed",
+        choices=only(shown, _has_commits(runs)),
+        missing=_NO_COMMIT,
     )
 
 
 def iteration_time(runs: Sequence[Facts]) -> Plot:
     """Return how long iterations take."""
-    return _over_iterations(
-        runs,
-        [("", lambda facts: facts.series.seconds, {})],
-        Plot(
-            key="iteration", title="Iteration time", means="Length of each iteration with its stall; mean over ranks."
-        ),
-        y="iteration, s",
-        hover="iteration %{x}: %{y:.4g} s",
-    )
+    means = "Length of each iteration with its stall; mean over ranks."
+    plot = Plot(key="iteration", title="Iteration time", means=means)
+    return _over_iterations(plot, runs, [("", lambda facts: facts.series.seconds, {})], y="iteration, s", unit="s")
 
 
 def stall(runs: Sequence[Facts]) -> Plot:
     """Return what checkpointing takes from iterations."""
-    return _over_iterations(
-        runs,
-        [
-            ("mean", lambda facts: 1e3 * facts.series.stall_mean_s, {}),
-            ("worst rank", lambda facts: 1e3 * facts.series.stall_max_s, {"dash": "dot", "width": 1}),
-        ],
-        Plot(
-            key="stall",
-            title="Stall per iteration",
-            means="What checkpointing took from each iteration on the training thread: mean over ranks, worst rank.",
-        ),
-        y="stall, ms",
-        hover="iteration %{x}: %{y:.4g} ms",
-    )
+    lines = [
+        ("mean", lambda facts: 1e3 * facts.series.stall_mean_s, {}),
+        ("worst rank", lambda facts: 1e3 * facts.series.stall_max_s, {"dash": "dot", "width": 1}),
+    ]
+    means = "What checkpointing took from each iteration on the training thread: mean over ranks, worst rank."
+    plot = Plot(key="stall", title="Stall per iteration", means=means)
+    return _over_iterations(plot, runs, lines, y="stall, ms", unit="ms")
 
 
 def moved(runs: Sequence[Facts]) -> Plot:
     """Return the bytes that go with an iteration."""
-    plot = _over_iterations(
-        runs,
-        [
-            ("snapshots", lambda facts: facts.series.snapshot_bytes / _MIB, {}),
-            (
-                "between stages",
-                lambda facts: _none_where_zero(facts.series.sent_bytes / _MIB),
-                {"dash": "dash", "width": 1},
-            ),
-        ],
-        Plot(
-            key="bytes",
-            title="Bytes per iteration",
-            means="Copied to host memory by snapshots, and sent between pipeline stages (which boundary logs keep); "
-            "all ranks together. Diamonds: whole windows sent to peers; squares: whole checkpoints on disk.",
-        ),
-        y="MiB per iteration",
-        hover="iteration %{x}: %{y:.4g} MiB",
-    )
-    marked = [
-        trace
-        for number, facts in enumerate(runs)
-        for trace in (*_windows_to_peers(facts, number), *_checkpoints(facts, number))
+    lines = [
+        ("snapshots", lambda facts: facts.series.snapshot_bytes / MIB, {}),
+        ("between stages", lambda facts: _none_where_zero(facts.series.sent_bytes / MIB), {"dash": "dash", "width": 1}),
     ]
-    if plot.choices:
-        plot.choices[0][1]["data"].extend(marked)
+    means = (
+        "Copied to host memory by snapshots, and sent between pipeline stages (which boundary logs keep); "
+        "all ranks together. Diamonds: whole windows sent to peers; squares: whole checkpoints on disk."
+    )
+    plot = Plot(key="bytes", title="Bytes per iteration", means=means)
+    plot = _over_iterations(plot, runs, lines, y="MiB per iteration", unit="MiB")
+    for number, facts in enumerate(runs if plot.choices else ()):
+        keep, saved = thin(facts.series.peer_bytes), facts.saved[-MOST_POINTS:]
+        windows = dict(zip(facts.series.iteration[keep].tolist(), facts.series.peer_bytes[keep] / MIB, strict=True))
+        checkpoints = {each.iteration: each.size_bytes / MIB for each in saved}
+        plot.choices[0][1]["data"] += [
+            *_marks(facts, number, "windows to peers", "diamond", "the window from %{x} to peers", windows),
+            *_marks(facts, number, "checkpoints", "square", "checkpoint at %{x}", checkpoints),
+        ]
     return plot
 
 
-def _windows_to_peers(facts: Facts, number: int) -> list[Trace]:
-    keep = thin(facts.series.peer_bytes)
-    text = "the window from %{x} to peers: %{y:.4g} MiB"
-    marks = _marks(facts, number, "windows to peers", "diamond", text)
-    sizes = facts.series.peer_bytes[keep] / _MIB
-    return [marks | {"x": facts.series.iteration[keep].tolist(), "y": numbers(sizes)}] if len(keep) else []
-
-
-def _checkpoints(facts: Facts, number: int) -> list[Trace]:
-    saved = facts.saved[-MOST_POINTS:]
-    marks = _marks(facts, number, "checkpoints", "square", "checkpoint at %{x}: %{y:.4g} MiB")
-    sizes = numbers(each.size_bytes / _MIB for each in saved)
-    return [marks | {"x": [each.iteration for each in saved], "y": sizes}] if saved else []
-
-
-def _marks(facts: Facts, number: int, what: str, symbol: str, text: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": f"{facts.run.name} {what}",
-        "marker": {"color": run_color(number), "symbol": symbol, "size": 7},
-        "hovertemplate": f"{text}<extra>{facts.run.name}</extra>",
-    }
+def _marks(facts: Facts, number: int, what: str, symbol: str, text: str, sizes_mib: Mapping[int, float]) -> list[Trace]:
+    """Return marks for sizes at some iterations; nothing where there are none."""
+    name, marker = facts.run.name, {"color": run_color(number), "symbol": symbol, "size": 7}
+    trace = points(f"{name} {what}", "markers", f"{text}: %{{y:.4g}} MiB", extra=name, marker=marker)
+    return [trace | {"x": list(sizes_mib), "y": numbers(sizes_mib.values())}] if sizes_mib else []
 
 
 def _over_iterations(
+    plot: Plot,
     runs: Sequence[Facts],
     lines: Sequence[tuple[str, Callable[[Facts], Values], dict[str, object]]],
-    plot: Plot,
     *,
     y: str,
-    hover: str,
+    unit: str,
 ) -> Plot:
     """Return the plot with these lines for each run."""
     found = [
-        _line(facts, number, of(facts), hover, name=name, **style)
+        _line(facts, number, of(facts), f"iteration %{{x}}: %{{y:.4g}} {unit}", name=name, **style)
         for number, facts in enumerate(runs)
         for name, of, style in lines
     ]
-    traces = [trace for trace, _ in found if trace["x"]]
-    return Plot(
-        key=plot.key,
-        title=plot.title,
-        means=plot.means,
-        choices=(("", figure(traces, x="iteration", y=y, yaxis={"rangemode": "tozero"})),) if traces else (),
-        missing="no iteration was committed",
-        note=_joined({note for _, note in found}),
-    )
+    traces, notes = [trace for trace, _ in found if trace["x"]], {note for _, note in found}
+    choices = only(figure(traces, x="iteration", y=y, yaxis=_FROM_ZERO), traces)
+    return replace(plot, choices=choices, missing=_NO_COMMIT, note=_joined(notes))
 
 
 def _none_where_zero(values: Values) -> Values:
@@ -349,7 +245,3 @@ def _has_commits(runs: Sequence[Facts]) -> bool:
 
 def _joined(notes: set[str]) -> str:
     return "; ".join(sorted(notes - {""}))
-
-
-def _some(shown: int, there: int) -> str:
-    return "" if shown >= there else f"{shown:,} of {there:,} commits are shown, with all that ranks went back from"

@@ -11,40 +11,29 @@ import math
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from launcher.report.columns import KEYS, Columns, join
-from moe_ckpt.events import Event, EventsLost, RunFinished
+from moe_ckpt.events import KINDS, Event, EventsLost, HostMemoryUsed, RunFinished, WindowReplicated
 
 _COMMITTED = ("t_s", "iteration", "seconds", "stall_s", "loss", "sent_activation_bytes", "sent_gradient_bytes")
-_MEMORY = (
-    "t_s",
-    "full_bytes",
-    "compute_bytes",
-    "buffer_bytes",
-    "boundary_log_bytes",
-    "step_log_bytes",
-    "allocated_bytes",
-    "double_buffered_dense_bytes",
-)
 _TABLES = {
     "IterationCommitted": _COMMITTED,
     "SnapshotTaken": ("t_s", "iteration", "size_bytes", "copy_s"),
-    "HostMemoryUsed": _MEMORY,
+    "HostMemoryUsed": ("t_s", *(field.name for field in fields(HostMemoryUsed))),
     "WindowChosen": ("t_s", "iteration", "num_slots"),
-    "WindowReplicated": ("t_s", "window_start", "size_bytes", "num_peers", "seconds", "span_s", "ago_s"),
+    "WindowReplicated": ("t_s", *(field.name for field in fields(WindowReplicated))),
     "IntervalChosen": ("t_s", "iteration", "every_iters"),
 }
 _MEMBERS: Mapping[str, set[type]] = {"list[str]": {str}, "list[int]": {int}, "list[float]": {int, float}}
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
 _KIND_OF = itemgetter("event")
 _BLOCK_BYTES = 128 << 10  # what it is taken apart into stays in caches
 Record = dict[str, Any]
@@ -183,10 +172,24 @@ class _Reader:
         if self._checked(record) is None:
             return
         name = record["event"]
-        if name in _KINDS:
-            self._add_typed(name, record, after_commits)
-        else:
+        if name not in KINDS:
             self._unknown[f"event {name}"] += 1
+            return
+        kind = KINDS[name]
+        known = {field.name: field for field in fields(kind)}
+        given = record.keys() - {"t_s", "global_rank", "event"}
+        self._unknown.update(f"{name} with {field}" for field in given - known.keys())
+        lacking = [
+            field.name
+            for field in known.values()
+            if field.name not in given and field.default is field.default_factory is MISSING
+        ]
+        odd = [field for field in given & known.keys() if not _fits(record[field], str(known[field].type))]
+        self._unknown.update(f"{name} without {field}" for field in lacking)
+        self._unknown.update(f"{name} with another kind of {field}" for field in odd)
+        if not lacking and not odd:
+            event = kind(**{field: record[field] for field in given & known.keys()})
+            self._events.append(Noted(at_us=round(record["t_s"] * 1e6), after_commits=after_commits, event=event))
 
     def _checked(self, record: Any) -> Record | None:
         """Return the entries that are records with a time and a kind."""
@@ -198,20 +201,6 @@ class _Reader:
             return record
         self._num_damaged += 1
         return None
-
-    def _add_typed(self, name: str, record: Record, after_commits: int) -> None:
-        kind = _KINDS[name]
-        known = {field.name: field for field in fields(kind)}
-        given = record.keys() - {"t_s", "global_rank", "event"}
-        self._unknown.update(f"{name} with {field}" for field in given - known.keys())
-        lacking = [field.name for field in known.values() if field.name not in given and _is_required(field)]
-        odd = [field for field in given & known.keys() if not _fits(record[field], str(known[field].type))]
-        self._unknown.update(f"{name} without {field}" for field in lacking)
-        self._unknown.update(f"{name} with another kind of {field}" for field in odd)
-        if not lacking and not odd:
-            event = kind(**{field: record[field] for field in given & known.keys()})
-            noted = Noted(at_us=round(record["t_s"] * 1e6), after_commits=after_commits, event=event)
-            self._events.append(noted)
 
 
 def _together(lines: bytes) -> list[Record] | None:
@@ -242,10 +231,6 @@ def _numbers(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else float("nan")
-
-
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _fits(value: object, annotation: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from launcher.report.facts import Facts
 from launcher.report.parts import OF_FAULTS, RECOVERY, PagePart
 
-_MIB = 1 << 20
+MIB = 1 << 20
 _BECAME = {
     "finished": "is finished",
     "running": "is still going; this is what there was when it was read",
@@ -18,7 +18,7 @@ _BECAME = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Quantity:
     """A number of each run; `of` returns None where the run has no data for it."""
 
@@ -27,13 +27,6 @@ class Quantity:
     unit: str
     means: str
     of: Callable[[Facts], float | None]
-
-
-def quantities() -> tuple[Quantity, ...]:
-    """Return what runs are compared by, in order of interest."""
-    return tuple(
-        Quantity(key=key, label=label, unit=unit, means=means, of=of) for key, label, unit, means, of in _TABLE
-    )
 
 
 def headline(facts: Facts) -> str:
@@ -91,12 +84,8 @@ def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
-
-
-def _mib(value: float | None) -> float | None:
-    return None if value is None else value / _MIB
+def _times(factor: float, value: float | None) -> float | None:
+    return None if value is None else factor * value
 
 
 def _stall_share(facts: Facts) -> float | None:
@@ -117,150 +106,159 @@ def _tokens_lost(facts: Facts) -> float | None:
     return float(sum(map(sum, (event.lost_by_layer for event in facts.lost)))) if facts.lost else None
 
 
-_TABLE: tuple[tuple[str, str, str, str, Callable[[Facts], float | None]], ...] = (
-    (
+QUANTITIES = (
+    Quantity(
         "ettr",
         "ETTR",
         "%",
         "effective training time ratio: compute / (wall time - startup - evaluation - unknown), mean over ranks",
-        lambda facts: _percent(facts.ettr),
+        lambda facts: _times(100, facts.ettr),
     ),
-    ("wall_s", "wall time", "s", "from the start of the run to its last event", lambda facts: facts.end_us / 1e6),
-    (
+    Quantity(
+        "wall_s", "wall time", "s", "from the start of the run to its last event", lambda facts: facts.end_us / 1e6
+    ),
+    Quantity(
         "iterations",
         "iterations",
         "",
         "the last iteration that was committed",
         lambda facts: _last(facts.series.iteration),
     ),
-    (
+    Quantity(
         "recoveries",
         "recoveries",
         "",
         "how often ranks had to recover; faults that overlap count once",
         lambda facts: float(len(facts.episodes)),
     ),
-    (
+    Quantity(
         "faults_cost_s",
         "cost of faults",
         "s",
         "detection, rebuild, fetch, waiting, replay, and work that was lost; mean over ranks",
         lambda facts: facts.mean_us(*OF_FAULTS) / 1e6,
     ),
-    (
+    Quantity(
         "recovery_s",
         "per recovery",
         "s",
         "from the last sign of life until the last rank goes on; mean over recoveries",
         lambda facts: _mean([(each.end_us - each.start_us) / 1e6 for each in facts.episodes]),
     ),
-    (
+    Quantity(
         "recovering_s",
         "in recoveries",
         "s",
         "detection, rebuild, fetch, waiting and replay; mean over ranks",
         lambda facts: facts.mean_us(*RECOVERY) / 1e6,
     ),
-    (
+    Quantity(
         "lost_s",
         "work lost",
         "s",
         "iterations cut off or given up; mean over ranks",
         lambda facts: facts.mean_us(PagePart.LOST) / 1e6,
     ),
-    ("stall_percent", "stall", "%", "stall / (stall + compute), mean over ranks", _stall_share),
-    (
+    Quantity("stall_percent", "stall", "%", "stall / (stall + compute), mean over ranks", _stall_share),
+    Quantity(
         "stall_ms",
         "stall per iteration",
         "ms",
         "what checkpointing took from an iteration; mean over ranks and iterations",
-        lambda facts: None if (mean := _mean(facts.series.stall_mean_s)) is None else 1e3 * mean,
+        lambda facts: _times(1e3, _mean(facts.series.stall_mean_s)),
     ),
-    (
+    Quantity(
         "iteration_s",
         "iteration",
         "s",
         "length of an iteration with its stall; mean over ranks and iterations",
         lambda facts: _mean(facts.series.seconds),
     ),
-    (
+    Quantity(
         "snapshot_mib",
         "snapshots",
         "MiB/iteration",
         "copied to host memory, all ranks together; mean over iterations that took one",
-        lambda facts: _mib(_mean(facts.series.snapshot_bytes)),
+        lambda facts: _times(1 / MIB, _mean(facts.series.snapshot_bytes)),
     ),
-    (
+    Quantity(
         "peers_mib",
         "to peers",
         "MiB/iteration",
         "copies of windows sent to peers' memory, all ranks and all copies together; mean over iterations",
-        lambda facts: _mib(_per_iteration(facts.series.peer_bytes)),
+        lambda facts: _times(1 / MIB, _per_iteration(facts.series.peer_bytes)),
     ),
-    (
+    Quantity(
         "boundary_mib",
         "between stages",
         "MiB/iteration",
         "activations and gradients sent to other pipeline stages, all ranks together; what a boundary log holds",
-        lambda facts: _mib(_mean(facts.series.sent_bytes)),
+        lambda facts: _times(1 / MIB, _mean(facts.series.sent_bytes)),
     ),
-    (
+    Quantity(
         "memory_mib",
         "host memory",
         "MiB",
         "the most that each rank has allocated for snapshots and logs, all ranks together",
-        lambda facts: _mib(_peak_bytes(facts)),
+        lambda facts: _times(1 / MIB, _peak_bytes(facts)),
     ),
-    (
+    Quantity(
         "window_iters",
         "window",
         "iterations",
         "iterations in which every operator is taken once, as last chosen",
         lambda facts: _first(rank.window_iters for rank in facts.run.ranks),
     ),
-    (
+    Quantity(
         "interval_iters",
         "interval",
         "iterations",
         "from one whole snapshot to the next, as last chosen",
         lambda facts: _first(rank.interval_iters for rank in facts.run.ranks),
     ),
-    ("checkpoints", "checkpoints", "", "whole checkpoints that were committed", lambda facts: float(len(facts.saved))),
-    (
+    Quantity(
+        "checkpoints", "checkpoints", "", "whole checkpoints that were committed", lambda facts: float(len(facts.saved))
+    ),
+    Quantity(
         "checkpoints_failed",
         "checkpoints failed",
         "",
         "checkpoints that could not be saved",
         lambda facts: float(len(facts.failed)),
     ),
-    ("loss", "loss", "nats/token", "training loss of the last iteration", lambda facts: _last(facts.series.loss)),
-    (
+    Quantity(
+        "loss", "loss", "nats/token", "training loss of the last iteration", lambda facts: _last(facts.series.loss)
+    ),
+    Quantity(
         "eval_loss",
         "evaluation loss",
         "nats/token",
         "cross-entropy on held-out batches, the last time",
         lambda facts: facts.evaluated[-1].loss if facts.evaluated else None,
     ),
-    ("tokens_lost", "tokens lost", "tokens", "tokens whose updates were lost, over all MoE layers", _tokens_lost),
-    (
+    Quantity(
+        "tokens_lost", "tokens lost", "tokens", "tokens whose updates were lost, over all MoE layers", _tokens_lost
+    ),
+    Quantity(
         "deficit_tokens",
         "yet to make up",
         "tokens",
         "lost tokens that experts with more capacity (MoEtion) have not had again yet, over all MoE layers",
         lambda facts: float(sum(points[-1][1] for points in facts.deficits.values())) if facts.deficits else None,
     ),
-    (
+    Quantity(
         "plt_percent",
         "PLT",
         "%",
         "proportion of lost tokens (MoC-System), mean over MoE layers, the last that was told",
-        lambda facts: _percent(facts.lost[-1].plt) if facts.lost else None,
+        lambda facts: _times(100, facts.lost[-1].plt) if facts.lost else None,
     ),
-    (
+    Quantity(
         "mlt_percent",
         "MLT",
         "%",
         "momentary lost tokens (MoEtion), summed over MoE layers, the last that was told",
-        lambda facts: _percent(facts.lost[-1].mlt) if facts.lost else None,
+        lambda facts: _times(100, facts.lost[-1].mlt) if facts.lost else None,
     ),
 )
+"""The numbers by which runs are compared, in order of interest."""

@@ -9,13 +9,12 @@ from launcher.fault_classes import EXPLAINED as FAULT_CLASSES
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
 from launcher.report.parts import EXPLAINED, OF_FAULTS, PagePart
-from launcher.report.summary import quantities, shown
+from launcher.report.summary import MIB, QUANTITIES, shown
 
-_MIB = 1 << 20
 _MOST_ROWS = 500
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """A column's head; `means` is shown on hover."""
 
@@ -41,17 +40,17 @@ def text_of(cell: str | float | None) -> str:
 
 def compared(runs: Sequence[Facts]) -> Table:
     """Return the runs side by side, in the quantities that any of them has."""
-    values = {each: [each.of(facts) for facts in runs] for each in quantities()}
+    values = {each: [each.of(facts) for facts in runs] for each in QUANTITIES}
     there = [each for each, of_runs in values.items() if any(value is not None for value in of_runs)]
     return Table(
         key="runs",
         title="Runs",
         columns=(
-            Column(label="run"),
-            Column(label="policy", means="ckpt=, the checkpoint policy"),
-            Column(label="state", means="finished, still running, or ended without a result"),
-            Column(label="ranks", means="how many the run has"),
-            *(Column(label=each.label, unit=each.unit, means=each.means) for each in there),
+            Column("run"),
+            Column("policy", means="ckpt=, the checkpoint policy"),
+            Column("state", means="finished, still running, or ended without a result"),
+            Column("ranks", means="how many the run has"),
+            *(Column(each.label, unit=each.unit, means=each.means) for each in there),
         ),
         rows=tuple(
             (
@@ -68,11 +67,11 @@ def compared(runs: Sequence[Facts]) -> Table:
 
 def numbers_of(facts: Facts) -> Table:
     """Return what is known of one run, a line for each quantity."""
-    values = [(each, each.of(facts)) for each in quantities()]
+    values = [(each, each.of(facts)) for each in QUANTITIES]
     return Table(
         key="numbers",
         title="All numbers",
-        columns=(Column(label="quantity"), Column(label="value"), Column(label="unit"), Column(label="what it is")),
+        columns=(Column("quantity"), Column("value"), Column("unit"), Column("what it is")),
         rows=tuple((each.label, value, each.unit, each.means) for each, value in values if value is not None),
     )
 
@@ -83,18 +82,18 @@ def time_of_runs(runs: Sequence[Facts]) -> Table:
     return Table(
         key="parts",
         title="Where the time went, mean over ranks",
-        columns=(Column(label="run"), *_seconds(parts), _WALL),
+        columns=(Column("run"), *_seconds(parts), _WALL),
         rows=tuple(
             (facts.run.name, *(facts.mean_us(part) / 1e6 for part in parts), facts.end_us / 1e6) for facts in runs
         ),
     )
 
 
-_WALL = Column(label="wall time", unit="s", means="the sum of all parts")
+_WALL = Column("wall time", unit="s", means="the sum of all parts")
 
 
 def _seconds(parts: Sequence[PagePart]) -> list[Column]:
-    return [Column(label=part.label, unit="s", means=EXPLAINED[part]) for part in parts]
+    return [Column(part.label, unit="s", means=EXPLAINED[part]) for part in parts]
 
 
 def time_of_ranks(facts: Facts) -> Table:
@@ -104,7 +103,7 @@ def time_of_ranks(facts: Facts) -> Table:
     return Table(
         key="time-of-ranks",
         title="Time of each rank",
-        columns=(Column(label="rank"), *_seconds(parts), _WALL),
+        columns=(Column("rank"), *_seconds(parts), _WALL),
         rows=tuple(
             (float(rank), *(of[part] / 1e6 for part in parts), sum(of.values()) / 1e6)
             for rank, of in totals[:_MOST_ROWS]
@@ -118,7 +117,7 @@ def faults(facts: Facts) -> Table:
     return Table(
         key="faults",
         title="Faults by class",
-        columns=(Column(label="class"), Column(label="faults"), Column(label="what it is")),
+        columns=(Column("class"), Column("faults"), Column("what it is")),
         rows=tuple(
             (name, float(count), FAULT_CLASSES.get(name, "deaths in a log without classes"))
             for name, count in facts.faults.items()
@@ -133,15 +132,15 @@ def recoveries(facts: Facts) -> Table:
         key="recoveries",
         title="Recoveries",
         columns=(
-            Column(label="no."),
-            Column(label="what failed", means="as told by the surest witness there is"),
-            Column(label="at", unit="s", means="since the start of the run"),
-            Column(label="took", unit="s", means="from the last sign of life until the last rank went on"),
-            *(Column(label=part.label, unit="s", means=f"{EXPLAINED[part]}; mean over ranks") for part in OF_FAULTS),
-            Column(label="goes on after", means="the iteration whose state all ranks had then"),
-            Column(label="replayed", unit="iterations", means="run again to rebuild state, on the ranks that did"),
-            Column(label="by ranks", means="which ranks loaded or replayed"),
-            Column(label="fetched", unit="MiB", means="got out of other ranks' memory"),
+            Column("no."),
+            Column("what failed", means="as told by the surest witness there is"),
+            Column("at", unit="s", means="since the start of the run"),
+            Column("took", unit="s", means="from the last sign of life until the last rank went on"),
+            *(Column(part.label, unit="s", means=f"{EXPLAINED[part]}; mean over ranks") for part in OF_FAULTS),
+            Column("goes on after", means="the iteration whose state all ranks had then"),
+            Column("replayed", unit="iterations", means="run again to rebuild state, on the ranks that did"),
+            Column("by ranks", means="which ranks loaded or replayed"),
+            Column("fetched", unit="MiB", means="got out of other ranks' memory"),
         ),
         rows=tuple(_row(each) for each in facts.episodes[:_MOST_ROWS]),
         note=_cut(len(facts.episodes), "recoveries") if facts.episodes else "no rank had to recover",
@@ -158,7 +157,7 @@ def _row(episode: Episode) -> tuple[str | float | None, ...]:
         None if episode.iteration is None else float(episode.iteration),
         float(episode.replayed_iters),
         ", ".join(map(str, episode.replaying_ranks)) or "none",
-        episode.fetched_bytes / _MIB,
+        episode.fetched_bytes / MIB,
     )
 
 

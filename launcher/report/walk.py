@@ -24,16 +24,7 @@ from moe_ckpt.events import (
     TrainerStarted,
 )
 
-TELLING = (
-    Evaluated,
-    GenerationEnded,
-    ModelBuilt,
-    Rejoined,
-    RunFinished,
-    StageRecovered,
-    StateResumed,
-    TrainerStarted,
-)
+TELLING = (Evaluated, GenerationEnded, ModelBuilt, Rejoined, RunFinished, StageRecovered, StateResumed, TrainerStarted)
 _UNMEASURED = -1
 
 

@@ -27,7 +27,7 @@ from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least,
 from moe_ckpt.faults.schedule import SCOPES, Kill, poisson_kills
 from moe_ckpt.sim.costs import GRADIENT_BYTES, TimingConfig, estimate
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, ClusterConfig
-from moe_ckpt.sim.job import Array, BatchConfig, FormatsConfig, Job, ModelShape
+from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job, ModelShape
 from moe_ckpt.sim.saving import Setup, Switches
 from moe_ckpt.sim.skew import skewed_popularity
 from moe_ckpt.types import ParallelLayout
@@ -108,8 +108,11 @@ def compose_simulation(arguments: Sequence[str]) -> Simulation:
     return compose_as("simulate", arguments, GROUPS, _to_simulation, _ALL_KINDS)
 
 
-def shape_of(model: ModelConfig, *, sequence_length: int, popularity: Array) -> ModelShape:
-    """Return the operators of a model; a vocabulary that follows from data is taken to be that of bytes."""
+def shape_of(model: ModelConfig, *, sequence_length: int, skewness: float = 0.0, seed: int = 0) -> ModelShape:
+    """Return the operators of a model; a vocabulary that follows from data is taken to be that of bytes.
+
+    Each expert gets an even share of a layer's tokens, or one as uneven as `skewness` asks for.
+    """
     wanted = _BYTE_VOCABULARY if model.vocab_size == AUTO else int(model.vocab_size)
     layout = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
     counted = list(operator_parameters(model, padded_vocab_size(wanted, layout), sequence_length))
@@ -119,13 +122,8 @@ def shape_of(model: ModelConfig, *, sequence_length: int, popularity: Array) -> 
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         topk=model.moe_topk,
-        popularity=popularity,
+        popularity=skewed_popularity(model.num_experts, skewness, seed=seed),
     )
-
-
-def popularity_of(model: ModelConfig, skewness: float = 0.0, *, seed: int = 0) -> Array:
-    """Return each expert's share of a layer's tokens: even, or as uneven as is asked for."""
-    return skewed_popularity(model.num_experts, skewness, seed=seed)
 
 
 def _to_request(config: DictConfig) -> tuple[GeneralConfig, ExperimentConfig]:
@@ -144,8 +142,8 @@ def _to_simulation(config: DictConfig) -> Simulation:
     general, _ = _to_request(config)
     cluster, model = section_of(config, "cluster", ClusterConfig), section_of(config, "model", ModelConfig)
     batch, formats = section_of(config, "batch", BatchConfig), section_of(config, "formats", FormatsConfig)
-    popularity = popularity_of(model, general.popularity_skew, seed=general.seed)
-    shape = shape_of(model, sequence_length=batch.sequence_length, popularity=popularity)
+    length, skewness = batch.sequence_length, general.popularity_skew
+    shape = shape_of(model, sequence_length=length, skewness=skewness, seed=general.seed)
     layout = fit_cluster(section_of(config, "parallel", ParallelConfig), cluster, shape, formats, batch)
     job = Job(shape, layout, batch, formats)
     setup = Setup(
@@ -156,7 +154,10 @@ def _to_simulation(config: DictConfig) -> Simulation:
         switches=section_of(config, "switches", Switches),
     )
     fault = section_of(config, "fault", FAULT_CONFIGS[choice_of(config, "fault.kind", FAULT_CONFIGS)])
-    _check_faults(fault, general)
+    wanted = "none, at, poisson or trace: a simulation has no state to overwrite"
+    require(fault.kind != "state_loss", "fault.kind", fault.kind, wanted)
+    if general.mtbf_s is not None:
+        require(fault.kind == "none", "fault.kind", fault.kind, f"none where mtbf_s={general.mtbf_s:g} says what fails")
     return Simulation(
         setup=setup,
         policy=section_of(config, "ckpt", CKPT_CONFIGS[choice_of(config, "ckpt.policy", CKPT_CONFIGS)]),
@@ -165,13 +166,6 @@ def _to_simulation(config: DictConfig) -> Simulation:
         general=general,
         composed_yaml=composed_yaml,
     )
-
-
-def _check_faults(fault: FaultConfig, general: GeneralConfig) -> None:
-    wanted = "none, at, poisson or trace: a simulation has no state to overwrite"
-    require(fault.kind != "state_loss", "fault.kind", fault.kind, wanted)
-    if general.mtbf_s is not None:
-        require(fault.kind == "none", "fault.kind", fault.kind, f"none where mtbf_s={general.mtbf_s:g} says what fails")
 
 
 def fit_cluster(

@@ -51,6 +51,7 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
     assert candidate.result is not None
     simulation = candidate.result.simulation
     layout, cluster, batch = simulation.setup.job.layout, simulation.setup.cluster, simulation.setup.job.batch
+    servers = simulation.policy.servers
     several = [
         f"--nnodes={cluster.nodes}:{cluster.nodes}",  # not fewer: a spare node takes the place of a lost one
         f"--max-restarts={_MAX_RESTARTS}",
@@ -68,14 +69,9 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
         *(argument for argument in arguments if argument.startswith("model.")),
         *(f"parallel.{degree}={getattr(layout, degree)}" for degree in ("pp", "dp", "ep", "tp")),
         *(f"train.{name}={getattr(batch, name)}" for name in batch.__dataclass_fields__),
-        *(["train.distributed_optimizer=false"] if _mirrors(simulation) else []),
+        *(["train.distributed_optimizer=false"] if servers and servers.mirrors else []),
         *candidate.overrides,
     ]
-
-
-def _mirrors(simulation: Simulation) -> bool:
-    servers = simulation.policy.servers
-    return servers is not None and servers.mirrors
 
 
 def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:

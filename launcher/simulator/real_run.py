@@ -14,7 +14,7 @@ from typing import TypeVar
 from launcher.config import AUTO, Settings, read_settings
 from launcher.faults.log import read_faults
 from launcher.layout import fit_layout
-from launcher.simulator.config import popularity_of, shape_of
+from launcher.simulator.config import shape_of
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import (
@@ -128,7 +128,7 @@ def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) ->
         sequence_length=train.sequence_length,
     )
     job = Job(
-        shape_of(settings.model, sequence_length=train.sequence_length, popularity=popularity_of(settings.model)),
+        shape_of(settings.model, sequence_length=train.sequence_length),
         fit_layout(settings.parallel, run.world_size, num_experts=settings.model.num_experts),
         batch,
         FormatsConfig(

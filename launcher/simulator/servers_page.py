@@ -5,8 +5,9 @@ Must not: choose rows by their result.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from launcher.markdown_table import table_lines
 from launcher.simulator.config import compose_simulation
 from launcher.simulator.runner import Result, latest, run_simulation
 from moe_ckpt.errors import ConfigError
@@ -32,14 +33,14 @@ CASES: Mapping[str, tuple[str, ...]] = {
 MTBFS_S = (600, 7200)
 
 
-def server_lines(arguments: Sequence[str], cases: Collection[str] = tuple(CASES)) -> Iterator[str]:
-    """Yield a table of ETTRs, a row for each case and MTBF. `arguments` go to each simulation."""
-    yield f"| copies to host memory | MTBF, s | {' | '.join(POLICIES)} |"
-    yield "| --- " * (len(POLICIES) + 2) + "|"
-    for case in cases:
-        for mtbf_s in MTBFS_S:
-            cells = [_cell(case, policy, mtbf_s, arguments) for policy in POLICIES]
-            yield f"| {case} | {mtbf_s} | {' | '.join(cells)} |"
+def server_lines(arguments: Sequence[str], cases: Collection[str] = tuple(CASES)) -> list[str]:
+    """Return a table of ETTRs, a row for each case and MTBF. `arguments` go to each simulation."""
+    rows = (
+        [case, str(mtbf_s), *(_cell(case, policy, mtbf_s, arguments) for policy in POLICIES)]
+        for case in cases
+        for mtbf_s in MTBFS_S
+    )
+    return table_lines(["copies to host memory", "MTBF, s", *POLICIES], rows)
 
 
 def simulate_case(case: str, policy: str, mtbf_s: float, arguments: Sequence[str] = ()) -> Result:

@@ -109,7 +109,11 @@ def seal_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
 
     Any thread of the process that wrote them may call this, and should: on a network only that machine can sync them.
     """
-    return [_seal(directory, name) for name in names]
+    records = []
+    for name in names:
+        _sync(directory / name)
+        records.append(_describe(directory, name))
+    return records
 
 
 def commit(directory: Path, manifest: Manifest) -> None:
@@ -181,11 +185,6 @@ def _typed(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise TypeError(f"got {value!r}, wanted {kind.__name__}")
     return value
-
-
-def _seal(directory: Path, name: str) -> FileRecord:
-    _sync(directory / name)
-    return _describe(directory, name)
 
 
 def _describe(directory: Path, name: str) -> FileRecord:

@@ -29,16 +29,9 @@ from moe_ckpt.durable.checkpoint_folder import (
     verify_files,
 )
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    CheckpointSkipped,
-    EventLog,
-    StateResharded,
-    StateResumed,
-)
+from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, EventLog, StateResharded, StateResumed
 from moe_ckpt.ports import DurableState
-from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, RunIdentity
+from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +100,7 @@ class DurableTier:
                     return
                 self._in_flight = None
                 manifest = self._commit(flight, files)
+            # over in any case: a save that stayed in flight would be asked for again at every step
             except CheckpointSaveError:
                 self._in_flight = None
                 raise
@@ -164,14 +158,11 @@ class DurableTier:
         files = sorted((*sealed, *seal_files(flight.directory, present - named)), key=lambda file: file.name)
         manifest = Manifest(iteration=flight.iteration, identity=self._identity, files=tuple(files))
         commit(flight.directory, manifest)
-        self._drop_old(flight.iteration)
-        return manifest
-
-    def _drop_old(self, iteration: int) -> None:
         try:
-            self._folder.keep_newest(self._keep, up_to=iteration)
+            self._folder.keep_newest(self._keep, up_to=flight.iteration)
         except OSError as error:  # the new checkpoint is committed all the same
             _log.warning("an old checkpoint could not be dropped: %s", error)
+        return manifest
 
     def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> None:
         directory = Path(ref.directory)
@@ -185,18 +176,14 @@ class DurableTier:
         if iteration != ref.iteration:
             raise CheckpointLoadError(f"{directory}: got the state after iteration {iteration}, wanted {ref.iteration}")
         if is_resharded:
-            self._tell_resharded(ref, saved_at)
-
-    def _tell_resharded(self, ref: CheckpointRef, saved_at: ParallelLayout) -> None:
-        mine = self._identity.layout
-        event = StateResharded(iteration=ref.iteration, saved_at=str(saved_at), loaded_at=str(mine))
-        self._events.append(event)
-        if self._ranks.rank == 0:
-            _log.warning(
-                "%s: saved at %s, goes on at %s: the same state, but generators are seeded anew, and sums run in "
-                "another order, so not bit for bit as the run that saved it",
-                *(ref.directory, saved_at, mine),
-            )
+            ours = self._identity.layout
+            self._events.append(StateResharded(iteration=iteration, saved_at=str(saved_at), loaded_at=str(ours)))
+            if self._ranks.rank == 0:
+                _log.warning(
+                    "%s: saved at %s, goes on at %s: the same state, but generators are seeded anew, and sums run in "
+                    "another order, so not bit for bit as the run that saved it",
+                    *(directory, saved_at, ours),
+                )
 
 
 @contextlib.contextmanager

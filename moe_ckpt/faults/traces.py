@@ -57,7 +57,7 @@ def read_removals(text: str) -> tuple[Removals, ...]:
     return tuple(Removals(at_s=(at_ms - begin_ms) / 1000, count=count) for at_ms, count in totals.items() if count)
 
 
-def _format_of(first_line: str) -> tuple[Callable[[str], _Line], str]:
+def _format_of(first_line: str) -> tuple[Callable[[str, str, str], _Line], str]:
     if first_line == _SUMMARY_HEADER:
         return _parse_summary, "2679,remove,4"
     if re.match(r"\d+-", first_line):
@@ -65,34 +65,27 @@ def _format_of(first_line: str) -> tuple[Callable[[str], _Line], str]:
     return _parse_node, "480000,add|remove,node1"
 
 
-def _parse(parse: Callable[[str], _Line], wanted: str, number: int, line: str) -> _Line:
+def _parse(parse: Callable[[str, str, str], _Line], wanted: str, number: int, line: str) -> _Line:
     try:
-        return parse(line)
+        first, second, third = fields = [field.strip() for field in line.split(",")]
+        if not all(fields) or third.startswith("-"):
+            raise ValueError(line)
+        return parse(first, second, third)
     except ValueError:
         raise ConfigError(f"trace: line {number}: got {line!r}, wanted a line like '{wanted}'") from None
 
 
-def _parse_node(line: str) -> _Line:
-    at_ms, event, _ = _three(line)
+def _parse_node(at_ms: str, event: str, _node: str) -> _Line:
     return _Line(at_ms=int(at_ms), removed=int(_is_removal(event)))
 
 
-def _parse_summary(line: str) -> _Line:
-    at_s, event, count = _three(line)
+def _parse_summary(at_s: str, event: str, count: str) -> _Line:
     return _Line(at_ms=1000 * int(at_s), removed=int(count) * _is_removal(event))
 
 
-def _parse_count(line: str) -> _Line:
-    day, time, count = _three(line)
+def _parse_count(day: str, time: str, count: str) -> _Line:
     moment = datetime.strptime(f"{day} {time} +0000", "%Y-%m-%d %H:%M:%S %z")
     return _Line(at_ms=1000 * int(moment.timestamp()), there=int(count))
-
-
-def _three(line: str) -> list[str]:
-    fields = [field.strip() for field in line.split(",")]
-    if len(fields) != 3 or not all(fields) or fields[2].startswith("-"):
-        raise ValueError(line)
-    return fields
 
 
 def _is_removal(event: str) -> bool:

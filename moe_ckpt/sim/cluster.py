@@ -14,8 +14,7 @@ from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.recovery.inventory import ReplayedState
 from moe_ckpt.sim.faults import Fault, FaultQueue, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
-from moe_ckpt.sim.partial import Account, Lost
-from moe_ckpt.sim.recovering import Estimate, Losses, estimate, plan_after, replay_s, replayed_by
+from moe_ckpt.sim.recovering import Estimate, Losses, Way, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
 from moe_ckpt.sim.timeline import HOST_MEMORY, Ledger, Outcome, Recovered, Trained
 from moe_ckpt.sim.units import go_back
@@ -52,19 +51,6 @@ class _Attempt:
     @property
     def now_s(self) -> float:
         return self.since_s + self.detect_s + self.rebuild_s + self.fetch_s + self.replay_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
-    """A way of all ranks to the state after `iteration`; `account` is that of its partial checkpoint."""
-
-    iteration: int
-    fetch_s: float
-    replay_s: float
-    source: str
-    estimate: Estimate | None = None
-    account: Account | None = None
-    lost: Lost | None = None
 
 
 class _Run:
@@ -104,17 +90,20 @@ class _Run:
 
     def _outcome(self, iterations: int) -> Outcome:
         self._ledger.useful_s = iterations * self._setup.costs.iteration_s
-        tokens = self._saving.partial.tokens if self._saving.partial else None
+        plt = mlt = 0.0
+        if self._saving.partial and self._line:
+            plt, mlt = self._saving.partial.tokens.shares(self._line.account.lost, iterations)
         return Outcome(
             iterations=iterations,
             ledger=self._ledger,
             num_faults=self._num_faults,
-            plt=tokens.plt(self._line.account, iterations) if tokens and self._line else 0.0,
-            mlt=tokens.mlt(self._line.account, iterations) if tokens and self._line else 0.0,
+            plt=plt,
+            mlt=mlt,
             timeline=tuple(self._timeline),
         )
 
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
+        # only the first generation starts before anything is measured
         rhythm = self._saving.later if since_s else self._saving.at_start
         return Generation(
             self._setup.costs,
@@ -173,7 +162,7 @@ class _Run:
 
     def _recover(self, attempt: _Attempt, fault: Fault) -> tuple[Recovered, tuple[Kept, ...]]:
         """Try until no further fault interrupts; return the cost, and the remaining windows."""
-        way: _Way | None = None
+        way: Way | None = None
         pending: Fault | None = fault
         while pending is not None:
             self._join(attempt, pending)
@@ -218,6 +207,7 @@ class _Run:
         meets_s = cluster.restart_s if restarts else cluster.rebuild_s + cluster.join_s
         num_nodes = len({rank // cluster.gpus_per_node for rank in fault.ranks}) if fault.lost_memory else 0
         meets_s += self._replace(num_nodes, fault.at_s + detect_s)
+        # a fault within a recovery costs only what goes beyond the time that the recovery has taken already
         longer_s = max(0.0, fault.at_s + detect_s + meets_s - attempt.now_s)
         attempt.detect_s += min(detect_s, longer_s)
         attempt.rebuild_s += longer_s - min(detect_s, longer_s)
@@ -231,7 +221,7 @@ class _Run:
         taken, self._spares = free[:num_nodes], free[num_nodes:]
         return max(0.0, taken[-1] - now_s) + cluster.spare_s
 
-    def _try(self, attempt: _Attempt) -> tuple[_Way | None, Fault | None]:
+    def _try(self, attempt: _Attempt) -> tuple[Way | None, Fault | None]:
         """Return the way back, or the fault that interrupted it."""
         begun_s = attempt.now_s
         interrupting = self._due(begun_s)
@@ -257,17 +247,19 @@ class _Run:
                 return self._faults.meet(kill, until_s)
         return None
 
-    def _choose(self, attempt: _Attempt) -> _Way:
+    def _choose(self, attempt: _Attempt) -> Way:
         if self._saving.recovery is Recovery.RESTART:
             return self._from_disk(attempt.on_disk)
         if self._saving.partial:
-            return self._to_partial(attempt)
+            written = attempt.on_disk
+            found = go_back(self._setup, self._saving, attempt.kept, written, attempt.losses)
+            return found or self._from_disk(written if written and written.is_whole else None)
         try:
             plan = plan_after(self._setup, self._saving, attempt.kept, attempt.losses, attempt.reached)
         except NothingLeftError:
             return self._from_disk(attempt.on_disk)
         found = estimate(self._setup, self._saving, plan)
-        return _Way(
+        return Way(
             iteration=plan.target_iteration,
             fetch_s=found.fetch_s,
             replay_s=max(found.replay_s, default=0.0) + self._setup.cluster.resume_s,
@@ -275,28 +267,14 @@ class _Run:
             estimate=found,
         )
 
-    def _to_partial(self, attempt: _Attempt) -> _Way:
-        """All ranks go back to a partial checkpoint, if there is one."""
-        found = go_back(self._setup, self._saving, attempt.kept, attempt.on_disk, attempt.losses)
-        if found is None:
-            return self._from_disk(attempt.on_disk if attempt.on_disk and attempt.on_disk.is_whole else None)
-        return _Way(
-            iteration=found.iteration,
-            fetch_s=found.fetch_s,
-            replay_s=found.load_s + self._setup.cluster.resume_s,
-            source=HOST_MEMORY,
-            account=found.account,
-            lost=found.lost,
-        )
-
-    def _from_disk(self, kept: Kept | None) -> _Way:
+    def _from_disk(self, kept: Kept | None) -> Way:
         """All ranks load the newest state there, or begin anew: with a new job, if processes do not start again."""
         cluster = self._setup.cluster
         if kept is None:
             again_s = 0.0 if self._saving.recovery is Recovery.RESTART else cluster.restart_s
-            return _Way(iteration=0, fetch_s=0.0, replay_s=again_s, source="the beginning")
+            return Way(iteration=0, fetch_s=0.0, replay_s=again_s, source="the beginning")
         stages = range(self._setup.job.layout.pp)
-        return _Way(
+        return Way(
             iteration=kept.end,
             fetch_s=self._setup.total_full_bytes / cluster.disk_read_bytes_per_s,
             replay_s=replay_s(self._setup, self._saving, stages, kept, kept.end),
@@ -318,6 +296,7 @@ class _Run:
         return replace(
             losses,
             dead=frozenset(rank for rank in losses.dead if self._setup.job.stage_of_rank(rank) not in done),
+            # fetched windows are in the memory of ranks that had lost theirs, whatever came of the replay
             bare=_NO_RANKS if fetched else losses.bare,
             rolling=under_way,
         )

@@ -82,6 +82,7 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
     exposed_s, update_s = step_s(job, cluster)
     bubbles = (job.layout.pp - 1) / timing.interleave
     derived_s = (job.num_micro_batches + bubbles) * float(micro_batch_s.max()) + exposed_s + update_s
+    # a measured iteration has the same parts as a derived one, all longer or shorter by one factor
     scale = 1.0 if timing.iteration_s is None else timing.iteration_s / derived_s
     log_s = np.array([job.boundary_log_bytes(stage) / cluster.peer_bytes_per_s for stage in stages])
     return Costs(
@@ -159,6 +160,7 @@ def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
     in_node = layout.ep * layout.tp <= cluster.gpus_per_node
     routed_s = cluster.collective_s(job.shape.topk * tensor_bytes / layout.tp, layout.ep, within_node=in_node)
     reduced_s = 2 * cluster.collective_s(tensor_bytes, layout.tp, within_node=True)
+    # activations one way and gradients the other: a stage in the middle has two neighbours
     sends = (stage > 0) + (stage < layout.pp - 1)
     sent_s = sends * (cluster.network_latency_s + tensor_bytes / layout.tp / cluster.peer_bytes_per_s)
     return compute_s + 4 * num_moe_layers * routed_s + 4 * num_layers * reduced_s + sent_s

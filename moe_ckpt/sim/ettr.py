@@ -72,5 +72,5 @@ def expected_iters(saving: Saving) -> float | None:
     if saving.recovery is Recovery.LOCAL:
         return 1.5 * saving.later.repeat[0].num_slots
     if saving.recovery is Recovery.ROLLBACK:
-        return saving.later.period / len([take for take in saving.later.repeat if take.slot == 0]) / 2
+        return saving.later.interval_iters / 2
     return saving.durable.every_iters / 2 if saving.durable else None

@@ -24,15 +24,7 @@ class FaultQueue:
 
     def __init__(self, kills: Sequence[Kill], *, world_size: int, ranks_per_node: int) -> None:
         strikes = plan_strikes(kills, world_size, ranks_per_node)
-        self._timed = [
-            Fault(
-                at_s=strike.after_s,
-                ranks=strike.ranks,
-                lost_memory=strike.scope == "node",
-                hangs=strike.signal == "STOP",
-            )
-            for strike in reversed(strikes)
-        ]
+        self._timed = [_fault(each.after_s, each.ranks, each.scope, each.signal) for each in reversed(strikes)]
         self._at_points = [kill for kill in kills if kill.after_s is None]
         self._world_size, self._ranks_per_node = world_size, ranks_per_node
 
@@ -51,12 +43,11 @@ class FaultQueue:
     def meet(self, kill: Kill, at_s: float) -> Fault:
         """Turn a kill at a point into a fault, now that training is there."""
         self._at_points.remove(kill)
-        return Fault(
-            at_s=at_s,
-            ranks=victims(kill, self._world_size, self._ranks_per_node),
-            lost_memory=kill.scope == "node",
-            hangs=kill.signal == "STOP",
-        )
+        return _fault(at_s, victims(kill, self._world_size, self._ranks_per_node), kill.scope, kill.signal)
+
+
+def _fault(at_s: float, ranks: tuple[int, ...], scope: str, signal: str) -> Fault:
+    return Fault(at_s=at_s, ranks=ranks, lost_memory=scope == "node", hangs=signal == "STOP")
 
 
 def time_in_iteration(phase: str, costs: Costs, seconds: float) -> float:

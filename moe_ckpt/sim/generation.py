@@ -103,7 +103,8 @@ class Generation:
         """Return the newest state of this generation on disk: a whole checkpoint, or a window."""
         candidates = [self._durable(moment)]
         if self.rhythm.reaches_disk:
-            written = (span for span in self._complete(moment) if span.to_disk and self._is_written(span, moment))
+            now_s, on_disk = self._now_s(moment), (span for span in self._complete(moment) if span.to_disk)
+            written = (span for span in on_disk if self.elapsed_s(span.last) + self.saving.disk_s <= now_s)
             candidates.append(next(map(self._at, written), None))
         return max((kept for kept in candidates if kept), key=lambda kept: kept.end, default=None)
 
@@ -111,15 +112,14 @@ class Generation:
         first, last = self.start + span.first, self.start + span.last
         return Kept(start=first, end=last, is_whole=self.line is None, line=self.line)
 
-    def _is_written(self, span: Span, moment: Moment) -> bool:
-        now_s = self.elapsed_s(moment.iterations) + moment.into_s
-        return self.elapsed_s(span.last) + self.saving.disk_s <= now_s
+    def _now_s(self, moment: Moment) -> float:
+        return self.elapsed_s(moment.iterations) + moment.into_s
 
     def _durable(self, moment: Moment) -> Kept | None:
         durable = self.saving.durable
         if durable is None:
             return None
-        now_s = self.elapsed_s(moment.iterations) + moment.into_s
+        now_s = self._now_s(moment)
         newest = (self.start + moment.iterations) // durable.every_iters * durable.every_iters
         while newest > self.start:  # a save starts with the stall that is part of the iteration before it
             begun_s = self.elapsed_s(newest - self.start) - durable.stall_s
@@ -136,7 +136,7 @@ class Generation:
         """
         agrees = self.saving.recovery is Recovery.LOCAL
         agreed = moment.iterations if moment.ready else moment.iterations - 1
-        now_s = self.elapsed_s(moment.iterations) + moment.into_s
+        now_s = self._now_s(moment)
         for span in self.rhythm.spans_back(moment.iterations):
             is_first = span.last == 0 and not self.carried
             is_agreed = agrees and not span.pause_iters and span.last <= agreed

@@ -161,29 +161,25 @@ class Job:
 
     def _profile(self, stage: int) -> StageProfile:
         where = self.positions(stage)
-        parameters = self._rank_parameters(where)
-        table = OperatorTable(
-            operators=self.shape.operators[where],
-            full_bytes=np.ceil(parameters * self.formats.full_bytes).astype(np.int64),
-            compute_bytes=np.ceil(parameters * self.formats.compute_bytes).astype(np.int64),
-        )
         return StageProfile(
-            table=table,
+            table=self._table(self.shape.operators[where], self._rank_parameters(where)),
             boundary_log_bytes=self.boundary_log_bytes(stage),
             step_log_bytes=STEP_LOG_BYTES + self._token_bytes(stage),
         )
 
-    def whole_profile(self) -> StageProfile:
-        """Return the whole job as one rank that copies everything: one link for all of it."""
-        parameters = self.shape.parameters[np.newaxis].astype(np.float64)
-        table = OperatorTable(
-            operators=self.shape.operators,
+    def _table(self, operators: Sequence[OperatorId], parameters: Array) -> OperatorTable:
+        """Return a table of operators by their parameters on each rank, float64 [ranks, operators]."""
+        return OperatorTable(
+            operators=operators,
             full_bytes=np.ceil(parameters * self.formats.full_bytes).astype(np.int64),
             compute_bytes=np.ceil(parameters * self.formats.compute_bytes).astype(np.int64),
         )
+
+    def whole_profile(self) -> StageProfile:
+        """Return the whole job as one rank that copies everything: one link for all of it."""
         ranks, stages = self.ranks_per_stage, range(self.layout.pp)
         return StageProfile(
-            table=table,
+            table=self._table(self.shape.operators, self.shape.parameters[np.newaxis].astype(np.float64)),
             boundary_log_bytes=ranks * sum(map(self.boundary_log_bytes, stages)),
             step_log_bytes=ranks * sum(STEP_LOG_BYTES + self._token_bytes(stage) for stage in stages),
         )
@@ -198,15 +194,11 @@ class Job:
         on_edge = stage in (0, self.layout.pp - 1)
         return 8 * self.num_micro_batches * self.micro_batch_tokens if on_edge else 0
 
-    def _copies(self, is_expert: npt.NDArray[np.bool_]) -> IntArray:
-        """Return the number of ranks that each hold the whole state of an operator, int64 [operators]."""
-        dp, ep = self.layout.dp, self.layout.ep
-        return np.where(is_expert, dp // ep, dp) if not self.is_sharded else np.ones(len(is_expert), np.int64)
-
     def _rank_parameters(self, where: slice) -> Array:
         """Return the parameters whose state each of the `ep` kinds of ranks saves, float64 [ep, operators]."""
         layout, counts, is_expert = self.layout, self.shape.parameters[where], self.is_expert[where]
-        counts = counts * self._copies(is_expert)
+        if not self.is_sharded:  # each rank that holds an operator has its whole state
+            counts = counts * np.where(is_expert, layout.dp // layout.ep, layout.dp)
         shared = counts / (layout.dp * layout.tp)
         rows = np.tile(np.where(is_expert, 0.0, shared), (layout.ep, 1))
         if not is_expert.any():

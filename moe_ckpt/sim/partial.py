@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -86,16 +85,13 @@ class Tokens:
         """
         return [layer % num_rows for layer in self.layers_of_stage[stage]]
 
-    def plt(self, account: Account, iteration: int) -> float:
-        """Return the share of all tokens up to an iteration that was lost."""
-        return proportion_of_lost_tokens(account.lost, self._so_far(iteration), self._topk) if iteration else 0.0
-
-    def mlt(self, account: Account, iteration: int) -> float:
-        """Return the same summed over layers."""
-        return moementary_lost_tokens(account.lost, self._so_far(iteration), self._topk) if iteration else 0.0
-
-    def _so_far(self, iteration: int) -> IntArray:
-        return np.full(self.num_layers, iteration * self.an_iteration, np.int64)
+    def shares(self, lost: IntArray, iteration: int) -> tuple[float, float]:
+        """Return PLT and MLT: the shares, of all tokens up to an iteration, that were lost."""
+        if not iteration:
+            return 0.0, 0.0
+        so_far = np.full(self.num_layers, iteration * self.an_iteration, np.int64)
+        plt = proportion_of_lost_tokens(lost, so_far, self._topk)
+        return plt, moementary_lost_tokens(lost, so_far, self._topk)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +99,6 @@ class Partial:
     """A policy of partial snapshots: `make` returns a fresh one, `hear` its further choices."""
 
     make: Callable[[], Policy]
-    measured: Measured
     hear: Callable[[Policy], Rhythm]
     tokens: Tokens
     rhythms: dict[tuple[float, ...], Rhythm] = field(default_factory=dict)
@@ -116,7 +111,8 @@ class Partial:
         """Return the epoch after all have gone back to `iteration`; without an account to the beginning."""
         if account is None:
             return replace(self.first_line(), number=before.number + 1)
-        self._asked.went_back(account.facts, plt=self.tokens.plt(account, iteration), iteration=iteration)
+        plt, _ = self.tokens.shares(account.lost, iteration)
+        self._asked.went_back(account.facts, plt=plt, iteration=iteration)
         return self._line(self._asked.facts, number=before.number + 1, start=iteration, lost=account.lost)
 
     @cached_property
@@ -132,29 +128,14 @@ class Partial:
         return Line(number=number, start=start, rhythm=self.rhythms[facts[:1]], account=Account(lost=lost, facts=facts))
 
 
-class PartialCosts(Protocol):
-    """The price of a snapshot of some experts."""
-
-    iteration_s: float
-
-    def size_bytes(self, choice: ExpertChoice) -> int:
-        """Return the bytes of the rank with the most."""
-        ...
-
-    def stall_s(self, choice: ExpertChoice) -> float:
-        """Return the seconds that it adds to the iteration in which it is copied."""
-        ...
-
-    def write_s(self, choice: ExpertChoice) -> float:
-        """Return the seconds of its way to disk."""
-        ...
-
-
-def hear_turns(policy: Policy, measured: Measured, costs: PartialCosts, num_experts: int) -> Rhythm:
+def hear_turns(
+    policy: Policy, measured: Measured, describe: Callable[[ExpertChoice], tuple[int, float, float]], num_experts: int
+) -> Rhythm:
     """Query a fresh policy until each expert of a layer may have had two turns: the second round repeats.
 
-    Turns are those snapshots that go to disk, each once the one before is there; all, if none go there. If there are
-    too many, MOST_TAKES are queried, and the second half of them repeats.
+    `describe` gives the bytes of a snapshot, its stall, and the seconds of its way to disk. Turns are those snapshots
+    that go to disk, each once the one before is there; all, if none go there. If there are too many, MOST_TAKES are
+    queried, and the second half of them repeats.
     """
     takes: list[Take] = []
     turns: list[int] = []
@@ -162,26 +143,16 @@ def hear_turns(policy: Policy, measured: Measured, costs: PartialCosts, num_expe
     while len(turns) <= 2 * num_experts and len(takes) <= MOST_TAKES:
         plan = policy.plan(offset, lambda: replace(measured, is_persisting=now_s < written_s))  # noqa: B023
         if plan.experts is not None:
-            takes.append(_take(offset, plan.experts, costs, num_experts, to_disk=plan.to_disk))
-            now_s += takes[-1].stall_s
-            written_s = now_s + costs.write_s(plan.experts) if plan.to_disk else written_s
+            size_bytes, stall_s, write_s = describe(plan.experts)
+            selections = (plan.experts.memory, plan.experts.on_peers, plan.experts.on_disk)
+            masks = np.stack([marked(selection, (len(selection), num_experts)) for selection in selections])
+            take = Take(offset=offset, size_bytes=size_bytes, stall_s=stall_s, to_disk=plan.to_disk)
+            takes.append(replace(take, experts=Taken(choice=plan.experts, masks=masks)))
+            now_s += stall_s
+            written_s = now_s + write_s if plan.to_disk else written_s
             if plan.to_disk or not written_s:
                 turns.append(len(takes) - 1)
-        offset, now_s = offset + 1, now_s + costs.iteration_s
+        offset, now_s = offset + 1, now_s + measured.iteration_s
     second = len(takes) - 1
     first = turns[num_experts] if len(turns) > 2 * num_experts else second // 2
     return Rhythm(tuple(takes[:first]), tuple(takes[first:second]), takes[second].offset - takes[first].offset)
-
-
-def _take(offset: int, choice: ExpertChoice, costs: PartialCosts, num_experts: int, *, to_disk: bool) -> Take:
-    selections = (choice.memory, choice.on_peers, choice.on_disk)
-    masks = np.stack([marked(selection, (len(selection), num_experts)) for selection in selections])
-    return Take(
-        offset=offset,
-        slot=0,
-        num_slots=1,
-        size_bytes=costs.size_bytes(choice),
-        stall_s=costs.stall_s(choice),
-        to_disk=to_disk,
-        experts=Taken(choice=choice, masks=masks),
-    )

@@ -65,8 +65,28 @@ def _none(config: NoneConfig | DenseConfig, setup: Setup) -> Saving:
 
 
 def _dense(config: DenseConfig, setup: Setup) -> Saving:
-    durable = _durable(setup, asynchronous=config.async_save, every_iters=config.every_iters)
-    return replace(_none(config, setup), durable=durable)
+    return replace(_none(config, setup), durable=_durable(setup, config.every_iters, asynchronous=config.async_save))
+
+
+def _in_memory(
+    config: InMemoryConfig,
+    setup: Setup,
+    link: _Link,
+    rhythms: tuple[Rhythm, Rhythm],
+    recovery: Recovery = Recovery.ROLLBACK,
+    **own: Any,
+) -> Saving:
+    """Return the costs that all policies have alike that keep snapshots in memory, beside a policy's `own`."""
+    return Saving(
+        name=config.policy,
+        recovery=recovery,
+        at_start=rhythms[0],
+        later=rhythms[1],
+        whole_bytes=link.most_bytes,
+        durable=_durable(setup, config.durable_every_iters, asynchronous=config.async_save),
+        sizes_are_of_job=link.is_shared,
+        **own,
+    )
 
 
 def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
@@ -84,22 +104,17 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         snapshot_cost_s=stalled_s,
     )
     make = partial(WholeSnapshots, config, link.profiles, link.own, replicas)
-    at_start, later = _listen(
-        make, measured, lambda _: (link.most_bytes, stalled_s), config, config.every_iters != AUTO
-    )
-    return Saving(
-        name=config.policy,
-        recovery=Recovery.ROLLBACK,
-        at_start=at_start,
-        later=later,
-        whole_bytes=link.most_bytes,
+    describe = lambda _: (link.most_bytes, stalled_s)  # noqa: E731
+    return _in_memory(
+        config,
+        setup,
+        link,
+        _listen(make, measured, describe, config, config.every_iters != AUTO),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
         disk_s=setup.total_full_bytes / rates.disk(),
-        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
-        sizes_are_of_job=link.is_shared,
     )
 
 
@@ -119,19 +134,15 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
     tap_s = cluster.take_s + gradient_bytes / link.bytes_per_s + added_s
     make = partial(ServerSnapshots, config, link.profiles, link.own, replicas)
     measured = Measured(iteration_s=setup.costs.iteration_s, copy_bytes_per_s=link.bytes_per_s, popularity=np.zeros(0))
-    at_start, later = _listen(make, measured, lambda _: (gradient_bytes, tap_s), config, is_settled=True)
-    return Saving(
-        name=config.policy,
-        recovery=Recovery.ROLLBACK,
-        at_start=at_start,
-        later=later,
-        whole_bytes=link.most_bytes,
+    return _in_memory(
+        config,
+        setup,
+        link,
+        _listen(make, measured, lambda _: (gradient_bytes, tap_s), config, is_settled=True),
         reload_bytes_per_s=link.bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=min(link.bytes_per_s, _rates(config, setup).kept(replicas)),
-        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
-        sizes_are_of_job=link.is_shared,
         served_s=served_s,
         window_bytes=link.most_bytes,
     )
@@ -195,24 +206,22 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
             return size_bytes, link.stall_s(size_bytes)
         return size_bytes, host.wait_s(size_bytes) + link.added_s(size_bytes)  # peers have the pause, too
 
-    at_start, later = _listen(make, measured, describe, config, is_settled=False)  # the base is no window of choice
-    num_slots, pause_iters = later.repeat[0].num_slots, later.repeat[0].pause_iters
-    return Saving(
-        name=config.policy,
+    rhythms = _listen(make, measured, describe, config, is_settled=False)  # the base is no window of choice
+    chosen = rhythms[1].repeat[0]
+    return _in_memory(
+        config,
+        setup,
+        link,
+        rhythms,
         recovery=Recovery.LOCAL,
-        at_start=at_start,
-        later=later,
-        whole_bytes=link.most_bytes,
         reload_bytes_per_s=setup.cluster.copy_bytes_per_s,
         replicas=replicas,
         logs=config.boundary_log,
         keep_windows=config.keep_windows,
         kept_bytes_per_s=link.bytes_per_s,
         disk_s=setup.total_full_bytes / rates.disk(),
-        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         active=_active_shares(make, measured, setup, link),
-        memory=make().forecast(num_slots, pause_iters),
-        sizes_are_of_job=link.is_shared,
+        memory=make().forecast(chosen.num_slots, chosen.pause_iters),
     )
 
 
@@ -251,23 +260,20 @@ def _partial(
     num_experts = setup.job.shape.num_experts
     tokens = Tokens(setup.job)
     measured = costs.measured(tokens.by_expert * config.every_iters)
-    hear = partial(hear_turns, measured=measured, costs=costs, num_experts=num_experts)
-    told = Partial(make=make, measured=measured, hear=hear, tokens=tokens)
+    hear = partial(hear_turns, measured=measured, describe=costs.describe, num_experts=num_experts)
+    told = Partial(make=make, hear=hear, tokens=tokens)
     rhythm = told.first_line().rhythm
     choices = [take.experts.choice for take in rhythm.repeat if take.experts]
-    return Saving(
-        name=config.policy,
-        recovery=Recovery.ROLLBACK,
-        at_start=rhythm,
-        later=rhythm,
-        whole_bytes=costs.link.most_bytes,
+    return _in_memory(
+        config,
+        setup,
+        costs.link,
+        (rhythm, rhythm),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=costs.replicas,
         kept_bytes_per_s=min(costs.size_bytes(choice) / costs.copy_s(choice) for choice in choices),
         disk_s=max(map(costs.write_s, choices)),
-        durable=_durable(setup, asynchronous=config.async_save, every_iters=config.durable_every_iters),
         memory=make().forecast(),
-        sizes_are_of_job=costs.link.is_shared,
         partial=told,
     )
 
@@ -325,7 +331,7 @@ def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
 
 
 class _PartialCosts:
-    """The price of partial snapshots: implements `PartialCosts`."""
+    """The price of partial snapshots."""
 
     def __init__(self, config: MocConfig | MoetionConfig, setup: Setup) -> None:
         cluster = setup.cluster
@@ -348,15 +354,17 @@ class _PartialCosts:
             peer_bytes_per_s=self._peer_bytes_per_s,
         )
 
+    def describe(self, choice: ExpertChoice) -> tuple[int, float, float]:
+        """Return the bytes of the rank with the most, the stall, and the seconds of the way to disk."""
+        stall_s = self.link.stall_s(self.copy_s(choice) * self.link.bytes_per_s)
+        return self.size_bytes(choice), stall_s, self.write_s(choice)
+
     def size_bytes(self, choice: ExpertChoice) -> int:
         return int(self._own.snapshot_bytes(choice.memory).max())
 
     def copy_s(self, choice: ExpertChoice) -> float:
         sent_bytes = int(self._own.snapshot_bytes(choice.on_peers).max())
         return max(self.size_bytes(choice) / self.link.bytes_per_s, sent_bytes / self._peer_bytes_per_s)
-
-    def stall_s(self, choice: ExpertChoice) -> float:
-        return self.link.stall_s(self.copy_s(choice) * self.link.bytes_per_s)
 
     def write_s(self, choice: ExpertChoice) -> float:
         return float(self._own.snapshot_bytes(choice.on_disk).sum()) / self._disk_bytes_per_s
@@ -378,7 +386,7 @@ def _listen(
     return at_start, later
 
 
-def _durable(setup: Setup, *, asynchronous: bool, every_iters: int) -> Durable | None:
+def _durable(setup: Setup, every_iters: int, *, asynchronous: bool) -> Durable | None:
     """Return the costs of whole checkpoints on disk: one at a time, copied first if they are asynchronous."""
     if every_iters == 0:
         return None

@@ -6,15 +6,15 @@ Ranks of a stage with equal sources are listed once: a plan depends on the sourc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.recovery.target import Standing, plan_target
-from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import JOB
+from moe_ckpt.sim.partial import Account, Lost
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
 
 
@@ -41,13 +41,22 @@ class Estimate:
     replay_s: tuple[float, ...]
 
     @property
-    def seconds(self) -> float:
-        return self.fetch_s + max(self.replay_s, default=0.0)
-
-    @property
     def replayed_iters(self) -> int:
         target = self.plan.target_iteration
         return max((target - rollback.starts_from for rollback in self.plan.rollbacks), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A way of all ranks to the state after `iteration`; `account` is that of its partial checkpoint."""
+
+    iteration: int
+    fetch_s: float
+    replay_s: float
+    source: str
+    estimate: Estimate | None = None
+    account: Account | None = None
+    lost: Lost | None = None
 
 
 def plan_after(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> RecoveryPlan:
@@ -137,11 +146,17 @@ def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:
 
 def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> list[Inventory]:
     """Return the inventories of dead ranks, of holders of their copies, and of one other rank of each stage."""
-    windows = {window.start: _ref(window, saving, reached) for window in kept}
+    windows = {}
+    for (
+        window
+    ) in kept:  # with step logs a window leads to the iteration of the other ranks, else no further than itself
+        steps_to = max(window.end, reached) if saving.recovery is Recovery.LOCAL else window.end
+        ref = WindowRef(start=window.start, num_slots=window.num_slots, steps_to=steps_to, cut="")
+        windows[window.start] = ref
     logged_from = min((window.start + 1 for window in kept), default=1)
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in sorted(losses.bare):
-        for holder in _holders(setup, saving, owner):
+        for holder in setup.holders(owner, saving.replicas):
             if holder not in losses.unreplicated:
                 held.setdefault(holder, {})[owner] = tuple(windows.values())
     told = losses.dead | held.keys() | _witnesses(setup, losses)
@@ -167,19 +182,3 @@ def _witnesses(setup: Setup, losses: Losses) -> set[int]:
         for stage in range(setup.job.layout.pp)
     )
     return {rank for rank in ranks if rank is not None}
-
-
-def _holders(setup: Setup, saving: Saving, owner: int) -> Collection[int]:
-    return copy_holders(
-        owner,
-        world_size=setup.job.layout.world_size,
-        ranks_per_node=setup.cluster.gpus_per_node,
-        replicas=saving.replicas,
-    )
-
-
-def _ref(window: Kept, saving: Saving, reached: int) -> WindowRef:
-    """With step logs a window leads to the iteration of the other ranks, else no further than itself."""
-    leads_on = saving.recovery is Recovery.LOCAL
-    steps_to = max(window.end, reached) if leads_on else window.end
-    return WindowRef(start=window.start, num_slots=window.num_slots, steps_to=steps_to, cut="")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from moe_ckpt.policies.memory_forecast import MemoryForecast
+from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import Job
@@ -39,6 +40,11 @@ class Setup:
     costs: Costs
     mtbf_s: float | None
     switches: Switches = Switches()
+
+    def holders(self, rank: int, replicas: int, peers: int | None = None) -> tuple[int, ...]:
+        """Return the ranks whose memories hold the copies of a rank; `peers` as in `copy_holders`."""
+        world_size, per_node = self.job.layout.world_size, self.cluster.gpus_per_node
+        return copy_holders(rank, world_size=world_size, ranks_per_node=per_node, replicas=replicas, peers=peers)
 
     @property
     def total_full_bytes(self) -> float:

@@ -21,9 +21,3 @@ def skewed_popularity(num_experts: int, skewness: float, *, seed: int) -> Array:
     logs += np.log(np.random.default_rng(seed + 1).random(num_experts)) / alpha  # a gamma of a tiny alpha underflows
     shares = np.exp(logs - logs.max())
     return shares / shares.sum()
-
-
-def skewness_of(popularity: Array) -> float:
-    """Return the normalized Herfindahl-Hirschman index of shares: (sum p^2 - 1 / E) / (1 - 1 / E)."""
-    even = 1 / len(popularity)
-    return float(((popularity**2).sum() - even) / (1 - even))

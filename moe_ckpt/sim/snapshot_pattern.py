@@ -45,11 +45,11 @@ class Take:
     """
 
     offset: int
-    slot: int
-    num_slots: int
     size_bytes: int
     stall_s: float
     to_disk: bool
+    slot: int = 0
+    num_slots: int = 1
     choice: WindowChoice | IntervalChoice | None = None
     experts: Taken | None = None
     pause_iters: int = 0
@@ -107,6 +107,12 @@ class Rhythm:
                         yield replace(span, first=span.first + shift, last=span.last + shift)
                 shift -= self.period
         yield from (span for span in reversed(self._spans[0]) if span.last <= last)
+
+    @property
+    def interval_iters(self) -> float:
+        """Iterations from one window or whole snapshot to the next; 0 without any."""
+        begins = sum(take.slot == 0 for take in self.repeat)
+        return self.period / begins if begins else 0.0
 
     @property
     def reaches_disk(self) -> bool:

@@ -7,40 +7,26 @@ sources are listed once, and so are experts: the plan chooses the core, and its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.recovery.units import UnitInventory, plan_units
-from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import JOB
 from moe_ckpt.sim.partial import Account, Line, Lost
-from moe_ckpt.sim.recovering import Losses
+from moe_ckpt.sim.recovering import Losses, Way
 from moe_ckpt.sim.saving import Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import Where
+from moe_ckpt.sim.timeline import HOST_MEMORY
 from moe_ckpt.types import CORE, Version
 
 Places = Mapping[Where, Sequence[Kept]]
 """The checkpoints with a part of a rank, by place, the nearest first."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WentBack:
-    """All go back to `iteration`, with what is `lost` by that; `account` is that of the job then."""
-
-    iteration: int
-    fetch_s: float
-    load_s: float
-    lost: Lost
-    account: Account
-
-
-def go_back(
-    setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | None, losses: Losses
-) -> WentBack | None:
+def go_back(setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | None, losses: Losses) -> Way | None:
     """Return the way of all ranks back to a partial checkpoint, or None if they have none in common."""
     written = [on_disk] if on_disk and not on_disk.is_whole else []
     bare = {rank: _bare_places(setup, saving, rank, kept, written, losses) for rank in sorted(losses.unreplicated)}
@@ -55,13 +41,14 @@ def go_back(
     assert saving.partial is not None
     lost = _lost(setup, saving, found, line, bare)
     total = line.account.lost + np.concatenate([of_stage.sum(axis=1) for of_stage in lost])
-    account, tokens = Account(lost=total, facts=line.account.facts), saving.partial.tokens
-    return WentBack(
+    plt, mlt = saving.partial.tokens.shares(total, found.end)
+    return Way(
         iteration=found.end,
         fetch_s=_fetch_s(setup, saving, [plan.sources[rank][CORE] for rank in bare]),
-        load_s=saving.whole_bytes / saving.reload_bytes_per_s,
-        lost=Lost(by_stage=lost, plt=tokens.plt(account, found.end), mlt=tokens.mlt(account, found.end)),
-        account=account,
+        replay_s=saving.whole_bytes / saving.reload_bytes_per_s + setup.cluster.resume_s,
+        source=HOST_MEMORY,
+        account=Account(lost=total, facts=line.account.facts),
+        lost=Lost(by_stage=lost, plt=plt, mlt=mlt),
     )
 
 
@@ -69,13 +56,7 @@ def _bare_places(
     setup: Setup, saving: Saving, rank: int, kept: Sequence[Kept], written: Sequence[Kept], losses: Losses
 ) -> Places:
     """Return the remaining places of units of a rank that has lost its memory."""
-    holders = copy_holders(
-        rank,
-        world_size=setup.job.layout.world_size,
-        ranks_per_node=setup.cluster.gpus_per_node,
-        replicas=saving.replicas,
-        peers=setup.job.layout.ranks_per_stage,
-    )
+    holders = setup.holders(rank, saving.replicas, peers=setup.job.layout.ranks_per_stage)
     is_held = any(holder not in losses.unreplicated for holder in holders)
     return ({Where.PEERS: kept} if is_held else {}) | ({Where.DISK: written} if written else {})
 

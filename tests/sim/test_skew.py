@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_ckpt.sim.skew import skewed_popularity, skewness_of
+from moe_ckpt.sim.skew import skewed_popularity
+
+
+def skewness_of(popularity: np.ndarray) -> float:
+    """Return the normalized Herfindahl-Hirschman index of shares: (sum p^2 - 1 / E) / (1 - 1 / E)."""
+    even = 1 / len(popularity)
+    return float(((popularity**2).sum() - even) / (1 - even))
 
 
 def test_popularity_is_even_without_skew_and_the_same_for_a_seed() -> None:

@@ -11,7 +11,7 @@ import pytest
 from launcher.report.facts import Facts, gather
 from launcher.report.parts import PagePart
 from launcher.report.read import read_run
-from launcher.report.summary import duration, headline, quantities, shown
+from launcher.report.summary import QUANTITIES, duration, headline, shown
 from launcher.report.thin import evenly, in_steps, said, thin
 from moe_ckpt.events import ExpertPopularity, StateResumed, TrainerStarted
 from tests.report_runs import DEATH, FIRST_S, Story, committed, rejoined, write_events, write_run
@@ -22,7 +22,7 @@ def facts_of(run: Path) -> Facts:
 
 
 def quantity(facts: Facts, key: str) -> float | None:
-    return next(each.of(facts) for each in quantities() if each.key == key)
+    return next(each.of(facts) for each in QUANTITIES if each.key == key)
 
 
 def test_a_recovery_is_found_with_its_cause_and_cost(tmp_path: Path) -> None:
