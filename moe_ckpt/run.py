@@ -25,7 +25,7 @@ from moe_ckpt.agent import end_with_agent
 if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
-from moe_ckpt.config import require, require_choice
+from moe_ckpt.config import require
 from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
@@ -61,7 +61,6 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
     from moe_ckpt.integrations.megatron_lm_options import require_alone  # noqa: PLC0415
 
     require_alone(os.environ, sys.modules)
-    require_choice("--loop", settings.loop, list(LOOPS))
     loop = LOOPS[settings.loop]()
     if settings.is_plain:
         return _run_plainly(settings, loop)

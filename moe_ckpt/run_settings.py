@@ -32,11 +32,12 @@ from moe_ckpt.faults.schedule import StateLoss
 T = TypeVar("T")
 
 USAGE = (
-    "torchrun --nproc-per-node=N -m moe_ckpt.run [--loop LOOP] [--ckpt POLICY] [--set KEY=VALUE] [--config FILE] "
+    "torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY] [--loop LOOP] [--set KEY=VALUE] [--config FILE] "
     "[--plain] -- SCRIPT ARGUMENTS"
 )
 _FLAGS = ("--plain",)
-_DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", "megatron-lm"
+LOOPS = ("megatron-lm", "megatron-bridge")
+_DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", LOOPS[0]
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)
 _OWN_KEYS = {"parallel": ("ranks_per_node",), "run": ("dir", "lose", "keep_batches_bytes", *_CHECKS)}
@@ -84,6 +85,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     parsed = _parser().parse_args(options)
     changes = _merged(_read_file(parsed.config), *(_assignment(text) for text in parsed.set))
     policy = parsed.ckpt or changes["ckpt"].pop("policy", _DEFAULT_POLICY)
+    require_choice("--loop", parsed.loop, LOOPS)
     require_choice("--ckpt", policy, list(CKPT_CONFIGS))
     ckpt = _merged_section(_read_defaults("ckpt", policy), {**changes["ckpt"], "policy": policy})
     runtime = _merged_section(_read_defaults("runtime", "default"), changes["runtime"])

@@ -21,7 +21,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations import megatron_lm_seams as seams
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_options import EXACT, REFUSALS, Refusal, option_table, require_supported
-from moe_ckpt.integrations.other_loops import LOOPS, refuse_other_loops
+from moe_ckpt.integrations.other_loops import BRIDGE, LOOPS, refuse_other_loops
 from moe_ckpt.run_elastic import run_elastic
 from scripts.fetch_megatron_lm import FOLDER
 from tests.scenarios import ROOT
@@ -208,6 +208,16 @@ def test_a_loop_without_an_attachment_is_refused_at_its_import(
     importlib.import_module(name)
     with pytest.raises(ConfigError, match=r"wanted .*: nothing would be protected"):
         refuse_other_loops("megatron-lm")
+
+
+def test_the_attached_loop_alone_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    refuse_other_loops("megatron-bridge")
+    finder: Any = sys.meta_path[0]
+    assert finder.find_spec(BRIDGE, None) is None
+    for name in set(LOOPS) - {BRIDGE}:
+        with pytest.raises(ConfigError, match="nothing would be protected"):
+            finder.find_spec(name, None)
 
 
 def test_an_import_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
