@@ -1,4 +1,4 @@
-"""Runs a training script of Megatron-LM, unchanged, with checkpoints in memory and workers that are replaced.
+"""Runs a training script of Megatron-LM or Megatron-Bridge, unchanged, with checkpoints in memory and replaced workers.
 
     torchrun --nproc-per-node=4 -m moe_ckpt.run [--ckpt moevement] [--set window=4] [--config F] -- pretrain_gpt.py ...
 
@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_ckpt.agent import end_with_agent
 
@@ -29,6 +29,10 @@ from moe_ckpt.config import require
 from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
+
+if TYPE_CHECKING:
+    from moe_ckpt.integrations.loops import Loop
+    from moe_ckpt.run_elastic import Worker
 
 _FAILED = 1
 
@@ -53,12 +57,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
-    from moe_ckpt.integrations import megatron_lm_options, megatron_lm_seams  # noqa: PLC0415 - seconds of imports
+    from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415 - seconds of imports
+    from moe_ckpt.integrations.megatron_lm_options import require_alone  # noqa: PLC0415
 
-    megatron_lm_options.require_alone(os.environ, sys.modules)
-    training = megatron_lm_seams.import_training()
+    require_alone(os.environ, sys.modules)
+    loop = LOOPS[settings.loop]()
     if settings.is_plain:
-        return _run_plainly(settings, training)
+        return _run_plainly(settings, loop)
     ckpt = settings.ckpt.in_memory
     if ckpt is None:
         raise ConfigError(
@@ -69,45 +74,42 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
 
     require_lasting(settings.folder)
     config = ElasticConfig(ckpt=ckpt, runtime=settings.runtime, ranks_per_node=settings.ranks_per_node)
-    from moe_ckpt.integrations import megatron_lm  # noqa: F401, PLC0415 - for all workers: a fork has it
     from moe_ckpt.integrations.other_loops import refuse_other_loops  # noqa: PLC0415
 
-    refuse_other_loops()
+    loop.import_attachment()
+    refuse_other_loops(settings.loop)
     for name in imports:  # a worker that finds them imported is there a second earlier
         importlib.import_module(name)
-    return run_elastic(config, launch, lambda worker: _work(settings, training, worker))
+    return run_elastic(config, launch, lambda worker: _work(settings, loop, worker))
 
 
-def _work(settings: RunSettings, training: Any, worker: Any) -> int:
+def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
     """Be one of a rank's workers."""
     from moe_ckpt.elastic.backend_choice import open_backend, use_gpu  # noqa: PLC0415
-    from moe_ckpt.integrations import megatron_lm, megatron_lm_cpu  # noqa: PLC0415
     from moe_ckpt.run_folder import find_run_folder  # noqa: PLC0415
 
     try:
-        on_gpu = not megatron_lm_cpu.enable(training)
+        on_gpu = not loop.use_cpu()
         kind = settings.runtime.backend
         if on_gpu:
             use_gpu(worker.launch.local_rank, kind)
         worker.join_world(open_backend(on_gpu=on_gpu, kind=kind))
         folder = find_run_folder(settings.folder, worker.launch, worker.place.memory, settings.runtime.join_s)
         worker.announce(folder.path)
-        loop = megatron_lm.attach_to_training(training, worker, settings, folder)
+        attachment = loop.attach(worker, settings, folder)
         status = run_program(settings.command)
         worker.retire(folder.path)
-        wanted = "a program that calls megatron.training's pretrain: nothing was protected"
-        require(bool(status) or loop.has_trained, "SCRIPT", settings.command.name, wanted)
+        wanted = f"a program that calls {loop.entry}: nothing was protected"
+        require(bool(status) or attachment.has_trained, "SCRIPT", settings.command.name, wanted)
     except MoeCkptError as error:
         _report(str(error))
         return _FAILED
     return status
 
 
-def _run_plainly(settings: RunSettings, training: Any) -> int:
-    from moe_ckpt.integrations import megatron_lm_cpu, megatron_lm_plain  # noqa: PLC0415
-
-    megatron_lm_cpu.enable(training)
-    megatron_lm_plain.observe(training, settings)
+def _run_plainly(settings: RunSettings, loop: Loop) -> int:
+    loop.use_cpu()
+    loop.observe(settings)
     return run_program(settings.command)
 
 
@@ -133,11 +135,11 @@ def run_program(command: Command) -> int:
 
 def _require_outermost() -> None:
     """Raise ConfigError in a program that runs under moe_ckpt.run already."""
-    training: Any = sys.modules.get("megatron.training.training")
-    from moe_ckpt.integrations.megatron_lm_seams import is_attached  # noqa: PLC0415
+    from moe_ckpt.integrations.loop_seams import is_attached  # noqa: PLC0415
 
+    loops = [sys.modules.get(name) for name in ("megatron.training.training", "megatron.bridge.training.train")]
     wanted = "one attachment a process: this program runs under moe_ckpt.run already"
-    require(training is None or not is_attached(training), "moe_ckpt.run", "a second one", wanted)
+    require(not any(map(is_attached, loops)), "moe_ckpt.run", "a second one", wanted)
 
 
 def _require_guarded(command: Command) -> list[str]:

@@ -33,11 +33,12 @@ from moe_ckpt.faults.schedule import StateLoss
 T = TypeVar("T")
 
 USAGE = (
-    "torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY] [--set KEY=VALUE] [--config FILE] [--plain] -- "
-    "SCRIPT ARGUMENTS"
+    "torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY] [--loop LOOP] [--set KEY=VALUE] [--config FILE] "
+    "[--plain] -- SCRIPT ARGUMENTS"
 )
 _FLAGS = ("--plain",)
-_DEFAULT_POLICY = "moevement"
+LOOPS = ("megatron-lm", "megatron-bridge")
+_DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", LOOPS[0]
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)
 _OWN_KEYS = {"parallel": ("ranks_per_node",), "run": ("dir", "lose", "keep_batches_bytes", *_CHECKS)}
@@ -55,8 +56,9 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """One attached run; `is_plain`: without an attachment. `losses` of state in living processes are on purpose.
+    """One attached run of a training loop; `is_plain`: without an attachment.
 
+    `losses` of state in living processes are on purpose.
     `keep_batches_bytes` bounds the batches of an iterator without random access that a rank keeps in host memory.
     """
 
@@ -68,6 +70,7 @@ class RunSettings:
     checks: CheckConfig
     losses: tuple[StateLoss, ...] = ()
     is_plain: bool = False
+    loop: str = _DEFAULT_LOOP
     keep_batches_bytes: int = _KEEP_BATCHES_BYTES
 
     def __post_init__(self) -> None:
@@ -81,6 +84,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     parsed = _parser().parse_args(options)
     changes = _merged(_read_file(parsed.config), *(_assignment(text) for text in parsed.set))
     policy = parsed.ckpt or changes["ckpt"].pop("policy", _DEFAULT_POLICY)
+    require_choice("--loop", parsed.loop, LOOPS)
     require_choice("--ckpt", policy, list(CKPT_CONFIGS))
     ckpt = _merged_section(_read_defaults("ckpt", policy), {**changes["ckpt"], "policy": policy})
     runtime = _merged_section(_read_defaults("runtime", "default"), changes["runtime"])
@@ -91,6 +95,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     configuration = yaml.safe_dump({**changes, "ckpt": ckpt, "runtime": runtime}, sort_keys=False)
     return RunSettings(
         command=_command(command),
+        loop=parsed.loop,
         ckpt=section_of(CKPT_CONFIGS[policy], "ckpt", ckpt),
         runtime=section_of(RuntimeConfig, "runtime", runtime),
         ranks_per_node=changes["parallel"].get("ranks_per_node", "auto"),
@@ -159,6 +164,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="moe_ckpt.run", usage=USAGE, allow_abbrev=False, add_help=False)
+    parser.add_argument("--loop", default=_DEFAULT_LOOP)
     parser.add_argument("--ckpt")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--config")

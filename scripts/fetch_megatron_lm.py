@@ -1,22 +1,35 @@
-"""Put Megatron-LM's training package into the environment, for tests: `python scripts/fetch_megatron_lm.py`.
+"""Put Megatron-LM into the environment, for tests.
+
+    python scripts/fetch_megatron_lm.py                             the training package of a released wheel
+    python scripts/fetch_megatron_lm.py core_v0.19.0 core_v0.18.2   and the untouched sources of these tags
+    python scripts/fetch_megatron_lm.py v0.6.0                      and those of a tag of Megatron-Bridge
 
 The wheel of megatron-core 0.19.2 contains `megatron.training`. It asks for Python 3.12, so it is unpacked into a folder
 of the virtual environment, not installed; on another Python the compiled data set helpers come from the installed
-megatron-core. Where it cannot be had this says why, and tests that need it are skipped.
+megatron-core. A tag's sources are cloned beside it, from `--source` if that is given. Where
+either cannot be had this says why, and tests that need it are skipped.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 VERSION = "0.19.2"
+TAGS, BRIDGE_TAG = ("core_v0.19.0", "core_v0.18.2"), "v0.6.0"
 FOLDER = Path(sys.prefix) / f"megatron-lm-{VERSION}"
+_OF_LM = "core_"
+_SOURCES = {
+    True: "https://github.com/NVIDIA/Megatron-LM.git",
+    False: "https://github.com/NVIDIA-NeMo/Megatron-Bridge.git",
+}
 _DOWNLOAD_S = 600
 _IMPORTED = ("triton", "psutil")  # by megatron-core 0.17 and later, and by its writer of checkpoints
 _SITECUSTOMIZE = """# Python imports this at its start: the wheel asks for typing.override, which is new in 3.12
@@ -26,16 +39,33 @@ typing.override = typing_extensions.override
 """
 
 
-def main() -> int:
-    if FOLDER.exists():
-        return 0
+def sources_of(tag: str) -> Path:
+    """Return the folder for a tag's sources; what they import beside Megatron is in the wheel's folder."""
+    return FOLDER.with_name(f"megatron-{'lm' if tag.startswith(_OF_LM) else 'bridge'}-{tag}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fetch the wheel, and the sources of the tags that the arguments name; return 1 if a named tag is not there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"a tag; tests use {', '.join((*TAGS, BRIDGE_TAG))}")
+    parser.add_argument("--source", metavar="URL", help="the repository with the tags, in place of that on GitHub")
+    wanted = parser.parse_args(arguments)
+    _put(FOLDER, _unpack)
+    there = [_put(sources_of(tag), lambda folder, tag=tag: _clone(folder, wanted.source, tag)) for tag in wanted.tags]
+    return 0 if all(there) else 1
+
+
+def _put(folder: Path, make: Callable[[Path], Path]) -> bool:
+    """Make a folder's contents in a temporary one beside it, if the folder is not there; return whether it is now."""
+    if folder.exists():
+        return True
     try:
-        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as name:
-            site = _unpack(Path(name))
-            site.rename(FOLDER)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+            make(Path(name)).rename(folder)
     except (OSError, subprocess.SubprocessError, zipfile.BadZipFile, RuntimeError) as error:
-        print(f"no Megatron-LM for tests, those that need it are skipped: {error}", file=sys.stderr)
-    return 0
+        print(f"no {folder.name} for tests, those that need it are skipped: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _unpack(folder: Path) -> Path:
@@ -47,12 +77,27 @@ def _unpack(folder: Path) -> Path:
         archive.extractall(site)
     if sys.version_info < (3, 12):
         (site / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-    for helpers in _installed_datasets().glob("helpers_cpp*.so"):
-        shutil.copy(helpers, site / "megatron" / "core" / "datasets")
+    _add_dataset_helpers(site)
     missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
     if missing:
         _pip("install", "--no-deps", "--target", str(site), *missing)
     return site
+
+
+def _clone(folder: Path, source: str | None, tag: str) -> Path:
+    """Return a folder with a tag's sources as they are, and with compiled data set helpers beside them."""
+    sources = folder / "sources"
+    clone = ("git", "-c", "advice.detachedHead=false", "clone", "-q", "--depth", "1", "--branch", tag)
+    is_lm = tag.startswith(_OF_LM)
+    subprocess.run([*clone, source or _SOURCES[is_lm], str(sources)], check=True, timeout=_DOWNLOAD_S)
+    if is_lm:
+        _add_dataset_helpers(sources)
+    return sources
+
+
+def _add_dataset_helpers(site: Path) -> None:
+    for helpers in _installed_datasets().glob("helpers_cpp*.so"):
+        shutil.copy(helpers, site / "megatron" / "core" / "datasets")
 
 
 def _installed_datasets() -> Path:
@@ -68,4 +113,4 @@ def _pip(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

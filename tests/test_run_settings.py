@@ -8,7 +8,8 @@ import pytest
 
 from moe_ckpt.config import CKPT_CONFIGS, GeminiConfig, MoevementConfig
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.run_settings import Command, parse_run
+from moe_ckpt.integrations.loops import LOOPS as ATTACHED
+from moe_ckpt.run_settings import LOOPS, Command, parse_run
 
 SCRIPT = ("--", "pretrain_gpt.py", "--num-layers", "2")
 USAGE = "usage: torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY]"
@@ -37,6 +38,12 @@ def test_each_policy_has_the_defaults_of_its_file(policy: str) -> None:
     assert parse_run(["--ckpt", policy, *SCRIPT]).ckpt.policy == policy
 
 
+def test_the_loop_is_megatron_lms_unless_it_is_named() -> None:
+    assert set(LOOPS) == set(ATTACHED)
+    assert parse_run(SCRIPT).loop == "megatron-lm"
+    assert parse_run(["--loop", "megatron-bridge", *SCRIPT]).loop == "megatron-bridge"
+
+
 def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -> None:
     path = tmp_path / "ft.yaml"
     path.write_text("ckpt: {policy: gemini, every_iters: 5, max_bytes_per_s: {host: 1e9}}\nrun: {dir: there}\n")
@@ -54,6 +61,7 @@ def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -
     ("words", "message"),
     [
         (["--ckpt", "gemni", *SCRIPT], "--ckpt: got 'gemni', wanted one of none, dense, moevement, gemini"),
+        (["--loop", "swift", *SCRIPT], "--loop: got 'swift', wanted one of megatron-lm, megatron-bridge"),
         (["--windw", "4", *SCRIPT], f"moe_ckpt.run: unrecognized arguments: --windw 4; {USAGE}"),
         (["--ckpt"], f"moe_ckpt.run: argument --ckpt: expected one argument; {USAGE}"),
         ([], "SCRIPT: got 'nothing', wanted the program that trains"),

@@ -9,49 +9,16 @@ torch's, which a plain run does once. With `--dataloader-type external` the prov
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import torch
-from megatron.core import num_microbatches_calculator
-from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from moe_ckpt.config import require
+from moe_ckpt.integrations.consumed_samples import ConsumedSamples, generator_kept
+from moe_ckpt.megatron.chunk_batches import ChunkBatches
 from moe_ckpt.megatron.kept_batches import KeptBatches, require_iterator
-
-
-class ConsumedSamples:
-    """The samples that iterations consume, where `--step-batch-size-schedule` makes later batches larger.
-
-    The size of a batch depends on the samples before it alone: Megatron-LM's own calculator says how.
-    """
-
-    def __init__(self) -> None:
-        self._after = [0]
-        self._calculator: Any = None
-
-    def after(self, done: int) -> int:
-        """Return the samples of the first `done` iterations."""
-        if self._calculator is None:  # the loop makes it when it is initialized
-            self._calculator = copy.copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
-        while len(self._after) <= done:
-            self._calculator.update(self._after[-1], consistency_check=False)
-            self._after.append(self._after[-1] + self._calculator.get_current_running_global_batch_size())
-        return self._after[done]
-
-    @property
-    def largest_batch(self) -> int:
-        """The samples of the largest batch: those of the last step of the schedule."""
-        self.after(0)
-        last: int | None = getattr(self._calculator, "global_batch_size", None)  # only of a schedule of sizes
-        return last or self._calculator.get_current_running_global_batch_size()
-
-    def set_batch_size(self, iteration: int) -> None:
-        """Let Megatron-LM compute with the number of micro-batches of an iteration."""
-        update_num_microbatches(self.after(iteration - 1), consistency_check=False)
 
 
 class IterationBatches:
@@ -68,6 +35,7 @@ class IterationBatches:
         self._build_datasets = self._training.build_train_valid_test_datasets
         self._train: list[Any] = []
         self._valid: list[Any] = []
+        self._loaders: list[Any] = []  # that the provider has returned
         self._replay: tuple[int, Any] | None = None  # the iteration that an iterator of replays stands before
 
     def build_datasets(self, *arguments: Any, **options: Any) -> Any:
@@ -81,9 +49,14 @@ class IterationBatches:
         return datasets
 
     @property
-    def data(self) -> KeptBatches | None:
-        """This rank's training batches, if they come from an iterator without random access."""
-        return self._train[0] if self._is_external and self._train else None
+    def data(self) -> KeptBatches | ChunkBatches | None:
+        """This rank's training batches, if they come from iterators without random access."""
+        kept = self._kept_for_training
+        return ChunkBatches(kept) if len(kept) > 1 else kept[0] if kept else None
+
+    @property
+    def _kept_for_training(self) -> list[KeptBatches]:
+        return [kept for kept in self._train if kept is not None] if self._is_external else []
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
         """Drop external batches that no recovery may need again: those before `oldest`; None: all may be needed."""
@@ -91,9 +64,12 @@ class IterationBatches:
             if kept is not None:
                 kept.iteration_started(iteration, keep_since=oldest)
 
+    def draw_seeds(self, iteration: int) -> None:
+        """Draw nothing: validation sets are read without a draw, and external iterators draw in their own reads."""
+
     def forecast(self, iteration: int) -> list[str]:
         """Return a line on the host memory of external batches, measured in an iteration; none without such batches."""
-        of_one = self.data.bytes_since(iteration) if self.data else 0
+        of_one = sum(kept.bytes_since(iteration) for kept in self._kept_for_training)
         if not of_one:
             return []
         fitting = f"{self._keep_bytes // of_one} iterations fit into run.keep_batches_bytes={self._keep_bytes}"
@@ -105,8 +81,8 @@ class IterationBatches:
         An external iterator's position is part of the state after `done` iterations.
         """
         if self._is_external:
-            return self.data and RerunDataIterator(self.data)
-        return self._iterators(self._train, self.consumed.after(done))
+            return self._as_taken([kept and RerunDataIterator(kept) for kept in self._train])
+        return self._as_taken([self._iterator(dataset, self.consumed.after(done)) for dataset in self._train])
 
     def validation_after(self, done: int) -> Any:
         """Return an iterator that starts with the first sample of the next evaluation after iteration `done`."""
@@ -117,12 +93,12 @@ class IterationBatches:
         batch_size = getattr(args, "eval_global_batch_size", args.global_batch_size)
         num_consumed = num_evaluations * args.eval_iters * batch_size
         if not self._is_external:
-            return self._iterators(self._valid, num_consumed)
-        kept = self._valid[0] if self._valid else None
-        if kept is not None:
-            size = getattr(args, "eval_micro_batch_size", args.micro_batch_size) * args.data_parallel_size
-            kept.go_to(num_consumed // size)
-        return kept and RerunDataIterator(kept)
+            return self._as_taken([self._iterator(dataset, num_consumed) for dataset in self._valid])
+        size = getattr(args, "eval_micro_batch_size", args.micro_batch_size) * args.data_parallel_size
+        for kept in self._valid:
+            if kept is not None:
+                kept.go_to(num_consumed // size)
+        return self._as_taken([kept and RerunDataIterator(kept) for kept in self._valid])
 
     @contextlib.contextmanager
     def replaying(self, iteration: int) -> Iterator[Any]:
@@ -151,14 +127,20 @@ class IterationBatches:
         require_iterator(loader, "--dataloader-type external")
         if loader is None:
             return None
-        return KeptBatches(loader, limit_bytes=self._keep_bytes, moves_generators=moves_generators)
+        is_new = all(loader is not known for known in self._loaders)
+        require(is_new, "--dataloader-type external", "one iterator twice", "one for each model chunk and purpose")
+        self._loaders.append(loader)
+        num_chunks = self._training.get_args().virtual_pipeline_model_parallel_size or 1
+        limit_bytes = self._keep_bytes // num_chunks
+        return KeptBatches(loader, limit_bytes=limit_bytes, moves_generators=moves_generators)
 
-    def _iterators(self, datasets: list[Any], num_consumed: int) -> Any:
-        found = [self._iterator(dataset, num_consumed) for dataset in datasets]
-        return found[0] if self._training.get_args().virtual_pipeline_model_parallel_size is None else found
+    def _as_taken(self, iterators: list[Any]) -> Any:
+        """Return the iterators of all chunks as the loop takes them."""
+        is_one = self._training.get_args().virtual_pipeline_model_parallel_size is None
+        return next(iter(iterators), None) if is_one else iterators
 
     def _iterator(self, dataset: Any, num_consumed: int) -> Any:
-        with _generator_kept():
+        with generator_kept():
             loader = self._training.build_pretraining_data_loader(dataset, num_consumed)
             return None if loader is None else RerunDataIterator(iter(loader))
 
@@ -175,12 +157,3 @@ def build_in_turns(build: Callable[..., Any], turn: Callable[[], contextlib.Abst
             return build(*arguments, **options)
 
     return built
-
-
-@contextlib.contextmanager
-def _generator_kept() -> Iterator[None]:
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

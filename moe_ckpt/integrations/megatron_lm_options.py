@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 
 
@@ -72,8 +71,11 @@ EXACT: Sequence[Exact] = (
         tests=(f"{_JOBS}: fp16, balanced by bias and loss",),
     ),
     Exact(
-        options="`--dataloader-type external`: iterators with or without `state_dict`",
-        tests=(f"{_JOBS}: external iterator", f"{_JOBS}: external iterator with state"),
+        options="`--dataloader-type external`: iterators with or without `state_dict`, of each virtual stage",
+        tests=(
+            *(f"{_JOBS}: external iterator", f"{_JOBS}: external iterator with state"),
+            f"{_JOBS}: external iterators of virtual stages",
+        ),
     ),
     Exact(options="full recomputation, `--num-workers 1`", tests=(f"{_JOBS}: recomputed, loader processes",)),
 )
@@ -88,7 +90,7 @@ _GRAPHS = "a captured graph leaves out the hooks of each step"
 _NOT_THE_STATE = "snapshots do not hold its state"
 _OTHER_STEP = "the split optimizer step would leave it out"
 _OTHER_LOOP = "it changes the loop that is entered again after a recovery"
-_OTHER_LIBRARY = "another library would replace or restart the same processes"
+OTHER_LIBRARY = "another library would replace or restart the same processes"
 REFUSALS: Sequence[Refusal] = (
     Refusal(option="cuda_graph_impl", allowed=(None, "none"), reason=_GRAPHS),
     *_off(_GRAPHS, "optimizer_cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
@@ -96,7 +98,7 @@ REFUSALS: Sequence[Refusal] = (
     *_off("its buffers belong to one communicator", "nccl_ub", "tp_comm_overlap", "use_sharp"),
     *_off(_NOT_THE_STATE, "use_megatron_fsdp", "use_torch_fsdp2", "init_model_with_meta_device"),
     *_off(_NOT_THE_STATE, "use_layer_wise_distributed_optimizer", "optimizer_cpu_offload"),
-    *_off("not tried with Megatron-LM's loop", "fp8_param_gather"),
+    *_off("its layers need Transformer Engine, and Megatron-LM's loop was not tried on a GPU", "fp8_param_gather"),
     *_off(_NOT_THE_STATE, "reuse_grad_buf_for_mxfp8_param_ag"),
     Refusal(option="optimizer", allowed=("adam",), reason=_NOT_THE_STATE),
     Refusal(option="num_distributed_optimizer_instances", allowed=_ONE, reason=_NOT_THE_STATE),
@@ -117,7 +119,7 @@ REFUSALS: Sequence[Refusal] = (
     *_off("conf/runtime has the timeouts", "distributed_timeout_seconds_after_init"),
     *_off("a supervisor ends its worker on SIGTERM", "exit_signal_handler"),
     *_off("processes of an abandoned save outlive their generation", "async_save"),
-    *_off(_OTHER_LIBRARY, "enable_ft_package", "inprocess_restart", "non_persistent_ckpt_type", "adlr_autoresume"),
+    *_off(OTHER_LIBRARY, "enable_ft_package", "inprocess_restart", "non_persistent_ckpt_type", "adlr_autoresume"),
 )
 
 
@@ -136,7 +138,7 @@ def require_alone(environment: Collection[str], modules: Collection[str]) -> Non
     for library, (variable, module) in _LIBRARIES.items():
         sign = f"the variable {variable}" if variable in environment else f"its import {module}"
         if variable in environment or module in modules:
-            raise ConfigError(f"moe_ckpt.run: got {library} ({sign}), wanted one of the two: {_OTHER_LIBRARY}")
+            raise ConfigError(f"moe_ckpt.run: got {library} ({sign}), wanted one of the two: {OTHER_LIBRARY}")
 
 
 def require_supported(arguments: Any) -> None:
@@ -146,13 +148,10 @@ def require_supported(arguments: Any) -> None:
         if got not in refusal.allowed:
             wanted = " or ".join(repr(value) for value in refusal.allowed[:2])
             raise ConfigError(f"{refusal.flag}: got {got!r}, wanted {wanted} with moe_ckpt.run: {refusal.reason}")
-    _require_optimizer_everywhere(arguments)
-    external = getattr(arguments, "dataloader_type", None) == "external"
-    chunks = getattr(arguments, "virtual_pipeline_model_parallel_size", None)
-    require(not external or chunks is None, "--dataloader-type", "external", "single with virtual stages: not tried")
+    require_optimizer_everywhere(arguments)
 
 
-def _require_optimizer_everywhere(arguments: Any) -> None:
+def require_optimizer_everywhere(arguments: Any) -> None:
     """Refuse a stage without experts if the optimizer is not sharded.
 
     A rank that builds alone creates no optimizer for them.

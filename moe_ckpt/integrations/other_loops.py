@@ -1,4 +1,4 @@
-"""The training loops over Megatron-Core that no attachment here fits: to import one in an attached run is an error.
+"""The training loops over Megatron-Core that a run is not attached to: to import one is an error.
 
 Owns: their modules, and the check at each import. A run whose loop is not attached would train to its end without
 protection, and only then be found to be so. Modules for conversions of checkpoints, which import no loop, stay free.
@@ -10,19 +10,33 @@ import sys
 
 from moe_ckpt.refused_imports import RefusedImports
 
-LOOPS = {
-    "megatron.bridge.training.train": "Megatron-Bridge's training loop",
-    "swift.megatron.trainers.base": "ms-swift's training loop",
+BRIDGE = "megatron.bridge.training.train"
+LOOPS = {  # a loop's module, its name, and the wanted alternative
+    BRIDGE: ("Megatron-Bridge's training loop", "--loop megatron-bridge"),
+    "megatron.bridge.training.train_megatron_mimo": (
+        "Megatron-Bridge's loop for multimodal models",
+        "megatron.bridge.training.pretrain with --loop megatron-bridge",
+    ),
+    "swift.megatron.trainers.base": (
+        "ms-swift's training loop",
+        "Megatron-LM's or Megatron-Bridge's pretrain, or a loop of one's own (docs/attach.md)",
+    ),
 }
-_WANTED = "Megatron-LM's pretrain, or a loop of one's own (docs/attach.md): nothing would be protected"
 
 
-def refuse_other_loops() -> None:
-    """Refuse these loops in this process, and in those that it forks. Raises ConfigError if one is imported already."""
+def refuse_other_loops(attached: str) -> None:
+    """Refuse all loops but that of the attached name, in this process and in those that it forks.
+
+    Raises ConfigError if one is imported already.
+    """
+    others = {name: words for name, words in LOOPS.items() if name != BRIDGE or attached != "megatron-bridge"}
     refused = RefusedImports(
-        {name: f"moe_ckpt.run: got {loop} ({name}), wanted {_WANTED}" for name, loop in LOOPS.items()}
+        {
+            name: f"moe_ckpt.run: got {loop} ({name}), wanted {wanted}: nothing would be protected"
+            for name, (loop, wanted) in others.items()
+        }
     )
-    for name in LOOPS:
+    for name in others:
         if name in sys.modules:
             refused.find_spec(name, None)
     sys.meta_path.insert(0, refused)

@@ -23,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_ckpt.megatron import fp8_linear, optimizer_state
 from moe_ckpt.megatron.buffers import buffers_by_name, named_buffers, restore_buffers_by_name
+from moe_ckpt.megatron.chunk_batches import ChunkBatches
 from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, torch_optimizer
 from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
@@ -49,7 +50,7 @@ class TrainingState:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     schedule_increment: int | Callable[[], int] = 1
-    data: KeptBatches | None = None
+    data: KeptBatches | ChunkBatches | None = None
 
     @property
     def increment_of_this_iteration(self) -> int:

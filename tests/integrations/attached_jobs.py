@@ -22,13 +22,15 @@ from typing import TypeVar
 from moe_ckpt.agent import die_with_parent
 from moe_ckpt.events import StateDigest, TrainerStarted, read_events
 from moe_ckpt.faults.schedule import Kill
-from scripts.fetch_megatron_lm import FOLDER
+from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, sources_of
 from tests.elastic.processes import Watch
+from tests.integrations import bridge_stubs
 from tests.scenarios import ROOT
 
 T = TypeVar("T")
 EXAMPLE = ROOT / "examples" / "megatron_lm.py"
 NUM_RANKS, NUM_ITERS = 4, 6
+BRIDGE = ("--loop", "megatron-bridge")
 _, _, _WORDS = (ROOT / "examples" / "megatron_lm.sh").read_text().partition(f"-- examples/{EXAMPLE.name} ")
 ARGUMENTS = (
     *_WORDS.replace("\\\n", " ").split(),
@@ -75,10 +77,13 @@ class Ended:
                 yield logged.event
 
 
-def run_jobs(folder: Path, *jobs: Job, timeout_s: float = 150.0) -> dict[str, Ended]:
-    """Run jobs to their ends, good or bad; return how each has ended, by its name."""
+def run_jobs(folder: Path, *jobs: Job, timeout_s: float = 150.0, sources: Path | None = None) -> dict[str, Ended]:
+    """Run jobs to their ends, good or bad; return how each has ended, by its name.
+
+    `sources` of another Megatron-LM replace those of the wheel, which has the other packages that they import.
+    """
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
-    path = os.pathsep.join(map(str, (FOLDER, ROOT)))
+    path = os.pathsep.join(map(str, (ROOT, *([sources] if sources else []), FOLDER)))
     command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder)]
     environment = os.environ | {
         "PYTHONPATH": path,
@@ -108,13 +113,14 @@ def _ended(folder: Path, name: str, status: int) -> Ended:
 
 def main(folder: Path) -> int:
     """Run the jobs of FOLDER/jobs.json; their statuses are in FOLDER/statuses.json then."""
-    from moe_ckpt.integrations import megatron_lm_seams  # noqa: PLC0415 - after PYTHONPATH is that of the wheel
-
-    megatron_lm_seams.import_training()
-    from moe_ckpt.integrations import megatron_lm  # noqa: F401, PLC0415
+    from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415 - after PYTHONPATH is that of the wheel
 
     described = json.loads((folder / "jobs.json").read_text())
     jobs = [Job(**{**job, "kills": tuple(Kill(**kill) for kill in job["kills"])}) for job in described]
+    is_bridge = any(BRIDGE[1] in job.options for job in jobs)
+    if is_bridge:
+        bridge_stubs.install(sources_of(BRIDGE_TAG) / "src" / "megatron" / "bridge")
+    LOOPS[BRIDGE[1] if is_bridge else "megatron-lm"]().import_attachment()
     statuses = {job.name: _run(folder / job.name, job) for job in jobs}
     (folder / "statuses.json").write_text(json.dumps(statuses))
     return 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_ckpt.faults.schedule import Kill
-from scripts.fetch_megatron_lm import FOLDER
-from tests.integrations.attached_jobs import NUM_ITERS, NUM_RANKS, Ended, Job, run_jobs
+from scripts.fetch_megatron_lm import FOLDER, TAGS, sources_of
+from tests.integrations.attached_jobs import EXAMPLE, NUM_ITERS, NUM_RANKS, Ended, Job, run_jobs
 
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
 
@@ -40,6 +41,28 @@ def require_equal(ended: Ended, plain: Ended) -> None:
     assert ended.digests == wanted
 
 
+def require_exact_under_all_faults(
+    folder: Path, policy: str, *, script: Path = EXAMPLE, sources: Path | None = None, loop: tuple[str, ...] = ()
+) -> None:
+    """Require a policy to be exact without faults, under kills, and after the loss of a node and a hang.
+
+    `sources` replace those of the wheel; `loop` are the options that choose a training loop.
+    """
+    options = (*OPTIONS[policy], *loop)
+    lost = (HANG,) if policy == "checkfreq" else (NODE, HANG)  # its disk is the lost node's
+    jobs = (
+        Job(name="attached", options=(*options, *PATIENT), script=str(script)),
+        Job(name="killed", options=(*options, *PATIENT), kills=KILLS, script=str(script)),
+        Job(name="lost", options=(*options, "--set", "runtime.heartbeat_s=8"), kills=lost, script=str(script)),
+    )
+    plain = Job(name="plain", options=(*PLAIN.options, *loop), script=str(script))
+    ended = run_jobs(folder, plain, *jobs, timeout_s=550.0, sources=sources)
+    for job in jobs:
+        require_equal(ended[job.name], ended["plain"])
+    assert ended["attached"].num_processes == [1] * NUM_RANKS
+    assert ended["killed"].num_processes == [1, 2, 2, 2]
+
+
 def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
     killed = Job(name="killed", options=(*OPTIONS["moevement"], *PATIENT), kills=KILLS)
     ended = run_jobs(tmp_path, PLAIN, killed)
@@ -51,18 +74,20 @@ def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", OPTIONS)
 def test_each_policy_is_exact_under_all_faults(tmp_path: Path, policy: str) -> None:
-    options = OPTIONS[policy]
-    lost = (HANG,) if policy == "checkfreq" else (NODE, HANG)  # its disk is the lost node's
-    jobs = (
-        Job(name="attached", options=(*options, *PATIENT)),
-        Job(name="killed", options=(*options, *PATIENT), kills=KILLS),
-        Job(name="lost", options=(*options, "--set", "runtime.heartbeat_s=8"), kills=lost),
-    )
-    ended = run_jobs(tmp_path, PLAIN, *jobs, timeout_s=550.0)
-    for job in jobs:
-        require_equal(ended[job.name], ended["plain"])
-    assert ended["attached"].num_processes == [1] * NUM_RANKS
-    assert ended["killed"].num_processes == [1, 2, 2, 2]
+    require_exact_under_all_faults(tmp_path, policy)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", ["moevement", "gemini", "moc"])
+@pytest.mark.parametrize("tag", TAGS)
+def test_the_script_of_a_tag_is_exact_under_all_faults(tmp_path: Path, tag: str, policy: str) -> None:
+    sources = sources_of(tag)
+    if not sources.exists():
+        pytest.skip(f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {tag}")
+    changed = subprocess.run(["git", "-C", sources, "diff", "--quiet", "HEAD"], check=False)
+    assert changed.returncode == 0, "the sources are the tag's own"
+    require_exact_under_all_faults(tmp_path, policy, script=sources / "pretrain_gpt.py", sources=sources)
 
 
 OPTIONS_TOGETHER = {
@@ -104,6 +129,10 @@ RECIPES = {
     ),
     "external iterator": ("--dataloader-type", "external"),
     "external iterator with state": ("--dataloader-type", "external", "--stateful"),
+    "external iterators of virtual stages": (
+        *("--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"),
+        *("--dataloader-type", "external", "--stateful"),
+    ),
     "precision-aware optimizer": (
         *("--use-precision-aware-optimizer", "--bf16", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
     ),
@@ -133,20 +162,27 @@ def test_options_of_recipes_are_exact(tmp_path: Path, arguments: tuple[str, ...]
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_megatrons_own_checkpoints_are_written_and_loaded(tmp_path: Path) -> None:
-    """The optimizer is left out of the load: Megatron-LM cannot load the state of torch's Adam, which a CPU has."""
-    options = (*OPTIONS["moevement"], *PATIENT)
+    require_exact_through_checkpoints(tmp_path)
+
+
+def require_exact_through_checkpoints(
+    folder: Path, *, script: Path = EXAMPLE, sources: Path | None = None, loop: tuple[str, ...] = ()
+) -> None:
+    """Require a killed run to write and load the loop's own checkpoints as a plain run does.
+
+    The optimizer is left out of the load: Megatron-Core cannot load the state of torch's Adam, which a CPU has.
+    """
+    plain = Job(name="plain", options=(*PLAIN.options, *loop), script=str(script))
+    killed = replace(plain, options=(*OPTIONS["moevement"], *PATIENT, *loop))
+    on = Kill(rank=2, iteration=NUM_ITERS + 2, phase="backward")
     ended = run_jobs(
-        tmp_path,
-        replace(PLAIN, arguments=_saving(tmp_path / "of-plain")),
-        Job(name="killed", options=options, kills=KILLS, arguments=_saving(tmp_path / "of-killed")),
-        Job(name="on", options=PLAIN.options, arguments=_loading(tmp_path / "of-plain")),
-        Job(
-            name="killed on",
-            options=options,
-            kills=(Kill(rank=2, iteration=NUM_ITERS + 2, phase="backward"),),
-            arguments=_loading(tmp_path / "of-killed"),
-        ),
+        folder,
+        replace(plain, arguments=_saving(folder / "of-plain")),
+        replace(killed, name="killed", kills=KILLS, arguments=_saving(folder / "of-killed")),
+        replace(plain, name="on", arguments=_loading(folder / "of-plain")),
+        replace(killed, name="killed on", kills=(on,), arguments=_loading(folder / "of-killed")),
         timeout_s=350.0,
+        sources=sources,
     )
     require_equal(ended["killed"], ended["plain"])
     after, wanted = ended["killed on"], ended["on"].digests

@@ -19,8 +19,9 @@ from benchmarks.recipes import EXACT_SINCE, SPEED, read_recipes, refused_now
 from moe_ckpt import run
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations import megatron_lm_seams as seams
+from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_options import EXACT, REFUSALS, Refusal, option_table, require_supported
-from moe_ckpt.integrations.other_loops import LOOPS, refuse_other_loops
+from moe_ckpt.integrations.other_loops import BRIDGE, LOOPS, refuse_other_loops
 from moe_ckpt.run_elastic import run_elastic
 from scripts.fetch_megatron_lm import FOLDER
 from tests.scenarios import ROOT
@@ -86,24 +87,17 @@ def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> No
         require_supported(Namespace(**fine | {"use_distributed_optimizer": False}))
 
 
-def test_iterators_of_virtual_stages_are_refused() -> None:
-    chunks = FINE | {"virtual_pipeline_model_parallel_size": 2}
-    require_supported(Namespace(**chunks))
-    with pytest.raises(ConfigError, match=r"^--dataloader-type: got 'external', wanted single with virtual stages"):
-        require_supported(Namespace(**chunks | {"dataloader_type": "external"}))
-
-
 def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"^megatron-core: got 0\.21\.0, wanted 0\.19\.\*"):
-        seams._require_version("0.21.0")
+    with pytest.raises(ConfigError, match=r"^megatron-core: got 0\.21\.0, wanted 0\.18\.\* or 0\.19\.\*"):
+        seams._tried_version("0.21.0")
 
 
-def loop_module() -> ModuleType:
+def loop_module(tried: str = "0.19") -> ModuleType:
     """Return a module with the functions, parameters and calls that an attachment looks for."""
-    module = ModuleType("megatron.training.training")
-    for name in (*seams._PARAMETERS, *seams._CALLS):
-        calls = " + ".join(f"{each}()" for each in seams._CALLS.get(name, ())) or "0"
-        exec(f"def {name}({', '.join(seams._PARAMETERS.get(name, ()))}): return {calls}", vars(module))
+    module, parameters = ModuleType("megatron.training.training"), seams.parameters_of(tried)
+    for name in (*parameters, *seams.CALLS):
+        calls = " + ".join(f"{each}()" for each in seams.CALLS.get(name, ())) or "0"
+        exec(f"def {name}({', '.join(parameters.get(name, ()))}): return {calls}", vars(module))
     return module
 
 
@@ -129,18 +123,25 @@ def without_call(module: Any) -> None:
 )
 def test_a_seam_that_moved_is_named(change: Callable[[Any], None], message: str) -> None:
     module = loop_module()
-    seams._require_seams(module)
+    seams.require_training(module, "0.19")
     change(module)
     with pytest.raises(ConfigError) as error:
-        seams._require_seams(module)
+        seams.require_training(module, "0.19")
     assert str(error.value).startswith(f"megatron.training.training.{message}")
+
+
+def test_the_parameters_of_another_version_are_not_enough() -> None:
+    module = loop_module("0.18")
+    seams.require_training(module, "0.18")
+    with pytest.raises(ConfigError, match=r"train: .*p2p_communicator, pg_collection, as in megatron-core 0\.19"):
+        seams.require_training(module, "0.19")
 
 
 def test_a_second_attachment_is_refused() -> None:
     module = loop_module()
-    seams.mark_attached(module)
-    with pytest.raises(ConfigError, match=r"^moe_ckpt\.run: got a second attachment"):
-        seams.mark_attached(module)
+    mark_attached(module)
+    with pytest.raises(ConfigError, match=r"^moe_ckpt\.run: got a second attachment to megatron\.training, "):
+        mark_attached(module)
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -178,7 +179,7 @@ def test_a_script_that_cannot_be_run_is_one_error(
 
 def test_a_runner_inside_a_run_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = loop_module()
-    seams.mark_attached(module)
+    mark_attached(module)
     monkeypatch.setitem(sys.modules, "megatron.training.training", module)
     status, error = outcome(capsys, "--", "train.py")
     assert status == 1
@@ -199,14 +200,24 @@ def test_a_loop_without_an_attachment_is_refused_at_its_import(
     before = {each: module for each, module in sys.modules.items() if each.partition(".")[0] != root}
     monkeypatch.setattr(sys, "modules", {**before, root: package})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    refuse_other_loops()
+    refuse_other_loops("megatron-lm")
     importlib.import_module(name.rpartition(".")[0])
-    with pytest.raises(ConfigError, match=r"^moe_ckpt\.run: got (Megatron-Bridge|ms-swift)'s training loop"):
+    with pytest.raises(ConfigError, match=r"^moe_ckpt\.run: got (Megatron-Bridge|ms-swift)'s (training )?loop"):
         importlib.import_module(name)
     sys.meta_path.pop(0)
     importlib.import_module(name)
-    with pytest.raises(ConfigError, match=r"wanted Megatron-LM's pretrain, or a loop of one's own"):
-        refuse_other_loops()
+    with pytest.raises(ConfigError, match=r"wanted .*: nothing would be protected"):
+        refuse_other_loops("megatron-lm")
+
+
+def test_the_attached_loop_alone_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    refuse_other_loops("megatron-bridge")
+    finder: Any = sys.meta_path[0]
+    assert finder.find_spec(BRIDGE, None) is None
+    for name in set(LOOPS) - {BRIDGE}:
+        with pytest.raises(ConfigError, match="nothing would be protected"):
+            finder.find_spec(name, None)
 
 
 def test_an_import_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

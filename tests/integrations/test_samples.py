@@ -8,7 +8,7 @@ import pytest
 from megatron.core import num_microbatches_calculator as calculator
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
-from moe_ckpt.integrations.megatron_lm_data import ConsumedSamples
+from moe_ckpt.integrations.consumed_samples import ConsumedSamples
 
 START, STEP, LARGEST, SAMPLES = 8, 4, 16, 60
 NUM_ITERS = 12

@@ -1,4 +1,4 @@
-"""A plain run of Megatron-LM's loop that writes digests of the state: the other side of a comparison.
+"""A plain run of a training loop that is not ours, which writes digests of the state: the other side of a comparison.
 
 Owns: the run folder's events and result.json of a run without supervisors. Must not: change or communicate anything
 before the last iteration.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -21,17 +21,21 @@ from moe_ckpt.run_folder import open_run_folder
 from moe_ckpt.run_settings import RunSettings
 
 
-def observe(training: ModuleType, settings: RunSettings) -> None:
-    """Let the loop of this process log a digest every `run.digest_every_iters` iterations, where that is not 0."""
+def observe(training: Any, stepping: Any, iteration_of: Callable[..., int], settings: RunSettings) -> None:
+    """Let the loop of this process log a digest every `run.digest_every_iters` iterations, where that is not 0.
+
+    `training` is the module that calls `train`, `stepping` the one that calls `train_step`. `iteration_of` gives the
+    number of an iteration, counted from 1, from the arguments of `train_step`.
+    """
     if not settings.checks.digest_every_iters:
         return
-    seams: Any = training
-    train, train_step = seams.train, seams.train_step
+    train, train_step = training.train, stepping.train_step
     checks: list[StateChecks] = []
 
-    def observed_step(*arguments: Any, iteration: int, **options: Any) -> Any:
-        outcome = train_step(*arguments, iteration=iteration, **options)
-        checks[0].log_where_due(iteration + 1)
+    def observed_step(*arguments: Any, **options: Any) -> Any:
+        iteration = iteration_of(*arguments, **options)
+        outcome = train_step(*arguments, **options)
+        checks[0].log_where_due(iteration)
         return outcome
 
     def observed(forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
@@ -50,4 +54,4 @@ def observe(training: ModuleType, settings: RunSettings) -> None:
             folder.write_result({"wall_s": wall_s, "digest": whole, "digest_per_rank": digests})
         return outcome
 
-    seams.train, seams.train_step = observed, observed_step
+    training.train, stepping.train_step = observed, observed_step

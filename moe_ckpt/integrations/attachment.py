@@ -1,0 +1,165 @@
+"""One worker's attachment to a training loop that is not ours: its groups, events, session, and the run's result.
+
+Owns: the way from a built model to the end of training, with all other ranks. Must not: know the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from moe_ckpt.attach import attach
+from moe_ckpt.config import require
+from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
+from moe_ckpt.events import EventLog, ModelBuilt, RunFinished, TrainerStarted
+from moe_ckpt.integrations.rank_training import RankTraining
+from moe_ckpt.megatron.checks import StateChecks
+from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.run_elastic import Worker
+from moe_ckpt.run_folder import RunFolder
+from moe_ckpt.run_settings import RunSettings
+from moe_ckpt.types import ParallelLayout, Phase, RunIdentity
+
+
+class Attachment:
+    """The part of an attachment that does not depend on its loop. It begins before the model is built."""
+
+    def __init__(self, worker: Worker, settings: RunSettings, folder: RunFolder) -> None:
+        self.worker = worker
+        self._settings = settings
+        self._folder = folder
+        self._built_s = time.monotonic()
+        self._digest = ""
+        self.has_trained = False
+
+    def open_events(self) -> EventLog:
+        """Return the log of this rank's events, which begins with the start of this worker."""
+        launch = self.worker.launch
+        path, origin = self._folder.events(launch.global_rank), self._folder.clock_origin_unix_s
+        events = EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        started = TrainerStarted(pid=os.getpid(), host=socket.gethostname(), life=self.worker.life, device=device)
+        events.append(started)
+        return events
+
+    def train(
+        self,
+        rank: RankTraining,
+        *,
+        model: str,
+        last_iteration: int,
+        enter: Callable[[int], Any],
+        start: Callable[[], int],
+    ) -> Any:
+        """Return what the loop returns, once all ranks have done all iterations.
+
+        `enter` runs the loop from the state after some iterations. `start` gives the iteration that a run without state
+        in memory starts from. `model` names the shape of the saved state.
+        """
+        layout = _layout()
+        rank.session = attach(
+            ckpt=self._settings.ckpt,
+            identity=RunIdentity(run_id=self._folder.run_id, model=model, layout=layout),
+            folder=self._folder.checkpoints,
+            state=rank.state,
+            loop=rank.as_training_loop(),
+            events=rank.events,
+            last_iteration=last_iteration,
+            losses=self._settings.losses,
+            elastic=self.worker.context(layout),
+            suspect_iters=self._settings.runtime.suspect_iters,
+            on_divergence=self._settings.runtime.on_divergence,
+        )
+        rank.checks = StateChecks(self._settings.checks, rank.state, rank.events)
+        rank.events.append(ModelBuilt(seconds=time.monotonic() - self._built_s))
+        rank.enter = enter
+        finish = functools.partial(self._finish, rank, last_iteration)
+        self.worker.run(rank.session, rank, rank.events, start=start, finish=finish)
+        self._close(rank, last_iteration)
+        return rank.result
+
+    def _finish(self, rank: RankTraining, last_iteration: int, faults: int) -> dict[str, Any]:
+        """Write and return the contents of result.json. Collective."""
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, digest_of(rank.state))
+        committed = rank.committed
+        result = {
+            "iteration": last_iteration,
+            "loss": committed.loss if committed else None,
+            "wall_s": round(time.time() - self._folder.clock_origin_unix_s, 3),
+            "faults_survived": faults,
+            "digest": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+            "digest_per_rank": digests,
+        }
+        if self.worker.launch.global_rank == 0:
+            self._folder.write_result(result)
+        self._digest = str(result["digest"])
+        return result
+
+    def _close(self, rank: RankTraining, last_iteration: int) -> None:
+        """End the session; later work of the script, such as evaluation, is not protected."""
+        self.worker.page.enter(Phase.BETWEEN)
+        rank.session.finish()
+        rank.close()
+        rank.events.append(RunFinished(iteration=last_iteration, digest=self._digest))
+        rank.events.close()
+        self.has_trained = True
+        if self.worker.launch.global_rank == 0:
+            print(f"moe_ckpt: iteration {last_iteration}, digest {self._digest}", flush=True)
+
+
+def require_no_skips(state: TrainingState) -> None:
+    """Refuse steps that are skipped for a large gradient: no option of a command line, and the split step has none."""
+    for inner in state.inner_optimizers:
+        threshold = getattr(inner.config, "grad_norm_skip_threshold", math.inf)
+        require(math.isinf(threshold), "OptimizerConfig.grad_norm_skip_threshold", threshold, "inf")
+
+
+def route_groups() -> None:
+    """Make all process groups that the script creates outlive the loss of ranks, and end with the worker."""
+    plain, destroy = dist.new_group, dist.destroy_process_group
+
+    @functools.wraps(plain)
+    def new_group(*arguments: Any, **options: Any) -> Any:
+        wanted = inspect.signature(plain).bind(*arguments, **options).arguments
+        backend = wanted.pop("backend", None)
+        if backend not in (BACKEND, CPU_BACKEND):
+            backend = CPU_BACKEND if backend and "gloo" in backend else BACKEND
+        for name in ("timeout", "pg_options"):  # NCCL's options; the runtime has timeouts of its own
+            wanted.pop(name, None)
+        return plain(**wanted, backend=backend)
+
+    @functools.wraps(destroy)
+    def destroy_world(group: Any = None) -> None:
+        if group is None or group is dist.group.WORLD:  # torch cannot unregister the runtime's other groups
+            destroy(group)
+
+    dist.new_group = dist.distributed_c10d.new_group = new_group
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_world
+
+
+def hash_of(shaping: Mapping[str, object]) -> str:
+    """Return a short hash of the settings that shape the saved state."""
+    text = json.dumps({name: str(value) for name, value in shaping.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _layout() -> ParallelLayout:
+    return ParallelLayout(
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+    )

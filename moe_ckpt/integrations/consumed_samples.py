@@ -1,0 +1,53 @@
+"""The samples that the iterations of a loop consume, and reading them without a trace in torch's generator."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+
+class ConsumedSamples:
+    """The samples that iterations consume, where `--step-batch-size-schedule` makes later batches larger.
+
+    The size of a batch depends on the samples before it alone: Megatron's own calculator says how.
+    """
+
+    def __init__(self) -> None:
+        self._after = [0]
+        self._calculator: Any = None
+
+    def after(self, done: int) -> int:
+        """Return the samples of the first `done` iterations."""
+        if self._calculator is None:  # the loop makes it when it is initialized
+            self._calculator = copy.copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
+        while len(self._after) <= done:
+            self._calculator.update(self._after[-1], consistency_check=False)
+            self._after.append(self._after[-1] + self._calculator.get_current_running_global_batch_size())
+        return self._after[done]
+
+    @property
+    def largest_batch(self) -> int:
+        """The samples of the largest batch: those of the last step of the schedule."""
+        self.after(0)
+        last: int | None = getattr(self._calculator, "global_batch_size", None)  # only of a schedule of sizes
+        return last or self._calculator.get_current_running_global_batch_size()
+
+    def set_batch_size(self, iteration: int) -> None:
+        """Let Megatron compute with the number of micro-batches of an iteration."""
+        update_num_microbatches(self.after(iteration - 1), consistency_check=False)
+
+
+@contextlib.contextmanager
+def generator_kept() -> Iterator[None]:
+    """Keep the state of torch's generator: `iter(DataLoader)` draws a seed from it."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

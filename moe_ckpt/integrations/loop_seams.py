@@ -1,0 +1,57 @@
+"""The check that the functions of a training loop are as an attachment expects, and the mark that it is attached.
+
+Functions of these loops call each other as module globals, so an attribute of a module is a seam. A seam that moved
+would leave a run that looks protected and is not (Megatron-Bridge issue 6086): it is an error by name before training.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from moe_ckpt.errors import ConfigError
+
+Names = Mapping[str, Sequence[str]]
+_ATTACHED = "_moe_ckpt_attached"
+
+
+def mark_attached(module: Any) -> None:
+    """Mark a loop's module as attached. Raises ConfigError for a second attachment."""
+    if is_attached(module):
+        package = module.__name__.rpartition(".")[0]
+        raise ConfigError(f"moe_ckpt.run: got a second attachment to {package}, wanted one a process")
+    setattr(module, _ATTACHED, True)
+
+
+def is_attached(module: Any) -> bool:
+    """Return whether a loop's module, in this process, has an attachment."""
+    return getattr(module, _ATTACHED, False)
+
+
+def require_seams(module: ModuleType, parameters: Names, calls: Names, tried: str) -> None:
+    """Require functions of a module, by name, to have at least these parameters and to find these names when they run.
+
+    `tried` names the version that the names are from. Raises ConfigError.
+    """
+    for name, wanted in parameters.items():
+        got = list(inspect.signature(_function(module, name)).parameters)
+        _require_seam(module, name, "the parameters", [each for each in wanted if each not in got], tried)
+    for name, wanted in calls.items():
+        function = inspect.unwrap(_function(module, name))
+        missing = [each for each in wanted if each not in function.__code__.co_names]
+        _require_seam(module, name, "calls of", missing, tried)
+
+
+def _function(module: ModuleType, name: str) -> Any:
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{module.__name__}.{name}: got nothing, wanted the function that training calls")
+    return function
+
+
+def _require_seam(module: ModuleType, name: str, kind: str, missing: Sequence[str], tried: str) -> None:
+    if missing:
+        wanted = f"one with {kind} {', '.join(missing)}, as in {tried}"
+        raise ConfigError(f"{module.__name__}.{name}: got another function than expected, wanted {wanted}")

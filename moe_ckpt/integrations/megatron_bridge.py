@@ -1,0 +1,209 @@
+"""Attaches to Megatron-Bridge's unmodified training loop, `megatron.bridge.training.train`, which `pretrain` calls.
+
+    attach_to_bridge(bridge, worker, settings, folder)     in a worker, before the script runs
+
+Owns: the functions that stand in for the loop's (`megatron_bridge_seams` names them), and entering `train` again after
+a recovery. The loop itself stays Megatron-Bridge's: forward and backward of a step, logs, evaluation, callbacks.
+
+    train        join, come to one state with all ranks, enter Bridge's `train`; again after each loss of ranks
+    train_step   one iteration, with the hooks of `rank_training`
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from moe_ckpt.config import require
+from moe_ckpt.integrations.attachment import Attachment, hash_of, require_no_skips, route_groups
+from moe_ckpt.integrations.loop_seams import mark_attached
+from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
+from moe_ckpt.integrations.megatron_bridge_options import require_supported, shaping_of
+from moe_ckpt.integrations.megatron_bridge_seams import BridgeModules
+from moe_ckpt.integrations.megatron_lm_data import build_in_turns
+from moe_ckpt.integrations.megatron_lm_options import require_alone
+from moe_ckpt.integrations.rank_training import IterationShape, RankTraining, reset_loop
+from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.megatron.step import gather_late_parameters
+from moe_ckpt.run_elastic import Worker
+from moe_ckpt.run_folder import RunFolder
+from moe_ckpt.run_settings import RunSettings
+
+
+def attach_to_bridge(bridge: BridgeModules, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+    """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
+
+    Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
+    """
+    mark_attached(bridge.train)
+    route_groups()
+    attachment = Attachment(worker, settings, folder)
+    batches = BridgeBatches(bridge.loaders.build_pretraining_data_loader)
+    loop = AttachedBridge(bridge, attachment, batches)
+    bridge.pretrain.runtime_config_update = _checked(bridge.pretrain.runtime_config_update, settings)
+    bridge.setup.create_checkpoint_manager = loop.hold_load(bridge.setup.create_checkpoint_manager)
+    bridge.setup.setup_data_iterators = build_in_turns(bridge.setup.setup_data_iterators, worker.turn)
+    bridge.loaders.build_pretraining_data_loader = batches.build_loader
+    for module in (bridge.train, bridge.eval):
+        module.get_forward_backward_func = loop.schedule_of(module.get_forward_backward_func)
+    bridge.train.train_step = loop.train_step
+    bridge.pretrain.train = loop.train
+    return attachment
+
+
+class AttachedBridge:
+    """Megatron-Bridge's `train` of one rank, entered again after each recovery."""
+
+    def __init__(self, bridge: BridgeModules, attachment: Attachment, batches: BridgeBatches) -> None:
+        self._train, self._train_step = bridge.train.train, bridge.train.train_step
+        self._schedule_of = bridge.train.get_forward_backward_func
+        self._prepare_forward_step = bridge.train.prepare_forward_step_func
+        self._attachment = attachment
+        self._batches = batches
+        self._load: Callable[[], object] | None = None
+        self._rank: RankTraining | None = None
+
+    def hold_load(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `create_checkpoint_manager` whose manager loads later: all ranks together, if no memory is left."""
+
+        def created(*arguments: Any, **options: Any) -> Any:
+            manager = create(*arguments, **options)
+            load = manager.load
+
+            def hold(context: Any) -> tuple[int, int]:
+                self._load = functools.partial(load, context)
+                return 0, 0
+
+            manager.load = hold
+            return manager
+
+        return created
+
+    def schedule_of(self, schedule_of: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `get_forward_backward_func` whose transfers between stages go through the attachment."""
+
+        def observed(*arguments: Any, **options: Any) -> Callable[..., Any]:
+            forward_backward = schedule_of(*arguments, **options)
+            return self._rank.observed(forward_backward) if self._rank else forward_backward
+
+        return observed
+
+    def train_step(
+        self,
+        forward_step: Any,
+        samples: Any,
+        model: Any,
+        _optimizer: Any,
+        _scheduler: Any,
+        global_state: Any,
+        *rest: Any,
+    ) -> Any:
+        """Stand in for `train_step`."""
+        assert self._rank is not None, "train comes first"
+        run = functools.partial(self._train_step, forward_step, samples, model)
+        number = global_state.train_state.step + 1
+        return self._rank.train_step(number, lambda stepping, held: run(stepping, held, global_state, *rest))
+
+    def train(
+        self,
+        forward_step: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        _training: Any,
+        _validation: Any,
+        global_state: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        """Stand in for `train`: return once all ranks have done all iterations."""
+        config, model_config = global_state.cfg, get_model_config(model[0])
+        self._batches.validates_as(config.validation)
+        shape = _shape(config)
+        state = TrainingState(
+            model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=shape.num_samples
+        )
+        require_no_skips(state)
+        events = self._attachment.open_events()
+        for chunk in state.model:
+            chunk.train()
+        schedule = self._schedule_of(pp_size=config.model.pipeline_model_parallel_size, vp_size=None)
+        forward_step = self._prepare_forward_step(forward_step, global_state)
+        worker = self._attachment.worker
+        rank = RankTraining(shape, state, forward_step, schedule, self._batches, worker, events)
+        self._rank = rank
+        gather_in_forward = model_config.param_sync_func
+
+        def enter(done: int) -> Any:
+            gather_late_parameters(state)
+            model_config.param_sync_func = gather_in_forward  # None where the loop was left in its first iteration
+            model_config.timers = global_state.timers  # None where it was left in an evaluation
+            reset_loop(global_state.timers, state)
+            self._reset(global_state, done)
+            samples = self._batches.training_after(done), self._batches.validation_after(done)
+            return self._train(rank.forward_step, model, optimizer, scheduler, *samples, global_state, *rest, **options)
+
+        return self._attachment.train(
+            rank,
+            model=hash_of(shaping_of(config)),
+            last_iteration=config.train.train_iters,
+            enter=enter,
+            start=lambda: self._start(rank, global_state),
+        )
+
+    def _start(self, rank: RankTraining, global_state: Any) -> int:
+        """Return the iteration that a run without state in memory starts from: of a local disk, or of `load`."""
+        synchronize_fresh(rank.state)
+        done = rank.session.resume(None)
+        if done == 0 and self._load is not None:
+            self._load()
+            done = global_state.train_state.step
+            got, wanted = global_state.train_state.consumed_train_samples, self._batches.consumed.after(done)
+            wanted_text = f"{wanted}, which {done} iterations consume"
+            require(got == wanted, "checkpoint.load: consumed samples", got, wanted_text)
+        return done
+
+    def _reset(self, global_state: Any, done: int) -> None:
+        """Set Bridge's counters to their values after iteration `done`."""
+        train_state, consumed = global_state.train_state, self._batches.consumed
+        train_state.step = done
+        train_state.consumed_train_samples = consumed.after(done)
+        train_state.consumed_valid_samples = self._batches.num_validated(done)
+        consumed.set_batch_size(done + 1)
+        flops: Any = importlib.import_module("megatron.bridge.training.utils.flop_utils")
+        of_one = flops.num_floating_point_operations(global_state.cfg, batch_size=consumed.largest_batch)
+        train_state.floating_point_operations_so_far = done * of_one
+        if global_state.cfg.model.num_moe_experts:
+            logging: Any = importlib.import_module("megatron.core.transformer.moe.moe_logging")
+            logging.get_moe_metrics_tracker().clear()
+
+
+def _checked(update: Callable[[Any], None], settings: RunSettings) -> Callable[[Any], None]:
+    """Return a `runtime_config_update` that then refuses settings that cannot be exact, before anything is built."""
+
+    def checked(config: Any) -> None:
+        update(config)
+        require_alone(os.environ, sys.modules)
+        require_supported(config)
+        boost = settings.ckpt.capacity_boost
+        require(not boost, "ckpt.boost", boost, "0 with moe_ckpt.run: routers are the script's own")
+
+    return checked
+
+
+def _shape(config: Any) -> IterationShape:
+    model = config.model
+    return IterationShape(
+        micro_batch_size=config.train.micro_batch_size,
+        sequence_length=model.seq_length,
+        decoder_sequence_length=model.seq_length,
+        context_parallel_size=model.context_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+    )

@@ -1,0 +1,110 @@
+"""A program that pretrains a small MoE through Megatron-Bridge's own `pretrain`, on CPUs; it knows nothing of moe_ckpt.
+
+Of the arguments it takes `--train-iters`, `--eval-interval`, `--save` and `--load`, and leaves all others alone.
+"""
+# Megatron-Bridge and the Megatron-Core that it needs are not installed:
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    LoggerConfig,
+    MockGPTDatasetConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+from megatron.core.transformer.enums import AttnBackend
+
+SEQUENCE = 16
+
+
+def model():
+    return GPTModelProvider(
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        gradient_accumulation_fusion=False,
+        transformer_layer_spec=local_layer_spec,
+        transformer_impl="local",
+        attention_backend=AttnBackend.unfused,
+        persist_layer_norm=False,
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        seq_length=SEQUENCE,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        vocab_size=256,
+    )
+
+
+def recipe(num_iters, eval_interval, **folders):
+    return ConfigContainer(
+        model=model(),
+        train=TrainingConfig(train_iters=num_iters, global_batch_size=8, micro_batch_size=2),
+        # a process that loads draws a seed at its first evaluation, which an attached one has in an earlier iteration
+        validation=ValidationConfig(eval_interval=None if folders["load"] else eval_interval, eval_iters=1),
+        optimizer=OptimizerConfig(
+            optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.01, use_distributed_optimizer=True
+        ),
+        scheduler=SchedulerConfig(
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            lr_decay_style="cosine",
+            lr_warmup_iters=2,
+            lr_decay_iters=num_iters,
+            override_opt_param_scheduler=True,
+        ),
+        ddp=DistributedDataParallelConfig(use_distributed_optimizer=True),
+        dataset=MockGPTDatasetConfig(
+            seq_length=SEQUENCE,
+            random_seed=1234,
+            reset_attention_mask=False,
+            reset_position_ids=False,
+            eod_mask_loss=False,
+            num_dataset_builder_threads=1,
+            dataloader_type="single",
+            num_workers=0,
+            persistent_workers=False,
+            pin_memory=False,
+            data_sharding=True,
+        ),
+        logger=LoggerConfig(log_interval=1, skip_train_metrics_log=True),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=255),
+        checkpoint=CheckpointConfig(
+            ckpt_format="torch_dist", save_interval=2, load_optim=False, load_rng=False, **folders
+        ),
+        dist=DistributedInitConfig(distributed_backend="gloo"),
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--save")
+    parser.add_argument("--load")
+    parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--eval-interval", type=int)
+    given, _ = parser.parse_known_args()
+    if not dist.is_initialized():  # Bridge's own start wants a device for its first barrier
+        dist.init_process_group("gloo")
+    pretrain(recipe(given.train_iters, given.eval_interval, save=given.save, load=given.load), forward_step)
