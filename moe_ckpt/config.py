@@ -36,6 +36,15 @@ def require_patterns(setting: str, patterns: Sequence[str]) -> None:
             require(False, setting, pattern, f"regular expressions ({error})")
 
 
+def parse_endpoints(setting: str, text: str) -> list[tuple[str, int]]:
+    """Return the hosts and ports of a text `HOST:PORT,HOST:PORT`. Raises ConfigError, naming the setting."""
+    found = [re.fullmatch(r"\s*([^:\s]+):(\d+)\s*", part) for part in text.split(",")]
+    endpoints = [(part[1], int(part[2])) for part in found if part]
+    valid = len(endpoints) == len(found) and all(0 < port < 1 << 16 for _, port in endpoints)
+    require(valid, setting, text, "HOST:PORT of one member or more, with commas between them")
+    return endpoints
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
     """A policy's name, and the answers of most policies to questions of the engine and the launcher."""
@@ -432,6 +441,9 @@ def _check_in_memory(config: InMemoryConfig) -> None:
 DIVERGENCES = ("window", "end")
 """If a replay does not reproduce a healthy rank's state, all ranks go on from the window, or end."""
 
+SICK_PLACES = ("end", "leave")
+"""A node that is sick ends the job, or leaves it to a spare node (`runtime.sick_place`)."""
+
 BACKENDS = ("auto", "nccl", "gloo", "staged")
 """Libraries that move bytes between ranks: `staged` is gloo for a GPU's tensors, by way of host memory."""
 
@@ -455,6 +467,8 @@ class RuntimeConfig:
     sick_within_s: float
     health: str
     health_s: float
+    sick_place: str
+    etcd: str
     stop_save_s: float
     notice_file: str
     suspect_iters: int
@@ -476,6 +490,9 @@ class RuntimeConfig:
         require_at_least("runtime.sick_deaths", self.sick_deaths, 0)
         require_at_least("runtime.sick_within_s", self.sick_within_s, 0.0)
         require_at_least("runtime.health_s", self.health_s, 1.0)
+        require_choice("runtime.sick_place", self.sick_place, SICK_PLACES)
+        if self.etcd:
+            parse_endpoints("runtime.etcd", self.etcd)
         require_at_least("runtime.stop_save_s", self.stop_save_s, 0.0)
         require_at_least("runtime.suspect_iters", self.suspect_iters, 0)
         require_choice("runtime.on_divergence", self.on_divergence, DIVERGENCES)
