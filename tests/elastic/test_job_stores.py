@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.config import parse_endpoints
-from moe_ckpt.elastic import etcd_client
+from moe_ckpt.elastic import etcd_client, etcd_store
 from moe_ckpt.elastic.etcd_client import EtcdClient
 from moe_ckpt.elastic.etcd_store import EtcdStore
 from moe_ckpt.elastic.generations import Generations
@@ -117,8 +117,11 @@ def test_a_wait_for_a_key_that_does_not_come_ends(keys: list[str], connect: Conn
 
 
 @pytest.mark.parametrize("way", ["get", "wait"])
-def test_a_wait_ends_with_another_connections_write(way: str, connect: Connect, part: str) -> None:
+def test_a_wait_ends_with_another_connections_write(
+    way: str, connect: Connect, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other connection writes the keys one by one, the first while this one waits for it."""
+    monkeypatch.setattr(etcd_store, "_LOOK_AGAIN_S", 2 * WAIT_S)  # it is to be woken
     one, other = connect(part), connect(part)
     writing = threading.Thread(target=lambda: [other.set(key, key) for key in ("b", "a")])
     timer = threading.Timer(0.1, writing.start)
@@ -219,6 +222,16 @@ def test_a_lost_answer_counts_once_though_others_added_meanwhile(etcd: EtcdServe
         assert other.add("b", 1) == 2
         adding.join()
     assert (sums, store.add("b", 0)) == ([1], 2)
+
+
+def test_a_change_between_the_look_and_the_watch_is_seen(etcd: EtcdServer, part: str) -> None:
+    with closing(client_of(etcd)) as client:
+        store = EtcdStore(client, f"job/{part}/", WAIT_S)
+        _, revision = store._read(["a"])
+        store.set("a", "1")
+        since_s = time.monotonic()
+        client.watch(f"job/{part}/a", revision + 1, WAIT_S)
+        assert time.monotonic() - since_s < WAIT_S / 2
 
 
 def test_a_member_that_is_gone_is_passed_over(etcd: EtcdServer, part: str) -> None:
