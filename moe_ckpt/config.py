@@ -42,6 +42,15 @@ def require_patterns(setting: str, patterns: Sequence[str]) -> None:
             require(False, setting, pattern, f"regular expressions ({error})")
 
 
+def parse_endpoints(setting: str, text: str) -> list[tuple[str, int]]:
+    """Return the hosts and ports of a text `HOST:PORT,HOST:PORT`. Raises ConfigError, naming the setting."""
+    found = [re.fullmatch(r"\s*([^:\s]+):(\d+)\s*", part) for part in text.split(",")]
+    endpoints = [(part[1], int(part[2])) for part in found if part]
+    valid = len(endpoints) == len(found) and all(0 < port < 1 << 16 for _, port in endpoints)
+    require(valid, setting, text, "HOST:PORT of one member or more, with commas between them")
+    return endpoints
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
     """A policy's name, and the answers of most policies to questions of the engine and the launcher."""
@@ -430,6 +439,9 @@ def _check_in_memory(config: InMemoryConfig) -> None:
 DIVERGENCES = ("window", "end")
 """If a replay does not reproduce a healthy rank's state, all ranks go on from the window, or end."""
 
+SICK_PLACES = ("end", "leave")
+"""A node that is sick ends the job, or leaves it to a spare node (`runtime.sick_place`)."""
+
 BACKENDS = ("auto", "nccl", "gloo", "staged")
 """Libraries that move bytes between ranks: `staged` is gloo for a GPU's tensors, by way of host memory."""
 
@@ -453,6 +465,8 @@ class RuntimeConfig:
     sick_within_s: float
     health: str
     health_s: float
+    sick_place: str
+    etcd: str
     stop_save_s: float
     notice_file: str
     suspect_iters: int
@@ -472,6 +486,9 @@ class RuntimeConfig:
         ):
             for name in names:
                 require_at_least(f"runtime.{name}", getattr(self, name), least)
+        require_choice("runtime.sick_place", self.sick_place, SICK_PLACES)
+        if self.etcd:
+            parse_endpoints("runtime.etcd", self.etcd)
         require_choice("runtime.on_divergence", self.on_divergence, DIVERGENCES)
         require_patterns("runtime.replace_on", self.replace_on)
         require_patterns("runtime.end_on", self.end_on)

@@ -19,6 +19,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +37,7 @@ from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
-from moe_ckpt.elastic.job_store import open_store, use_hosted_store
+from moe_ckpt.elastic.job_store import open_store, use_etcd, use_hosted_store
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
@@ -110,7 +111,7 @@ class Worker:
 
     @property
     def membership(self) -> Membership:
-        """This worker's way through generations, over torchrun's store."""
+        """This worker's way through generations, over the job's store."""
         assert self._membership is not None, "join_world comes first"
         return self._membership
 
@@ -227,7 +228,9 @@ def run_elastic(
     require_forkable()
     require(not _supervised, "run_elastic", "a second one, inside a worker of the first", "one a process")
     _supervised.append(launch.global_rank)
-    if not has_agent_store():
+    if config.runtime.etcd:
+        use_etcd(config.runtime.etcd)
+    elif not has_agent_store():
         use_hosted_store(launch, start_beside)
     store = open_store("generations")
     place = _place(config, launch, store)
@@ -251,6 +254,7 @@ def run_elastic(
         take_failure=lambda: take_failure(_failure_path(place)),
         save_last=(lambda: _save_last(place)) if runtime.stop_save_s else None,
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
+        leave=_leave_job if runtime.sick_place == "leave" else None,
     )
     StopBoard(open_store("stop"), launch.world_size).begin(launch.global_rank)
     return Supervisor(
@@ -285,6 +289,11 @@ def _save_last(place: RankPlace) -> int:
     if safe is not None:
         print(f"safe to kill at iteration {safe}: all {world_size} ranks have it on disk", flush=True)
     return 0
+
+
+def _leave_job() -> None:
+    """Let this node's agent end as if the node were lost: torchrun then keeps the rendezvous open for a spare node."""
+    os.kill(agent_pid(), signal.SIGTERM)
 
 
 def _failure_path(place: RankPlace) -> Path:

@@ -13,6 +13,7 @@ LONGEST_NAME = 70
 SLEEPERS = {
     "tests/agent.py": "an agent that does nothing until it is killed, and looks for what other processes write",
     "tests/elastic_job.py": "the only signs that other processes give are their files and pages",
+    "tests/agents_job.py": "the only signs that other processes give are their files",
     "tests/hosts_job.py": "the only signs that other processes give are their files",
     "tests/launcher/test_partitions.py": "the time for which a link is cut is the subject",
     "tests/jobs.py": "a worker leaves processors to others, as training does",
@@ -28,6 +29,8 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     "moe_ckpt/elastic/rendezvous_store.py",
     "moe_ckpt/elastic/backends.py",
     "moe_ckpt/elastic/job_store.py",
+    "moe_ckpt/elastic/etcd_client.py",
+    "moe_ckpt/elastic/etcd_store.py",
     "moe_ckpt/elastic/stop_board.py",
     "moe_ckpt/elastic/staged.py",
     "moe_ckpt/elastic/staged_group.py",

@@ -1,4 +1,7 @@
-"""The store of a job: torchrun's, which outlives restarts of its processes, or one that global rank 0 starts."""
+"""The store of a job: an etcd cluster's, torchrun's, or one that global rank 0 starts.
+
+The first outlives every node of the job, torchrun's the restarts of all processes, and the last those of workers.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,34 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from moe_ckpt.elastic.torchrun import Launch, has_agent_store
+from moe_ckpt.config import parse_endpoints, require
+from moe_ckpt.elastic.etcd_client import EtcdClient
+from moe_ckpt.elastic.etcd_store import EtcdStore
+from moe_ckpt.elastic.torchrun import Launch, has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
 
 _HOSTED = "MOE_CKPT_HOSTED_STORE"
+_ETCD = "MOE_CKPT_ETCD"
+_ANY_JOB = ("", "none")  # torchrun's name of a job without --rdzv-id
 _CONNECT_S = 60.0
 _OPERATION_S = 300.0  # torch's own default; ranks that import or build for long are waited for
 _SAY_S = 10.0
+
+
+def use_etcd(members: str) -> None:
+    """Use a store on an etcd cluster, whose members are `HOST:PORT,...`, in this process and those that it forks.
+
+    Raises ConfigError for a cluster that does not answer, and for a job without a name of its own, which would find
+    keys of another one.
+    """
+    wanted = "a name that no other start of a job has: it names the keys of this one in etcd (runtime.etcd)"
+    require(job_name() not in _ANY_JOB, "torchrun --rdzv-id", job_name(), wanted)
+    os.environ[_ETCD] = members
+    try:
+        open_store("lease").check(["any"])
+    except RuntimeError as error:
+        del os.environ[_ETCD]
+        raise ConfigError(f"runtime.etcd: got {members!r}, wanted a cluster that answers ({error})") from error
 
 
 def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], object]) -> None:
@@ -35,6 +59,8 @@ def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], ob
 
 
 def _keep_store() -> NoReturn:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # torchrun signals all processes of a node; last saves need the store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
     while store:
@@ -43,13 +69,24 @@ def _keep_store() -> NoReturn:
 
 
 def agent_store(part: str, *, own_connection: bool = False) -> dist.Store | None:
-    """Return a part of the store that torchrun keeps over restarts of its workers, or None if it keeps none.
+    """Return a part of the job's store; None if torchrun keeps none over restarts of its workers, and no other is used.
 
     All parts share one connection, which serves one thread at a time, unless `own_connection` is set.
     """
+    if _ETCD in os.environ:
+        return EtcdStore(_etcd_client(os.getpid()), f"{_keys_of_job()}/{part}/", _OPERATION_S)
     if not has_agent_store() and _HOSTED not in os.environ:
         return None
     return dist.PrefixStore(f"moe_ckpt/{part}", _connect() if own_connection else _shared_client(os.getpid()))
+
+
+@functools.cache
+def _etcd_client(pid: int) -> EtcdClient:  # noqa: ARG001 - a forked process is not to use its parent's
+    return EtcdClient(parse_endpoints("runtime.etcd", os.environ[_ETCD]), f"{_keys_of_job()}/lease")
+
+
+def _keys_of_job() -> str:
+    return f"moe_ckpt/{job_name()}"
 
 
 @functools.cache
@@ -66,9 +103,9 @@ def _connect() -> dist.Store:
 
 
 def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
-    """Return a part of torchrun's store, which all incarnations of the job share.
+    """Return a part of the job's store, which all its incarnations share.
 
-    Raises ConfigError if torchrun keeps no store for its workers, or the store does not answer.
+    Raises ConfigError if torchrun keeps no store for its workers, and no other is used, or torchrun's does not answer.
     """
     try:
         store = agent_store(part, own_connection=own_connection)

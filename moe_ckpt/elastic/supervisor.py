@@ -69,13 +69,15 @@ class SupervisorHooks:
     `start_daemon` forks the process that keeps the rank's copies and returns its pid; it is called again when that
     dies. `take_failure` returns the exception of a worker that ended with WORKER_FAULT, if it left one. `save_last`
     runs in a process of its own after worker and daemon have ended, and returns that process's exit status. `notice`
-    is a file whose appearance asks the job to stop.
+    is a file whose appearance asks the job to stop. `leave` lets the node leave the job, after the save, if its place
+    is sick.
     """
 
     start_daemon: Callable[[], int] | None = None
     take_failure: Callable[[], Failure | None] | None = None
     save_last: Callable[[], int] | None = None
     notice: Path | None = None
+    leave: Callable[[], None] | None = None
 
 
 class Supervisor:
@@ -104,6 +106,7 @@ class Supervisor:
         self._worker_deaths = _Budget(limits.max_deaths)
         self._daemon_deaths = _Budget(limits.max_deaths)
         self._deaths_here_s: list[float] = []
+        self._is_sick = False
         self._looked_s = 0.0
         self._heartbeat = Silence(limits.heartbeat_s, lambda: read_threads(self._pid))
         self._progress = Silence(limits.progress_s, lambda: read_threads(self._pid))
@@ -114,6 +117,8 @@ class Supervisor:
         status = self._supervise()
         if status:
             self._save_last()  # an error of the program loses no iteration, either
+        if self._is_sick and self._hooks.leave:
+            self._hooks.leave()
         return status
 
     def _supervise(self) -> int:
@@ -259,9 +264,12 @@ class Supervisor:
             return False
         self._deaths_here_s.append(time.monotonic())
         sick = reason_of_deaths(self._limits.sick, self._deaths_here_s) or check_health(self._limits.sick)
+        self._is_sick = sick is not None
         if sick:
             place = f"{socket.gethostname()}, the place of rank {self._global_rank},"
             _complain(f"error: {place} is sick, no worker is started there again: {sick}; the last time: {death}")
+            if self._hooks.leave:
+                _complain("runtime.sick_place=leave: this node leaves the job to a spare one")
         return sick is None
 
     def _death(self, pid: int, name: str, why: str, fault: FaultClass) -> Death:

@@ -191,6 +191,14 @@ def test_many_deaths_at_one_place_are_given_up_in_spite_of_progress(supervised) 
     assert "the place of rank 0, is sick, no worker is started there again: 3 deaths within" in rank.said()
 
 
+def test_a_place_that_is_well_is_left_by_no_end_of_a_job(supervised) -> None:
+    rank = supervised(supervisor_that_saves, max_deaths=1, stop_save_s=WAIT_S)
+    begin_to_save(rank)
+    rank.kill_worker()
+    assert rank.exit_status() == 1
+    assert ((rank.folder / "saved").exists(), (rank.folder / "left").exists()) == (True, False)
+
+
 def test_no_worker_is_started_where_the_health_command_fails(supervised, tmp_path: Path) -> None:
     """The job saves, as at any error that ends it; while the place is well, the command lets replacements begin."""
     sick = tmp_path / "is_sick"
@@ -205,7 +213,7 @@ def test_no_worker_is_started_where_the_health_command_fails(supervised, tmp_pat
     assert rank.exit_status() == 1
     assert rank.has_no_successor
     assert f"runtime.health='! test -e {sick}' ended with status 1; the last time: rank 0" in rank.said()
-    assert (rank.folder / "saved").exists()
+    assert (rank.folder / "left").read_text() == "True", "the node leaves the job, after the save"
 
 
 def test_progress_lets_the_count_of_deaths_begin_anew(supervised) -> None:
@@ -356,7 +364,10 @@ def test_a_supervisor_that_is_told_to_stop_stops_its_worker(supervised, number: 
 
 
 def supervisor_that_saves(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
-    """Supervisor whose last save writes whether the worker has ended, or never ends if a file says so."""
+    """Supervisor whose last save writes whether the worker has ended, or never ends if a file says so.
+
+    Its node leaves the job if its place is sick: then a file says whether it had saved before.
+    """
     place = Path(folder)
 
     def save_last() -> int:
@@ -366,7 +377,12 @@ def supervisor_that_saves(connection: Connection, folder: str, limits: Superviso
         (place / "saved").write_text(f"worker is {'alive' if is_alive(int(pid)) else 'dead'}")
         return 0
 
-    supervisor_main(connection, folder, limits, SupervisorHooks(save_last=save_last, notice=place / "notice"))
+    def leave() -> None:
+        (place / "left").write_text(str((place / "saved").exists()))
+
+    supervisor_main(
+        connection, folder, limits, SupervisorHooks(save_last=save_last, notice=place / "notice", leave=leave)
+    )
 
 
 def begin_to_save(rank: Guarded) -> None:

@@ -8,12 +8,15 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from moe_ckpt.elastic import job_store
-from moe_ckpt.elastic.job_store import open_store, say_once
+from moe_ckpt.elastic import etcd_client, job_store
+from moe_ckpt.elastic.job_store import agent_store, open_store, say_once, use_etcd
+from tests.elastic.etcd_server import EtcdServer
 from tests.launcher.errors import error_of
 from tests.ranks import run_ranks
 
@@ -79,3 +82,40 @@ def test_a_store_that_does_not_answer_is_an_error_in_time() -> None:
         [(message, took_s)] = run_ranks(1, connect, port)
     assert message.startswith(f"torchrun's store at 127.0.0.1:{port}: got no answer (")
     assert took_s < 10.0
+
+
+def use_etcd_for(job: str, members: str) -> str:
+    """Return the error of using an etcd for a job of this name."""
+    etcd_client._PATIENCE_S = 0.2
+    os.environ["TORCHELASTIC_RUN_ID"] = job
+    message = error_of(use_etcd, members)
+    assert agent_store("part") is None, "the error is to be said without etcd"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("job", "wanted"),
+    [
+        ("none", "torchrun --rdzv-id: got 'none', wanted a name that no other start of a job has"),
+        ("", "torchrun --rdzv-id: got '', wanted a name that no other start of a job has"),
+        ("7", "runtime.etcd: got '127.0.0.1:1', wanted a cluster that answers (etcd at 127.0.0.1:1: got no answer in"),
+    ],
+)
+def test_an_etcd_that_cannot_be_used_is_an_error(job: str, wanted: str) -> None:
+    [message] = run_ranks(1, use_etcd_for, job, "127.0.0.1:1")
+    assert message.startswith(wanted)
+
+
+def meet_on_etcd(members: str) -> list[object]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "job 7"
+    use_etcd(members)
+    number = open_store("part").add("ranks", 1)
+    open_store("part").set(str(number), os.environ["RANK"])
+    open_store("part", own_connection=True).wait(["1", "2"])
+    return [open_store("part").check(["1"]), open_store("other").check(["1"]), say(3)]
+
+
+def test_ranks_meet_on_etcd(tmp_path: Path, stack: ExitStack) -> None:
+    found = run_ranks(2, meet_on_etcd, EtcdServer(stack, tmp_path).endpoint)
+    assert [parts for *parts, _ in found] == [[True, False]] * 2
+    assert sorted(said for *_, said in found) == ["", "error: it is broken\n"]

@@ -1,0 +1,77 @@
+"""A spare node takes the place of a lost one, also of the one that hosts the rendezvous, and of a sick one.
+
+Three agents of a real torchrun: two nodes train, and one waits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.agents_job import AgentsJob
+from tests.elastic.etcd_server import EtcdServer
+from tests.references import outcome_of, uninterrupted
+from tests.scenarios import PP2
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+
+TRAINING = (*PP2, "parallel.ep=1", "train.iterations=60")
+WINDOW = ("ckpt=moevement", "ckpt.window=2", "ckpt.replicas=1")
+AT = 20
+
+
+def start_on_etcd(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
+    """Start the job; torchrun's rendezvous and the job's store are on an etcd that no node hosts."""
+    etcd = EtcdServer(stack, folder, "--enable-v2")
+    if importlib.util.find_spec("etcd") is None:
+        pytest.skip("python-etcd: got none, wanted it for torchrun's etcd-v2 (pip install 'moe-ckpt[etcd]')")
+    rendezvous = ("--rdzv-backend=etcd-v2", f"--rdzv-endpoint={etcd.endpoint}")
+    return AgentsJob(stack, folder, 2, rendezvous, f"runtime.etcd={etcd.endpoint}", *overrides)
+
+
+def start_on_c10d(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
+    """Start the job; the first agent hosts torchrun's rendezvous, and its supervisor the job's store."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    return AgentsJob(stack, folder, 2, rendezvous, *overrides)
+
+
+def start_training(job: AgentsJob) -> None:
+    """Start the agents; return once two of them train and the third waits."""
+    job.start_agent()
+    job.start_agent()
+    job.wait_for_iteration(1)
+    job.start_agent()
+    job.wait_for_iteration(AT)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_node_may_be_lost_where_the_store_is_on_etcd(rank: int, tmp_path: Path, stack: ExitStack) -> None:
+    """Rank 0's node is the one whose address torchrun gives to all ranks, and whose loss ends a job without etcd."""
+    job = start_on_etcd(stack, tmp_path, *WINDOW, *TRAINING)
+    start_training(job)
+    lost = job.agent_of(rank)
+    job.lose(rank)
+    assert job.statuses() == [-signal.SIGKILL if agent == lost else 0 for agent in job.agents], job.said()
+    assert outcome_of(job.run, job.result()) == uninterrupted(2, *TRAINING)
+
+
+def test_a_sick_node_leaves_its_rank_to_a_spare_one(tmp_path: Path, stack: ExitStack) -> None:
+    job = start_on_c10d(
+        stack, tmp_path, *WINDOW, *TRAINING, 'runtime.health="test $RANK != 1"', "runtime.sick_place=leave"
+    )
+    start_training(job)
+    sick = job.agent_of(1)
+    os.kill(job.worker(1).pid, signal.SIGKILL)
+    assert job.statuses() == [1 if agent == sick else 0 for agent in job.agents], job.said()
+    assert (
+        "the place of rank 1, is sick, no worker is started there again: runtime.health='test $RANK != 1'" in job.said()
+    )
+    assert outcome_of(job.run, job.result()) == uninterrupted(2, *TRAINING)
