@@ -138,6 +138,7 @@ class WindowAgreement:
                 "replayed_iteration_s": _known_or(meter.replayed_iteration_s()),
                 "is_persisting": self.disk.is_writing,
                 "costs_are_settled": meter.costs_are_settled,
+                "newest_on_disk": self.disk.start_of(Role.RECOVERY),
             },
             smallest={
                 "host_bytes_per_s": self._host_bytes_per_s(),
@@ -147,7 +148,8 @@ class WindowAgreement:
                 "on_disk": self.disk.start_of(Role.RECOVERY),
             },
         )
-        self._on_all_disks = int(agreed["on_disk"])
+        if agreed["on_disk"] == agreed["newest_on_disk"]:  # else writes failed: the window before is on all disks still
+            self._on_all_disks = int(agreed["on_disk"])
         host_bytes_per_s, peer_bytes_per_s = agreed["host_bytes_per_s"], agreed["peer_bytes_per_s"]
         self._measured = Measured(
             iteration_s=agreed["iteration_s"],
