@@ -2,6 +2,7 @@
 # make test   ruff, pyright, import-linter, pytest: what CI runs                             (about 12 minutes)
 # make test-all  the same with all variants and all examples of properties
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
+# make endurance  a thousand random faults of all classes in one job on four ranks; writes benchmarks/endurance_4.md
 # make mutants  faults of one line each in the source, which tests must catch; writes docs/mutants.md
 # make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are,
 #             how long the simulator takes, what 1,024 ranks exchange as a generation starts, and a report of a large run
@@ -14,7 +15,7 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
-.PHONY: demo test test-all mutants check chaos bench partial profile venv dev clean
+.PHONY: demo test test-all mutants check chaos endurance bench partial profile venv dev clean
 
 demo: venv
 	@.venv/bin/python -m launcher.demo
@@ -49,6 +50,9 @@ mutants: dev
 
 chaos: dev
 	@.venv/bin/pytest -m chaos
+
+endurance: dev
+	@.venv/bin/python scripts/endurance.py --faults 1000 --ranks 4 --write benchmarks/endurance_4.md
 
 check: dev
 	@.venv/bin/ruff check -q .

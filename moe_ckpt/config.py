@@ -136,6 +136,27 @@ NO_CAPS = MaxBytesPerS(host=None, peers=None, disk=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TlsConfig:
+    """`ckpt.tls`: the PEM files of a node for TLS between replica daemons; all None: copies cross the network in clear.
+
+    `authority` signs the certificates of all nodes. A run checks the files as it starts.
+    """
+
+    certificate: str | None
+    key: str | None
+    authority: str | None
+
+    def __post_init__(self) -> None:
+        paths = {name: getattr(self, name) for name in ("certificate", "key", "authority")}
+        for name, path in paths.items():
+            wanted = "a path, as the other keys of ckpt.tls have, or null for all of them"
+            require((path is not None) == any(paths.values()), f"ckpt.tls.{name}", path, wanted)
+
+
+NO_TLS = TlsConfig(certificate=None, key=None, authority=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DenseConfig(SavingConfig):
     """`ckpt=dense`: the whole state, durable, in Megatron's dist_checkpointing format."""
 
@@ -167,6 +188,7 @@ class MoevementConfig(SavingConfig):
     memory_budget_bytes: int | None
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None
+    tls: TlsConfig
     disk_every_iters: int
     disk_path: str | None
     disk_budget_bytes: int | None
@@ -254,6 +276,7 @@ class GeminiConfig(WholeSnapshotsConfig):
     mtbf_s: float
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None
+    tls: TlsConfig
     disk_every_iters: int
 
     def __post_init__(self) -> None:
@@ -271,6 +294,7 @@ class CheckfreqConfig(WholeSnapshotsConfig):
 
     replicas: ClassVar[int] = 0
     network_interface: ClassVar[None] = None
+    tls: ClassVar[TlsConfig] = NO_TLS
     disk_every_iters: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -319,6 +343,7 @@ class MocConfig(PartialConfig):
 
     replicas: ClassVar[int] = 0
     network_interface: ClassVar[None] = None
+    tls: ClassVar[TlsConfig] = NO_TLS
 
     @property
     def partial_state(self) -> str:
@@ -349,6 +374,7 @@ class MoetionConfig(PartialConfig):
     boost: float
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None
+    tls: TlsConfig
 
     copies_within_stage: ClassVar[bool] = True
 
@@ -383,6 +409,7 @@ class FlowcheckConfig(RollbackConfig):
     max_lag_iters: int
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None
+    tls: TlsConfig
     memory_budget_bytes: int | None
     durable_every_iters: int
 

@@ -41,6 +41,10 @@ class PeersLostError(MoeCkptError, RuntimeError):
     """Other ranks died, or are about to be replaced: results of communication since then must not be used."""
 
 
+class StoreLostError(MoeCkptError, RuntimeError):
+    """The store in which the ranks of a job meet does not answer any more: this process cannot go on with them."""
+
+
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, its cause, the cause of that, and so on."""
     while error is not None:

@@ -20,10 +20,12 @@ import gc
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any, Union
 
 import torch
@@ -33,6 +35,7 @@ from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import InMemoryConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import Backend
+from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
@@ -49,7 +52,7 @@ from moe_ckpt.elastic.supervisor import Supervisor, SupervisorHooks, SupervisorL
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import ElasticJob, TrainingRun
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.events import EventLog
 from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.replication.client import DaemonClient
@@ -57,11 +60,13 @@ from moe_ckpt.replication.daemon import DaemonSettings, MirrorSettings, run_daem
 from moe_ckpt.replication.final_save import save_last
 from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
+from moe_ckpt.replication.tls import open_tls
 from moe_ckpt.types import ParallelLayout
 
 __all__ = ["ElasticConfig", "RankPlace", "Worker", "open_backend", "require_forkable", "run_elastic"]
 
 _AUTO = "auto"
+_REPORT_S = 10.0  # a new connection to a busy store may take seconds
 _supervised: list[int] = []  # the rank of this process, which its forked workers find as well
 
 
@@ -128,8 +133,8 @@ class Worker:
         groups.register()
         self._membership = Membership(
             Member(global_rank=launch.global_rank, world_size=launch.world_size, life=self.life),
-            open_store("generations"),
-            open_store("generations", own_connection=True),
+            _open_store("generations", runtime),
+            _open_store("generations", runtime, own_connection=True),
             groups,
             self.page,
             join_s=runtime.join_s,
@@ -141,7 +146,8 @@ class Worker:
     def context(self, layout: ParallelLayout) -> ElasticContext:
         """Return the means to survive the loss of ranks, for `attach`."""
         place, membership, ckpt = self.place, self.membership, self._config.ckpt
-        copy_s, addresses = self._config.runtime.copy_s, open_store("daemons")
+        copy_s = self._config.runtime.copy_s
+        addresses = CheckedStore(_open_store("daemons", self._config.runtime), self.page.waits)
         return ElasticContext(
             member=membership.member,
             settle=membership.settle,
@@ -175,19 +181,16 @@ class Worker:
 
         An earlier incarnation of these ranks counts. Raises ConfigError, naming runtime.join_s, if that takes longer.
         """
-        launch, store = self.launch, open_store("turns")
+        launch, runtime = self.launch, self._config.runtime
+        store = CheckedStore(_open_store("turns", runtime), self.page.waits)
         first = launch.global_rank - launch.local_rank
         before = f"{first}" if launch.local_rank else "0" if first else None
         if before is not None:
-            self.page.wait(True)
-            join_s = self._config.runtime.join_s
             try:
-                store.wait([before], timedelta(seconds=join_s))
+                store.wait([before], timedelta(seconds=runtime.join_s))
             except dist.DistStoreError as error:
                 wanted = f"rank {before} to have built its data sets by then"
-                raise ConfigError(f"runtime.join_s: got {join_s:g} seconds, wanted {wanted}") from error
-            finally:
-                self.page.wait(False)
+                raise ConfigError(f"runtime.join_s: got {runtime.join_s:g} seconds, wanted {wanted}") from error
         yield
         if not launch.local_rank:
             store.set(f"{first}", "built")
@@ -232,7 +235,7 @@ def run_elastic(
         use_etcd(config.runtime.etcd)
     elif not has_agent_store():
         use_hosted_store(launch, start_beside)
-    store = open_store("generations")
+    store = CheckedStore(_open_store("generations", config.runtime))
     place = _place(config, launch, store)
     if mirror := _mirror(config.ckpt):
         MirrorPort(mirror.interface).close()  # an error of the user's, before training begins
@@ -256,7 +259,7 @@ def run_elastic(
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
         leave=_leave_job if runtime.sick_place == "leave" else None,
     )
-    StopBoard(open_store("stop"), launch.world_size).begin(launch.global_rank)
+    StopBoard(_open_store("stop", runtime), launch.world_size).begin(launch.global_rank)
     return Supervisor(
         launch.global_rank,
         page,
@@ -281,12 +284,21 @@ def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig)
 def _save_last(place: RankPlace) -> int:
     """Bring the rank's complete windows to disk; print how far, and once all ranks have, that the job may be killed."""
     rank, world_size = place.launch.global_rank, place.launch.world_size
-    saved = save_last(place.memory)
+    try:
+        saved = save_last(place.memory)
+    except MoeCkptError as error:
+        print(f"error: rank {rank}: not saved, the next start uses an older state: {error}", file=sys.stderr)
+        return 1
     if not saved:
         return 0  # no window was complete, or the policy has none: an older state serves
     print(f"rank {rank}: iteration {saved[-1]} is on disk", flush=True)
-    safe = StopBoard(open_store("stop"), world_size).report(rank, saved)
-    if safe is not None:
+    answers: list[int | None] = []
+    asking = Thread(target=_ask_if_safe, args=(rank, world_size, saved, answers), name="stop-board", daemon=True)
+    asking.start()
+    asking.join(_REPORT_S)  # the network may be cut: that is why the job is stopped
+    if not answers:
+        print(f"rank {rank}: the store of the job does not answer: whether all ranks have it is unknown", flush=True)
+    elif (safe := answers[0]) is not None:
         print(f"safe to kill at iteration {safe}: all {world_size} ranks have it on disk", flush=True)
     return 0
 
@@ -294,6 +306,21 @@ def _save_last(place: RankPlace) -> int:
 def _leave_job() -> None:
     """Let this node's agent end as if the node were lost: torchrun then keeps the rendezvous open for a spare node."""
     os.kill(agent_pid(), signal.SIGTERM)
+
+
+def _ask_if_safe(rank: int, world_size: int, saved: Sequence[int], answers: list[int | None]) -> None:
+    with contextlib.suppress(RuntimeError, ConfigError):  # what torch raises for a store that is gone, and `open_store`
+        answers.append(StopBoard(open_store("stop"), world_size).report(rank, saved))
+
+
+def _open_store(part: str, runtime: RuntimeConfig, *, own_connection: bool = False) -> dist.Store:
+    """Return a part of the job's store, over a connection that ends once it was cut for `runtime.join_s`.
+
+    By then other ranks have given this one up.
+    """
+    store = open_store(part, own_connection=own_connection)
+    end_silent_connections(int(os.environ["MASTER_PORT"]), runtime.join_s)
+    return store
 
 
 def _failure_path(place: RankPlace) -> Path:
@@ -315,6 +342,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     replicas = min(1, nodes - 1) if ckpt.replicas == _AUTO else int(ckpt.replicas)
     limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
+    tls = open_tls(ckpt.tls)
     root = open_memory_root(Path(config.runtime.shared_memory), agent_pid())
     first = launch.global_rank - launch.local_rank
     take_over(root, range(first, first + launch.local_world_size))
@@ -323,7 +351,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     return RankPlace(
         launch=launch,
         memory=rank_memory(root, launch.global_rank),
-        ticket=Ticket(run_id=hashlib.sha256(token.encode()).hexdigest()[:8], token=token),
+        ticket=Ticket(run_id=hashlib.sha256(token.encode()).hexdigest()[:8], token=token, tls=tls),
         ranks_per_node=ranks_per_node,
         replicas=replicas,
         has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.servers is not None,

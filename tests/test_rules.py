@@ -27,6 +27,7 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     "moe_ckpt/elastic/process_groups.py",
     "moe_ckpt/elastic/generations.py",
     "moe_ckpt/elastic/rendezvous_store.py",
+    "moe_ckpt/elastic/checked_store.py",
     "moe_ckpt/elastic/backends.py",
     "moe_ckpt/elastic/job_store.py",
     "moe_ckpt/elastic/etcd_client.py",

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from moe_ckpt.elastic.checked_store import CheckedStore
 from moe_ckpt.elastic.process_failure import Death, FaultClass, death_from_json
 from moe_ckpt.elastic.process_groups import ElasticGroups
 from moe_ckpt.elastic.status_page import StatusPage
@@ -162,9 +163,9 @@ class Membership:
         self.member = member
         self.page = page
         self.generation = 0
-        self._store = store
-        self._generations = Generations(store)
-        self._watched = Generations(watched)
+        self._store = CheckedStore(store)  # forming groups is a wait as a whole, and uses it from several threads
+        self._generations = Generations(CheckedStore(store, page.waits))
+        self._watched = Generations(CheckedStore(watched))
         self._groups = groups
         self._join_s = join_s
         self._grace_s = grace_s
@@ -184,7 +185,7 @@ class Membership:
         """Wait for all other ranks, form the groups with them, and return the generation that begins.
 
         Raises PeersLostError if ranks do not arrive in time, or connections break repeatedly without a death. A worker
-        that has been replaced meanwhile ends here.
+        that has been replaced meanwhile ends here. Raises StoreLostError, as all methods that use the store.
         """
         while True:
             generation = self._generations.current()
@@ -193,11 +194,7 @@ class Membership:
             self.generation = generation
             self.page.join(generation)
             self._generations.arrive(generation, self.member.world_size)
-            self.page.wait(True)
-            try:
-                goes = self._generations.goes(generation, self._join_s)
-            finally:
-                self.page.wait(False)
+            goes = self._generations.goes(generation, self._join_s)
             if goes:
                 self._require_progress()
             if goes and self._form(generation):
@@ -246,10 +243,7 @@ class Membership:
         Raises PeersLostError if a rank is lost meanwhile.
         """
         self._generations.done(self.generation, self.member.world_size)
-        self.page.wait(True)
-        finished = self._generations.finishes(self.generation)
-        self.page.wait(False)
-        if not finished:
+        if not self._generations.finishes(self.generation):
             raise PeersLostError("other ranks were lost before all had finished")
         self._left.set()
 
@@ -284,10 +278,10 @@ class Membership:
         """Wait for the end of a generation; then interrupt the training thread."""
         try:
             self._reason = self._watched.wait_for_end(generation)
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             if left.is_set():
                 return
-            _exit(STORE_LOST, f"the store of torchrun does not answer any more: {error}")
+            _exit(STORE_LOST, str(error))
         ended.set()
         for action in self._at_end:
             action()

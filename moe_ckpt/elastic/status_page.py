@@ -7,11 +7,12 @@ Every number is eight aligned bytes, which are read and written whole.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
 
@@ -121,6 +122,16 @@ class StatusPage:
     def wait(self, waiting: bool) -> None:
         """The training thread begins or ends to wait for other ranks."""
         self._wait(_Waiting.FOR_RANKS if waiting else _Waiting.NO)
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """The training thread waits for other ranks inside the block, and afterwards for what it waited for before."""
+        before = _Waiting(self._words[_Word.WAITING])
+        self._wait(_Waiting.FOR_RANKS)
+        try:
+            yield
+        finally:
+            self._wait(before)
 
     def wait_on_device(self, waiting: bool) -> None:
         """The device begins or ends to wait for other ranks; the host may block for it anywhere."""

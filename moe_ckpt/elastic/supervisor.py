@@ -28,12 +28,13 @@ from typing import Any, NoReturn
 
 from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.elastic.failures import WORKER_FAULT, Failure
-from moe_ckpt.elastic.generations import DAEMON_DIED, STARTED_AGAIN, SUPERVISOR, Generations
+from moe_ckpt.elastic.generations import DAEMON_DIED, STARTED_AGAIN, STORE_LOST, SUPERVISOR, Generations
 from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_deaths
 from moe_ckpt.elastic.starvation import Silence, read_threads
 from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import children_of
 from moe_ckpt.types import Phase
 
@@ -114,7 +115,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until the job is done or has failed; return this process's exit status."""
-        status = self._supervise()
+        try:
+            status = self._supervise()
+        except StoreLostError as error:  # nothing can be agreed with other ranks any more
+            _complain(f"error: rank {self._global_rank}: {error}")
+            status = STORE_LOST
         if status:
             self._save_last()  # an error of the program loses no iteration, either
         if self._is_sick and self._hooks.leave:

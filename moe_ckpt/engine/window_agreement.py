@@ -133,6 +133,7 @@ class WindowAgreement:
                 "replayed_iteration_s": _known_or(meter.replayed_iteration_s()),
                 "is_persisting": self.disk.is_writing,
                 "costs_are_settled": meter.costs_are_settled,
+                "newest_on_disk": _known_or(self.disk.start_of(Role.RECOVERY)),
             },
             smallest={
                 "host_bytes_per_s": self._host_bytes_per_s(),
@@ -142,8 +143,9 @@ class WindowAgreement:
                 "on_disk": _known_or(self.disk.start_of(Role.RECOVERY)),
             },
         )
-        on_disk = _if_known(agreed["on_disk"])
-        self._on_all_disks = None if on_disk is None else int(on_disk)
+        on_disk, newest_on_disk = (_if_known(agreed[name]) for name in ("on_disk", "newest_on_disk"))
+        if on_disk == newest_on_disk:  # else writes failed: the window before is on all disks still
+            self._on_all_disks = None if on_disk is None else int(on_disk)
         host_bytes_per_s, peer_bytes_per_s = agreed["host_bytes_per_s"], agreed["peer_bytes_per_s"]
         self._measured = Measured(
             iteration_s=agreed["iteration_s"],

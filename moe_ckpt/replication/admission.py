@@ -4,19 +4,23 @@
     client -> server   Hello: the run, a nonce of its own, HMAC of "client" and both nonces under the token
     server -> client   Welcome: HMAC of "server" and both nonces; or Refused
 
-Before that, messages have at most MOST_GREETING_BYTES. Must not: encrypt; bytes of copies cross the network in clear.
+Before that, messages have at most MOST_GREETING_BYTES. With `Ticket.tls` all of it is inside TLS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 import time
+from collections.abc import Iterator
 
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Challenge, Hello, Refused, Ticket, Welcome
+from moe_ckpt.replication.tls import describe_refusal
 
 MOST_GREETING_BYTES = 4096
 _NONCE_BYTES = 16
@@ -25,17 +29,31 @@ _NONCE_BYTES = 16
 def open_connection(address: Address, ticket: Ticket, timeout_s: float) -> Connection:
     """Connect to a server and be admitted within `timeout_s`; the remaining time is for later messages.
 
-    Raises OSError, or RefusedError if one end does not have the other's token or run.
+    Raises OSError, or RefusedError if one end does not have the other's token, run, or authority of certificates.
     """
     until_s = time.monotonic() + timeout_s
     link = Connection(socket.create_connection((address.host, address.port), timeout_s))
     try:
         link.allow(until_s - time.monotonic())
-        _be_admitted(link, ticket)
+        with _naming_refusals():
+            if ticket.tls:
+                link.secure(ticket.tls.client, server_side=False)
+            _be_admitted(link, ticket)
     except BaseException:
         link.close()
         raise
     return link
+
+
+@contextlib.contextmanager
+def _naming_refusals() -> Iterator[None]:
+    """Turn a refusal of TLS into RefusedError: another attempt would fail as well."""
+    try:
+        yield
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        raise  # the connection ended
+    except ssl.SSLError as error:
+        raise RefusedError(describe_refusal(error), garbled=False) from error
 
 
 def _be_admitted(link: Connection, ticket: Ticket) -> None:
@@ -47,7 +65,15 @@ def _be_admitted(link: Connection, ticket: Ticket) -> None:
 
 
 def admit(link: Connection, ticket: Ticket) -> str | None:
-    """Admit the client of a new connection; return None, or the reason of a refusal, which the client got as well."""
+    """Admit the client of a new connection; return None, or the reason of a refusal, which the client got as well.
+
+    Raises OSError.
+    """
+    if ticket.tls:
+        try:
+            link.secure(ticket.tls.server, server_side=True)
+        except ssl.SSLError as error:
+            return describe_refusal(error)
     own = secrets.token_hex(_NONCE_BYTES)
     link.send(Challenge(nonce=own))
     hello = link.receive(MOST_GREETING_BYTES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -47,12 +48,22 @@ class Connection:
     def __init__(self, connection: socket.socket) -> None:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests must not wait
-        self._socket = connection
+        self._socket: socket.socket = connection
         self._until_s = time.monotonic()
 
     def twin(self) -> Connection:
-        """Return another end of the same connection, with its own time limit."""
+        """Return another end of the same connection, which is without TLS, with its own time limit."""
         return Connection(self._socket.dup())
+
+    def secure(self, context: ssl.SSLContext, *, server_side: bool) -> None:
+        """Use TLS from here on. Raises ssl.SSLError, an OSError, if one end refuses the other's certificate.
+
+        A client learns of its own refusal only as it receives the first message.
+        """
+        encrypted = context.wrap_socket(self._socket, server_side=server_side, do_handshake_on_connect=False)
+        self._socket = encrypted  # first: `shut_down` ends the handshake, too
+        encrypted.settimeout(self._left_s())
+        encrypted.do_handshake()
 
     def allow(self, timeout_s: float) -> None:
         """Limit the following operations to this many seconds from now."""
@@ -60,6 +71,8 @@ class Connection:
 
     def is_readable(self, timeout_s: float | None) -> bool:
         """Wait for bytes or for the end of the connection, for `timeout_s` seconds or, with None, without limit."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True  # decrypted already
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
@@ -126,7 +139,7 @@ class Connection:
     def shut_down(self) -> None:
         """End the connection, from any thread; operations that wait on it raise."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of SSLSocket lets others go on in clear
 
     def close(self) -> None:
         self._socket.close()

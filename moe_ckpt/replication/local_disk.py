@@ -15,7 +15,7 @@ hold states. A disk that was lost, or replaced, has no mark.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -81,29 +81,42 @@ def persist(
 ) -> None:
     """Drop stale blobs on disk, then copy these blobs there, each once `throttle` lets it pass.
 
-    Raises CheckpointSaveError if the disk is full or old and new blobs exceed `limit_bytes`, and CheckpointLoadError
-    for a blob that was withdrawn meanwhile. Nothing has been added then.
+    Raises CheckpointSaveError if the disk is full or cannot be written, or old and new blobs exceed `limit_bytes`, and
+    CheckpointLoadError for a blob that was withdrawn meanwhile. Nothing has been added then.
     """
     if not keys:
         return
-    disk = BlobFolder(path, synced=True)
-    disk.sweep()
-    for key in stale:
-        disk.discard(key)
-    before = disk.keys()
-    found = {key: own.get(key) for key in keys}
-    blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}  # these are small
-    _check_room(disk, blobs, limit_bytes)
+    with _naming_the_disk(path):
+        disk = BlobFolder(path, synced=True)
+        disk.sweep()
+        for key in stale:
+            disk.discard(key)
+        before = disk.keys()
+        found = {key: own.get(key) for key in keys}
+        # blobs without a payload are small, and may have changed
+        blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}
+        _check_room(disk, blobs, limit_bytes)
+        try:
+            for key, blob in blobs.items():
+                _copy(key, blob, own, disk, throttle or unlimited())
+        except CheckpointSaveError:
+            for key in set(blobs).difference(before):
+                with contextlib.suppress(OSError):  # the future gets the first error
+                    disk.discard(key)
+            raise
+        (path / _NEVER_HELD).unlink(missing_ok=True)
+        sync(path)
+
+
+@contextlib.contextmanager
+def _naming_the_disk(path: Path) -> Iterator[None]:
+    """Raise CheckpointSaveError for any error of the file system, as of one that has become read-only."""
     try:
-        for key, blob in blobs.items():
-            _copy(key, blob, own, disk, throttle or unlimited())
+        yield
     except CheckpointSaveError:
-        for key in set(blobs).difference(before):
-            with contextlib.suppress(OSError):  # the future gets the first error
-                disk.discard(key)
         raise
-    (path / _NEVER_HELD).unlink(missing_ok=True)
-    sync(path)
+    except OSError as error:
+        raise CheckpointSaveError(f"local disk, {path}: got {error}, wanted to write there") from error
 
 
 def restore(path: Path, own: BlobFolder) -> int:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
+from moe_ckpt.replication.tls import TlsEnds
+
 T = TypeVar("T")
 
 
@@ -44,10 +46,14 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """The run of a process, and the secret that all processes of the run share. It is never sent: see `admission`."""
+    """The run of a process, and the secret that all processes of the run share.
+
+    The secret is never sent: see `admission`. `tls`: connections to other nodes use TLS.
+    """
 
     run_id: str
     token: str = field(repr=False)
+    tls: TlsEnds | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -193,7 +193,8 @@ class BlobFolder:
                 os.posix_fallocate(fd, 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
                 tensor = _map(fd, pinned=self._pinned)
         except (OSError, RuntimeError, OverflowError) as error:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # also a file system that has become read-only
+                path.unlink(missing_ok=True)
             reason = f"got {error}, wanted room for {nbytes} bytes"
             raise CheckpointSaveError(f"shared memory in {self.path}: {reason}") from error
         return tensor if nbytes else tensor[:0]

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.elastic.generations import Generations
+from moe_ckpt.elastic.generations import STORE_LOST, Generations
 from moe_ckpt.elastic.heartbeat import start_heartbeat
-from moe_ckpt.elastic.process_failure import FaultClass
+from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.supervisor import (
@@ -29,6 +29,7 @@ from moe_ckpt.elastic.supervisor import (
     SupervisorLimits,
     die_with_parent,
 )
+from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import is_alive
 from moe_ckpt.types import Phase
 from tests.elastic.processes import Child, Watch
@@ -530,3 +531,29 @@ def test_a_dead_daemon_is_replaced_but_not_for_ever(supervised) -> None:
     assert rank.life == rank.generations.life(0) == 0
     assert "error: the daemon of rank 0 died 3 times in a row without progress (runtime.max_deaths=3)" in rank.said()
     assert store.get("daemons") == b"3"
+
+
+class CutOff(Generations):
+    """The network to the store is cut as a worker dies."""
+
+    def record_death(self, generation: int, death: Death) -> None:
+        raise StoreLostError("the store of the job at node0:29500 does not answer")
+
+
+def supervisor_that_is_cut_off(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+    page, place = StatusPage(Path(folder) / "page"), Path(folder)
+    fd = os.open(place / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, sys.stderr.fileno())
+    hooks = SupervisorHooks(save_last=lambda: (place / "saved").write_bytes(b""))
+    generations = CutOff(open_store(folder))
+    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits, hooks).run())
+
+
+def test_a_supervisor_that_is_cut_off_saves_and_ends(supervised) -> None:
+    rank = supervised(supervisor_that_is_cut_off, stop_save_s=WAIT_S)
+    rank.do(join_first_generation)
+    rank.kill_worker()
+    assert rank.exit_status() == STORE_LOST
+    assert rank.has_no_successor
+    assert (rank.folder / "saved").exists()
+    assert rank.said() == "error: rank 0: the store of the job at node0:29500 does not answer\n"

@@ -310,6 +310,10 @@ class _Training:
         self.events.append(replace(committed(iteration, loss=loss), **step))
 
 
+class StoppedError(Exception):
+    """An observer, in place of a scheduler, stops the job."""
+
+
 class Observer(Protocol):
     """Sees the models of all ranks, from their threads: where all go on from, and after each iteration of a rank."""
 

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
+from moe_ckpt import run_elastic
+from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import StateResumed
 from moe_ckpt.replication.final_save import SaveTarget, save_last, windows_in, write_save_target
+from moe_ckpt.run_elastic import RankPlace
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
-from tests.engine.job import ThreadJob, uninterrupted
+from tests.engine.job import TICKET, StoppedError, ThreadJob, uninterrupted
 from tests.engine.model import PAIR, Model, Shape
 from tests.policies.profiles import config
 
 WAIT_S = 20.0
-
-
-class StoppedError(Exception):
-    """A scheduler has stopped the job."""
 
 
 class _Stop:
@@ -158,3 +157,32 @@ def test_a_window_without_its_steps_is_not_saved(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_worker_so_far_saves_nothing(tmp_path: Path) -> None:
     assert save_last(tmp_path) == []
+
+
+def place_of(job: ThreadJob, rank: int) -> RankPlace:
+    launch = Launch(global_rank=rank, world_size=2, local_rank=rank, local_world_size=2, attempt=0)
+    facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 1, "has_daemon": True, "host": "127.0.0.1"}
+    return RankPlace(launch=launch, memory=job.memory(rank), **facts)
+
+
+def test_a_last_save_that_a_disk_ends_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
+    target = SaveTarget(path=str(disk_of(job, 1).path), limit_bytes=1, global_rank=1)
+    write_save_target(job.memory(1), target)
+    assert run_elastic._save_last(place_of(job, 1)) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 1: not saved, the next start uses an older state: local disk")
+    assert said.count("\n") == 1
+
+
+def test_a_rank_that_is_cut_off_saves_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No store answers: whether the job is safe to kill is for the others to say."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
+    assert run_elastic._save_last(place_of(job, 0)) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0: iteration 5 is on disk",
+        "rank 0: the store of the job does not answer: whether all ranks have it is unknown",
+    ]

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
 
 import pytest
 
-from moe_ckpt.events import HostMemoryUsed, TrainerStarted
+from moe_ckpt.events import TrainerStarted
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, survive
+from tests.chaos import ENDURING, MIB, PHASES, Chaos, Used
 from tests.elastic_job import ElasticJob
 from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.training import events_of
-
-PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)
-MIB = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Used:
-    """What a process has of what could run out."""
-
-    files: int
-    threads: int
-    private_bytes: int
-
-    @classmethod
-    def by(cls, pid: int) -> Used:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return cls(
-            files=len(os.listdir(f"/proc/{pid}/fd")),
-            threads=int(status["Threads"]),
-            private_bytes=1024 * int(status["RssAnon"].split()[0]),
-        )
 
 
 @pytest.mark.timeout(600)
@@ -83,63 +60,10 @@ def _cache_little() -> None:
     os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "8"
 
 
-class Chaos:
-    """Random faults to random ranks, at random points or times, of which some come while an earlier one is repaired."""
-
-    def __init__(self, job: ElasticJob, seed: int) -> None:
-        self._job = job
-        self._chosen = random.Random(seed)
-
-    def strike(self) -> None:
-        kinds = [self._order, self._kill_now, self._kill_several, self._lose_a_node, self._stop]
-        with contextlib.suppress(ProcessLookupError):  # an order was faster
-            self._chosen.choices(kinds, [10, 10, 3, 1, 1])[0]()
-        if self._chosen.random() < 0.5:
-            self._let_it_go_on(self._chosen.randrange(1, 4))
-
-    def _order(self) -> None:
-        rank, phase = self._any_rank(), self._chosen.choice((*PHASES, Phase.RECOVERY, Phase.JOIN))
-        self._job.order(rank, phase, skip=self._chosen.randrange(3))
-        if phase in (Phase.RECOVERY, Phase.JOIN):
-            self._kill_now()
-
-    def _kill_now(self) -> None:
-        number = self._chosen.choices([SIGKILL, SIGSEGV, SIGTERM], [8, 1, 1])[0]
-        self._job.kill(self._any_rank(), number=number)
-
-    def _kill_several(self) -> None:
-        self._job.kill(*self._chosen.sample(range(self._job.world_size), self._chosen.randrange(2, 5)))
-
-    def _stop(self) -> None:
-        self._job.kill(self._any_rank(), number=SIGSTOP)
-
-    def _lose_a_node(self) -> None:
-        """One at a time: a copy in one other node's memory survives that, and needs a window to be made again."""
-        self._await_copies()
-        self._job.lose_nodes(self._any_rank())
-        self._await_copies()
-
-    def _await_copies(self) -> None:
-        """Wait until the next window is complete, which it is with its copies."""
-        before = self._windows()
-        self._job.wait_for(lambda: self._windows() > before or None, "another window")
-
-    def _windows(self) -> int:
-        return len(events_of(self._job.run, HostMemoryUsed, 0))
-
-    def _let_it_go_on(self, iterations: int) -> None:
-        rank = self._any_rank()
-        self._job.wait_until(rank, self._job.page(rank).iteration + iterations)
-
-    def _any_rank(self) -> int:
-        return self._chosen.randrange(self._job.world_size)
-
-
 def _survive_chaos(folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float) -> None:
     """Strike until so many processes have died, and compare what the job leads to with the uninterrupted one."""
     training = (f"train.iterations={iterations}",)
-    overrides = ("ckpt.window=2", "runtime.max_deaths=1000", "runtime.sick_deaths=0", "runtime.heartbeat_s=5")
-    with ElasticJob(4, folder, *training, *overrides, timeout_s=timeout_s) as job:
+    with ElasticJob(4, folder, *training, *ENDURING, timeout_s=timeout_s) as job:
         chaos = Chaos(job, seed)
         job.wait_until(0, 3)
         while _num_deaths(job) < deaths and job.page(0).iteration < iterations - 5:

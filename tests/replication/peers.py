@@ -69,8 +69,10 @@ class Ranks:
     def again(self, number: int = 1) -> BlobFolder:
         return BlobFolder(self._root / f"again{number}")
 
-    def serve(self, rank: int, timeout_s: float = WAIT_S, *, rules: HoldingRules | None = None) -> CopyServer:
-        server = CopyServer(self.folder(rank), rank, TICKET, host="127.0.0.1", timeout_s=timeout_s, rules=rules)
+    def serve(
+        self, rank: int, timeout_s: float = WAIT_S, *, rules: HoldingRules | None = None, ticket: Ticket = TICKET
+    ) -> CopyServer:
+        server = CopyServer(self.folder(rank), rank, ticket, host="127.0.0.1", timeout_s=timeout_s, rules=rules)
         self._stack.callback(server.close)
         return server
 

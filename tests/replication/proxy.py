@@ -28,6 +28,7 @@ class Proxy:
         self.target = target
         self.damages = deque(damages)
         self.num_connections = 0
+        self.passed = bytearray()  # all bytes so far, in both directions
         self.may_pass = threading.Event()  # what clients send waits while it is not set
         self.may_pass.set()
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -80,6 +81,7 @@ class Proxy:
         passed_bytes = 0
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
+                self.passed += data
                 if is_client:
                     assert self.may_pass.wait(WAIT_S)
                 if damage and passed_bytes <= damage.offset < passed_bytes + len(data):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import socket
 import struct
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.messages import Done, Message, message_to_json
-from tests.properties import FUZZ_S, MANY, examples
+from tests.properties import GENERATORS, MANY, PER_EXAMPLE, inputs
 
 LIMIT_BYTES = 4096
 WAIT_S = 10.0
@@ -40,31 +42,31 @@ def test_a_message_is_received() -> None:
     assert received(frame(message_to_json(Done()))) == Done()
 
 
-@pytest.mark.timeout(FUZZ_S)
-@examples(MANY)
-@given(st.binary(max_size=2 * LIMIT_BYTES))
-def test_any_bytes_end_the_connection(content: bytes) -> None:
-    with pytest.raises(OSError, match=r"got no message|closed by the other side"):
-        received(content)
+@inputs(MANY)
+@given(st.binary(), GENERATORS)
+def test_any_bytes_end_the_connection(beginning: bytes, chosen: random.Random) -> None:
+    for _ in range(PER_EXAMPLE):
+        content = beginning + chosen.randbytes(chosen.randrange(2 * LIMIT_BYTES))
+        with pytest.raises(OSError, match=r"got no message|closed by the other side"):
+            received(content)
 
 
-@pytest.mark.timeout(FUZZ_S)
-@examples(MANY)
-@given(st.binary(max_size=LIMIT_BYTES))
-def test_any_body_in_an_intact_frame_ends_the_connection(body: bytes) -> None:
-    with pytest.raises(OSError, match="not a message"):
-        received(frame(body))
+@inputs(MANY)
+@given(st.binary(max_size=LIMIT_BYTES // 2), GENERATORS)
+def test_any_body_in_an_intact_frame_ends_the_connection(beginning: bytes, chosen: random.Random) -> None:
+    for _ in range(PER_EXAMPLE):
+        body = beginning + chosen.randbytes(chosen.randrange(LIMIT_BYTES // 2))
+        with pytest.raises(OSError, match="not a message"):
+            received(frame(body))
 
 
-@pytest.mark.timeout(FUZZ_S)
-@examples(MANY)
-@given(st.data())
-def test_a_message_with_a_changed_byte_ends_the_connection(data: st.DataObject) -> None:
-    content = bytearray(frame(message_to_json(Done())))
-    position = data.draw(st.integers(0, len(content) - 1))
-    content[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(OSError, match=r"got no message|got a message with XXH3"):
-        received(bytes(content))
+def test_a_message_with_any_changed_byte_ends_the_connection() -> None:
+    intact = frame(message_to_json(Done()))
+    for position, change in itertools.product(range(len(intact)), range(1, 256)):
+        content = bytearray(intact)
+        content[position] ^= change
+        with pytest.raises(OSError, match=r"got no message|got a message with XXH3"):
+            received(bytes(content))
 
 
 @given(st.integers(LIMIT_BYTES + 1, 2**32 - 1))

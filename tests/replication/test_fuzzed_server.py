@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
-from moe_ckpt.replication.messages import Clear, Drop, Found, Get, ListKeys, Message, Put, Sent
-from tests.properties import FUZZ_S, examples
+from moe_ckpt.replication.messages import Address, Clear, Drop, Found, Get, ListKeys, Message, Put, Sent
+from tests.properties import GENERATORS, examples, random_number, random_text
 from tests.replication.blobs import content_of, publish
 from tests.replication.peers import TICKET, Ranks, listed, ranks_in
 from tests.waits import WAIT_S
 
 MOST_BYTES = 1000
-RANKS = st.integers(0, 3) | st.integers(0, 2**64 - 1)
-KEYS = st.sampled_from(["own", "a", "b", "../own", "", ".", "a/b"]) | st.text(max_size=5)
-SIZES = st.integers(0, 2 * MOST_BYTES) | st.integers(0, 2**64 - 1)
-REQUESTS: st.SearchStrategy[Message | bytes] = st.one_of(
-    st.builds(Put, owner_rank=RANKS, key=KEYS),
-    st.builds(Get, owner_rank=RANKS, key=KEYS),
-    st.builds(Drop, owner_rank=RANKS, keys=st.lists(KEYS, max_size=3).map(tuple)),
-    st.builds(Clear, owner_rank=RANKS),
-    st.builds(ListKeys, owner_rank=RANKS),
-    st.builds(Found, header_bytes=SIZES, payload_bytes=st.none() | SIZES),
-    st.builds(Sent, header_xxh3=SIZES, payload_xxh3=SIZES),
-    st.binary(max_size=2 * MOST_BYTES),
-)
+SEQUENCES = 20
+"""Sequences of requests that one example makes."""
+
+
+def random_request(chosen: random.Random) -> Message | bytes:
+    rank, key, size = _rank(chosen), _key(chosen), _size(chosen)
+    requests: list[Message | bytes] = [
+        Put(owner_rank=rank, key=key),
+        Get(owner_rank=rank, key=key),
+        Drop(owner_rank=rank, keys=(key, _key(chosen))),
+        Clear(owner_rank=rank),
+        ListKeys(owner_rank=rank),
+        Found(header_bytes=size, payload_bytes=chosen.choice((None, _size(chosen)))),
+        Sent(header_xxh3=size, payload_xxh3=size),
+        chosen.randbytes(chosen.randrange(2 * MOST_BYTES)),
+    ]
+    return chosen.choice(requests)
+
+
+def _rank(chosen: random.Random) -> int:
+    return chosen.choice((chosen.randrange(4), random_number(chosen, 2**64)))
+
+
+def _key(chosen: random.Random) -> str:
+    return chosen.choice(("own", "a", "b", "../own", "", ".", "a/b", random_text(chosen, 5)))
+
+
+def _size(chosen: random.Random) -> int:
+    return chosen.choice((chosen.randrange(2 * MOST_BYTES), random_number(chosen, 2**64)))
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +63,23 @@ def held_bytes(folder: Path) -> int:
     return max((sum(path.stat().st_size for path in owner.rglob("buffers/*")) for owner in owners), default=0)
 
 
-@pytest.mark.timeout(FUZZ_S)
-@examples(10_000)
-@given(st.lists(REQUESTS, max_size=6))
-def test_no_request_harms_others(served: tuple[Ranks, CopyServer], requests: list[Message | bytes]) -> None:
+@examples(10_000 // SEQUENCES)
+@given(GENERATORS)
+def test_no_request_harms_others(served: tuple[Ranks, CopyServer], chosen: random.Random) -> None:
     ranks, server = served
-    link = open_connection(server.address, TICKET, WAIT_S)
-    try:
+    for _ in range(SEQUENCES):
+        send_all(server.address, [random_request(chosen) for _ in range(chosen.randrange(7))])
+    assert listed(server.address, 1) == ["own"]
+    assert content_of(ranks.own(1), "own") == (b"header", b"content")
+    assert held_bytes(ranks.folder(1)) <= MOST_BYTES
+
+
+def send_all(address: Address, requests: Sequence[Message | bytes]) -> None:
+    """Send requests over one connection, until the server closes it."""
+    link = open_connection(address, TICKET, WAIT_S)
+    with contextlib.closing(link), contextlib.suppress(OSError):
         for request in requests:
             if isinstance(request, bytes):
                 link._socket.sendall(request)
             else:
                 link.send(request)
-    except OSError:
-        pass  # the server has closed the connection
-    finally:
-        link.close()
-    assert listed(server.address, 1) == ["own"]
-    assert content_of(ranks.own(1), "own") == (b"header", b"content")
-    assert held_bytes(ranks.folder(1)) <= MOST_BYTES

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,28 +22,35 @@ from moe_ckpt.replication.messages import (
     message_to_json,
     parse_address,
 )
-from tests.properties import FUZZ_S, MANY, examples
+from tests.properties import GENERATORS, MANY, PER_EXAMPLE, inputs, random_number, random_text
 
 KINDS = list(messages._KINDS.values())
-VALUES = {
-    "bool": st.booleans(),
-    "int": st.integers(0, 2**64 - 1),
-    "str": st.text(),
-    "int | None": st.none() | st.integers(0, 2**64 - 1),
-    "str | None": st.none() | st.text(),
-    "tuple[str, ...]": st.lists(st.text()).map(tuple),
+VALUES: dict[str, Callable[[random.Random], Any]] = {
+    "bool": lambda chosen: chosen.random() < 0.5,
+    "int": lambda chosen: random_number(chosen, 2**64),
+    "str": random_text,
+    "int | None": lambda chosen: chosen.choice((None, random_number(chosen, 2**64))),
+    "str | None": lambda chosen: chosen.choice((None, random_text(chosen))),
+    "tuple[str, ...]": lambda chosen: tuple(random_text(chosen) for _ in range(chosen.randrange(4))),
 }
 
 
-def any_of(kind: type[Message]) -> st.SearchStrategy[Message]:
-    return st.builds(kind, **{name: VALUES[str(hint)] for name, hint in kind.__annotations__.items()})
+def random_message(chosen: random.Random) -> Message:
+    kind = chosen.choice(KINDS)
+    return kind(**{name: VALUES[str(hint)](chosen) for name, hint in kind.__annotations__.items()})
 
 
-@pytest.mark.timeout(FUZZ_S)
-@examples(MANY)
-@given(st.sampled_from(KINDS).flatmap(any_of))
-def test_every_message_is_read_back(message: Message) -> None:
-    assert message_from_json(message_to_json(message)) == message
+@inputs(MANY)
+@given(GENERATORS)
+def test_every_message_is_read_back(chosen: random.Random) -> None:
+    for _ in range(PER_EXAMPLE):
+        message = random_message(chosen)
+        assert message_from_json(message_to_json(message)) == message
+
+
+@given(st.text())
+def test_every_text_is_read_back(text: str) -> None:
+    assert message_from_json(message_to_json(Keys(keys=(text, text)))) == Keys(keys=(text, text))
 
 
 def test_all_kinds_are_known() -> None:
@@ -74,12 +85,22 @@ def test_other_content_is_refused_as_a_message(content: bytes) -> None:
         message_from_json(content)
 
 
-@pytest.mark.timeout(FUZZ_S)
-@examples(MANY)
 @given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)).map(json.dumps))
 def test_any_bytes_are_refused_with_a_value_error(content: bytes | str) -> None:
     with pytest.raises(ValueError, match="not a message"):
         message_from_json(content.encode() if isinstance(content, str) else content)
+
+
+@inputs(MANY)
+@given(GENERATORS)
+def test_a_changed_message_is_another_one_or_refused(chosen: random.Random) -> None:
+    for _ in range(PER_EXAMPLE):
+        content = bytearray(message_to_json(random_message(chosen)))
+        for _ in range(chosen.randrange(1, 4)):
+            content[chosen.randrange(len(content))] = chosen.choice((chosen.randrange(256), *b'"[]{},:0'))
+        with contextlib.suppress(ValueError):  # it is no message any more
+            found = message_from_json(bytes(content))
+            assert message_from_json(message_to_json(found)) == found
 
 
 def test_the_form_of_a_message() -> None:

@@ -1,0 +1,100 @@
+"""A client of the job's store whose failures are one clear error, and whose calls count as waits.
+
+A cut network shows in the store first: torch's client then blocks in any request, as long as TCP does, and raises an
+error of its own that names neither the store nor a setting. Owns: that error, and the limit on TCP's patience. Must
+not: retry, as some requests count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from moe_ckpt.errors import StoreLostError
+
+T = TypeVar("T")
+_PROBES = 4  # in the time that a connection may be silent
+_LONGEST_PAUSE_S = 32767  # Linux allows no more
+
+
+class CheckedStore(dist.Store):
+    """`client` for a worker or a supervisor; each request runs inside `waits()`.
+
+    Requests raise StoreLostError where the connection is broken. A wait that no other process ends in time raises
+    torch's DistStoreError, as before.
+    """
+
+    def __init__(
+        self, client: dist.Store, waits: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._waits = waits
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._client.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda: self._client.get(key))
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask(lambda: self._client.add(key, value))
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._ask(lambda: self._client.compare_set(key, expected_value, desired_value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(lambda: self._client.check(list(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(lambda: self._client.delete_key(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limits = () if timeout is None else (timeout,)
+        self._ask(lambda: self._client.wait(list(keys), *limits))
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        with self._waits():
+            try:
+                return request()
+            except dist.DistStoreError:
+                raise  # the store has answered: a wait took too long
+            except (RuntimeError, OSError) as error:  # DistNetworkError, and that of a socket that is closed
+                first_line = str(error).partition("\n")[0]
+                raise StoreLostError(
+                    f"the store of the job at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+                    f"does not answer ({first_line}): its node has failed, or the network to it is cut"
+                ) from error
+
+
+def end_silent_connections(port: int, after_s: float) -> None:
+    """Let the kernel end this process's connections to a port once the other end has confirmed nothing for so long.
+
+    TCP alone is patient for a quarter of an hour, and without limit where nothing was sent. The other end's kernel
+    confirms, so a server may be slow, or stopped.
+    """
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            if connection.type == socket.SOCK_STREAM and _peer_port(connection) == port:
+                _limit_silence(connection, after_s)
+
+
+def _peer_port(connection: socket.socket) -> int | None:
+    """Return the port of the other end; None where there is none."""
+    return connection.getpeername()[1] if connection.family in (socket.AF_INET, socket.AF_INET6) else None
+
+
+def _limit_silence(connection: socket.socket, after_s: float) -> None:
+    pause_s = min(max(1, round(after_s / _PROBES)), _LONGEST_PAUSE_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * after_s))

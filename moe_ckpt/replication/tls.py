@@ -1,0 +1,66 @@
+"""TLS for copies between nodes: both ends show a certificate that one authority has signed.
+
+Owns: the contexts of both ends, and errors that name the setting. Must not: connect. Names in certificates are not
+compared with addresses: each certificate of the authority belongs to a node of the job. The token of the run is
+required as well (`replication.admission`).
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ckpt.config import TlsConfig, require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TlsEnds:
+    """The contexts in which a node connects to others, and serves them."""
+
+    client: ssl.SSLContext
+    server: ssl.SSLContext
+
+
+def open_tls(config: TlsConfig) -> TlsEnds | None:
+    """Return the contexts of a node, or None without TLS. Raises ConfigError, naming the setting, for a bad file."""
+    if config.certificate is None or config.key is None or config.authority is None:
+        return None
+    for name in ("certificate", "key", "authority"):
+        _require_readable(f"ckpt.tls.{name}", getattr(config, name))
+    client, server = (
+        _context(protocol, config.certificate, config.key, config.authority)
+        for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+    )
+    server.num_tickets = 0  # no session is resumed, and a client that only sends would not read them
+    return TlsEnds(client=client, server=server)
+
+
+def describe_refusal(error: ssl.SSLError) -> str:
+    """Return the reason for which one end has refused the other."""
+    detail = getattr(error, "verify_message", None) or error.reason or error
+    return f"TLS failed ({detail}): wanted ckpt.tls on all nodes, with certificates of one ckpt.tls.authority"
+
+
+def _context(protocol: int, certificate: str, key: str, authority: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # nodes are known by addresses, which a scheduler chooses
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(authority)
+    except ssl.SSLError as error:
+        require(False, "ckpt.tls.authority", authority, f"certificates in PEM format ({error.reason or error})")
+    try:
+        context.load_cert_chain(certificate, key, password="")  # without one, OpenSSL would ask at the terminal
+    except ssl.SSLError as error:
+        wanted = f"the private key, without a password, of ckpt.tls.certificate={certificate} ({error.reason or error})"
+        require(False, "ckpt.tls.key", key, wanted)
+    return context
+
+
+def _require_readable(setting: str, path: str) -> None:
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:
+        require(False, setting, path, f"a file that can be read ({error.strerror})")

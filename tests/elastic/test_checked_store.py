@@ -1,0 +1,96 @@
+"""A store that fails is one clear error, its requests count as waits, and a silent connection ends."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.errors import StoreLostError
+
+REQUESTS: dict[str, Callable[[dist.Store], object]] = {
+    "set": lambda store: store.set("there", "1"),
+    "get": lambda store: store.get("there"),
+    "add": lambda store: store.add("number", 1),
+    "compare_set": lambda store: store.compare_set("another", "", "1"),
+    "check": lambda store: store.check(["there"]),
+    "delete_key": lambda store: store.delete_key("absent"),
+    "wait": lambda store: store.wait(["there"], timedelta(seconds=1)),
+    "wait long": lambda store: store.wait(["there"]),
+}
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> StatusPage:
+    return StatusPage(tmp_path / "page")
+
+
+@pytest.mark.parametrize("request_of", REQUESTS.values(), ids=list(REQUESTS))
+def test_each_request_is_answered_as_by_the_client(request_of: Callable[[dist.Store], object]) -> None:
+    answers = []
+    for wrap in (CheckedStore, lambda client: client):
+        client = dist.HashStore()
+        client.set("there", "1")
+        answers.append(request_of(wrap(client)))
+    assert answers[0] == answers[1]
+
+
+class SeesThePage(dist.HashStore):
+    """Notes at each request whether the worker counts as waiting."""
+
+    def __init__(self, page: StatusPage) -> None:
+        super().__init__()
+        self._page = page
+        self.seen: list[bool] = []
+
+    def add(self, key: str, value: int) -> int:
+        self.seen.append(self._page.waiting)
+        return super().add(key, value)
+
+
+def test_a_request_counts_as_a_wait_while_it_lasts(page: StatusPage) -> None:
+    client = SeesThePage(page)
+    store = CheckedStore(client, page.waits)
+    store.add("number", 1)
+    assert (client.seen, page.waiting) == ([True], False)
+    page.wait_for_copies(True)
+    store.add("number", 1)
+    assert (client.seen, page.waiting, page.communicates) == ([True, True], True, False), "the wait around it goes on"
+
+
+def test_a_failed_request_ends_its_wait(page: StatusPage) -> None:
+    store = CheckedStore(dist.HashStore(), page.waits)
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["never"], timedelta(seconds=0.01))
+    assert not page.waiting
+
+
+@pytest.mark.parametrize("name", ["get", "add", "compare_set", "check", "wait long"])
+def test_a_store_that_is_gone_is_one_clear_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = CheckedStore(dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    client.set("there", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    where = f"the store of the job at 127.0.0.1:{server.port} does not answer"
+    del server
+    with pytest.raises(StoreLostError, match=rf"{where} \([^\n]*\): its node has failed, or the network to it is cut$"):
+        REQUESTS[name](client)
+
+
+def test_only_connections_to_that_port_end_when_they_are_silent(stack: ExitStack) -> None:
+    servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+    ours, another = (stack.enter_context(socket.create_connection(each.getsockname())) for each in servers)
+    end_silent_connections(servers[0].getsockname()[1], 7.5)
+    limits = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in (ours, another)]
+    probed = [each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for each in (ours, another)]
+    assert (limits, probed) == ([7500, 0], [1, 0])
+    assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 7.5, "an idle connection is probed in time"
+    assert ours.getpeername() == servers[0].getsockname(), "it is still open"

@@ -1,0 +1,56 @@
+"""A file system of a few megabytes in a test's folder, which the test fills, makes read-only, and mends again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_SIZE_BYTES = 64 << 20
+_LEFT_BYTES = 4096
+
+
+class SmallDisk:
+    """A tmpfs at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fill(self) -> None:
+        """Take all room but a page."""
+        there = os.statvfs(self.path)
+        with (self.path / "filling").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, there.f_bavail * there.f_frsize - _LEFT_BYTES)
+
+    def empty(self) -> None:
+        (self.path / "filling").unlink()
+
+    def forbid_writes(self) -> None:
+        _mount("-o", "remount,ro", str(self.path))
+
+    def allow_writes(self) -> None:
+        _mount("-o", "remount,rw", str(self.path))
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[SmallDisk]:
+    """Mount a small disk at a folder. Skips the test where that is impossible."""
+    if os.geteuid() != 0:
+        pytest.skip("a file system of its own: got a process without root's privileges, wanted root")
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        _mount("-t", "tmpfs", "-o", f"size={_SIZE_BYTES},mode=0700", "tmpfs", str(path))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"a file system of its own: {error.stderr.strip()}")
+    try:
+        yield SmallDisk(path)
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True, text=True)
