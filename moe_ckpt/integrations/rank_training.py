@@ -55,7 +55,7 @@ class IterationShape:
         return (num_micro_batches or get_num_microbatches()) * self.micro_batch_size * self.data_parallel_size
 
 
-class Batches(Protocol):
+class LoopBatches(Protocol):
     """The training samples of each iteration, on this rank."""
 
     consumed: ConsumedSamples
@@ -97,7 +97,7 @@ class RankTraining:
         state: TrainingState,
         forward_step: Callable[..., Any],
         forward_backward: Callable[..., Any],
-        batches: Batches,
+        batches: LoopBatches,
         worker: Worker,
         events: EventLog,
     ) -> None:
