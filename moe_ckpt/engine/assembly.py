@@ -168,7 +168,7 @@ class InMemoryAssembly:
             account=self._account,
         )
         store = SnapshotStore(rank)
-        tier = InMemoryTier(self._config, rank, store, self._server_states(self._stores))
+        tier = InMemoryTier(self._config, rank, store, self._server_states(rank))
         recovery = None if partial else StageRecovery(rank, self._attached.on_divergence)
         injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
         parts = InMemoryParts(
@@ -182,16 +182,12 @@ class InMemoryAssembly:
         )
         return Parts(policy=self._policy, sparse=parts)
 
-    def _server_states(self, stores: TierStores) -> ServerStates | None:
-        servers = self._config.servers
+    def _server_states(self, rank: RankParts) -> ServerStates | None:
+        servers, publisher = self._config.servers, rank.stores.publisher
         if servers is None:
             return None
-        assert stores.publisher is not None, "checkpoint servers live beside supervised ranks"
-        stream = GradientStream(stores.publisher, servers.max_lag_iters)
-        attached = self._attached
-        return ServerStates(
-            self._place, attached.operators, attached.mirror, stream, stores.memory, stores.steps, self._events
-        )
+        assert publisher is not None, "checkpoint servers live beside supervised ranks"
+        return ServerStates(rank, self._attached.mirror, GradientStream(publisher, servers.max_lag_iters))
 
     def _rejoin(
         self, rank: RankParts, store: SnapshotStore, partial: PartialPolicy | None, recovery: StageRecovery | None

@@ -17,16 +17,15 @@ from dataclasses import replace
 
 import torch
 
-from moe_ckpt.engine.interfaces import Mirror, Operators, StagePlace
+from moe_ckpt.engine.interfaces import Mirror
+from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import EventLog, GradientsLost, GradientsSent, HostMemoryUsed
+from moe_ckpt.events import GradientsLost, GradientsSent, HostMemoryUsed
 from moe_ckpt.mirror.plan import Mirrored, MirroredSums
 from moe_ckpt.replication.gradient_stream import NOTHING, GradientStream
 from moe_ckpt.snapshot.adam_update import AdamStep
 from moe_ckpt.snapshot.capture import SnapshotRequest
 from moe_ckpt.snapshot.codec import Part, PartKey, Snapshot, layout_parts
-from moe_ckpt.snapshot.step_log import StepLog
-from moe_ckpt.snapshot.windows import SnapshotMemory
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
@@ -35,24 +34,15 @@ _log = logging.getLogger(__name__)
 class ServerStates:
     """Collective over all ranks, but for `clear` and `hand_over`. With a `mirror` servers capture gradients."""
 
-    def __init__(
-        self,
-        place: StagePlace,
-        operators: Operators,
-        mirror: Mirror | None,
-        stream: GradientStream,
-        memory: SnapshotMemory,
-        steps: StepLog,
-        events: EventLog,
-    ) -> None:
-        self._place = place
-        self._operators = operators
+    def __init__(self, parts: RankParts, mirror: Mirror | None, stream: GradientStream) -> None:
+        self._place = parts.place
+        self._operators = parts.training.operators
         self._mirror = mirror
         self._sums: tuple[MirroredSums, ...] = ()
         self._stream = stream
-        self._memory = memory
-        self._steps = steps
-        self._events = events
+        self._memory = parts.stores.memory
+        self._steps = parts.stores.steps
+        self._events = parts.events
         self.goes_on = False
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
