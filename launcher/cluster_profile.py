@@ -100,6 +100,7 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
     own = replace(cluster, efficiency=1.0)
     low, high = 1e6, 1e18
     while high / low > 1.001:  # more is never slower
+        # bisection on a logarithmic scale: the answer may lie anywhere in twelve orders of magnitude
         middle = (low * high) ** 0.5
         estimated = setup_of(run, replace(own, flops_per_s=middle), None).costs.iteration_s
         low, high = (middle, high) if estimated > seconds else (low, middle)

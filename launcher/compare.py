@@ -105,6 +105,7 @@ def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
     for kill in kills:
         wanted = f"one of {', '.join(_FROM_OUTSIDE)} under ckpt={settings.ckpt.policy}: nobody there finds a hang"
         require(kill.signal in _FROM_OUTSIDE, "fault: signal", kill.signal, wanted)
+    # this process inflicts the faults: a job without supervisors would refuse them
     without = [each for each in overrides if not each.startswith(("fault=", "fault.", "+fault="))]
     return Variant(name=name, overrides=(*without, "fault=none"), kills=kills)
 
@@ -133,6 +134,7 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
     Its output goes to a log file beside the run folder. Workers without supervisors are killed from this process.
     """
     command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={num_ranks}"]
+    # each kill from outside ends all ranks, and torchrun starts them again
     command += [f"--max-restarts={len(variant.kills)}", str(_TRAIN), *variant.overrides, f"run.dir={run}"]
     with log_of(run).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -117,6 +117,7 @@ class MegatronLoop:
         apply_update(self._state, gradients)
         advance_schedule(self._state, gradients)
         self._timed(lambda: self._hooks.update_applied(iteration))
+        # a rank that is cut off in here repeats it after the recovery: its own update is whole already
         gather_parameters(self._state)
         self._timed(lambda: self._hooks.step_committed(iteration))
 
@@ -141,6 +142,7 @@ class MegatronLoop:
             loss = mean_over_job([{"loss": loss} for loss in losses])
             self._timed(lambda loss=loss: self._hooks.loss_known(iteration, loss))
             self.prepared = self._describe(iteration, loss, gradients)
+            # the last moment to back out: gradients are complete on all ranks, and no parameter has changed on any
             if self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients)):
                 return gradients
 

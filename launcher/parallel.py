@@ -23,7 +23,9 @@ def choose_device(launch: Launch, *, deterministic: bool, backend: str = AUTO) -
     Raises ConfigError where `runtime.backend` does not fit the devices.
     """
     if cpu_stand_in.enable():
-        torch.set_num_threads(_threads_per_process())
+        # a share that no load changes: sums depend on the number of threads
+        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
         return False
     if deterministic:
         _make_deterministic()
@@ -58,11 +60,6 @@ def _make_deterministic() -> None:
     # torch.compile's choices depend on what a process compiled before; and a replacement would compile all anew
     torch._dynamo.config.disable = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def _threads_per_process() -> int:
-    """Return this rank's share of the processors that it may use: sums depend on the number of threads."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def form_groups(layout: ParallelLayout, seed: int) -> None:

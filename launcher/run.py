@@ -105,6 +105,7 @@ def run_supervised(
     training = TrainingJob(loop, settings, folder, log, is_supervised=True)
 
     def start() -> int:
+        # ranks have built their models alone, each with its own draws and its own copy of the tied embedding
         synchronize_fresh(state)
         is_first = launch.attempt == 0 and worker.page.generation == 1
         done = _resume(session, settings, folder, is_first=is_first)
@@ -232,6 +233,7 @@ def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout)
 
 def _fingerprint(settings: Settings, source: TokenSource) -> str:
     """Return a short hash over everything that shapes the saved state, at whatever layout, and a format of its own."""
+    # without tensor parallelism, whose padding differs: a checkpoint may be loaded at another layout
     vocab_size = _vocab_size(settings, source, ParallelLayout(pp=1, dp=1, ep=1, tp=1))
     shaping = {
         "model": {**asdict(settings.model), "vocab_size": vocab_size},

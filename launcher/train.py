@@ -22,8 +22,9 @@ if __name__ == "__main__":
 
 from launcher.config import GROUPS, compose_settings, show_with_hydra
 from moe_ckpt import __version__
-from moe_ckpt.elastic.torchrun import is_launched, read_launch
+from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.errors import MoeCkptError
+from moe_ckpt.run import report_error
 
 _FAILED = 1
 
@@ -43,12 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     choose_warnings()
     try:
         settings = compose_settings(arguments)
+        # before the imports below, so that a start without torchrun is refused at once
         read_launch("launcher/train.py")
         from launcher.entry import start  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
 
         return start(settings)
     except MoeCkptError as error:
-        _report(str(error))
+        report_error(str(error))
         return _FAILED
 
 
@@ -59,15 +61,6 @@ def choose_warnings() -> None:
     """
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
     warnings.filterwarnings("once", message=r"(?s).*(does not have a deterministic|nondeterministic)")
-
-
-def _report(message: str) -> None:
-    if not is_launched():
-        print(f"error: {message}", file=sys.stderr)
-        return
-    from moe_ckpt.elastic.job_store import say_once  # noqa: PLC0415
-
-    say_once(message)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, root)
     if name in ("train", "run"):
         command = train_command(rest) if name == "train" else run_command(rest)
+        # torchrun takes the place of this process: a signal, and the exit status, are torchrun's own
         os.execv(command[0], command)
     sys.argv = [f"moe-ckpt {name}", *rest]
     runpy.run_module(f"launcher.{program(name)}", run_name="__main__", alter_sys=True)

@@ -432,6 +432,7 @@ class EventLog:
 
     def _write_whole(self, lines: bytes) -> bool:
         try:
+            # one unbuffered write: a worker that is killed right after loses no event, and no reader sees half a line
             written = os.write(self._fd, lines)
             if written < len(lines):
                 # half a line would make the next one unreadable, too

@@ -140,6 +140,7 @@ class OwnLoop:
             gradients = finish_gradients(self.state)  # unscaled, with their norm
             loss = mean_over_job(losses)
             self.session.loss_known(iteration, loss)
+            # a step is committed on all ranks or on none: here gradients are complete, and no parameter has changed
             if self.session.gradients_ready(iteration, gradients):
                 break  # else state was lost and rebuilt: the iteration starts over
         apply_update(self.state, gradients)

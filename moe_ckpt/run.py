@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         launch = read_launch("-m moe_ckpt.run -- " + settings.command.name)
         return _start(settings, launch, imports)
     except MoeCkptError as error:
-        _report(str(error))
+        report_error(str(error))
         return _FAILED
 
 
@@ -102,7 +102,7 @@ def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
         wanted = f"a program that calls {loop.entry}: nothing was protected"
         require(bool(status) or attachment.has_trained, "SCRIPT", settings.command.name, wanted)
     except MoeCkptError as error:
-        _report(str(error))
+        report_error(str(error))
         return _FAILED
     return status
 
@@ -160,7 +160,8 @@ def _require_guarded(command: Command) -> list[str]:
     return [name for name in imported if name.startswith("megatron.")]
 
 
-def _report(message: str) -> None:
+def report_error(message: str) -> None:
+    """Print an error: in a job of several ranks once, by the first rank that gets here."""
     if not is_launched():
         print(f"error: {message}", file=sys.stderr)
         return

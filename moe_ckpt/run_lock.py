@@ -71,6 +71,7 @@ def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
 
 def _this_job() -> Holder:
     agent = agent_pid()
+    # the agent, not this process: workers come and go within a job; the start time tells a pid that is used again
     return Holder(host=socket.gethostname(), agent_pid=agent, start_ticks=start_ticks(agent), job=job_name())
 
 

@@ -100,17 +100,15 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
         runtime=section_of(RuntimeConfig, "runtime", runtime),
         ranks_per_node=changes["parallel"].get("ranks_per_node", "auto"),
         folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
-        checks=_checks(run),
+        checks=CheckConfig(
+            **{key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run}
+        ),
         losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
         is_plain=parsed.plain or policy == "none",
         keep_batches_bytes=_converted(
             run.get("keep_batches_bytes", _KEEP_BATCHES_BYTES), int, "run.keep_batches_bytes"
         ),
     )
-
-
-def _checks(run: Mapping[str, Any]) -> CheckConfig:
-    return CheckConfig(**{key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run})
 
 
 def ckpt_config(policy: str, **changes: Any) -> CkptConfig:
@@ -197,6 +195,7 @@ def _assignment(text: str) -> dict[str, Any]:
     words = key.split(".")
     path = words if words[0] in _SECTIONS else ["ckpt", *words]
     require(len(path) > 1, "--set", text, "a key in the section, such as runtime.join_s=60")
+    # an empty value is an empty text, for which YAML would take null
     nested: Any = yaml.safe_load(value) if value else value
     for word in reversed(path):
         nested = {word: nested}

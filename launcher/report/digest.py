@@ -141,6 +141,7 @@ def _way(commits: Columns) -> NDArray[np.int64]:
     """Return the times and iterations of some commits, with all from which the rank went back."""
     iteration = commits.iteration
     back = np.flatnonzero(np.diff(iteration) <= 0)[:MOST_POINTS]
+    # steps down show that work was given up: both ends of each are kept, whatever is thinned
     keep = np.unique(np.concatenate([evenly(len(iteration), MOST_POINTS), back, back + 1]))
     return np.stack([commits.at_us[keep], iteration[keep]])
 

@@ -79,6 +79,7 @@ def find_episodes(run: RunLog) -> tuple[Episode, ...]:
         first, last = int(rows[:, _START].min()), int(rows[:, _END].max())
         noted = telling[bisect_left(times_us, first) : bisect_right(times_us, last)]
         iteration = _goes_on_after(noted)
+        # lost work belongs to the first recovery after it that went back far enough
         undone = (lost[:, _ITERATION] < 0) | (lost[:, _ITERATION] > (-1 if iteration is None else iteration))
         mine = unassigned & undone & (lost[:, _START] < last)
         unassigned &= ~mine
@@ -165,6 +166,7 @@ def _causes(run: RunLog, noted: Sequence[tuple[int, Noted]], start_us: int, end_
         if isinstance(e, StateLost)
     ]
     losses = [f"the loss of iteration {e.iteration:.0f} is {e.loss}" for _, e in events if isinstance(e, LossNotFinite)]
+    # an order names the time at which it was given, not that of the death
     inflicted = [
         f"rank {fault.rank} was sent SIG{fault.signal}"
         for at_s, fault in run.faults

@@ -30,6 +30,7 @@ def to_html(runs: Sequence[Facts]) -> str:
     shown_plots = [plot for plots in (together, *alone) for plot in plots if plot.choices]
     figures = {f"plot-{plot.key}": [each for _, each in plot.choices] for plot in shown_plots}
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # ends no script element
+    # StrictUndefined: a name that is mistyped in the template is an error, and no empty cell
     environment = Environment(loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined)
     environment.globals.update(
         asset=lambda name: Markup(_asset(name)),

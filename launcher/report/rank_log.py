@@ -122,6 +122,7 @@ class _Reader:
     def add(self, lines: bytes) -> None:
         """Take whole lines, without the newline of the last."""
         records = _together(lines)
+        # a damaged line spoils the whole block for one parse: then each line is parsed by itself
         if records is None:
             records = [record for line in lines.split(b"\n") if (record := self._checked(_parsed(line)))]
         numbers: dict[str, list[int]] = {}
@@ -130,6 +131,7 @@ class _Reader:
         for kind in _TABLES.keys() & numbers.keys():
             numbers[kind] = self._add_rows(kind, numbers[kind], [records[number] for number in numbers[kind]])
         commits = numbers.get("IterationCommitted", [])
+        # in the order of the file again: how many commits came before an event places it in time
         for number in sorted(chain.from_iterable(numbers[kind] for kind in numbers.keys() - _TABLES.keys())):
             self._add_event(records[number], self._num_commits + bisect(commits, number))
         self._num_commits += len(commits)

@@ -82,6 +82,7 @@ def map_ranks(path: Path, work: Callable[[int, Path], T]) -> list[T]:
     workers = min(len(files), os.cpu_count() or 1)
     if workers < 2 or sum(file.stat().st_size for _, file in files) < _PARALLEL_FROM_BYTES:
         return [work(rank, file) for rank, file in files]
+    # spawned: a fork of a process with threads (of BLAS, of a caller) may inherit locks that nothing releases
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return list(pool.map(work, *zip(*files, strict=True)))
 

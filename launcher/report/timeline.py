@@ -146,6 +146,7 @@ def _blocks(parts: NDArray[np.int64], mine: NDArray[np.int64], most: int) -> lis
         return list(range(len(mine) + 1))
     lost, recovered = np.flatnonzero(parts[mine] == PagePart.LOST), np.flatnonzero(np.diff(mine) > 1) + 1
     reach = most // (4 * (len(lost) + len(recovered) + 1))
+    # iterations around faults stay by themselves: they are the reason to open a timeline
     near = np.concatenate([lost, recovered])[:, None] + np.arange(-reach, reach + 1)
     bounds = (evenly(len(mine) + 1, most // 2), recovered, np.clip(near, 0, len(mine)).ravel())
     return np.unique(np.concatenate(bounds)).tolist()

@@ -117,6 +117,7 @@ def _recovery(walk: Walk, found: Sequence[Noted], rest: PagePart | None, finishe
     fetch_us = replay_us - us(rejoined.fetch_s)
     rebuild_us = fetch_us - us(rejoined.rebuild_s)
     detect_us = rebuild_us - us(rejoined.detect_s)
+    # a fault that hit an earlier recovery, or a restart by torchrun, has events of its own before this one's begin
     earlier = [noted for noted in found[:-1] if noted.at_us < detect_us]
     rest = _plain(walk, earlier, rest or PagePart.LOST) if earlier else rest
     if rest is None and finished is not None and finished == rejoined.iteration:

@@ -33,6 +33,7 @@ def compare(folder: Path, cluster: ClusterConfig, iteration_s: float | None) -> 
     Raises ConfigError, naming the folder, for one that is not that of a run.
     """
     run = read_run(folder)
+    # the real iteration's seconds are given to the simulation: what is compared is the price of saving and of faults
     truth = facts_of(run.ranks)
     predicted = predict_run(run, cluster, iteration_s or truth.iteration_s, truth.iterations)
     form = "{:<34} {:>14} {:>14} {:>10}"

@@ -188,6 +188,7 @@ def fit_cluster(
     else:
         stages = [pp for pp in _divisors(world_size // tp) if pp <= shape.num_layers]
         layouts = [_layout(parallel, pp, world_size // (pp * tp), tp, cluster, shape) for pp in stages]
+        # few stages: a pipeline's bubbles grow with their number
         chosen = _smallest_fitting(layouts, cluster, shape, formats, batch)
     degrees = f"{chosen.dp} = {world_size} GPUs / (pp={chosen.pp} * tp={tp})"
     require(parallel.dp in (AUTO, chosen.dp), "parallel.dp", parallel.dp, degrees)

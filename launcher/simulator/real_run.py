@@ -148,6 +148,7 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
     require(bool(commits), "real", "no iteration", "the folder of a run that trained")
     events = [[logged.event for logged in rank] for rank in ranks]
     iterations = max(event.iteration for _, event in commits)
+    # without the first iteration, which is slow by itself
     iteration_s = statistics.fmean(event.seconds - event.stall_s for _, event in commits[1:] or commits)
     commits_s = first_commits(ranks)
     recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]

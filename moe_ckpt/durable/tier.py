@@ -75,6 +75,7 @@ class DurableTier:
         started_s = time.monotonic()
         directory = self._folder.directory(iteration)
         with _reporting(self._events, iteration):
+            # training may come by the same iteration again, and an abandoned save may still write into its directory
             gather_results(self._ranks, self._require_idle, CheckpointSaveError)
             broadcast_result(self._ranks, lambda: self._folder.prepare(iteration), CheckpointSaveError)
             self._state.start_save(directory, iteration)

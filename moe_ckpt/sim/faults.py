@@ -56,6 +56,7 @@ def time_in_iteration(phase: str, costs: Costs, seconds: float) -> float:
         case "forward":
             return 0.0
         case "backward":
+            # forward is a third of the work: backward computes two gradients for each product of forward
             return costs.pipeline_s(range(costs.num_stages)) / 3
         case "reduce":
             return seconds - costs.update_s - costs.sync_s

@@ -138,6 +138,7 @@ class Generation:
         agreed = moment.iterations if moment.ready else moment.iterations - 1
         now_s = self._now_s(moment)
         for span in self.rhythm.spans_back(moment.iterations):
+            # nothing could be recovered without the base: training begins once it is kept
             is_first = span.last == 0 and not self.carried
             is_agreed = agrees and not span.pause_iters and span.last <= agreed
             copied_s = span.size_bytes / self.saving.kept_bytes_per_s

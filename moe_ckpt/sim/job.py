@@ -199,6 +199,7 @@ class Job:
         layout, counts, is_expert = self.layout, self.shape.parameters[where], self.is_expert[where]
         if not self.is_sharded:  # each rank that holds an operator has its whole state
             counts = counts * np.where(is_expert, layout.dp // layout.ep, layout.dp)
+        # dp * tp ranks hold it, and each saves an even share: a byte is saved once
         shared = counts / (layout.dp * layout.tp)
         rows = np.tile(np.where(is_expert, 0.0, shared), (layout.ep, 1))
         if not is_expert.any():

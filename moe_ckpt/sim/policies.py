@@ -95,6 +95,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, setup.cluster)
     stalled_s = link.stall_s(link.most_bytes)
     kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
+    # the disk's rate is that of the whole job, and is compared with the rate of one rank's copies
     if config.waits_for_disk:  # nothing is taken before that is written
         narrowest = min(narrowest, rates.disk() * link.most_bytes / setup.total_full_bytes)
     measured = Measured(
@@ -129,6 +130,7 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, cluster)
     gradient_bytes = _gradient_bytes(config, setup.job, link.profiles[link.own].table)
     served_s = _served_s(setup, link, replicas)
+    # servers on processors of their own work while training does; on shared ones training stands still meanwhile
     waits_s = served_s if cluster.compute_share == JOB else max(0.0, served_s - setup.costs.iteration_s)
     added_s += waits_s + _lost_share(config, setup.job, replicas) * link.stall_s(link.most_bytes)
     tap_s = cluster.take_s + gradient_bytes / link.bytes_per_s + added_s

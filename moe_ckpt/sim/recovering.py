@@ -80,6 +80,7 @@ def estimate(setup: Setup, saving: Saving, plan: RecoveryPlan) -> Estimate:
     """Return the seconds of a plan."""
     sources = Counter(fetch.source_rank for fetch in plan.fetches)
     rate = setup.cluster.peer_bytes_per_s
+    # sources send at the same time, but each of them its windows one after the other
     fetch_s = max(sources.values(), default=0) * _window_bytes(setup, saving) / rate
     return Estimate(
         plan=plan,
@@ -119,6 +120,7 @@ def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -
     done = rollback.starts_from - window.start
     load_bytes = saving.whole_bytes if rollback.resumed_at is None else 0.0
     if setup.cluster.copies_share == JOB:
+        # `whole_bytes` are the job's here, on one link: these stages load their share of it
         load_bytes *= len(stages) / setup.job.layout.pp
     return load_bytes / saving.reload_bytes_per_s + replay_s(setup, saving, stages, window, target, done)
 

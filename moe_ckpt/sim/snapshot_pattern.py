@@ -135,6 +135,7 @@ def listen(
     takes: list[Take] = []
     begins: list[int] = []  # positions in takes
     offset = 0
+    # a policy is pure: from the same point on, with the same measurements, it repeats its answers
     while len(begins) < 2:
         plan = policy.plan(offset, measure)
         if plan.sparse:

@@ -30,6 +30,7 @@ def go_back(setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | 
     """Return the way of all ranks back to a partial checkpoint, or None if they have none in common."""
     written = [on_disk] if on_disk and not on_disk.is_whole else []
     bare = {rank: _bare_places(setup, saving, rank, kept, written, losses) for rank in sorted(losses.unreplicated)}
+    # one rank stands for all whose memory is whole: a plan depends on sources, not on their number
     witness = next(rank for rank in range(len(bare) + 1) if rank not in bare)
     others = {witness: {Where.MEMORY: [*kept, *written]}} if witness < setup.job.layout.world_size else {}
     plan = plan_units([_inventory(rank, places) for rank, places in (bare | others).items()])
