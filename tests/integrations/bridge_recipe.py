@@ -9,23 +9,25 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
-from megatron.bridge.training.config import (
-    CheckpointConfig,
-    ConfigContainer,
-    DistributedDataParallelConfig,
-    DistributedInitConfig,
-    LoggerConfig,
-    MockGPTDatasetConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-    TokenizerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
-from megatron.bridge.training.gpt_step import forward_step
-from megatron.bridge.training.pretrain import pretrain
-from megatron.core.transformer.enums import AttnBackend
+
+if __name__ == "__main__":  # processes that write checkpoints import this file again, without stand-ins
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.bridge.training.config import (
+        CheckpointConfig,
+        ConfigContainer,
+        DistributedDataParallelConfig,
+        DistributedInitConfig,
+        LoggerConfig,
+        MockGPTDatasetConfig,
+        OptimizerConfig,
+        SchedulerConfig,
+        TokenizerConfig,
+        TrainingConfig,
+        ValidationConfig,
+    )
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+    from megatron.core.transformer.enums import AttnBackend
 
 SEQUENCE = 16
 
