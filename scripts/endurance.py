@@ -48,9 +48,10 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Endured:
-    """A run and its parts that must equal those of the run without faults."""
+    """A run: its faults, by the store of the job and by class in its events, and its outcome."""
 
     moments: Sequence[Moment]
+    faults: int
     counts: dict[str, int]
     seconds: float
     outcome: Outcome
@@ -74,7 +75,11 @@ def endure(ranks: int, faults: int, iterations: int, seed: int, folder: Path) ->
         seconds = time.monotonic() - started_s
         result = job.wait()
         return Endured(
-            moments=moments, counts=count_faults_in(job.run), seconds=seconds, outcome=outcome_of(job.run, result)
+            moments=moments,
+            faults=result["faults_survived"] + chaos.daemon_deaths,
+            counts=count_faults_in(job.run),
+            seconds=seconds,
+            outcome=outcome_of(job.run, result),
         )
 
 
@@ -85,9 +90,8 @@ def _cache_little() -> None:
 def broken_promises(endured: Endured, reference: Outcome, faults: int) -> list[str]:
     """Return each promise that the run broke, as a sentence."""
     broken = [] if endured.outcome == reference else ["the end differs from that of the run without faults"]
-    total = sum(endured.counts.values())
-    if total < faults:
-        broken.append(f"got {total} faults, wanted {faults}: the job has too few iterations")
+    if endured.faults < faults:
+        broken.append(f"got {endured.faults} faults, wanted {faults}: the job has too few iterations")
     quarter = max(1, len(endured.moments) // 4)
     early, late = endured.moments[1 : 1 + quarter], endured.moments[-quarter:]
     for name, allowed in (("files", 1), ("threads", 1), ("sockets", 1), ("private_bytes", _GROWN_BYTES)):
@@ -124,7 +128,7 @@ def _row(moment: Moment) -> str:
 def summary(options: argparse.Namespace, endured: Endured, broken: Sequence[str]) -> str:
     """Return the summary of a run, in Markdown."""
     step = max(1, len(endured.moments) // ROWS)
-    total = sum(endured.counts.values())
+    unseen = endured.faults - sum(endured.counts.values())
     command = f"python scripts/endurance.py --faults {options.faults} --ranks {options.ranks} --seed {options.seed}"
     verdict = "\n".join(f"- Broken: {each}." for each in broken) or (
         "The end is that of the run without faults, bit for bit. No process and no shared memory was left, and no "
@@ -132,9 +136,9 @@ def summary(options: argparse.Namespace, endured: Endured, broken: Sequence[str]
     )
     return "\n".join(
         (
-            f"# {total} faults on {options.ranks} ranks",
+            f"# {endured.faults} faults on {options.ranks} ranks",
             "",
-            f"`{command}`: {endured.seconds:.0f} s, {endured.seconds / max(total, 1):.2f} s a fault, "
+            f"`{command}`: {endured.seconds:.0f} s, {endured.seconds / max(endured.faults, 1):.2f} s a fault, "
             f"{options.iterations} iterations.",
             "",
             verdict,
@@ -142,6 +146,7 @@ def summary(options: argparse.Namespace, endured: Endured, broken: Sequence[str]
             "| class | faults | meaning |",
             "| --- | --- | --- |",
             *(f"| {name} | {count} | {EXPLAINED.get(name, '')} |" for name, count in endured.counts.items()),
+            f"| in no event | {unseen} | it came with others, before ranks went on from an earlier one |",
             "",
             "The most that any process of a kind uses, at a moment between faults:",
             "",

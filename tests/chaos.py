@@ -25,17 +25,20 @@ MIB = 1 << 20
 
 
 class Chaos:
-    """Random faults to random ranks, at random points or times, of which some come while an earlier one is repaired."""
+    """Random faults to random ranks, at random points or times, of which some come while an earlier one is repaired.
+
+    `daemon_deaths`: the number of daemons that were killed.
+    """
 
     def __init__(self, job: ElasticJob, seed: int) -> None:
         self._job = job
         self._chosen = random.Random(seed)
-        self._daemon_deaths = 0
+        self.daemon_deaths = 0
 
     @property
     def num_faults(self) -> int:
         """The number of workers and daemons that have been replaced so far."""
-        return self._daemon_deaths + sum(worker.life for worker in read_written(self._job.run))
+        return self.daemon_deaths + sum(worker.life for worker in read_written(self._job.run))
 
     def strike(self) -> None:
         kinds: list[Callable[[], None]] = [
@@ -69,7 +72,7 @@ class Chaos:
 
     def _kill_a_daemon(self) -> None:
         os.kill(self._job.daemon_pid(self._any_rank()), SIGKILL)
-        self._daemon_deaths += 1
+        self.daemon_deaths += 1
 
     def _stop(self) -> None:
         self._job.kill(self._any_rank(), number=SIGSTOP)

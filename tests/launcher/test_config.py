@@ -332,6 +332,7 @@ def test_an_unknown_value_is_named_with_the_choices(key: str, choices: str) -> N
         ("ckpt=gemini; ckpt.max_bytes_per_s.peers=inf", "ckpt.max_bytes_per_s.peers: got inf, wanted more than 0"),
         ("ckpt=gemini; ckpt.max_bytes_per_s.tape=1", "ckpt.max_bytes_per_s.tape: "),
         ("ckpt=checkfreq; ckpt.max_bytes_per_s.peers=1", "ckpt.max_bytes_per_s.peers: got 1.0, wanted null where"),
+        ("ckpt=moevement; ckpt.tls.key=/node.key", "ckpt.tls.certificate: got None, wanted a path, as the other keys"),
         ("ckpt=gemini; ckpt.mtbf_s=-1", "ckpt.mtbf_s: got -1.0, wanted more than 0"),
         ("ckpt=flowcheck; ckpt.max_lag_iters=-1", "ckpt.max_lag_iters: got -1, wanted at least 0"),
         ("ckpt=flowcheck; ckpt.replicas=-1", "ckpt.replicas: got -1, wanted auto or a number of copies of at least 0"),

@@ -25,6 +25,7 @@ from moe_ckpt.events import SnapshotTaken, StageRecovered, WindowReplicated
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Moment, Point, copies_fail, kill_a_daemon, lose_nodes, stretches_of, survive
 from tests.elastic_job import ElasticJob
+from tests.replication.certificates import Authority
 from tests.scenarios import BIAS, PP4
 from tests.training import events_of
 
@@ -212,3 +213,15 @@ def test_a_job_of_which_nothing_is_left_fails_once(tmp_path: Path) -> None:
         said = job.wait_for_failure()
     assert said.count("error: ") == 1, said
     assert "cannot be rebuilt at iteration" in said
+
+
+@pytest.mark.full
+def test_a_lost_node_gets_its_state_back_over_tls(tmp_path: Path) -> None:
+    """All nodes are this machine, with one certificate."""
+    tls = Authority(tmp_path / "certificates").config_of("node")
+    faults = [
+        fault("a node", Point(2, FORWARD, 5), kills=[2], then=lose_nodes, fetched=True, back_to=4, executed=2),
+        fault("what it got back", Point(2, BACKWARD, 8), back_to=7, executed=2),
+    ]
+    paths = [f"ckpt.tls.{name}={getattr(tls, name)}" for name in ("certificate", "key", "authority")]
+    survive(tmp_path / "job", faults, "train.iterations=10", settings=["ckpt.window=2", *paths])

@@ -110,6 +110,11 @@ def test_an_error_in_training_ends_the_job(error: Exception, says: str, lives: i
     [
         ("parallel.pp=3", "parallel.pp * parallel.tp: got 3, wanted a divisor of 2 processes"),
         ("ckpt.network_interface=eth77", "ckpt.network_interface: got 'eth77', wanted one of"),
+        pytest.param(
+            "ckpt.tls={certificate: /nowhere/a.pem, key: /nowhere/a.key, authority: /nowhere/all.pem}",
+            "ckpt.tls.certificate: got '/nowhere/a.pem', wanted a file that can be read (No such file or directory)",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_error(setting: str, says: str, tmp_path: Path) -> None:
