@@ -2,7 +2,8 @@
 
 The standard library suffices. A client over gRPC has threads, which a supervisor that forks must not have; etcd3gw asks
 one member only and watches in a thread; python-etcd knows the API that etcd 3.6 no longer has. Every request may be
-sent again: a member that is lost may have carried it out before.
+sent again: a member that is lost may have carried it out before, and the end of a generation may shut down a connection
+that was opened while its groups formed (`elastic.backends`).
 
 All keys of a job have one lease. Any request renews it from time to time, so the keys outlive the job by `_LEASE_S`.
 """

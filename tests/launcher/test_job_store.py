@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.elastic import etcd_client, job_store
-from moe_ckpt.elastic.job_store import agent_store, open_store, say_once, use_etcd
+from moe_ckpt.elastic.job_store import agent_store, open_store, say_once, use_etcd, use_hosted_store
+from moe_ckpt.elastic.supervisor import start_beside
+from moe_ckpt.elastic.torchrun import Launch
 from tests.elastic.etcd_server import EtcdServer
 from tests.launcher.errors import error_of
 from tests.ranks import run_ranks
@@ -119,3 +122,23 @@ def test_ranks_meet_on_etcd(tmp_path: Path, stack: ExitStack) -> None:
     found = run_ranks(2, meet_on_etcd, EtcdServer(stack, tmp_path).endpoint)
     assert [parts for *parts, _ in found] == [[True, False]] * 2
     assert sorted(said for *_, said in found) == ["", "error: it is broken\n"]
+
+
+def signal_hosted_store() -> int:
+    """Host a store on rank 0, and send its process the signals of a scheduler; then use it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    pids: list[int] = []
+    launch = Launch(global_rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0)
+    use_hosted_store(launch, lambda keep: pids.append(start_beside(keep)))
+    store = open_store("part")
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        os.kill(pids[0], number)
+    store.set("a", "1")
+    return store.add("a", 1)
+
+
+def test_a_hosted_store_serves_after_notice_of_an_end() -> None:
+    """torchrun's signals go to its process as well, while ranks save and report their last iterations."""
+    assert run_ranks(1, signal_hosted_store) == [2]

@@ -71,7 +71,8 @@ def test_a_sick_node_leaves_its_rank_to_a_spare_one(tmp_path: Path, stack: ExitS
     sick = job.agent_of(1)
     os.kill(job.worker(1).pid, signal.SIGKILL)
     assert job.statuses() == [1 if agent == sick else 0 for agent in job.agents], job.said()
-    assert (
-        "the place of rank 1, is sick, no worker is started there again: runtime.health='test $RANK != 1'" in job.said()
-    )
+    said = job.said()
+    assert "the place of rank 1, is sick, no worker is started there again: runtime.health='test $RANK != 1'" in said
+    assert "runtime.sick_place=leave: this node leaves the job to a spare one" in said
+    assert "not saved within" not in said, "the job's store was there for the last saves"
     assert outcome_of(job.run, job.result()) == uninterrupted(2, *TRAINING)
