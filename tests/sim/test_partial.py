@@ -11,9 +11,9 @@ from moe_ckpt.config import MocConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.sim.generation import Kept
-from moe_ckpt.sim.partial import Account, Line, Partial, Tokens
+from moe_ckpt.sim.partial import Account, Line, Lost, Partial, Tokens
 from moe_ckpt.sim.policies import plan_saving
-from moe_ckpt.sim.recovering import Losses
+from moe_ckpt.sim.recovering import Losses, Way
 from moe_ckpt.sim.saving import Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import Where
 from moe_ckpt.sim.units import go_back
@@ -41,6 +41,12 @@ def kept(line: Line, iteration: int) -> Kept:
 
 
 @pytest.mark.parametrize("iteration", [0, 1, 7, 30, 200])
+def lost_by(found: Way | None) -> Lost:
+    assert found is not None
+    assert found.lost is not None
+    return found.lost
+
+
 def test_choices_are_those_of_the_real_policy(iteration: int) -> None:
     _, _, line = told(*MOC)
     config = ckpt(*MOC)
@@ -77,9 +83,9 @@ def test_who_keeps_memory_loses_what_was_not_in_the_newest_snapshot() -> None:
     assert found is not None
     assert found.iteration == 11
     tokens = partial.tokens.by_expert[0]  # all alike
-    assert [of_stage.sum(axis=1).tolist() for of_stage in found.lost.by_stage] == [[2 * tokens] * 2] * 4
-    assert found.lost.plt == pytest.approx(2 * tokens / (11 * EXPERTS * tokens))
-    assert found.lost.mlt == pytest.approx(8 * found.lost.plt)
+    assert [of_stage.sum(axis=1).tolist() for of_stage in lost_by(found).by_stage] == [[2 * tokens] * 2] * 4
+    assert lost_by(found).plt == pytest.approx(2 * tokens / (11 * EXPERTS * tokens))
+    assert lost_by(found).mlt == pytest.approx(8 * lost_by(found).plt)
 
 
 def test_only_the_experts_of_a_lost_node_are_as_old_as_on_disk() -> None:
@@ -87,7 +93,7 @@ def test_only_the_experts_of_a_lost_node_are_as_old_as_on_disk() -> None:
     found = go_back(SETUP, saving, [kept(line, 11)], kept(line, 8), lost_memory(2))
     assert found is not None
     assert found.iteration == 8
-    by_stage = [of_stage.sum(axis=0) for of_stage in found.lost.by_stage]
+    by_stage = [of_stage.sum(axis=0) for of_stage in lost_by(found).by_stage]
     assert all((of_stage == by_stage[0]).all() for of_stage in (by_stage[2], by_stage[3]))
     assert (by_stage[1][:2] > by_stage[0][:2]).all()  # rank 2 has the first two experts of stage 1
     assert (by_stage[1][2:] == by_stage[0][2:]).all()
@@ -99,7 +105,7 @@ def test_peers_bring_back_the_newest_snapshot_where_one_of_them_is_left() -> Non
     one = go_back(SETUP, saving, [kept(line, 11)], None, lost_memory(2))
     assert one is not None
     assert one.iteration == 11
-    assert one.lost.by_stage[1].sum() > one.lost.by_stage[0].sum()
+    assert lost_by(one).by_stage[1].sum() > lost_by(one).by_stage[0].sum()
     assert go_back(SETUP, saving, [kept(line, 11)], None, lost_memory(0, 2)) is None
 
 
@@ -131,7 +137,7 @@ def test_popular_experts_lose_less_than_in_turn() -> None:
     for name, overrides in (("moc", MOC), ("moetion", MOETION)):
         saving, _, line = told(*overrides, of=uneven)
         found = [go_back(uneven, saving, [kept(line, at)], None, lost_memory()) for at in range(40, 60)]
-        lost[name] = sum(each.lost.plt for each in found if each)
+        lost[name] = sum(lost_by(each).plt for each in found if each)
     assert 0 < lost["moetion"] < lost["moc"]
 
 
