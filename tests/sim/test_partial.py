@@ -40,13 +40,13 @@ def kept(line: Line, iteration: int) -> Kept:
     return Kept(start=iteration, end=iteration, is_whole=False, line=line)
 
 
-@pytest.mark.parametrize("iteration", [0, 1, 7, 30, 200])
 def lost_by(found: Way | None) -> Lost:
     assert found is not None
     assert found.lost is not None
     return found.lost
 
 
+@pytest.mark.parametrize("iteration", [0, 1, 7, 30, 200])
 def test_choices_are_those_of_the_real_policy(iteration: int) -> None:
     _, _, line = told(*MOC)
     config = ckpt(*MOC)
