@@ -63,7 +63,11 @@ class Connection:
         encrypted = context.wrap_socket(self._socket, server_side=server_side, do_handshake_on_connect=False)
         self._socket = encrypted  # first: `shut_down` ends the handshake, too
         encrypted.settimeout(self._left_s())
-        encrypted.do_handshake()
+        try:
+            encrypted.do_handshake()
+        except ssl.SSLError:
+            self._let_the_reason_arrive()
+            raise
 
     def allow(self, timeout_s: float) -> None:
         """Limit the following operations to this many seconds from now."""
@@ -143,6 +147,13 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _let_the_reason_arrive(self) -> None:
+        """Wait for the other end to close: to close over unread bytes would reset the connection and lose the alert."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            while socket.socket.recv(self._socket, CHUNK_BYTES):
+                self._socket.settimeout(self._left_s())
 
     def _send(self, content: memoryview) -> None:
         self._socket.settimeout(self._left_s())

@@ -220,8 +220,8 @@ def test_a_lost_node_gets_its_state_back_over_tls(tmp_path: Path) -> None:
     """All nodes are this machine, with one certificate."""
     tls = Authority(tmp_path / "certificates").config_of("node")
     faults = [
-        fault("a node", Point(2, FORWARD, 5), kills=[2], then=lose_nodes, fetched=True, back_to=4, executed=2),
-        fault("what it got back", Point(2, BACKWARD, 8), back_to=7, executed=2),
+        fault("a node", Point(2, FORWARD, 5), kills=[2], then=lose_nodes, fetched=True, back_to=4, executed=None),
+        fault("what it got back", Point(2, BACKWARD, 8), back_to=7, executed=None),
     ]
     paths = [f"ckpt.tls.{name}={getattr(tls, name)}" for name in ("certificate", "key", "authority")]
     survive(tmp_path / "job", faults, "train.iterations=10", settings=["ckpt.window=2", *paths])
