@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def run_once(arguments: Sequence[str], folder: Path, skip: int) -> Run:
 
 
 def measure_variants(
-    variants: dict[str, Sequence[str]], *, rounds: int, within: float, skip: int
+    variants: Mapping[str, Sequence[str]], *, rounds: int, within: float, skip: int
 ) -> dict[str, list[Run]]:
     """Run every variant once a round, until the intervals of all are `within`; `variants` are arguments of torchrun."""
     runs: dict[str, list[Run]] = {name: [] for name in variants}
