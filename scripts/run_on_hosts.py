@@ -2,7 +2,7 @@
 
     python scripts/hosts.py up 4
     python scripts/run_on_hosts.py 4 launcher/train.py +ckpt=flowcheck run.dir=outputs/hosts
-    python scripts/run_on_hosts.py 2 --servers 2 launcher/train.py +ckpt=flowcheck ckpt.servers=hosts run.dir=RUN
+    python scripts/run_on_hosts.py --servers 2 2 launcher/train.py +ckpt=flowcheck ckpt.servers=hosts run.dir=RUN
 
 With --servers, the hosts after the job's train nothing, and hold checkpoints (ckpt.servers=hosts). Agents meet at the
 first host's address; gloo uses the hosts' own interfaces. Hosts share the machine's files, /dev/shm among them, where

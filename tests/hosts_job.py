@@ -61,7 +61,7 @@ class HostsJob:
         run_on_hosts = (sys.executable, str(ROOT / "scripts" / "run_on_hosts.py"))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [*run_on_hosts, str(num_hosts), f"--servers={num_servers}", *job],
+                [*run_on_hosts, f"--servers={num_servers}", str(num_hosts), *job],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
