@@ -82,8 +82,8 @@ class WindowRecovery:
             state.lose()  # a fault during the replay must not find this state live, at no iteration
         is_there = live and target is not None and plan.target_iteration == target.iteration
         executed_iters = self._recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
-        self._keep_safest()
         self._sources.drop_brought()
+        self._keep_safest()
         self._stores.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
         return RecoveredState(
