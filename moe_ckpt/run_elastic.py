@@ -406,6 +406,7 @@ def _announce_servers(config: ElasticConfig, served: FlowcheckConfig, place: Ran
         timeout_s=runtime.copy_s,
         most_bytes_per_owner=served.memory_budget_bytes,
         mirror=_mirror(served),
+        tls=served.tls,
     )
     if place.launch.global_rank == 0:
         open_store(PART).set(SETTINGS, settings.to_json())

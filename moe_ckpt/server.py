@@ -30,6 +30,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.daemon import open_mirror
 from moe_ckpt.replication.messages import Address, Ticket, parse_address
+from moe_ckpt.replication.tls import open_tls
 from moe_ckpt.snapshot.arriving_update import no_capture
 
 NO_RANK = -1
@@ -67,6 +68,7 @@ def _serve(store: dist.Store, where: Address, interface: str | None, memory: Pat
     settings = settings_from_json(of_servers.get(SETTINGS))
     token = part_of(store, "generations").get("token").decode()
     host = address_on(interface, "--interface") if interface else route_to(where.host, where.port)
+    tls = open_tls(settings.tls)
     numbers = ServerNumbers(of_servers, settings.num_servers)
     capture = open_mirror(settings.mirror, os.getpid()) if settings.mirror else None
     while True:
@@ -74,7 +76,7 @@ def _serve(store: dist.Store, where: Address, interface: str | None, memory: Pat
             server = CopyServer(
                 Path(folder),
                 NO_RANK,
-                Ticket(run_id=settings.run_id, token=token),
+                Ticket(run_id=settings.run_id, token=token, tls=tls),
                 host=host,
                 timeout_s=settings.timeout_s,
                 rules=HoldingRules(

@@ -23,6 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from moe_ckpt.collectives import Ranks, broadcast_result, gather_results
+from moe_ckpt.config import TlsConfig
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.connection import RefusedError
@@ -58,6 +59,7 @@ class ServerSettings:
     timeout_s: float
     most_bytes_per_owner: int | None
     mirror: MirrorSettings | None
+    tls: TlsConfig
 
     def to_json(self) -> str:
         """Return the text that `settings_from_json` reads."""
@@ -67,7 +69,8 @@ class ServerSettings:
 def settings_from_json(text: str | bytes) -> ServerSettings:
     """Return the settings that `ServerSettings.to_json` wrote."""
     values = json.loads(text)
-    return ServerSettings(**{**values, "mirror": values["mirror"] and MirrorSettings(**values["mirror"])})
+    mirror = values["mirror"] and MirrorSettings(**values["mirror"])
+    return ServerSettings(**{**values, "mirror": mirror, "tls": TlsConfig(**values["tls"])})
 
 
 class ServerNumbers:
