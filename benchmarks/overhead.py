@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from moe_ckpt.events import (  # noqa: E402
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
+    ServersWorked,
     SnapshotTaken,
     WindowChosen,
     WindowPersisted,
@@ -56,7 +57,10 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Measurements of rank 0 after the iterations that are skipped. Bytes are an iteration's, of this rank."""
+    """Measurements of rank 0 after the iterations that are skipped. Bytes are an iteration's, of this rank.
+
+    `server_s`: the work of its slowest checkpoint server for an iteration, with an iteration's time as deadline.
+    """
 
     iteration_s: float
     stall: float
@@ -67,6 +71,8 @@ class Run:
     peer_bytes: float
     disk_bytes: float
     host_bytes: int
+    server_s: float | None
+    server_deadline_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +122,7 @@ def measure(folder: Path, skip: int) -> Run:
     durable_bytes = sum(saved.size_bytes for saved in _of(later, CheckpointSaved)) / RANKS
     disk_bytes = durable_bytes + sum(sizes.get(each.window_start, 0) for each in _of(later, WindowPersisted))
     memory = _of([each.event for each in logged], HostMemoryUsed)
+    works = _of(later, ServersWorked)
     gradient_bytes = sum(sent.size_bytes for sent in _of(later, GradientsSent))
     return Run(
         iteration_s=statistics.fmean(after - before for before, after in itertools.pairwise(times)),
@@ -127,6 +134,8 @@ def measure(folder: Path, skip: int) -> Run:
         peer_bytes=(sum(each.size_bytes for each in _of(later, WindowReplicated)) + gradient_bytes) / number,
         disk_bytes=disk_bytes / number,
         host_bytes=max((each.allocated_bytes for each in memory), default=0),
+        server_s=statistics.fmean(work.busy_s for work in works) if works else None,
+        server_deadline_s=statistics.fmean(work.iteration_s for work in works) if works else None,
     )
 
 
@@ -144,7 +153,7 @@ def run_once(arguments: Sequence[str], folder: Path, skip: int) -> Run:
 
 
 def measure_variants(
-    variants: dict[str, Sequence[str]], *, rounds: int, within: float, skip: int
+    variants: Mapping[str, Sequence[str]], *, rounds: int, within: float, skip: int
 ) -> dict[str, list[Run]]:
     """Run every variant once a round, until the intervals of all are `within`; `variants` are arguments of torchrun."""
     runs: dict[str, list[Run]] = {name: [] for name in variants}

@@ -13,8 +13,7 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,11 +30,19 @@ MARKS = ("<!-- policies: written by benchmarks/policies.py -->", "<!-- end -->")
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A policy with its settings; `restarts`: torchrun starts all ranks anew after a fault."""
+    """A policy with its settings; `restarts`: torchrun starts all ranks anew after a fault.
+
+    `training`: settings of the training, which runs without checkpoints are given as well.
+    """
 
     name: str
     overrides: tuple[str, ...]
+    training: tuple[str, ...] = ()
     restarts: bool = False
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return (*self.overrides, *self.training)
 
 
 VARIANTS = (
@@ -54,10 +61,8 @@ VARIANTS = (
     Variant(name="flowcheck", overrides=("ckpt=flowcheck",)),
     Variant(
         name="flowcheck, mirror, whole optimizer",
-        overrides=(
-            *("ckpt=flowcheck", "ckpt.capture=mirror", "ckpt.mirror_interface=lo"),
-            "train.distributed_optimizer=false",
-        ),
+        overrides=("ckpt=flowcheck", "ckpt.capture=mirror", "ckpt.mirror_interface=lo"),
+        training=("train.distributed_optimizer=false",),
     ),
 )
 COLUMNS = (
@@ -69,6 +74,7 @@ COLUMNS = (
     "host memory, MiB",
     "kill to next new iteration, s",
     "iterations run again",
+    "server's work beside its deadline, s",
 )
 
 
@@ -85,16 +91,16 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
     chosen = [each for each in VARIANTS if each.name in (options.only or names)]
     common = [*default_model(overrides), f"train.iterations={options.iterations}", *QUIET, *overrides]
-    arguments: dict[str, Sequence[str]] = {PLAIN: ["launcher/train.py", *VARIANTS[0].overrides, *common]}
     others = [each for each in chosen if each.name != VARIANTS[0].name]
-    arguments |= {each.name: ["launcher/train.py", *each.overrides, *common] for each in others}
+    plain = [replace(VARIANTS[0], name=_plain(each), training=each.training) for each in (VARIANTS[0], *others)]
+    arguments = {each.name: ["launcher/train.py", *each.settings, *common] for each in (*plain, *others)}
     runs = measure_variants(arguments, rounds=options.rounds, within=0.0, skip=options.skip)
     with tempfile.TemporaryDirectory() as folder:
         for number, variant in enumerate(chosen):
             place = Path(folder) / str(number)
             place.mkdir()
             recovered = recovery(variant, place, overrides, options.kills, options.seed)
-            row = row_of(variant.name, runs.get(variant.name), runs[PLAIN], recovered)
+            row = row_of(variant.name, runs.get(variant.name), runs[_plain(variant)], recovered)
             print(" | ".join(row), flush=True)
             if options.write:
                 write(options.write, row)
@@ -105,15 +111,15 @@ def recovery(variant: Variant, folder: Path, overrides: list[str], kills: int, s
     common = ["train.iterations=100000", "train.eval_every_iters=0", "run.tensorboard=false"]
     common += [*default_model(overrides), *overrides]
     restarts = [f"--max-restarts={kills}"] if variant.restarts else []
-    return measure(Job(folder / "kills", [*restarts, "launcher/train.py", *variant.overrides, *common]), kills, seed)
+    return measure(Job(folder / "kills", [*restarts, "launcher/train.py", *variant.settings, *common]), kills, seed)
 
 
 def row_of(name: str, runs: list[Run] | None, plain: list[Run], recovered: list[Recovered]) -> list[str]:
-    """Return a row of the table; `runs` are None for the policy that the others are compared with."""
+    """Return a row of the table. `plain`: runs without checkpoints; `runs`: None for the policy that is just that."""
     again = [float(each.repeated_iters) for each in recovered]
     fault = [summary([each.committed_s for each in recovered]), f"{statistics.median(again):g}"]
     if runs is None:
-        return [name, "1", "0", "-", "0, 0, 0", "0", *fault]
+        return [name, "1", "0", "-", "0, 0, 0", "0", *fault, "-"]
     last = runs[-1]
     cadence = "-" if last.window is None else f"{last.window}, {last.pause_iters}"
     moved = zip(*((run.memory_bytes, run.peer_bytes, run.disk_bytes) for run in runs), strict=True)
@@ -125,7 +131,23 @@ def row_of(name: str, runs: list[Run] | None, plain: list[Run], recovered: list[
         ", ".join(f"{statistics.fmean(each) / _MIB:.1f}" for each in moved),
         f"{last.host_bytes / _MIB:.0f}",
         *fault,
+        _server_work(runs),
     ]
+
+
+def _plain(variant: Variant) -> str:
+    """Return the name of the runs without checkpoints that train as this variant does."""
+    return ", ".join((PLAIN, *variant.training))
+
+
+def _server_work(runs: list[Run]) -> str:
+    works = [
+        (run.server_s, run.server_deadline_s) for run in runs if run.server_s is not None and run.server_deadline_s
+    ]
+    if not works:
+        return "-"
+    work_s, deadline_s = (statistics.fmean(each) for each in zip(*works, strict=True))
+    return f"{work_s:.3f} of {deadline_s:.3f}"
 
 
 def write(path: Path, row: list[str]) -> None:
@@ -135,6 +157,7 @@ def write(path: Path, row: list[str]) -> None:
         lines = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
         rows = {line[0]: line for line in [*lines, row]}
         ordered = [rows[variant.name] for variant in VARIANTS if variant.name in rows]
+        ordered = [[*line, *["-"] * (len(COLUMNS) - len(line))] for line in ordered]  # of an earlier table
         return "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *ordered])
 
     rewrite(path, MARKS, with_row)

@@ -8,7 +8,7 @@ from moe_ckpt.config import require
 
 def require_servable(settings: Settings) -> None:
     """Raise ConfigError where checkpoint servers could not take the optimizer's steps."""
-    servers = settings.ckpt.servers
+    servers = settings.ckpt.served
     if servers is None:
         return
     wanted = "fp32 where ckpt=flowcheck, whose servers take the steps of torch's Adam"

@@ -109,14 +109,14 @@ def _attached(
     """Return this rank's training behind the engine's seams. Raises ConfigError for what cannot be replayed."""
     require_replayable(state)
     operators = RankOperators(state)
-    if ckpt.servers:
+    if ckpt.served:
         operators.require_steps()
     stage = StageReplay(state, operators, loop.communicator, loop.forward_backward)
     place = _place(identity, loop.communicator, cpu_backend)
     num_neighbours = sum(rank is not None for rank in (place.previous_rank, place.next_rank))
     sent_bytes = loop.communicator.tensor_bytes(loop.micro_batch_size * loop.sequence_length)
     tokens = loop.num_micro_batches * loop.micro_batch_size * loop.sequence_length * identity.layout.dp
-    mirror = GradientMirror(state, operators) if ckpt.servers and ckpt.servers.mirrors else None
+    mirror = GradientMirror(state, operators) if ckpt.served and ckpt.served.mirrors else None
     boost = None
     if ckpt.capacity_boost:
         boost = CapacityBoost.find(state, num_micro_batches=loop.num_micro_batches, factor=ckpt.capacity_boost)
@@ -139,7 +139,7 @@ def _attached(
 
 def _notes(ckpt: InMemoryConfig, state: TrainingState) -> Iterator[str]:
     """Yield notes on servers that compute on another device than training, and on virtual stages."""
-    if ckpt.servers and torch.cuda.is_available():
+    if ckpt.served and torch.cuda.is_available():
         states = "after a fault all ranks have their states, not the GPUs' bits"
         yield f"servers take the optimizer's steps on CPUs: {states}"
     if len(state.model) > 1:

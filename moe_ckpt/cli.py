@@ -24,10 +24,15 @@ COMMANDS = {
     "status": "what the ranks of a run are doing",
     "report": "a page about one run or several",
     "compare": "policies on one job under the same faults",
+    "server": "hold checkpoints on a machine that trains nothing: moe-ckpt server RUN_FOLDER (ckpt.servers=hosts)",
     "simulate": "simulate a policy on a cluster, or rank all of them: plan=true",
     "profile": "this machine's constants for the simulator, from runs",
 }
-_MODULES = {"inject": "inject_fault", "profile": "cluster_profile"}
+_MODULES = {
+    "inject": "launcher.inject_fault",
+    "profile": "launcher.cluster_profile",
+    "server": "moe_ckpt.server",
+}
 _USAGE = 2
 
 
@@ -38,8 +43,8 @@ def app_root() -> Path:
 
 
 def program(name: str) -> str:
-    """Return the module of the launcher that a command runs."""
-    return _MODULES.get(name, name)
+    """Return the module that a command runs."""
+    return _MODULES.get(name, f"launcher.{name}")
 
 
 def usage() -> str:
@@ -88,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # torchrun takes the place of this process: a signal, and the exit status, are torchrun's own
         os.execv(command[0], command)
     sys.argv = [f"moe-ckpt {name}", *rest]
-    runpy.run_module(f"launcher.{program(name)}", run_name="__main__", alter_sys=True)
+    runpy.run_module(program(name), run_name="__main__", alter_sys=True)
     return 0
 
 

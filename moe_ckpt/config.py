@@ -68,7 +68,7 @@ class PolicyConfig:
         return None
 
     @property
-    def servers(self) -> FlowcheckConfig | None:
+    def served(self) -> FlowcheckConfig | None:
         """These settings if checkpoint servers take the optimizer's steps."""
         return None
 
@@ -407,6 +407,9 @@ class FlowcheckConfig(RollbackConfig):
     captures: int
     capture_loss: float
     max_lag_iters: int
+    servers: str
+    server_hosts: int
+    server_wait_s: float
     replicas: Union[int, str]  # noqa: UP007
     network_interface: str | None
     tls: TlsConfig
@@ -419,13 +422,23 @@ class FlowcheckConfig(RollbackConfig):
     disk_budget_bytes: ClassVar[None] = None
 
     @property
-    def servers(self) -> FlowcheckConfig:
+    def served(self) -> FlowcheckConfig:
         return self
 
     @property
     def mirrors(self) -> bool:
         """Whether servers read gradients from a mirror port."""
         return self.capture == "mirror"
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether servers run on machines that train nothing."""
+        return self.servers == "hosts"
+
+    @property
+    def server_copies(self) -> int:
+        """The servers on such machines that hold each rank's state."""
+        return 1 + (min(1, self.server_hosts - 1) if self.replicas == "auto" else int(self.replicas))
 
     @property
     def max_bytes_per_s(self) -> MaxBytesPerS:
@@ -444,7 +457,15 @@ class FlowcheckConfig(RollbackConfig):
         require((interface is not None) == self.mirrors, "ckpt.mirror_interface", interface, wanted)
         wanted = "0 where ckpt.capture=tap"
         require(self.mirrors or self.capture_loss == 0.0, "ckpt.capture_loss", self.capture_loss, wanted)
+        require_choice("ckpt.servers", self.servers, ["peers", "hosts"])
+        require_at_least("ckpt.server_hosts", self.server_hosts, 1)
+        wanted = "1 where ckpt.servers=peers: every training node has a server"
+        require(self.on_hosts or self.server_hosts == 1, "ckpt.server_hosts", self.server_hosts, wanted)
+        require_at_least("ckpt.server_wait_s", self.server_wait_s, 0.0)
         _check_in_memory(self)
+        wanted = f"less than ckpt.server_hosts={self.server_hosts} where ckpt.servers=hosts"
+        fits = not self.on_hosts or self.server_copies <= self.server_hosts
+        require(fits, "ckpt.replicas", self.replicas, wanted)
 
 
 InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig | MocConfig | MoetionConfig | FlowcheckConfig

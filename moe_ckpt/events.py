@@ -221,6 +221,25 @@ class GradientsSent(Event):
     lag_iters: int
 
 
+class ServersWorked(Event):
+    """All of this rank's checkpoint servers have made the state of `iteration`.
+
+    The slowest worked for `busy_s`, and for `after_s` once the last byte had arrived. An iteration, from gradients to
+    gradients, took `iteration_s` when this was found: the servers' deadline (FlowCheck, section 3.1).
+    """
+
+    iteration: int
+    busy_s: float
+    after_s: float
+    iteration_s: float
+
+
+class ServersChanged(Event):
+    """The checkpoint servers on hosts that the job uses from now on, by address; none: training nodes took over."""
+
+    addresses: str
+
+
 class GradientsLost(Event):
     """Some rank's checkpoint servers lack gradients up to `iteration`: all ranks take a whole snapshot after it."""
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.agent import agent_pid
-from moe_ckpt.config import InMemoryConfig, RuntimeConfig, require
+from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import Backend
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
@@ -40,10 +40,11 @@ from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
-from moe_ckpt.elastic.job_store import open_store, use_etcd, use_hosted_store
+from moe_ckpt.elastic.job_store import open_store, use_etcd, use_hosted_store, write_store_address
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerHosts, ServerRules, ServerSettings
 from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_over
 from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
@@ -127,7 +128,7 @@ class Worker:
         """
         launch, runtime = self.launch, self._config.runtime
         timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
-        servers = self._config.ckpt.servers
+        servers = self._config.ckpt.served
         shares = not (servers and servers.mirrors)  # a mirror finds sums among a group's own operations
         groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device, shares=shares)
         groups.register()
@@ -161,11 +162,31 @@ class Worker:
             copy_s=copy_s,
             at_end=membership.at_end,
             peers=layout.ranks_per_stage if ckpt.copies_within_stage else None,
-            serves_itself=ckpt.servers is not None,
+            serves_itself=ckpt.served is not None,
+            hosts=self._server_hosts(),
         )
 
+    def _server_hosts(self) -> ServerHosts | None:
+        served, runtime = self._config.ckpt.served, self._config.runtime
+        if served is None or not served.on_hosts:
+            return None
+        rules = ServerRules(
+            num_servers=served.server_hosts,
+            copies=served.server_copies,
+            join_s=runtime.join_s,
+            wait_s=served.server_wait_s,
+        )
+        # a connection of its own: another thread may need the shared one while this waits for a server
+        return ServerHosts(open_store(PART, own_connection=True), self.place.ticket, rules, self.page.wait)
+
     def announce(self, run: Path) -> None:
-        """Write this worker's file in the run folder, where the status command and fault injection find it."""
+        """Write this worker's file in the run folder, where the status command and fault injection find it.
+
+        The first rank also writes the address of the store, where checkpoint servers on other machines find the job.
+        """
+        served = self._config.ckpt.served
+        if served and served.on_hosts and self.launch.global_rank == 0:
+            write_store_address(run)
         write_live(
             run,
             global_rank=self.launch.global_rank,
@@ -237,7 +258,10 @@ def run_elastic(
         use_hosted_store(launch, start_beside)
     store = CheckedStore(_open_store("generations", config.runtime))
     place = _place(config, launch, store)
-    if mirror := _mirror(config.ckpt):
+    served = config.ckpt.served
+    if served and served.on_hosts:
+        _announce_servers(config, served, place)
+    elif mirror := _mirror(config.ckpt):
         MirrorPort(mirror.interface).close()  # an error of the user's, before training begins
     beside(place)
     page = StatusPage(place.memory / "page")
@@ -339,7 +363,8 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     wanted = "the same on all nodes, as torchrun was told to start"
     require(agreed == ranks_per_node, "parallel.ranks_per_node", f"{ranks_per_node} and {agreed}", wanted)
     nodes = num_nodes(launch.world_size, ranks_per_node)
-    replicas = min(1, nodes - 1) if ckpt.replicas == _AUTO else int(ckpt.replicas)
+    on_hosts = ckpt.served is not None and ckpt.served.on_hosts  # then nodes hold copies once all servers are lost
+    replicas = min(1, nodes - 1) if ckpt.replicas == _AUTO or on_hosts else int(ckpt.replicas)
     limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
     tls = open_tls(ckpt.tls)
@@ -354,7 +379,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
         ticket=Ticket(run_id=hashlib.sha256(token.encode()).hexdigest()[:8], token=token, tls=tls),
         ranks_per_node=ranks_per_node,
         replicas=replicas,
-        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.servers is not None,
+        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.served is not None,
         host=own_host(launch, ckpt.network_interface),
     )
 
@@ -368,6 +393,25 @@ def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
     return int(wanted)
 
 
+def _announce_servers(config: ElasticConfig, served: FlowcheckConfig, place: RankPlace) -> None:
+    """Write the settings that servers on other machines wait for."""
+    runtime, wait_s = config.runtime, served.server_wait_s
+    wanted = "empty where ckpt.servers=hosts: servers find the job by the store that torchrun keeps"
+    require(not runtime.etcd, "runtime.etcd", runtime.etcd, wanted)
+    wanted = f"less than runtime.operation_s={runtime.operation_s:g}: other ranks wait meanwhile"
+    require(wait_s < runtime.operation_s, "ckpt.server_wait_s", wait_s, wanted)
+    settings = ServerSettings(
+        num_servers=served.server_hosts,
+        run_id=place.ticket.run_id,
+        timeout_s=runtime.copy_s,
+        most_bytes_per_owner=served.memory_budget_bytes,
+        mirror=_mirror(served),
+        tls=served.tls,
+    )
+    if place.launch.global_rank == 0:
+        open_store(PART).set(SETTINGS, settings.to_json())
+
+
 def _start_daemon(config: ElasticConfig, place: RankPlace) -> int:
     """Return the pid of a replica daemon, which will announce its address; until then the store has none."""
     open_store("daemons").delete_key(str(place.launch.global_rank))
@@ -376,7 +420,7 @@ def _start_daemon(config: ElasticConfig, place: RankPlace) -> int:
 
 
 def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) -> int:
-    page = StatusPage(place.memory / "page")
+    page, served = StatusPage(place.memory / "page"), config.ckpt.served
     store = open_store("daemons")
     run_daemon(
         DaemonSettings(
@@ -387,8 +431,8 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
             timeout_s=config.runtime.copy_s,
             copy_deadline_s=config.runtime.copy_s,
             caps=config.ckpt.max_bytes_per_s,
-            serves_itself=config.ckpt.servers is not None,
-            mirror=_mirror(config.ckpt),
+            serves_itself=config.ckpt.served is not None,
+            mirror=None if served and served.on_hosts else _mirror(config.ckpt),
             most_bytes_per_owner=config.ckpt.memory_budget_bytes,
         ),
         supervisor_pid=supervisor_pid,
@@ -398,7 +442,7 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
 
 
 def _mirror(ckpt: InMemoryConfig) -> MirrorSettings | None:
-    servers = ckpt.servers
+    servers = ckpt.served
     if servers is None or servers.mirror_interface is None:
         return None
     return MirrorSettings(

@@ -2,10 +2,12 @@
 
     python scripts/hosts.py up 4
     python scripts/run_on_hosts.py 4 launcher/train.py +ckpt=flowcheck run.dir=outputs/hosts
+    python scripts/run_on_hosts.py --servers 2 2 launcher/train.py +ckpt=flowcheck ckpt.servers=hosts run.dir=RUN
 
-Agents meet at the first host's address; gloo uses the hosts' own interfaces. Hosts share the machine's files, /dev/shm
-among them, where each agent's ranks have a folder of their own. If an agent fails, the others are ended; the exit
-status is that of the first that failed.
+With --servers, the hosts after the job's train nothing, and hold checkpoints (ckpt.servers=hosts). Agents meet at the
+first host's address; gloo uses the hosts' own interfaces. Hosts share the machine's files, /dev/shm among them, where
+each agent's ranks have a folder of their own. If an agent fails, the others are ended; the exit status is that of the
+first that failed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts import hosts
 
 PORT = 29500
+_ROOT = Path(__file__).resolve().parents[1]
 _LOOK_EVERY_S = 0.1
 _ENDING_S = 20.0
 
@@ -40,16 +43,32 @@ def agent_command(host: int, num_hosts: int, per_host: int, arguments: Sequence[
     return ["ip", "netns", "exec", hosts.name_of(host), "env", *environment, *pinned, *of_job, *where, *arguments]
 
 
-def run(num_hosts: int, per_host: int, arguments: Sequence[str]) -> int:
-    """Run the job to its end; return its exit status."""
+def server_command(host: int, run: str) -> list[str]:
+    """Return the command that is a checkpoint server on a host, for the job with this run folder."""
+    server = (sys.executable, "-m", "moe_ckpt.cli", "server", run)
+    return ["ip", "netns", "exec", hosts.name_of(host), *server]
+
+
+def run(num_hosts: int, per_host: int, arguments: Sequence[str], num_servers: int = 0) -> int:
+    """Run the job to its end, with servers on the hosts that follow; return the exit status of its agents."""
     agents = [
         subprocess.Popen(agent_command(host, num_hosts, per_host, arguments), start_new_session=True)
         for host in range(num_hosts)
     ]
+    of_servers = range(num_hosts, num_hosts + num_servers)
+    servers = [
+        subprocess.Popen(server_command(host, run_folder(arguments)), start_new_session=True, cwd=_ROOT)
+        for host in of_servers
+    ]
     try:
         return _wait(agents)
     finally:
-        _end(agents)
+        _end([*agents, *servers])
+
+
+def run_folder(arguments: Sequence[str]) -> str:
+    """Return the run folder that a job's overrides name; empty if none does."""
+    return next((word.partition("=")[2] for word in arguments if word.startswith("run.dir=")), "")
 
 
 def _wait(agents: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -81,15 +100,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("num_hosts", type=int, metavar="N")
     parser.add_argument("--per-host", type=int, default=1, metavar="RANKS", help="ranks on each host")
+    parser.add_argument("--servers", type=int, default=0, metavar="N", help="more hosts, with a `moe-ckpt server` each")
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="SCRIPT ...")
     options = parser.parse_args(arguments)
     there = [name for name in hosts.our_namespaces() if name != hosts.mirror_namespace()]
-    if len(there) < options.num_hosts:
-        print(f"error: hosts: got {len(there)}, wanted {options.num_hosts}: scripts/hosts.py up", file=sys.stderr)
+    wanted = options.num_hosts + options.servers
+    if len(there) < wanted:
+        print(f"error: hosts: got {len(there)}, wanted {wanted}: scripts/hosts.py up", file=sys.stderr)
+        return 1
+    if options.servers and not run_folder(options.job):
+        print("error: run.dir: got none, wanted a folder where servers find the job", file=sys.stderr)
         return 1
     if not options.job:
         parser.error("SCRIPT: got nothing, wanted a script for torchrun")
-    return run(options.num_hosts, options.per_host, options.job)
+    return run(options.num_hosts, options.per_host, options.job, options.servers)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ import torch
 import xxhash
 
 from moe_ckpt.engine.server_states import ServerStates
-from moe_ckpt.replication import copy_server
 from moe_ckpt.snapshot.adam_update import update_from_bytes
-from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.arriving_update import ArrivingUpdate
 from moe_ckpt.snapshot.capture import SnapshotRequest
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, header_from_json
 
@@ -32,23 +31,23 @@ def mirror_of(interface: str) -> tuple[str, ...]:
 
 def note_states(folder: Path) -> None:
     """Let ranks write a digest of their state as they hand gradients over, and servers of the states that they make."""
-    hand_over, apply_update = ServerStates.hand_over, copy_server.apply_update
+    hand_over, keep = ServerStates.hand_over, ArrivingUpdate.keep
 
     def noted_hand_over(self: ServerStates, wanted: SnapshotRequest, base: Snapshot | None) -> None:
         parts = [(key, tensor) for key, tensor, _ in (*wanted.pieces(), *wanted.changing)]
         _write(folder, "trained", [wanted.header.shard.global_rank, wanted.header.iteration, _digest(parts)])
         hand_over(self, wanted, base)
 
-    def noted_apply(into: BlobFolder, key: str, head: bytes, *gradients: Any, **options: Any) -> None:
-        apply_update(into, key, head, *gradients, **options)
-        blob = into.get(update_from_bytes(head).target)
+    def noted_keep(self: ArrivingUpdate) -> None:
+        keep(self)
+        blob = self._folder.get(update_from_bytes(self._head).target)
         assert blob.payload is not None
         state = Snapshot(header=header_from_json(blob.header), payload=blob.payload)
         digest = _digest((part.key, state.part(part)) for part in state.header.parts)
         _write(folder, "captured", [state.header.shard.global_rank, state.header.iteration, digest])
 
     ServerStates.hand_over = noted_hand_over  # type: ignore[method-assign]
-    copy_server.apply_update = noted_apply
+    ArrivingUpdate.keep = noted_keep  # type: ignore[method-assign]
 
 
 def compare_states(folder: Path, iterations: Iterable[int], world_size: int, num_servers: int) -> None:

@@ -48,17 +48,20 @@ def network_of(num_hosts: int) -> Iterator[None]:
 
 
 class HostsJob:
-    """A job of one rank on each host; its files are in `folder`."""
+    """A job of one rank on each host, and checkpoint servers on the hosts that follow; its files are in `folder`."""
 
-    def __init__(self, num_hosts: int, folder: Path, *overrides: str, timeout_s: float = 240.0) -> None:
+    def __init__(
+        self, num_hosts: int, folder: Path, *overrides: str, timeout_s: float = 240.0, num_servers: int = 0
+    ) -> None:
         self.run = folder / "run"
         self._log = folder / f"said{len(list(folder.iterdir()))}"
         self._timeout_s = timeout_s
         where = (f"run.dir={self.run}", "parallel.ranks_per_node=1")
         job = [str(ROOT / "launcher" / "train.py"), *fast(*_IMPATIENT, *where, *overrides)]
+        run_on_hosts = (sys.executable, str(ROOT / "scripts" / "run_on_hosts.py"))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "scripts" / "run_on_hosts.py"), str(num_hosts), *job],
+                [*run_on_hosts, f"--servers={num_servers}", str(num_hosts), *job],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,

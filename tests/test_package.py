@@ -33,7 +33,8 @@ def test_every_public_name_is_there_and_no_other() -> None:
 
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name not in RUNS])
 def test_every_command_has_a_program(name: str) -> None:
-    assert (ROOT / "launcher" / f"{cli.program(name)}.py").exists() or (ROOT / "launcher" / cli.program(name)).is_dir()
+    place = ROOT.joinpath(*cli.program(name).split("."))
+    assert place.with_suffix(".py").exists() or place.is_dir()
     assert name in cli.usage()
 
 

@@ -30,6 +30,7 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     "moe_ckpt/elastic/checked_store.py",
     "moe_ckpt/elastic/backends.py",
     "moe_ckpt/elastic/job_store.py",
+    "moe_ckpt/elastic/server_hosts.py",
     "moe_ckpt/elastic/etcd_client.py",
     "moe_ckpt/elastic/etcd_store.py",
     "moe_ckpt/elastic/stop_board.py",

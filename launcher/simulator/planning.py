@@ -51,7 +51,7 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
     assert candidate.result is not None
     simulation = candidate.result.simulation
     layout, cluster, batch = simulation.setup.job.layout, simulation.setup.cluster, simulation.setup.job.batch
-    servers = simulation.policy.servers
+    servers = simulation.policy.served
     several = [
         f"--nnodes={cluster.nodes}:{cluster.nodes}",  # not fewer: a spare node takes the place of a lost one
         f"--max-restarts={_MAX_RESTARTS}",

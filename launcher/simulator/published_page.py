@@ -1,7 +1,7 @@
 """The page that holds the simulator to account: published cells, what is simulated of them, how far that is off.
 
-`python -m launcher.simulate page=docs/simulator.md` writes all of it. benchmarks/published.csv has the cells, of one
-published source: MoEvement (arXiv:2412.15411). Must not: choose which cells to show.
+`python -m launcher.simulate page=docs/simulator.md` writes all of it. benchmarks/published.csv has the cells, of two
+published sources: MoEvement (arXiv:2412.15411) and FlowCheck (EuroSys 25). Must not: choose which cells to show.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ EXACT = "table7_exact"
 """The experiment that takes Table 7's formats with the bytes that bit-exact snapshots need."""
 
 OWN_RUNS = ("<!-- own runs: written by benchmarks/predicted.py -->", "<!-- end of own runs -->")
+_STREAMS_OF_A_SERVER, _SERVER_USD_AN_HOUR, _NODE_USD_AN_HOUR = 2, 1.37, 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +181,24 @@ def _constants() -> list[str]:
     return table_lines(["key", *CLUSTERS], rows)
 
 
+def _server_share(result: Result) -> float:
+    """Return the share of an iteration in which servers make a state: FlowCheck's deadline is 1."""
+    return result.saving.served_s / result.simulation.setup.costs.iteration_s
+
+
+def _server_usd_a_day(result: Result) -> float:
+    """Return the price of a day of servers, one for each two mirrored streams, and of the time that faults take.
+
+    FlowCheck, section 8.5, has the prices, and section 7 the two network cards of a server.
+    """
+    policy, setup = result.simulation.policy.served, result.simulation.setup
+    assert policy is not None
+    layout = setup.job.layout
+    num_servers = policy.captures * layout.pp * layout.tp / _STREAMS_OF_A_SERVER
+    lost_usd = (1 - result.prediction.ettr) * setup.cluster.nodes * _NODE_USD_AN_HOUR
+    return 24 * (lost_usd + num_servers * _SERVER_USD_AN_HOUR)
+
+
 def _memory_gb(result: Result, part: str) -> float:
     """Return host memory of the whole job, without copies for peers."""
     memory, setup = result.saving.memory, result.simulation.setup
@@ -193,6 +212,8 @@ METRICS: Mapping[str, Callable[[Result], float]] = {
     "recovery_total_s": lambda result: result.prediction.recovery_s,
     "overhead_s_per_iter": lambda result: result.prediction.overhead * result.simulation.setup.costs.iteration_s,
     "interval_iters": lambda result: result.saving.later.interval_iters,
+    "server_share": _server_share,
+    "server_usd_a_day": _server_usd_a_day,
     "w_sparse": lambda result: result.saving.later.repeat[0].num_slots,
     "snapshots_GB": lambda result: _memory_gb(result, "snapshots_bytes"),
     "logs_GB": lambda result: _memory_gb(result, "boundary_log_bytes"),

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ from moe_ckpt.elastic.etcd_client import EtcdClient
 from moe_ckpt.elastic.etcd_store import EtcdStore
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.private_files import write_private
 
 _HOSTED = "MOE_CKPT_HOSTED_STORE"
 _ETCD = "MOE_CKPT_ETCD"
@@ -30,6 +32,17 @@ _ANY_JOB = ("", "none")  # torchrun's name of a job without --rdzv-id
 _CONNECT_S = 60.0
 _OPERATION_S = 300.0  # torch's own default; ranks that import or build for long are waited for
 _SAY_S = 10.0
+
+STORE_FILE = "store"
+"""The file in a run folder that names the store, for checkpoint servers outside of the job."""
+
+
+def write_store_address(run: Path) -> None:
+    """Write the address of this job's store into its run folder."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    temporary = run / f"{STORE_FILE}.{os.getpid()}"
+    write_private(temporary, f"{where}\n")
+    temporary.replace(run / STORE_FILE)
 
 
 def use_etcd(members: str) -> None:
@@ -77,7 +90,12 @@ def agent_store(part: str, *, own_connection: bool = False) -> dist.Store | None
         return EtcdStore(_etcd_client(os.getpid()), f"{_keys_of_job()}/{part}/", _OPERATION_S)
     if not has_agent_store() and _HOSTED not in os.environ:
         return None
-    return dist.PrefixStore(f"moe_ckpt/{part}", _connect() if own_connection else _shared_client(os.getpid()))
+    return part_of(_connect() if own_connection else _shared_client(os.getpid()), part)
+
+
+def part_of(store: dist.Store, part: str) -> dist.Store:
+    """Return a part of a job's store."""
+    return dist.PrefixStore(f"moe_ckpt/{part}", store)
 
 
 @functools.cache
@@ -96,8 +114,12 @@ def _shared_client(pid: int) -> dist.Store:  # noqa: ARG001 - a forked process i
 
 
 def _connect() -> dist.Store:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    return connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def connect(host: str, port: int) -> dist.Store:
+    """Return a new connection to a job's store, also from outside of the job."""
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
     store.set_timeout(timedelta(seconds=_OPERATION_S))
     return store
 

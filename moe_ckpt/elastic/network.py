@@ -22,14 +22,23 @@ def own_host(launch: Launch, interface: str | None) -> str:
     interface that has no IPv4 address, naming those that do.
     """
     if interface is not None:
-        addresses = interface_addresses()
-        wanted = "one of " + ", ".join(sorted(addresses))
-        require(interface in addresses, "ckpt.network_interface", interface, wanted)
-        return addresses[interface]
+        return address_on(interface, "ckpt.network_interface")
     if launch.local_world_size == launch.world_size:
         return "127.0.0.1"
+    return route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def address_on(interface: str, setting: str) -> str:
+    """Return this node's address on an interface. Raises ConfigError with the setting and the present interfaces."""
+    addresses = interface_addresses()
+    require(interface in addresses, setting, interface, "one of " + ", ".join(sorted(addresses)))
+    return addresses[interface]
+
+
+def route_to(host: str, port: int) -> str:
+    """Return this node's address on the interface that leads to another host."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing: picks the route
+        probe.connect((host, port))  # sends nothing: picks the route
         return str(probe.getsockname()[0])
 
 

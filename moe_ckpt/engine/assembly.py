@@ -41,7 +41,7 @@ from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.token_account import TokenAccount, TokenRate
 from moe_ckpt.engine.window_recovery import WindowRecovery
 from moe_ckpt.engine.window_sources import WindowSources
-from moe_ckpt.events import EventLog
+from moe_ckpt.events import EventLog, ServersChanged
 from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 from moe_ckpt.policies.flowcheck import ServerSnapshots
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
@@ -144,6 +144,7 @@ class InMemoryAssembly:
         self._require_time_for_copies(stages, num_copies)
         self._policy, partial = _make_policy(self._config, stages, self._place, num_copies)
         if self._elastic:
+            self._agree_on_hosts(self._elastic)
             self._elastic.use_peers()
         self._stores = self._stores or self._open_stores()
         if partial:
@@ -182,12 +183,19 @@ class InMemoryAssembly:
         )
         return Parts(policy=self._policy, sparse=parts)
 
+    def _agree_on_hosts(self, elastic: ElasticContext) -> None:
+        hosts = elastic.hosts
+        if hosts and hosts.agree(self._place.ranks):
+            self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
+
     def _server_states(self, rank: RankParts) -> ServerStates | None:
-        servers, publisher = self._config.servers, rank.stores.publisher
+        servers, publisher = self._config.served, rank.stores.publisher
         if servers is None:
             return None
         assert publisher is not None, "checkpoint servers live beside supervised ranks"
-        return ServerStates(rank, self._attached.mirror, GradientStream(publisher, servers.max_lag_iters))
+        assert self._elastic is not None
+        stream = GradientStream(publisher, servers.max_lag_iters)
+        return ServerStates(rank, self._attached.mirror, stream, self._elastic)
 
     def _rejoin(
         self, rank: RankParts, store: SnapshotStore, partial: PartialPolicy | None, recovery: StageRecovery | None
@@ -203,7 +211,7 @@ class InMemoryAssembly:
             recovery,
             self._elastic,
             logs_tied=self._attached.tied_gradient_bytes > 0,
-            servers_lead=self._config.servers is not None,
+            servers_lead=self._config.served is not None,
         )
         return WindowRecovery(
             rank, sources, recovery, copies, self._elastic, recovers_locally=self._config.recovers_locally
@@ -213,6 +221,8 @@ class InMemoryAssembly:
         if self._elastic is None:
             return []
         elastic = self._elastic
+        if elastic.uses_hosts:
+            return elastic.hosts_lines()
         lines = placement_lines(
             world_size=self._place.identity.layout.world_size,
             ranks_per_node=elastic.ranks_per_node,

@@ -12,15 +12,17 @@ to 6.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.interfaces import Mirror
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import GradientsLost, GradientsSent, HostMemoryUsed
+from moe_ckpt.events import GradientsLost, GradientsSent, HostMemoryUsed, ServersChanged, ServersWorked
 from moe_ckpt.mirror.plan import Mirrored, MirroredSums
 from moe_ckpt.replication.gradient_stream import NOTHING, GradientStream
 from moe_ckpt.snapshot.adam_update import AdamStep
@@ -32,17 +34,26 @@ _log = logging.getLogger(__name__)
 
 
 class ServerStates:
-    """Collective over all ranks, but for `clear` and `hand_over`. With a `mirror` servers capture gradients."""
+    """Collective over all ranks, but for `clear` and `hand_over`.
 
-    def __init__(self, parts: RankParts, mirror: Mirror | None, stream: GradientStream) -> None:
+    With a `mirror` servers capture gradients, unless all servers with mirror ports are gone.
+    """
+
+    def __init__(
+        self, parts: RankParts, mirror: Mirror | None, stream: GradientStream, elastic: ElasticContext
+    ) -> None:
+        assert parts.stores.publisher is not None, "checkpoint servers live beside supervised ranks"
         self._place = parts.place
         self._operators = parts.training.operators
-        self._mirror = mirror
+        self._mirror_port = mirror
         self._sums: tuple[MirroredSums, ...] = ()
         self._stream = stream
         self._memory = parts.stores.memory
         self._steps = parts.stores.steps
+        self._publisher = parts.stores.publisher
         self._events = parts.events
+        self._elastic = elastic
+        self._ready_s: float | None = None
         self.goes_on = False
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
@@ -54,6 +65,7 @@ class ServerStates:
         buffers = self._operators.buffer_pieces(range(len(self._operators.table.operators)))
         self._stream.tap(reduced, sum(tensor.nbytes for _, tensor, _ in buffers))
         progress = self._stream.progress()
+        self._note_works()
         # one reduction for both: the least progress is the largest of the negative ones
         mine = torch.tensor([-progress.completed, bool(progress.lost)], device=self._place.device)
         self._place.ranks.reduce(mine, "max")
@@ -66,6 +78,22 @@ class ServerStates:
                 _log.warning("iteration %d: servers get a whole snapshot, not gradients: %s", iteration, reason)
         if completed != NOTHING:
             self._drop_before(completed)
+
+    def _note_works(self) -> None:
+        """Append the work of servers, beside the time since the last iteration's gradients were complete."""
+        now_s = time.monotonic()
+        if self._ready_s is not None:
+            iteration_s = now_s - self._ready_s
+            for iteration, work in self._stream.take_works():
+                self._events.append(
+                    ServersWorked(
+                        iteration=iteration,
+                        busy_s=work.busy_us / 1e6,
+                        after_s=work.after_us / 1e6,
+                        iteration_s=iteration_s,
+                    )
+                )
+        self._ready_s = now_s
 
     def hand_over(self, wanted: SnapshotRequest, base: Snapshot | None) -> None:
         """Let servers compute the state that `wanted` describes.
@@ -109,13 +137,35 @@ class ServerStates:
     def reset(self) -> None:
         """A whole snapshot of every rank is being taken: the stream begins with it."""
         self._stream.reset()
+        self._replace_hosts()
         self._mark()
         self.goes_on = False
 
     def clear(self) -> None:
         """Ranks were lost: ask the servers again for their progress."""
         self._stream.clear()
+        self._ready_s = None  # a recovery is no iteration
         self.goes_on = False
+
+    @property
+    def _mirror(self) -> Mirror | None:
+        """The reductions that servers capture: training nodes that take over from servers on hosts have no port."""
+        hosts = self._elastic.hosts
+        return None if hosts and not hosts.is_in_use else self._mirror_port
+
+    def _replace_hosts(self) -> None:
+        """Agree on servers on hosts once the stream is cut: a lost one may be the cause.
+
+        No rank goes back for that, since all have their states: the snapshot that follows goes to the servers in use
+        now, or to the training nodes' own.
+        """
+        hosts = self._elastic.hosts
+        if hosts is None or not hosts.agree(self._place.ranks):
+            return
+        self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
+        self._publisher.stop_copying()
+        self._elastic.use_peers()
+        self._publisher.begin_copying([frozenset[str]() for _ in self._elastic.holders], forget=False)
 
     def _mark(self) -> None:
         if self._mirror:

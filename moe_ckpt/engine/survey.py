@@ -16,6 +16,7 @@ from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.target import Standing
+from moe_ckpt.replication.fetch import clear_held, list_held
 from moe_ckpt.replication.publisher import holds_records, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder, held_paths
 from moe_ckpt.types import ReadyGradients
@@ -59,12 +60,15 @@ class CopySurvey:
         self._elastic = elastic
         self._reports: Sequence[Report] = ()
         self._dropped_of_servers = False
+        self.on_hosts: Mapping[int, frozenset[str]] = {}
+        """The keys of this rank's blobs on servers of other hosts, by the server's number among holders."""
 
     def stop_copying(self, state: StepState) -> Sequence[Report]:
         """Stop changes of copies in all ranks' memory, and return the existing blobs by rank. Collective."""
         if self._stores.publisher:
             self._stores.publisher.stop_copying()
         self._flush()
+        self.on_hosts = self._list_hosts()
         told = gather_results(self._place.ranks, lambda: self._report(state).as_values(), CheckpointLoadError)
         self._reports = [report_of(values) for values in told]
         return self._reports
@@ -76,6 +80,7 @@ class CopySurvey:
         """
         publisher, dropped = self._stores.publisher, self._dropped_of_servers
         self._dropped_of_servers = False
+        self._clear_other_hosts()
         if publisher:
             publisher.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
 
@@ -89,8 +94,35 @@ class CopySurvey:
 
     def held_for_me(self) -> list[frozenset[str]]:
         """Return the keys of this rank's blobs that each peer reported."""
-        mine = self._place.shard.global_rank
-        return [self._reports[holder].held.get(mine, frozenset()) for holder in self._elastic.holders]
+        return [self._held_at(holder) for holder in self._elastic.holders]
+
+    def _held_at(self, holder: int) -> frozenset[str]:
+        if holder >= len(self._reports):
+            return self.on_hosts.get(holder, frozenset())
+        return self._reports[holder].held.get(self._place.shard.global_rank, frozenset())
+
+    def _list_hosts(self) -> dict[int, frozenset[str]]:
+        """Return this rank's keys on all servers of other hosts, also on those that do not hold its states any more."""
+        found: dict[int, frozenset[str]] = {}
+        elastic, mine = self._elastic, self._place.shard.global_rank
+        for holder in elastic.servers_on_hosts:
+            try:
+                keys = list_held(elastic.address(holder), elastic.ticket, mine, timeout_s=elastic.copy_s)
+                found[holder] = frozenset(keys)
+            except CheckpointLoadError as error:
+                _log.warning("a server has no states for this recovery: %s", error)
+        return found
+
+    def _clear_other_hosts(self) -> None:
+        """Let servers that are no holders of this rank drop its older states, which all ranks may leave later."""
+        elastic, mine = self._elastic, self._place.shard.global_rank
+        for holder in set(self.on_hosts).difference(elastic.holders):
+            if not self.on_hosts[holder]:
+                continue
+            try:
+                clear_held(elastic.address(holder), elastic.ticket, mine, timeout_s=elastic.copy_s)
+            except CheckpointLoadError as error:  # a server that cannot be reached is left for good at the next fault
+                _log.warning("older states stay: %s", error)
 
     def _flush(self) -> None:
         """Wait until servers have computed all states: a later one would miss the survey and never be dropped."""
@@ -114,7 +146,7 @@ class CopySurvey:
             has_progress=state.torn
             or bool(gradients)
             or any(window.start for window in windows)
-            or any(holds_records(keys) or newest_snapshot(keys) for keys in held.values()),
+            or any(holds_records(keys) or newest_snapshot(keys) for keys in (*held.values(), *self.on_hosts.values())),
             held=held,
             gradients=gradients,
         )

@@ -73,14 +73,16 @@ class WindowRecovery:
         if begins_anew or not (all_go_back or any(report.has_progress for report in reports)):
             self._begin_anew()
             return RecoveredState(iteration=None)
-        inventories = self._take_stock(target, state.replayed)
         started_s = time.monotonic()
+        brought_bytes = self._bring_from_hosts()
+        inventories = self._take_stock(target, state.replayed)
         plan, fetched_bytes = self._plan_and_fetch(target, inventories)
         fetch_s = time.monotonic() - started_s
         if any(self._place.stage in rollback.segment.stages for rollback in plan.rollbacks):
             state.lose()  # a fault during the replay must not find this state live, at no iteration
         is_there = live and target is not None and plan.target_iteration == target.iteration
         executed_iters = self._recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
+        self._sources.drop_brought()
         self._keep_safest()
         self._stores.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
@@ -89,7 +91,7 @@ class WindowRecovery:
             went_back=bool(plan.rollbacks),
             lines=plan.lines(),
             fetch_s=fetch_s,
-            fetched_bytes=fetched_bytes,
+            fetched_bytes=fetched_bytes + brought_bytes,
             executed_iters=executed_iters,
         )
 
@@ -163,6 +165,23 @@ class WindowRecovery:
         poor = [each.global_rank for each in own if self._sources.servers_lead or not each.leads_to(goal)]
         held = gather_results(self._place.ranks, lambda: self._sources.held(poor, goal), CheckpointLoadError)
         return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]
+
+    def _bring_from_hosts(self) -> int:
+        """Copy this rank's part of the newest iteration that all ranks have, here or on servers of other hosts, here.
+
+        Returns its bytes. From then on it is as if this node had a server, with this one state. Of the states of other
+        iterations, which may be whole models, nothing crosses the network.
+        """
+        if not self._elastic.uses_hosts:
+            return 0
+        ranks, on_hosts = self._place.ranks, self.copies.on_hosts
+        of_each = gather_results(ranks, lambda: self._sources.starts(on_hosts), CheckpointLoadError)
+        for start in sorted(frozenset.intersection(*of_each), reverse=True):
+            bring = functools.partial(self._sources.bring, start, on_hosts)
+            brought = gather_results(ranks, bring, CheckpointLoadError)
+            if None not in brought:
+                return brought[ranks.rank] or 0
+        return 0
 
     def _plan_and_fetch(self, target: Target | None, inventories: list[Inventory]) -> tuple[RecoveryPlan, int]:
         """Return the plan and the bytes fetched from peers; this rank then has what it needs for the plan.

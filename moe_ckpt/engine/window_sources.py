@@ -65,7 +65,8 @@ class WindowSources:
         inventory, mine = self._recovery.inventory(goal), self._place.shard.global_rank
         if not self.servers_lead:
             return inventory
-        windows = {window.start: window for window in (*self._windows_of(mine, goal), *inventory.windows)}
+        states = self._usable(BlobFolder(self._elastic.own_states), mine, goal)
+        windows = {window.start: window for window in (*states, *inventory.windows)}
         return replace(inventory, windows=tuple(windows.values()))
 
     def held(self, owners: Sequence[int], goal: int | None) -> dict[int, tuple[WindowRef, ...]]:
@@ -143,6 +144,39 @@ class WindowSources:
             keys = [key for key in there if belongs_to(key, start)]
         return fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
 
+    def starts(self, on_hosts: Mapping[int, frozenset[str]]) -> frozenset[int]:
+        """Return the starts of all windows of this rank in its memory and, by their keys, on servers of other hosts."""
+        keys = frozenset[str]().union(*on_hosts.values())
+        there = {start for key in keys if (start := newest_snapshot([key])) is not None}
+        return frozenset(there | {window.start for window in self._memory.windows()})
+
+    def bring(self, start: int, on_hosts: Mapping[int, frozenset[str]]) -> int | None:
+        """Copy the window with this start from a server of another host to `own_states`, unless memory has it.
+
+        Returns its bytes, or None if no server has an intact one.
+        """
+        if any(window.start == start for window in self._memory.windows()):
+            return 0
+        elastic, mine = self._elastic, self._place.shard.global_rank
+        folder = BlobFolder(elastic.own_states)
+        for holder, there in on_hosts.items():
+            folder.clear()
+            keys = sorted(key for key in there if belongs_to(key, start))
+            try:
+                address, timeout_s = elastic.address(holder), elastic.copy_s
+                size_bytes = fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+            except CheckpointLoadError as error:
+                _log.warning("rank %d cannot have its state of iteration %d: %s", mine, start, error)
+                continue
+            if any(window.start == start for window in self._usable(folder, mine, None)):
+                return size_bytes
+        return None
+
+    def drop_brought(self) -> None:
+        """Free the memory of states from servers of other hosts: the rank has loaded one of them, or none."""
+        if self._elastic.uses_hosts:
+            BlobFolder(self._elastic.own_states).clear()
+
     def _start_on_own_server(self, plan: RecoveryPlan) -> int | None:
         """Return the start of the window that this rank rolls back to if only its own node's server has it."""
         starts = [each.window_start for each in plan.rollbacks if self._place.stage in each.segment.stages]
@@ -153,7 +187,7 @@ class WindowSources:
     def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:
         """Copy the window with this start from the server of this rank's own node; return its bytes."""
         assert start is not None
-        held = BlobFolder(held_path(self._elastic.memory, self._place.shard.global_rank))
+        held = BlobFolder(self._elastic.own_states)
         try:
             return copy_blobs(held, folder, [key for key in held.keys() if belongs_to(key, start)])  # noqa: SIM118
         except CheckpointSaveError as error:

@@ -2,8 +2,18 @@
 
 Owns: the thread, and waits for frames that are still on their way. Must not: interpret frames (`mirror.watcher` does).
 
-    thread            read -> see, see, ...; nothing came for 20 ms: what is missing is lost
+    thread            read -> see, see, ... -> merge; nothing came for 20 ms: what is missing is lost
     any other thread  sums(iteration): complete by now, or complete soon, or lost
+
+Frames are parsed and concatenated as they come (FlowCheck, section 6.1). The optimizer cannot follow at once: ranks
+clip by the norm of all gradients, which they reduce after the last of them, and decide then whether to step at all.
+
+    ranks    reduce i ........ norm of i, step i, facts of i -> servers     reduce i + 1 ....
+    thread   parse, merge i                                                 parse, merge i + 1
+    updater                                             facts of i: sums(i) -> Adam of i ...... state i
+
+So two iterations are in memory: the sums of i leave the watcher as a whole, and Adam takes them, without its lock,
+while the thread captures i + 1.
 """
 
 from __future__ import annotations
@@ -101,6 +111,7 @@ class MirrorCapture:
                 with self._changed:
                     for frame in frames:
                         self._watcher.see(frame)
+                    self._watcher.merge()
                     if not frames:
                         self._watcher.flush()
                         self._watcher.limit()

@@ -54,6 +54,10 @@ class Gradient:
             self._there.add(start, end)
 
     @property
+    def num_bytes(self) -> int:
+        return len(self._bytes)
+
+    @property
     def is_complete(self) -> bool:
         return not self.differs and self._there.covers(len(self._bytes))
 

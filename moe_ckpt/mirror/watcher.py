@@ -4,13 +4,15 @@ Owns: the streams, by five-tuple, and their captured messages until a server has
 or wait. FlowCheck, sections 6.1 and 6.2.
 
     frame -> segment -> stream of a watched rank -> messages by operation -> sums(iteration) from all watched ranks
+
+`merge` concatenates while frames come, by the buckets of the iteration before.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from moe_ckpt.mirror.frames import Stream, TcpSegment, segment_of
@@ -25,6 +27,7 @@ from moe_ckpt.mirror.tcp import Reassembly
 _PATIENCE_BYTES = 1 << 20
 _MOST_GROUPS = 1024
 _MOST_BYTES = 1 << 30
+_MOST_OPERATIONS = 1 << 32
 
 
 class _WatchedStream:
@@ -52,15 +55,69 @@ class _WatchedStream:
         self.left = {each: left for each, left in self.left.items() if each >= operation}
 
 
+class _Merge:
+    """One bucket's sums, put together message by message, as long as no message is lost."""
+
+    def __init__(self, number: int, num_bytes: int, sends: Sequence[Sequence[RingSend]]) -> None:
+        self.number = number
+        self.gradient = Gradient(num_bytes)
+        self.fits = True
+        self._sends = sends
+        self._done: dict[int, int] = {}  # messages, by the sender's rank
+
+    @property
+    def is_complete(self) -> bool:
+        has_all = all(done == len(self._sends[rank]) for rank, done in self._done.items())
+        return self.fits and has_all and self.gradient.is_complete
+
+    @property
+    def is_in_progress(self) -> bool:
+        return self.fits and not self.is_complete
+
+    def follow(self, operation: int, streams: Mapping[int, _WatchedStream]) -> None:
+        """Add the messages that have come since the last call."""
+        for rank, stream in streams.items():
+            messages, done = stream.record.of(operation), self._done.get(rank, 0)
+            self.fits &= len(messages) <= len(self._sends[rank])
+            for sent, message in zip(self._sends[rank][done:], messages[done:], strict=False):
+                self.fits &= sent.num_bytes == message.length and message.skipped_bytes is None
+                if not self.fits:
+                    return
+                for start, piece in message.pieces if sent.is_final else ():
+                    self.gradient.put(sent.start + start, piece)
+            self._done[rank] = len(messages)
+            if len(messages) == len(self._sends[rank]):
+                stream.left[operation] = ()
+
+
 @dataclass(slots=True)
 class _Group:
     """The watched streams of a group, by the sender's rank in it."""
 
     streams: dict[int, _WatchedStream] = field(default_factory=dict)
+    before: MirroredSums | None = None
+    """The iteration that was asked for last: the next one has the same buckets."""
+    merges: dict[int, _Merge] = field(default_factory=dict)
+    """By operation, of the iteration that arrives."""
 
     @property
     def size_bytes(self) -> int:
         return sum(stream.record.size_bytes for stream in self.streams.values())
+
+    def merge(self) -> None:
+        """Put together all final sums that are here, bucket after bucket; after a loss, `results` finds the places."""
+        if self.before is None:
+            return
+        sends = _sends(self.before.buckets, self.before.size, self.before.element_bytes)
+        for operation in self.operations(range(self.before.end, _MOST_OPERATIONS)):
+            if operation not in self.merges:
+                number = sum(merge.is_complete for merge in self.merges.values())
+                if number == len(sends):
+                    return
+                self.merges[operation] = _Merge(number, self.before.buckets[number], sends[number])
+            self.merges[operation].follow(operation, self.streams)
+            if self.merges[operation].is_in_progress:
+                return
 
     def operations(self, wanted: range) -> list[int]:
         found = {each for stream in self.streams.values() for each in stream.record.operations()}
@@ -103,6 +160,11 @@ class Watcher:
         if stream is not None and not segment.begins:
             stream.feed(segment)
 
+    def merge(self) -> None:
+        """Put together the final sums that have come, so that little is left to do once an iteration is asked for."""
+        for group in self._groups.values():
+            group.merge()
+
     def flush(self) -> None:
         """Count missing bytes as lost: their frames will not come in time."""
         for group in self._groups.values():
@@ -113,6 +175,12 @@ class Watcher:
     def size_bytes(self) -> int:
         """Captured bytes that no server has asked for yet."""
         return sum(group.size_bytes for group in self._groups.values())
+
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes of sums that are put together before a server asks for their iteration."""
+        merges = [merge for group in self._groups.values() for merge in group.merges.values()]
+        return sum(merge.gradient.num_bytes for merge in merges if merge.is_complete)
 
     def knows(self, group: str) -> bool:
         """Return whether the mark of a group was captured."""
@@ -132,13 +200,20 @@ class Watcher:
         group = self._groups.get(wanted.group)
         if group is None:
             return []
+        group.merge()
         sends = _sends(wanted.buckets, wanted.size, wanted.element_bytes)
+        is_same = group.before is not None and replace(group.before, first=wanted.first, end=wanted.end) == wanted
+        merges = group.merges if is_same else {}
         results: list[Gradient] = []
         for operation in group.operations(range(wanted.first, wanted.end)):
             number = len(results)
             if number == len(sends):
                 if any(_place(group, operation, of_bucket, remember=False) for of_bucket in sends):
                     return []
+                continue
+            merge = merges.get(operation)
+            if merge and merge.is_complete and merge.number == number:
+                results.append(merge.gradient)
                 continue
             placed = _place(group, operation, sends[number], remember=True)
             if placed:
@@ -151,8 +226,12 @@ class Watcher:
     def drop(self, wanted: MirroredSums) -> None:
         """Drop the operations of an iteration, and all earlier ones of its group."""
         group = self._groups.get(wanted.group)
-        for stream in group.streams.values() if group else ():
+        if group is None:
+            return
+        for stream in group.streams.values():
             stream.drop_up_to(wanted.end - 1)
+        group.before = wanted
+        group.merges = {each: merge for each, merge in group.merges.items() if each >= wanted.end}
 
     def limit(self) -> None:
         """Forget groups until their captured bytes fit into the limit, the largest first: no server asks for it."""

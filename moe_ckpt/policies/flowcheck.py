@@ -18,7 +18,7 @@ GRADIENT_SHARE = 3
 
 
 class ServerSnapshots:
-    """Each rank's state is on its own node's server and on those of `num_copies` other nodes.
+    """Each rank's state is on its own node's server and on those of `num_copies` other nodes, or on hosts of their own.
 
     Raises ConfigError, with the numbers, if the memory budget does not allow that.
     """
@@ -27,7 +27,7 @@ class ServerSnapshots:
         self, config: FlowcheckConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int = 0
     ) -> None:
         self._config = config
-        self._num_servers = 1 + num_copies
+        self._num_servers = 0 if config.on_hosts else 1 + num_copies  # on a training node, of a rank's own and others'
         self._stages = stages
         self._own_stage = own_stage
         self._has_begun = False
@@ -50,10 +50,13 @@ class ServerSnapshots:
 
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
-        lag = self._config.max_lag_iters
+        lag, copies = self._config.max_lag_iters, self._config.server_copies
+        where = f"its own node's and {self._num_servers - 1} on other nodes"
+        if self._config.on_hosts:
+            where = f"{copies} on machines that train nothing"
         return [
-            f"each iteration servers make a rank's state of its gradients: its own node's and {self._num_servers - 1} "
-            f"on other nodes, {f'which may lag {lag} iterations' if lag else 'which training waits for'}",
+            f"each iteration servers make a rank's state of its gradients: {where}, "
+            f"{f'which may lag {lag} iterations' if lag else 'which training waits for'}",
             "host memory of the largest rank:",
             *self.forecast().lines(),
         ]

@@ -16,10 +16,12 @@ from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 from threading import Lock, Thread
+from typing import Any
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.messages import Address, Copied, Copy, Forget, Message, Persist, UsePeers
+from moe_ckpt.replication.server_work import ServerWork
 
 _RETRY_S = 0.02
 
@@ -61,11 +63,11 @@ class DaemonClient:
             except CheckpointSaveError:  # the connection to a daemon that has just died
                 self._connected(wait_s=self._timeout_s)
 
-    def copy(self, keys: Sequence[str]) -> Future[None]:
+    def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
         """Start copying own blobs to all peers.
 
         The future is done once all peers hold all of the blobs, or fails with a CheckpointSaveError. Without keys, it
-        is done once all earlier requests are.
+        is done once all earlier requests are. Its result is the work of the slowest checkpoint server among the peers.
         """
         return self._ask(lambda number: Copy(number=number, keys=tuple(keys)))
 
@@ -99,9 +101,9 @@ class DaemonClient:
         if connection:  # without the lock: callbacks of requests that fail now may send more requests
             connection.close()
 
-    def _ask(self, request: Callable[[int], Message]) -> Future[None]:
+    def _ask(self, request: Callable[[int], Message]) -> Future[Any]:
         with self._lock:
-            future: Future[None] = Future()
+            future: Future[Any] = Future()
             future.set_running_or_notify_cancel()  # no caller can cancel it from here on
             try:
                 self._connected().ask(request, future)
@@ -130,7 +132,7 @@ class _Connection:
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._numbers = count()
-        self._unanswered: dict[int, Future[None]] | None = {}  # by number; None once the connection is closed
+        self._unanswered: dict[int, Future[Any]] | None = {}  # by number; None once the connection is closed
         self._thread = Thread(target=self._read_all, args=(link.twin(),), name="daemon-client", daemon=True)
         self._thread.start()
 
@@ -139,7 +141,7 @@ class _Connection:
         with self._lock:
             return self._unanswered is None
 
-    def ask(self, request: Callable[[int], Message], future: Future[None]) -> None:
+    def ask(self, request: Callable[[int], Message], future: Future[Any]) -> None:
         """Send a request with a new number. Raises CheckpointSaveError only if the future will not be set."""
         number = next(self._numbers)
         with self._lock:
@@ -181,7 +183,7 @@ class _Connection:
         if future is None:
             raise ConnectionError(f"got an answer with number {answer.number}, which was not asked")
         if answer.failure is None:
-            future.set_result(None)
+            future.set_result(ServerWork(busy_us=answer.busy_us, after_us=answer.after_us))
         else:
             future.set_exception(CheckpointSaveError(answer.failure))
 

@@ -10,13 +10,16 @@ send anything without a request, or serve a client that has not proved that it h
 
 from __future__ import annotations
 
-import functools
 import logging
 import socket
+import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
+
+import torch
 
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.replication.admission import admit
@@ -38,11 +41,13 @@ from moe_ckpt.replication.messages import (
 from moe_ckpt.replication.replica_folder import ReplicaFolder
 from moe_ckpt.replication.server import ConnectionServer
 from moe_ckpt.replication.transfer import receive_blob, send_blob
-from moe_ckpt.snapshot.adam_update import CapturedSums, apply_update, is_update, no_capture
+from moe_ckpt.snapshot.adam_update import is_update
+from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, CapturedSums, no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
 
 _ADMISSION_S = 10.0  # a client that is not admitted by then is disconnected
 _MOST_STRANGERS = 64  # connections before admission; each has a thread
+_MOST_UPDATERS = 64  # threads, of which those in use are as many as the owners that send at the same time
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +90,7 @@ class CopyServer:
         self._lock = Lock()
         self._strangers = BoundedSemaphore(_MOST_STRANGERS)
         self._held: dict[int, ReplicaFolder] = {}  # by the owner's rank
+        self._updaters = ThreadPoolExecutor(max_workers=_MOST_UPDATERS, thread_name_prefix="updater")
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, 0), family=family)
         self.address = Address(host=host, port=listening.getsockname()[1])
@@ -93,6 +99,7 @@ class CopyServer:
     def close(self) -> None:
         """End all connections at once."""
         self._listener.close(self._timeout_s)
+        self._updaters.shutdown(wait=False)
 
     def _serve(self, link: Connection) -> None:
         if not self._admits(link):
@@ -145,11 +152,14 @@ class CopyServer:
                 raise ConnectionError(f"got {type(request).__name__}, wanted a request")
 
     def _put(self, link: Connection, owner_rank: int, key: str, found: Found) -> None:
-        folder = self._held_folder(owner_rank, [key])
-        take_step = functools.partial(apply_update, folder, captured=self._rules.captured)
-        keep = take_step if is_update(key) else folder.deposit
-        receive_blob(link, found, folder, key, keep, lambda _: link.allow(self._timeout_s))
-        link.send(Done())
+        folder, pace = self._held_folder(owner_rank, [key]), lambda _: link.allow(self._timeout_s)
+        if not is_update(key):
+            receive_blob(link, found, folder, key, pace)
+            link.send(Done())
+            return
+        pipeline = _Pipeline(self._rules.captured, self._updaters)
+        receive_blob(link, found, folder, key, pace, pipeline.begin)
+        link.send(pipeline.done())
 
     def _folder(self, owner_rank: int, keys: Sequence[str] = ()) -> BlobFolder:
         """Return the folder of a rank's blobs, for reading."""
@@ -171,6 +181,43 @@ class CopyServer:
                 path = held_path(self._rank_folder, owner_rank)
                 self._held[owner_rank] = ReplicaFolder(path, most_bytes=self._rules.most_bytes_per_owner)
             return self._held[owner_rank]
+
+
+class _Pipeline:
+    """One update: this connection's thread receives, another takes the steps; and the time that they take."""
+
+    def __init__(self, captured: CapturedSums, updaters: Executor) -> None:
+        self._captured = captured
+        self._updaters = updaters
+        self._update: ArrivingUpdate | None = None
+        self._last_byte_s = 0.0
+
+    def begin(
+        self, folder: BlobFolder, key: str, head: bytes, payload: torch.Tensor | None, payload_bytes: int
+    ) -> _Pipeline:
+        self._update = ArrivingUpdate(folder, key, head, payload, payload_bytes, self._captured)
+        self._update.start(self._updaters)
+        return self
+
+    def arrived(self, num_bytes: int) -> None:
+        self._last_byte_s = time.monotonic()
+        self._started.arrived(num_bytes)
+
+    def keep(self) -> None:
+        self._started.keep()
+
+    def abandon(self) -> None:
+        self._started.abandon()
+
+    def done(self) -> Done:
+        """Return the answer to an update that was kept."""
+        after_s = time.monotonic() - self._last_byte_s
+        return Done(busy_us=round(1e6 * self._started.busy_s), after_us=round(1e6 * after_s))
+
+    @property
+    def _started(self) -> ArrivingUpdate:
+        assert self._update is not None
+        return self._update
 
 
 def _require_keys(keys: Sequence[str]) -> None:

@@ -44,7 +44,8 @@ from moe_ckpt.replication.messages import (
 )
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.replication.server import ConnectionServer
-from moe_ckpt.snapshot.adam_update import no_capture
+from moe_ckpt.replication.server_work import NO_WORK, ServerWork
+from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
 
@@ -106,7 +107,7 @@ def run_daemon(
         timeout_s=place.timeout_s,
         rules=HoldingRules(
             serves_itself=place.serves_itself,
-            captured=_open_mirror(place.mirror, place.global_rank).sums if place.mirror else no_capture,
+            captured=open_mirror(place.mirror, place.global_rank).sums if place.mirror else no_capture,
             most_bytes_per_owner=place.most_bytes_per_owner,
         ),
     )
@@ -129,7 +130,7 @@ def run_daemon(
             _log.warning("rank %d's daemon cannot listen to its worker yet: %s", place.global_rank, error)
 
 
-def _open_mirror(mirror: MirrorSettings, seed: int) -> MirrorCapture:
+def open_mirror(mirror: MirrorSettings, seed: int) -> MirrorCapture:
     """Begin to read the mirror port. Raises ConfigError."""
     watcher = Watcher(mirror.captures, loss=mirror.loss, seed=seed)
     return MirrorCapture(MirrorPort(mirror.interface), watcher, keep_iters=mirror.keep_iters)
@@ -202,9 +203,11 @@ class _Worker:
         self._timeout_s = timeout_s
         self._lock = Lock()
 
-    def answer(self, number: int, copied: Future[None]) -> None:
+    def answer(self, number: int, copied: Future[ServerWork] | Future[None]) -> None:
         failure = copied.exception()
-        message = Copied(number=number, failure=None if failure is None else str(failure))
+        work = NO_WORK if failure else copied.result() or NO_WORK
+        reason = None if failure is None else str(failure)
+        message = Copied(number=number, failure=reason, busy_us=work.busy_us, after_us=work.after_us)
         with self._lock:
             self._link.allow(self._timeout_s)
             try:

@@ -79,7 +79,7 @@ def _keys(caller: RetryingClient, owner_rank: int, until_s: float) -> Sequence[s
 def _fetch(caller: RetryingClient, request: Get, folder: BlobFolder, until_s: float) -> int:
     def act(link: Connection) -> int:
         found = link.ask(request, Found)
-        return receive_blob(link, found, folder, request.key, folder.deposit, _at_once)
+        return receive_blob(link, found, folder, request.key, _at_once)
 
     return caller.call(f"fetching {request.key} of rank {request.owner_rank}", act, until_s)
 

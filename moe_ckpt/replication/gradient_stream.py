@@ -19,6 +19,7 @@ import torch
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.replication.publisher import Publisher
+from moe_ckpt.replication.server_work import ServerWork
 from moe_ckpt.snapshot.adam_update import AdamStep, buffer_parts, follows_from_gradients, steps_of
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader
 
@@ -67,6 +68,7 @@ class GradientStream:
         self._base: int | None = None
         self._completed = NOTHING
         self._lost = ""
+        self._works: list[tuple[int, ServerWork]] = []
 
     @property
     def has_begun(self) -> bool:
@@ -161,6 +163,11 @@ class GradientStream:
                 self.cut(str(error))
         return Progress(completed=self._completed, lost=self._lost)
 
+    def take_works(self) -> list[tuple[int, ServerWork]]:
+        """Return the slowest server's work for each state that all servers have completed since the last call."""
+        works, self._works = self._works, []
+        return works
+
     def drop_before(self, iteration: int) -> None:
         """Let servers drop states older than `iteration`, which the servers of all ranks have."""
         old = [each for each in self._keys if each < iteration]
@@ -189,6 +196,8 @@ class GradientStream:
             if not self._publisher.has_state(self._keys[following], following, wait=wait):
                 return
             self._completed = following
+            if following != self._base:
+                self._works.append((following, self._publisher.work_for(self._keys[following])))
 
     def _send(
         self,

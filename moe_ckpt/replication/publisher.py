@@ -19,7 +19,7 @@ from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +30,7 @@ from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
 from moe_ckpt.replication.local_disk import LocalDisk
+from moe_ckpt.replication.server_work import NO_WORK, ServerWork
 from moe_ckpt.snapshot.adam_update import (
     AdamStep,
     Gradients,
@@ -56,8 +57,8 @@ _UNFINISHED = "unfinished"
 class Copies(Protocol):
     """Copies own blobs to peers, in the background."""
 
-    def copy(self, keys: list[str]) -> Future[None]:
-        """Start copying; the future is done when all peers have all of the blobs."""
+    def copy(self, keys: list[str]) -> Future[Any]:
+        """Start copying; the future is done when all peers have all of the blobs, with the work of servers."""
         ...
 
     def forget(self, keys: list[str]) -> None:
@@ -68,7 +69,7 @@ class Copies(Protocol):
 class NoCopies:
     """No peer holds copies: blobs in this node's memory count as copied."""
 
-    def copy(self, keys: list[str]) -> Future[None]:  # noqa: ARG002
+    def copy(self, keys: list[str]) -> Future[Any]:  # noqa: ARG002
         return _done()
 
     def forget(self, keys: list[str]) -> None:
@@ -102,7 +103,7 @@ class Publisher:
         self._times = CopyTimes()
         self.num_peers = 0
         self._keys: dict[int, str] = {}  # keys of snapshots, by the payload's id
-        self._copying: dict[str, Future[None]] | None = None
+        self._copying: dict[str, Future[Any]] | None = None
         self._changed: set[str] = set()  # since copying stopped: peers may hold other contents under these keys
         self._stale: set[str] = set()  # keys that peers hold and drop once they hold the folder's blobs
         self._copies_fail = False
@@ -211,7 +212,13 @@ class Publisher:
                 raise CheckpointSaveError(f"the state of iteration {iteration}: {reason}")
         return all(copy is not None and copy.done() for copy in copies)
 
-    def _wait_for_all(self, copies: Iterable[Future[None]]) -> None:
+    def work_for(self, key: str) -> ServerWork:
+        """Return the work of the slowest server for a state that all servers have."""
+        with self._lock:
+            copy = self._copying.get(key) if self._copying else None
+        return copy.result() if copy and copy.done() and isinstance(copy.result(), ServerWork) else NO_WORK
+
+    def _wait_for_all(self, copies: Iterable[Future[Any]]) -> None:
         self._on_wait(True)
         try:
             wait_for_futures(copies, self._copy_s)
@@ -338,11 +345,11 @@ class Publisher:
                 self._stale = set().union(*held).difference(kept)
                 self._forget_later(self._copying)
 
-    def _forget_later(self, copying: Mapping[str, Future[None]]) -> None:
+    def _forget_later(self, copying: Mapping[str, Future[Any]]) -> None:
         """Let peers drop stale blobs once these copies are complete: until then a stale blob may be the last source."""
         copies = list(copying.values())
 
-        def forget(copied: Future[None]) -> None:
+        def forget(copied: Future[Any]) -> None:
             if copied.exception():
                 return  # on a thread for which the holder of the lock may wait
             with self._lock:
@@ -410,7 +417,7 @@ class Publisher:
         """Copy a blob to peers; `by`: send this other blob instead, which is dropped afterwards."""
         began_s, sent = time.monotonic(), by or key
 
-        def finish(copied: Future[None]) -> None:
+        def finish(copied: Future[Any]) -> None:
             if measured_bytes and not copied.exception():
                 self._times.ended(key, measured_bytes, since_s=began_s)
             if sent != key:

@@ -22,6 +22,7 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Done, Drop, Put, Ticket
 from moe_ckpt.replication.retrying_client import RetryingClient
+from moe_ckpt.replication.server_work import NO_WORK, ServerWork, slowest
 from moe_ckpt.replication.transfer import send_blob
 from moe_ckpt.snapshot.adam_update import is_update, update_from_bytes
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
@@ -71,8 +72,10 @@ class Replicator:
         for peer in gone:
             peer.close()
 
-    def copy(self, keys: Sequence[str]) -> Future[None]:
+    def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
         """Start copying; the future is done when all peers hold all of it, or fails with a CheckpointSaveError.
+
+        Its result is the work of the slowest checkpoint server among the peers.
 
         Without keys, it is done once all earlier requests are.
         """
@@ -111,7 +114,7 @@ class _Peer:
         self._steps = steps
         self._others = others
 
-    def copy(self, keys: Sequence[str], until_s: float) -> list[Future[None]]:
+    def copy(self, keys: Sequence[str], until_s: float) -> list[Future[ServerWork]]:
         return [lane.copy(part, until_s) for lane, part in self._split(keys)]
 
     def forget(self, keys: Sequence[str], until_s: float) -> list[Future[None]]:
@@ -142,7 +145,7 @@ class _Lane:
         self._refused = Counter[str]()  # updates, one after the other, by unit
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replicator")
 
-    def copy(self, keys: Sequence[str], until_s: float) -> Future[None]:
+    def copy(self, keys: Sequence[str], until_s: float) -> Future[ServerWork]:
         return self._thread.submit(self._copy_all, tuple(keys), until_s)
 
     def forget(self, keys: Sequence[str], until_s: float) -> Future[None]:
@@ -153,23 +156,25 @@ class _Lane:
         self._thread.submit(self._caller.close)
         self._thread.shutdown(wait=False)  # the thread may be connecting, until its deadline
 
-    def _copy_all(self, keys: Sequence[str], until_s: float) -> None:
-        for key in keys:
-            self._caller.call(f"copy of {key}", lambda link, key=key: self._put(link, key), until_s)
+    def _copy_all(self, keys: Sequence[str], until_s: float) -> ServerWork:
+        def put(key: str) -> ServerWork:
+            return self._caller.call(f"copy of {key}", lambda link: self._put(link, key), until_s)
+
+        return slowest(list(map(put, keys)))
 
     def _forget(self, keys: Sequence[str], until_s: float) -> None:
         request = Drop(owner_rank=self._owner_rank, keys=tuple(keys))
         self._caller.call(f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s)
 
-    def _put(self, link: Connection, key: str) -> None:
+    def _put(self, link: Connection, key: str) -> ServerWork:
         if not is_update(key):
-            self._send(link, key)
-            return
+            return self._send(link, key)
         update = update_from_bytes(self._own.get(key).header)
         if update.seals:  # the state that this update leads to is nowhere else
-            self._send(link, key)
-        elif not self._has_updated(link, key, update.unit):
+            return self._send(link, key)
+        if not self._has_updated(link, key, update.unit):
             self._send(link, update.target)
+        return NO_WORK
 
     def _has_updated(self, link: Connection, key: str, unit: str) -> bool:
         if self._refused[unit] == _MOST_REFUSED:
@@ -185,7 +190,7 @@ class _Lane:
         self._refused[unit] = 0
         return True
 
-    def _send(self, link: Connection, key: str) -> None:
+    def _send(self, link: Connection, key: str) -> ServerWork:
         blob = self._own.get(key)
         link.send(Put(owner_rank=self._owner_rank, key=key))
 
@@ -195,7 +200,8 @@ class _Lane:
             self._yield_to_training()
 
         send_blob(link, self._own, key, blob, pace)
-        link.expect(Done)
+        done = link.expect(Done)
+        return ServerWork(busy_us=done.busy_us, after_us=done.after_us)
 
     def _sleep(self, seconds: float, key: str, blob: Blob) -> bool:
         """Sleep; raise if this peer is given up or the blob is dropped, and return the unused tokens."""
@@ -213,19 +219,19 @@ class _Lane:
             self._caller.pause(_YIELD_S)
 
 
-def _failed(error: CheckpointSaveError) -> Future[None]:
-    future: Future[None] = Future()
+def _failed(error: CheckpointSaveError) -> Future[ServerWork]:
+    future: Future[ServerWork] = Future()
     future.set_exception(error)
     return future
 
 
-def _all_done(parts: Sequence[Future[None]]) -> Future[None]:
+def _all_done(parts: Sequence[Future[ServerWork]]) -> Future[ServerWork]:
     """Return a future that is done once all parts are, and fails with all reasons if any part has failed."""
-    whole: Future[None] = Future()
+    whole: Future[ServerWork] = Future()
     whole.set_running_or_notify_cancel()  # no caller can cancel it from here on
     lock, num_left = Lock(), len(parts)
 
-    def finish(_: Future[None]) -> None:
+    def finish(_: Future[ServerWork]) -> None:
         nonlocal num_left
         with lock:
             num_left -= 1
@@ -236,14 +242,14 @@ def _all_done(parts: Sequence[Future[None]]) -> Future[None]:
     for part in parts:
         part.add_done_callback(finish)
     if not parts:
-        whole.set_result(None)
+        whole.set_result(NO_WORK)
     return whole
 
 
-def _settle(whole: Future[None], parts: Sequence[Future[None]]) -> None:
+def _settle(whole: Future[ServerWork], parts: Sequence[Future[ServerWork]]) -> None:
     reasons = [reason for part in parts if (reason := part.exception())]
     if not reasons:
-        whole.set_result(None)
+        whole.set_result(slowest([part.result() for part in parts]))
         return
     error = CheckpointSaveError("; ".join(str(reason) for reason in reasons))
     error.__cause__ = reasons[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 
@@ -20,8 +21,44 @@ from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 
 MOST_HEADER_BYTES = 256 << 20
 
-Keep = Callable[[str, bytes, torch.Tensor | None, int], None]
-"""`BlobFolder.publish` or `BlobFolder.deposit`."""
+
+class Consumer(Protocol):
+    """Uses a payload while it arrives. A result counts once `keep` is called: the bytes are intact then."""
+
+    def arrived(self, num_bytes: int) -> None:
+        """So many bytes of the payload are here, from its beginning."""
+        ...
+
+    def keep(self) -> None:
+        """Store the result. Raises CheckpointLoadError or CheckpointSaveError."""
+        ...
+
+    def abandon(self) -> None:
+        """Drop the result, and use the payload no more: it is freed next."""
+        ...
+
+
+Begin = Callable[[BlobFolder, str, bytes, torch.Tensor | None, int], Consumer]
+"""Returns the consumer of a key's header and payload, and does not raise: the header may be garbled."""
+
+
+class Deposit:
+    """Stores a blob as it is, in memory of `folder`."""
+
+    def __init__(
+        self, folder: BlobFolder, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
+    ) -> None:
+        self._folder = folder
+        self._blob = key, header, payload, payload_bytes
+
+    def arrived(self, num_bytes: int) -> None:
+        """Nothing to do before all bytes are here."""
+
+    def keep(self) -> None:
+        self._folder.deposit(*self._blob)
+
+    def abandon(self) -> None:
+        """Nothing to drop."""
 
 
 def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: Pace) -> None:
@@ -37,28 +74,47 @@ def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: 
         link.send(Refused(reason=f"blob {key} was withdrawn while it was sent", garbled=False))
 
 
-def receive_blob(link: Connection, found: Found, folder: BlobFolder, key: str, keep: Keep, pace: Pace) -> int:
-    """Receive a blob into memory of `folder` and store it under a key; return its bytes.
+def receive_blob(
+    link: Connection, found: Found, folder: BlobFolder, key: str, pace: Pace, begin: Begin = Deposit
+) -> int:
+    """Receive a blob into memory of `folder` for the consumer that `begin` returns; return the blob's bytes.
 
-    Raises RefusedError if it arrived garbled, was withdrawn meanwhile or has too large a header, and
-    CheckpointSaveError if there is no room. Nothing is stored then.
+    Raises RefusedError if it arrived garbled, was withdrawn meanwhile or has too large a header, CheckpointSaveError if
+    there is no room, and the consumer's errors. Nothing is stored then.
     """
     if found.header_bytes > MOST_HEADER_BYTES:
         reason = f"blob {key}: got a header of {found.header_bytes} bytes, wanted at most {MOST_HEADER_BYTES}"
         raise RefusedError(reason, garbled=False)
     with ExitStack() as undo:
-        payload = None
+        payload, payload_bytes = None, found.payload_bytes or 0
         if found.payload_bytes is not None:
             payload = folder.allocate(found.payload_bytes)
             undo.callback(folder.free, payload)
         header = bytearray(found.header_bytes)
         link.send(Done())
         header_xxh3 = link.receive_stream(memoryview(header), pace)
-        payload_xxh3 = link.receive_stream(_bytes_of(payload, found.payload_bytes or 0), pace)
+        consumer = begin(folder, key, bytes(header), payload, payload_bytes)
+        undo.callback(consumer.abandon)
+        payload_xxh3 = link.receive_stream(_bytes_of(payload, payload_bytes), _counting(consumer, pace))
+        consumer.arrived(payload_bytes)
         _compare(key, link.expect(Sent), Sent(header_xxh3=header_xxh3, payload_xxh3=payload_xxh3))
-        keep(key, bytes(header), payload, found.payload_bytes or 0)
+        consumer.keep()
         undo.pop_all()
-    return found.header_bytes + (found.payload_bytes or 0)
+    return found.header_bytes + payload_bytes
+
+
+def _counting(consumer: Consumer, pace: Pace) -> Pace:
+    """Return a pace that also reports the bytes of all chunks before this one to the consumer."""
+    arrived_bytes = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal arrived_bytes
+        if arrived_bytes:
+            consumer.arrived(arrived_bytes)
+        arrived_bytes += num_bytes
+        pace(num_bytes)
+
+    return count
 
 
 def _bytes_of(payload: torch.Tensor | None, nbytes: int) -> memoryview:

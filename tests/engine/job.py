@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig
@@ -29,6 +30,7 @@ from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.generations import Member
 from moe_ckpt.elastic.process_failure import Death, FaultClass
+from moe_ckpt.elastic.server_hosts import ServerHosts, ServerNumbers, ServerRules
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
 from moe_ckpt.engine.interfaces import StagePlace
@@ -45,7 +47,7 @@ from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.daemon import WorkerServer
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.sender import Replicator
-from moe_ckpt.snapshot.adam_update import no_capture
+from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
@@ -129,6 +131,59 @@ class _Daemon:
         self.server.close()
         if self._capture:
             self._capture.close()
+
+
+class _Hosts:
+    """Checkpoint servers on machines that train nothing, and the store where ranks find them."""
+
+    def __init__(self, folder: Path, config: FlowcheckConfig, capture: Callable[[int], MirrorCapture | None]) -> None:
+        self.store = dist.HashStore()
+        self.numbers = ServerNumbers(self.store, config.server_hosts)
+        self._folder = folder
+        self._config = config
+        self._capture = capture
+        self._running: dict[int, tuple[CopyServer, MirrorCapture | None]] = {}
+        self._num_started = 0
+
+    def start(self) -> None:
+        """Start one more server, with an empty memory, under the first free number."""
+        self._num_started += 1
+        capture = self._capture(self._num_started)
+        server = CopyServer(
+            self.memory(self._num_started),
+            -1,
+            TICKET,
+            host="127.0.0.1",
+            timeout_s=_WAIT_S,
+            rules=HoldingRules(serves_itself=True, captured=capture.sums if capture else no_capture),
+        )
+        claimed = self.numbers.claim(server.address)
+        assert claimed is not None
+        self._running[claimed[0]] = server, capture
+
+    def memory(self, started: int) -> Path:
+        """The memory of the server that was started as the first, second, ..."""
+        return self._folder / f"host{started}"
+
+    def end(self, number: int) -> None:
+        server, capture = self._running.pop(number)
+        server.close()
+        if capture:
+            capture.close()
+
+    def close(self) -> None:
+        for number in list(self._running):
+            self.end(number)
+
+    def view(self) -> ServerHosts:
+        config = self._config
+        rules = ServerRules(
+            num_servers=config.server_hosts,
+            copies=config.server_copies,
+            join_s=_WAIT_S,
+            wait_s=config.server_wait_s,
+        )
+        return ServerHosts(self.store, TICKET, rules)
 
 
 class _Generations:
@@ -373,6 +428,8 @@ class ThreadJob:
         self._losses: dict[int, float] = {}
         self._daemons: dict[int, _Daemon] = {}
         self._clients: dict[int, DaemonClient | None] = {}
+        served = config.served if config else None
+        self.hosts = _Hosts(folder, served, self._begin_capture) if served and served.on_hosts else None
         self._killed = {rank: threading.Event() for rank in self.ranks}
         self._incarnations = dict.fromkeys(self.ranks, 0)
         self._workers: list[threading.Thread] = []
@@ -398,6 +455,8 @@ class ThreadJob:
         try:
             for rank in self.ranks:
                 self._daemons[rank] = self._daemon(rank)
+            for _ in range(self.hosts.numbers.num_servers if self.hosts else 0):
+                self.hosts.start()  # type: ignore[union-attr]
             self._arm_next()
             for rank in self.ranks:
                 self._start(rank)
@@ -405,6 +464,8 @@ class ThreadJob:
         finally:
             for daemon in self._daemons.values():
                 daemon.close()
+            if self.hosts:
+                self.hosts.close()
         if self._generations.failure:
             raise self._generations.failure
         assert not self._faults, f"these faults never struck: {self._faults}"
@@ -548,6 +609,7 @@ class ThreadJob:
             ranks_per_node=self._ranks_per_node,
             copy_s=_WAIT_S,
             serves_itself=self._has_servers,
+            hosts=self.hosts.view() if self.hosts else None,
         )
 
     def _address_of(self, rank: int, peer: int) -> Address:

@@ -14,7 +14,7 @@ import pytest
 
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import GradientsLost, GradientsSent, LossNotFinite, Rejoined, SnapshotTaken
+from moe_ckpt.events import GradientsLost, GradientsSent, LossNotFinite, Rejoined, ServersWorked, SnapshotTaken
 from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.types import Phase
@@ -81,6 +81,10 @@ def test_servers_hold_what_training_has_after_every_iteration(shape: Shape, tmp_
     assert follower.compared >= 2 * job.shape.world_size, "on its own node's server, and on another's"
     for rank in job.ranks:
         assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0], "one snapshot, at the start"
+        worked = job.events(ServersWorked, rank)
+        assert [event.iteration for event in worked] == list(range(1, len(worked) + 1)), "in order, and none twice"
+        assert len(worked) >= 6
+        assert all(event.after_s > 0 and event.busy_s > 0 and event.iteration_s > 0 for event in worked)
         sent = job.events(GradientsSent, rank)
         assert [event.iteration for event in sent] == list(range(1, 9))
         masters = sum(weight.master.numel() for weight in job.models[rank].owned)

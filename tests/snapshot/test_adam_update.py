@@ -19,16 +19,8 @@ from moe_ckpt.mirror.plan import BucketPlace, Mirrored, MirroredSums
 from moe_ckpt.replication.local_disk import copy_blobs
 from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.replication.sender import Replicator
-from moe_ckpt.snapshot.adam_update import (
-    AdamStep,
-    Gradients,
-    Update,
-    apply_update,
-    is_update,
-    no_capture,
-    update_from_bytes,
-    update_to_bytes,
-)
+from moe_ckpt.snapshot.adam_update import AdamStep, Gradients, Update, is_update, update_from_bytes, update_to_bytes
+from moe_ckpt.snapshot.arriving_update import apply_update, no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
 from moe_ckpt.snapshot.codec import (
@@ -62,7 +54,7 @@ class Asked:
         self._replicator = replicator
         self.keys: list[str] = []
 
-    def copy(self, keys: Sequence[str]) -> Future[None]:
+    def copy(self, keys: Sequence[str]) -> Future[Any]:
         self.keys += keys
         return self._replicator.copy(keys)
 

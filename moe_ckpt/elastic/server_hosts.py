@@ -1,0 +1,221 @@
+"""Checkpoint servers on machines that train nothing: those that a job uses, agreed by all ranks.
+
+Owns: their numbers and addresses in the job's store. Must not: start servers, or know states. FlowCheck, section 4.
+
+    settings      the job's settings for servers, as JSON
+    losses/N      how often server N was lost
+    N/I           the address of the server that has number N after I losses
+
+A server that a rank cannot reach is lost for good, even if it comes back: its states may be those that the ranks have
+left since. It, or another one, may take its number with an empty memory. If none does in time, the other servers take
+over its ranks; without any server the training nodes' own processors do, until the job ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from moe_ckpt.collectives import Ranks, broadcast_result, gather_results
+from moe_ckpt.config import TlsConfig
+from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.replication.admission import open_connection
+from moe_ckpt.replication.connection import RefusedError
+from moe_ckpt.replication.daemon import MirrorSettings
+from moe_ckpt.replication.messages import Address, Ticket, parse_address
+
+PART = "servers"
+"""The part of the job's store."""
+
+SETTINGS = "settings"
+_BEGUN, _GONE = "begun", "gone"
+_ANSWER_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerRules:
+    """The number of servers, those that hold each rank's state, and the seconds for the first and for a successor."""
+
+    num_servers: int
+    copies: int
+    join_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """The job's settings for its servers, which its first rank writes to the store."""
+
+    num_servers: int
+    run_id: str
+    timeout_s: float
+    most_bytes_per_owner: int | None
+    mirror: MirrorSettings | None
+    tls: TlsConfig
+
+    def to_json(self) -> str:
+        """Return the text that `settings_from_json` reads."""
+        return json.dumps(asdict(self))
+
+
+def settings_from_json(text: str | bytes) -> ServerSettings:
+    """Return the settings that `ServerSettings.to_json` wrote."""
+    values = json.loads(text)
+    mirror = values["mirror"] and MirrorSettings(**values["mirror"])
+    return ServerSettings(**{**values, "mirror": mirror, "tls": TlsConfig(**values["tls"])})
+
+
+class ServerNumbers:
+    """The keys in the store, for servers and ranks alike."""
+
+    def __init__(self, store: dist.Store, num_servers: int) -> None:
+        self.store = store
+        self.num_servers = num_servers
+
+    def claim(self, address: Address) -> tuple[int, int] | None:
+        """Take the first free number for a server; return it with its losses so far, or None if all are taken."""
+        for number in range(self.num_servers):
+            losses = self.losses(number)
+            if self.store.compare_set(_key(number, losses), "", str(address)) == str(address).encode():
+                return number, losses
+        return None
+
+    def losses(self, number: int) -> int:
+        """Return how often the server with this number was lost."""
+        return self.store.add(f"losses/{number}", 0)
+
+    def lose(self, number: int) -> None:
+        """Leave the present server with this number for good."""
+        self.store.add(f"losses/{number}", 1)
+
+    def address(self, number: int) -> str:
+        """Return the address of the present server; empty if there is none."""
+        key = _key(number, self.losses(number))
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def wait(self, number: int, timeout_s: float) -> str:
+        """Return the address of the present server, for which this waits up to `timeout_s`; empty if none comes."""
+        try:
+            self.store.wait([_key(number, self.losses(number))], timedelta(seconds=max(timeout_s, 0.001)))
+        except dist.DistStoreError:
+            return ""
+        return self.address(number)
+
+
+class ServerHosts:
+    """One rank's view of the servers, for its training thread. `waiting` is called as waits begin (True) and end."""
+
+    def __init__(
+        self, store: dist.Store, ticket: Ticket, rules: ServerRules, waiting: Callable[[bool], None] = lambda _: None
+    ) -> None:
+        self._numbers = ServerNumbers(store, rules.num_servers)
+        self._store = store
+        self._ticket = ticket
+        self._rules = rules
+        self._waiting = waiting
+        self._addresses: tuple[str, ...] = ()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the job uses servers on hosts: before the first agreement and once all are lost it does not."""
+        return any(self._addresses)
+
+    @property
+    def present(self) -> list[str]:
+        """The addresses of all servers in use."""
+        return [address for address in self._addresses if address]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all servers in use."""
+        return [number for number, address in enumerate(self._addresses) if address]
+
+    def address(self, number: int) -> Address:
+        """Return the address of a server in use."""
+        return parse_address(self._addresses[number])
+
+    def holders(self, global_rank: int) -> list[int]:
+        """Return the numbers of the servers that hold a rank's state: the next ones in use from its own on.
+
+        3 servers, 2 for each rank: rank 4 has servers 1 and 2, or 2 and 0 once server 1 is lost.
+        """
+        in_turn = [(global_rank + hop) % len(self._addresses) for hop in range(len(self._addresses))]
+        return [number for number in in_turn if self._addresses[number]][: self._rules.copies]
+
+    def agree(self, ranks: Ranks) -> bool:
+        """Agree on the servers to use from now on; return whether they are others than before. Collective.
+
+        Raises ConfigError on all ranks if the job begins and its servers do not come in time.
+        """
+        self._waiting(True)
+        try:
+            reached = gather_results(ranks, self._look, ConfigError)
+            found = broadcast_result(ranks, lambda: self._choose(reached), CheckpointLoadError)
+        finally:
+            self._waiting(False)
+        before, self._addresses = self._addresses, found
+        return found != before
+
+    def _look(self) -> tuple[str, ...]:
+        """Return the addresses of all servers that this rank reaches, by number; empty for others."""
+        if not self._store.check([_BEGUN]):
+            until_s = time.monotonic() + self._rules.join_s
+            come = [self._numbers.wait(each, until_s - time.monotonic()) for each in range(self._rules.num_servers)]
+            if not all(come):
+                got = f"{sum(map(bool, come))} servers in runtime.join_s={self._rules.join_s:g} seconds"
+                wanted = f"{len(come)}: start `moe-ckpt server RUN_FOLDER` on that many machines"
+                raise ConfigError(f"ckpt.server_hosts: got {got}, wanted {wanted}")
+        addresses = map(self._numbers.address, range(self._rules.num_servers))
+        return tuple(address if address and self._answers(address) else "" for address in addresses)
+
+    def _answers(self, address: str) -> bool:
+        try:
+            open_connection(parse_address(address), self._ticket, _ANSWER_S).close()
+        except (OSError, RefusedError) as error:
+            _log.warning("the checkpoint server at %s does not answer: %s", address, error)
+            return False
+        return True
+
+    def _choose(self, reached: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+        """Return the addresses that all ranks have reached, and those of successors. On rank 0."""
+        if self._store.check([_GONE]):
+            return ()
+        self._store.set(_BEGUN, "1")
+        common = [of_all[0] if len(set(of_all)) == 1 else "" for of_all in zip(*reached, strict=True)]
+        until_s = time.monotonic() + self._rules.wait_s
+        for number, address in enumerate(common):
+            if not address:
+                common[number] = self._replace(number, until_s)
+        if not any(common):
+            self._store.set(_GONE, "1")
+            _log.warning(
+                "all checkpoint servers are gone: the training nodes serve themselves from now on, and begin with a "
+                "whole snapshot"
+            )
+            return ()
+        return tuple(common)
+
+    def _replace(self, number: int, until_s: float) -> str:
+        """Leave a server for good, and return the address of its successor; empty if none comes in time."""
+        if lost := self._numbers.address(number):
+            self._numbers.lose(number)
+            _log.warning("checkpoint server %d at %s is lost", number, lost)
+        successor = self._numbers.wait(number, until_s - time.monotonic())
+        if successor:
+            _log.warning("checkpoint server %d is now at %s, and begins with a whole snapshot", number, successor)
+        elif lost:
+            limit = f"ckpt.server_wait_s={self._rules.wait_s:g} seconds"
+            _log.warning("checkpoint server %d is gone: no other took its place within %s", number, limit)
+        return successor
+
+
+def _key(number: int, losses: int) -> str:
+    return f"{number}/{losses}"

@@ -1,0 +1,127 @@
+"""A checkpoint server on a machine that trains nothing (`ckpt.servers=hosts`): `moe-ckpt server JOB`.
+
+    moe-ckpt server JOB [--interface NAME] [--memory FOLDER]
+
+JOB is the job's run folder, which all machines see, or HOST:PORT of its store, which the file `store` in that folder
+names. The command waits for the job, takes the first free number among its ckpt.server_hosts servers, and holds states
+until the job ends; a server more than that is a spare, which takes the number of the first one that is lost. It is no
+rank, and needs no torchrun: the settings come from the job.
+
+Owns: this process and its memory, which is removed at its end. Must not: train. FlowCheck, section 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_ckpt.elastic.job_store import STORE_FILE, connect, part_of
+from moe_ckpt.elastic.network import address_on, route_to
+from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerNumbers, settings_from_json
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
+from moe_ckpt.replication.daemon import open_mirror
+from moe_ckpt.replication.messages import Address, Ticket, parse_address
+from moe_ckpt.replication.tls import open_tls
+from moe_ckpt.snapshot.arriving_update import no_capture
+
+NO_RANK = -1
+_LOOK_EVERY_S = 0.5
+_FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until the job ends; return the exit status."""
+    parser = argparse.ArgumentParser(prog="moe-ckpt server", description=__doc__, formatter_class=_Raw)
+    parser.add_argument("job", metavar="JOB", help="the job's run folder, or HOST:PORT of its store")
+    parser.add_argument("--interface", help="the interface that gradients arrive on; by default the one to the store")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="the folder in memory for states")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the memory is removed
+    try:
+        serve(_find_store(options.job), options.interface, options.memory)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def serve(where: Address, interface: str | None, memory: Path) -> None:
+    """Serve the job with this store until it ends. Raises ConfigError."""
+    try:
+        store = connect(where.host, where.port)
+        _serve(store, where, interface, memory)
+    except dist.DistError:  # the store ends with the job
+        print(f"the job at {where} has ended", flush=True)
+
+
+def _serve(store: dist.Store, where: Address, interface: str | None, memory: Path) -> None:
+    of_servers = part_of(store, PART)
+    settings = settings_from_json(of_servers.get(SETTINGS))
+    token = part_of(store, "generations").get("token").decode()
+    host = address_on(interface, "--interface") if interface else route_to(where.host, where.port)
+    tls = open_tls(settings.tls)
+    numbers = ServerNumbers(of_servers, settings.num_servers)
+    capture = open_mirror(settings.mirror, os.getpid()) if settings.mirror else None
+    while True:
+        with tempfile.TemporaryDirectory(prefix="moe_ckpt-server-", dir=memory) as folder:
+            server = CopyServer(
+                Path(folder),
+                NO_RANK,
+                Ticket(run_id=settings.run_id, token=token, tls=tls),
+                host=host,
+                timeout_s=settings.timeout_s,
+                rules=HoldingRules(
+                    serves_itself=True,
+                    captured=capture.sums if capture else no_capture,
+                    most_bytes_per_owner=settings.most_bytes_per_owner,
+                ),
+            )
+            try:
+                _hold_a_number(numbers, server.address)
+            finally:
+                server.close()
+        print("the job has left this server, which begins anew with an empty memory", flush=True)
+
+
+def _hold_a_number(numbers: ServerNumbers, address: Address) -> None:
+    """Take a number as soon as one is free, and return once the job has left this server."""
+    is_spare = False
+    while (claimed := numbers.claim(address)) is None:
+        if not is_spare:
+            print(f"a spare checkpoint server is at {address}", flush=True)
+        is_spare = True
+        time.sleep(_LOOK_EVERY_S)  # the store wakes nothing for a change of several keys
+    number, losses = claimed
+    print(f"checkpoint server {number} is at {address}", flush=True)
+    while numbers.losses(number) == losses:
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _find_store(job: str) -> Address:
+    """Return the address of a job's store; wait for the job if its folder does not name it yet."""
+    if ":" in job and not Path(job).exists():
+        try:
+            return parse_address(job)
+        except ValueError:
+            raise ConfigError(f"JOB: got {job!r}, wanted a run folder, or HOST:PORT") from None
+    path = Path(job) / STORE_FILE
+    while not path.exists():
+        time.sleep(_LOOK_EVERY_S)  # another machine writes it: no event reaches this one
+    return parse_address(path.read_text().strip())
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the module's text."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Servers outside of a job find it by its store or run folder, and take numbers that no other server has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from moe_ckpt import server
+from moe_ckpt.config import NO_TLS
+from moe_ckpt.elastic.job_store import STORE_FILE
+from moe_ckpt.elastic.server_hosts import ServerNumbers, ServerSettings, settings_from_json
+from moe_ckpt.replication.daemon import MirrorSettings
+from moe_ckpt.replication.messages import Address
+
+
+def address(port: int) -> Address:
+    return Address(host="10.0.0.1", port=port)
+
+
+def test_each_number_has_one_server_and_a_lost_one_is_free_again() -> None:
+    numbers = ServerNumbers(dist.HashStore(), 2)
+    assert [numbers.claim(address(port)) for port in (1, 2, 3)] == [(0, 0), (1, 0), None], "the third is a spare"
+    numbers.lose(0)
+    assert numbers.address(0) == ""
+    assert numbers.claim(address(3)) == (0, 1)
+    assert numbers.claim(address(1)) is None, "the lost one, if it comes back"
+    assert [numbers.address(number) for number in (0, 1)] == [str(address(3)), str(address(2))]
+    assert numbers.wait(1, 0.0) == str(address(2))
+
+
+@pytest.mark.parametrize("mirror", [None, MirrorSettings(interface="e0", captures=3, loss=0.0, keep_iters=4)])
+def test_settings_reach_servers_as_they_are(mirror: MirrorSettings | None) -> None:
+    settings = ServerSettings(
+        num_servers=2, run_id="run", timeout_s=60.0, most_bytes_per_owner=None, mirror=mirror, tls=NO_TLS
+    )
+    assert settings_from_json(settings.to_json()) == settings
+
+
+def test_a_job_is_found_by_its_store_or_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / STORE_FILE).write_text("10.0.0.1:29500\n")
+    assert server._find_store(str(tmp_path)) == server._find_store("10.0.0.1:29500") == address(29500)
+    assert server.main(["nowhere:x"]) == 1
+    assert capsys.readouterr().err == "error: JOB: got 'nowhere:x', wanted a run folder, or HOST:PORT\n"
