@@ -47,6 +47,7 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.replication import sender
 from moe_ckpt.replication.connection import Connection
+from moe_ckpt.replication.server_work import ServerWork
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob, JobFailedError
 from tests.references import Outcome, uninterrupted
@@ -236,10 +237,10 @@ def copies_fail(*beginnings: str) -> None:
     """Let no blob whose key begins like this reach a peer; in a setup."""
     put = sender._Lane._put
 
-    def put_others(self: sender._Lane, link: Connection, key: str) -> None:
+    def put_others(self: sender._Lane, link: Connection, key: str) -> ServerWork:
         if key.startswith(beginnings):
             raise CheckpointSaveError("a test lets this copy fail")
-        put(self, link, key)
+        return put(self, link, key)
 
     sender._Lane._put = put_others
 

@@ -25,7 +25,7 @@ def test_threads_beside_the_training_thread_do_not_count() -> None:
     assert "| `gradients_ready` | 30.00% |" in lines(stacks)
 
 
-def test_lines_of_one_function_are_one_frame_and_what_passes_on_is_left_out() -> None:
+def test_lines_of_one_function_are_one_frame_without_what_passes_on() -> None:
     [loop] = tree_of(read_stacks(RAW)).called.values()
     forward = loop.called["forward (model.py)"]
     assert (forward.samples, list(forward.called)) == (7, ["matmul (model.py)"])

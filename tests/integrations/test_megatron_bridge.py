@@ -8,7 +8,7 @@ import pytest
 
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, sources_of
 from tests.integrations.attached_jobs import BRIDGE
-from tests.integrations.test_megatron_lm import require_exact_through_checkpoints, require_exact_under_all_faults
+from tests.integrations.exact_jobs import require_exact_through_checkpoints, require_exact_under_all_faults
 
 RECIPE = Path(__file__).with_name("bridge_recipe.py")
 SOURCES = sources_of(BRIDGE_TAG)
