@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.events import GradientsLost, Rejoined, ServersChanged, SnapshotTaken
+from moe_ckpt.events import GradientsLost, GradientsSent, Rejoined, ServersChanged, SnapshotTaken
 from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.types import Phase
@@ -53,14 +53,20 @@ def test_a_killed_rank_takes_its_state_from_a_server_that_trains_nothing(
     capture: str, loses_memory: bool, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"capture": capture, "mirror_interface": "e0" if capture == "mirror" else None}
+    newest_of_all: list[int] = []
+
+    def note_states(job: ThreadJob) -> None:
+        newest_of_all.append(max(set.intersection(*states_on(job, 1).values())))
+
     faults = [
-        Fault(rank=1, phase=Phase.BACKWARD, iteration=4, loses_memory=loses_memory),
+        Fault(rank=1, phase=Phase.BACKWARD, iteration=4, loses_memory=loses_memory, before_restart=note_states),
         Fault(rank=0, phase=Phase.STEP, iteration=7, also=(1,), loses_memory=loses_memory),
     ]
     job = exact(made(tmp_path, *faults, shape=Shape(pp=1, dp=2), **settings))
     for rank in job.ranks:
         first, second = job.events(Rejoined, rank)
         assert (first.iteration, second.iteration) in [(a, b) for a in (2, 3) for b in (5, 6, 7)]
+        assert first.iteration >= newest_of_all[0], "servers may have completed one more since"
         assert second.fetched_bytes > 0, "no training node has any state"
         assert not job.events(GradientsLost, rank)
         assert not [*(job.memory(rank) / "held").glob("*")], "training nodes hold none"
@@ -104,6 +110,8 @@ def test_training_nodes_take_over_when_all_servers_are_gone(tmp_path: Path, capl
     for rank in job.ranks:
         assert [event.iteration in (4, 5) for event in job.events(GradientsLost, rank)] == [True]
         assert [event.addresses == "" for event in job.events(ServersChanged, rank)][:2] == [False, True]
+        sizes = {event.iteration: event.size_bytes for event in job.events(GradientsSent, rank)}
+        assert sizes[max(sizes)] > sizes[min(sizes)], "training nodes capture nothing: they receive gradients"
         (rejoined,) = job.events(Rejoined, rank)
         assert rejoined.iteration in (6, 7), "from another training node"
 
