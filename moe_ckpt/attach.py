@@ -107,7 +107,7 @@ def _attached(
     ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState, loop: TrainingLoop, cpu_backend: str
 ) -> Attached:
     """Return this rank's training behind the engine's seams. Raises ConfigError for what cannot be replayed."""
-    require_replayable(state)
+    require_replayable(state, rows=loop.communicator.rows)
     operators = RankOperators(state)
     if ckpt.served:
         operators.require_steps()

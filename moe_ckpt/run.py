@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from moe_ckpt.run_elastic import Worker
 
 _FAILED = 1
+_LOOPS = ("megatron.training.training", "megatron.bridge.training.train", "swift.megatron.trainers.base")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -137,7 +138,7 @@ def _require_outermost() -> None:
     """Raise ConfigError in a program that runs under moe_ckpt.run already."""
     from moe_ckpt.integrations.loop_seams import is_attached  # noqa: PLC0415
 
-    loops = [sys.modules.get(name) for name in ("megatron.training.training", "megatron.bridge.training.train")]
+    loops = [sys.modules.get(name) for name in _LOOPS]
     wanted = "one attachment a process: this program runs under moe_ckpt.run already"
     require(not any(map(is_attached, loops)), "moe_ckpt.run", "a second one", wanted)
 

@@ -37,7 +37,7 @@ USAGE = (
     "[--plain] -- SCRIPT ARGUMENTS"
 )
 _FLAGS = ("--plain",)
-LOOPS = ("megatron-lm", "megatron-bridge")
+LOOPS = ("megatron-lm", "megatron-bridge", "ms-swift")
 _DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", LOOPS[0]
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)

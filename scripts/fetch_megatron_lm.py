@@ -2,7 +2,7 @@
 
     python scripts/fetch_megatron_lm.py                             the training package of a released wheel
     python scripts/fetch_megatron_lm.py core_v0.19.0 core_v0.18.2   and the untouched sources of these tags
-    python scripts/fetch_megatron_lm.py v0.6.0                      and those of a tag of Megatron-Bridge
+    python scripts/fetch_megatron_lm.py v0.6.0 v4.5.2               and those of a tag of Megatron-Bridge, of ms-swift
 
 The wheel of megatron-core 0.19.2 contains `megatron.training`. It asks for Python 3.12, so it is unpacked into a folder
 of the virtual environment, not installed; on another Python the compiled data set helpers come from the installed
@@ -23,12 +23,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 VERSION = "0.19.2"
-TAGS, BRIDGE_TAG = ("core_v0.19.0", "core_v0.18.2"), "v0.6.0"
+TAGS, BRIDGE_TAG, SWIFT_TAG = ("core_v0.19.0", "core_v0.18.2"), "v0.6.0", "v4.5.2"
 FOLDER = Path(sys.prefix) / f"megatron-lm-{VERSION}"
-_OF_LM = "core_"
+_LM, _BRIDGE, _SWIFT = "megatron-lm", "megatron-bridge", "ms-swift"
 _SOURCES = {
-    True: "https://github.com/NVIDIA/Megatron-LM.git",
-    False: "https://github.com/NVIDIA-NeMo/Megatron-Bridge.git",
+    _LM: "https://github.com/NVIDIA/Megatron-LM.git",
+    _BRIDGE: "https://github.com/NVIDIA-NeMo/Megatron-Bridge.git",
+    _SWIFT: "https://github.com/modelscope/ms-swift.git",
 }
 _DOWNLOAD_S = 600
 _IMPORTED = ("triton", "psutil")  # by megatron-core 0.17 and later, and by its writer of checkpoints
@@ -41,13 +42,19 @@ typing.override = typing_extensions.override
 
 def sources_of(tag: str) -> Path:
     """Return the folder for a tag's sources; what they import beside Megatron is in the wheel's folder."""
-    return FOLDER.with_name(f"megatron-{'lm' if tag.startswith(_OF_LM) else 'bridge'}-{tag}")
+    return FOLDER.with_name(f"{_repository_of(tag)}-{tag}")
+
+
+def _repository_of(tag: str) -> str:
+    return _LM if tag.startswith("core_") else _SWIFT if tag.startswith("v4.") else _BRIDGE
 
 
 def main(arguments: Sequence[str]) -> int:
     """Fetch the wheel, and the sources of the tags that the arguments name; return 1 if a named tag is not there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"a tag; tests use {', '.join((*TAGS, BRIDGE_TAG))}")
+    parser.add_argument(
+        "tags", nargs="*", metavar="TAG", help=f"a tag; tests use {', '.join((*TAGS, BRIDGE_TAG, SWIFT_TAG))}"
+    )
     parser.add_argument("--source", metavar="URL", help="the repository with the tags, in place of that on GitHub")
     wanted = parser.parse_args(arguments)
     _put(FOLDER, _unpack)
@@ -88,9 +95,9 @@ def _clone(folder: Path, source: str | None, tag: str) -> Path:
     """Return a folder with a tag's sources as they are, and with compiled data set helpers beside them."""
     sources = folder / "sources"
     clone = ("git", "-c", "advice.detachedHead=false", "clone", "-q", "--depth", "1", "--branch", tag)
-    is_lm = tag.startswith(_OF_LM)
-    subprocess.run([*clone, source or _SOURCES[is_lm], str(sources)], check=True, timeout=_DOWNLOAD_S)
-    if is_lm:
+    repository = _repository_of(tag)
+    subprocess.run([*clone, source or _SOURCES[repository], str(sources)], check=True, timeout=_DOWNLOAD_S)
+    if repository == _LM:
         _add_dataset_helpers(sources)
     return sources
 

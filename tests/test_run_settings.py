@@ -61,7 +61,7 @@ def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -
     ("words", "message"),
     [
         (["--ckpt", "gemni", *SCRIPT], "--ckpt: got 'gemni', wanted one of none, dense, moevement, gemini"),
-        (["--loop", "swift", *SCRIPT], "--loop: got 'swift', wanted one of megatron-lm, megatron-bridge"),
+        (["--loop", "swift", *SCRIPT], "--loop: got 'swift', wanted one of megatron-lm, megatron-bridge, ms-swift"),
         (["--windw", "4", *SCRIPT], f"moe_ckpt.run: unrecognized arguments: --windw 4; {USAGE}"),
         (["--ckpt"], f"moe_ckpt.run: argument --ckpt: expected one argument; {USAGE}"),
         ([], "SCRIPT: got 'nothing', wanted the program that trains"),

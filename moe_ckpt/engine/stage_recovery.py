@@ -267,19 +267,22 @@ class StageRecovery:
         """
         assert self._stores.boundary is not None
         tensors = self._stores.boundary.sent(iteration, direction)
-        sizes = torch.tensor([len(tensors), tensors[0].numel() if tensors else 0])
-        self._place.host_ranks.send(sizes, rank)
+        self._place.host_ranks.send(torch.tensor([len(tensors)]), rank)
+        if tensors:
+            self._place.host_ranks.send(torch.tensor([tensor.numel() for tensor in tensors]), rank)
         for tensor in tensors:
             self._place.host_ranks.send(tensor, rank)
 
     def _receive(self, rank: int | None, iteration: int) -> tuple[torch.Tensor, ...]:
-        """Return a neighbour's log of an iteration by micro-batch, on the host; sizes are equal, by one schedule."""
+        """Return a neighbour's log of an iteration by micro-batch, on the host; sizes differ if sequences do."""
         assert rank is not None, iteration
-        sizes = torch.zeros(2, dtype=torch.int64)
-        self._place.host_ranks.receive(sizes, rank)
-        count, size_bytes = sizes.tolist()
+        count = torch.zeros(1, dtype=torch.int64)
+        self._place.host_ranks.receive(count, rank)
+        sizes = torch.zeros(int(count), dtype=torch.int64)
+        if len(sizes):
+            self._place.host_ranks.receive(sizes, rank)
         pinned = self._place.device.type == "cuda"  # the replay copies each to the device
-        received = tuple(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count))
+        received = tuple(torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes.tolist())
         for tensor in received:
             self._place.host_ranks.receive(tensor, rank)
         return received

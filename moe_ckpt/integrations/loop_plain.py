@@ -30,28 +30,71 @@ def observe(training: Any, stepping: Any, iteration_of: Callable[..., int], sett
     if not settings.checks.digest_every_iters:
         return
     train, train_step = training.train, stepping.train_step
-    checks: list[StateChecks] = []
+    plain = _PlainRun(settings)
 
     def observed_step(*arguments: Any, **options: Any) -> Any:
         iteration = iteration_of(*arguments, **options)
         outcome = train_step(*arguments, **options)
-        checks[0].log_where_due(iteration)
+        plain.step_done(iteration)
         return outcome
 
     def observed(forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
-        launch = read_launch()
-        folder = open_run_folder(settings.folder, launch)
-        origin = folder.clock_origin_unix_s
-        events = EventLog(folder.events(launch.global_rank), global_rank=launch.global_rank, clock_origin_unix_s=origin)
-        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler)
-        checks.append(StateChecks(settings.checks, state, events))
+        plain.begin(TrainingState(model=model, optimizer=optimizer, scheduler=scheduler))
         outcome = train(forward_step, model, optimizer, scheduler, *rest, **options)
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, digest_of(state))
-        if launch.global_rank == 0:
-            whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-            wall_s = round(time.time() - origin, 3)
-            folder.write_result({"wall_s": wall_s, "digest": whole, "digest_per_rank": digests})
+        plain.finish()
         return outcome
 
     training.train, stepping.train_step = observed, observed_step
+
+
+def observe_trainer(base: Any, settings: RunSettings) -> None:
+    """Let ms-swift's trainers, of the class `base`, log digests in the same way."""
+    if not settings.checks.digest_every_iters:
+        return
+    train, train_step = base.train, base.train_step
+    plain = _PlainRun(settings)
+
+    def observed_step(trainer: Any, samples: Any) -> Any:
+        outcome = train_step(trainer, samples)
+        plain.step_done(trainer.state.iteration + 1)
+        return outcome
+
+    def observed(trainer: Any, *datasets: Any) -> None:
+        scheduler = trainer.opt_param_scheduler
+        plain.begin(TrainingState(model=trainer.wrapped_models, optimizer=trainer.optimizer, scheduler=scheduler))
+        train(trainer, *datasets)
+        plain.finish()
+
+    base.train, base.train_step = observed, observed_step
+
+
+class _PlainRun:
+    """The digests and the result of one rank."""
+
+    _checks: StateChecks
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._launch = read_launch()
+
+    def begin(self, state: TrainingState) -> None:
+        """Open the run folder and the log of events: training begins."""
+        launch = self._launch
+        self._folder = open_run_folder(self._settings.folder, launch)
+        path, origin = self._folder.events(launch.global_rank), self._folder.clock_origin_unix_s
+        events = EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)
+        self._state = state
+        self._checks = StateChecks(self._settings.checks, state, events)
+
+    def step_done(self, iteration: int) -> None:
+        """Log a digest where one is due."""
+        self._checks.log_where_due(iteration)
+
+    def finish(self) -> None:
+        """Write result.json. Collective."""
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, digest_of(self._state))
+        if self._launch.global_rank == 0:
+            whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+            wall_s = round(time.time() - self._folder.clock_origin_unix_s, 3)
+            self._folder.write_result({"wall_s": wall_s, "digest": whole, "digest_per_rank": digests})

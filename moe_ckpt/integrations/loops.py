@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_ckpt.integrations.megatron_bridge_seams import import_bridge
 from moe_ckpt.integrations.megatron_lm_seams import import_training
+from moe_ckpt.integrations.ms_swift_seams import import_swift
 
 if TYPE_CHECKING:
     from moe_ckpt.run_elastic import Worker
@@ -98,4 +99,35 @@ class MegatronBridge:
         loop_plain.observe(self._bridge.pretrain, self._bridge.train, iteration_of, settings)
 
 
-LOOPS: Mapping[str, Callable[[], Loop]] = {"megatron-lm": MegatronLm, "megatron-bridge": MegatronBridge}
+class MsSwift:
+    """ms-swift's Megatron trainer. Raises ConfigError where it is missing or its seams have moved."""
+
+    entry = "ms-swift's MegatronTrainer.train"
+
+    def __init__(self) -> None:
+        self._swift = import_swift()
+
+    def import_attachment(self) -> None:
+        importlib.import_module("moe_ckpt.integrations.ms_swift")
+
+    def use_cpu(self) -> bool:
+        from moe_ckpt.megatron import cpu_stand_in  # noqa: PLC0415 - seconds of imports
+
+        return cpu_stand_in.enable()
+
+    def attach(self, worker: Worker, settings: RunSettings, folder: RunFolder) -> Any:
+        from moe_ckpt.integrations import ms_swift  # noqa: PLC0415
+
+        return ms_swift.attach_to_swift(self._swift, worker, settings, folder)
+
+    def observe(self, settings: RunSettings) -> None:
+        from moe_ckpt.integrations import loop_plain  # noqa: PLC0415
+
+        loop_plain.observe_trainer(self._swift.base.BaseMegatronTrainer, settings)
+
+
+LOOPS: Mapping[str, Callable[[], Loop]] = {
+    "megatron-lm": MegatronLm,
+    "megatron-bridge": MegatronBridge,
+    "ms-swift": MsSwift,
+}

@@ -10,17 +10,15 @@ import sys
 
 from moe_ckpt.refused_imports import RefusedImports
 
-BRIDGE = "megatron.bridge.training.train"
+BRIDGE, SWIFT = "megatron.bridge.training.train", "swift.megatron.trainers.base"
+_ATTACHED = {"megatron-bridge": BRIDGE, "ms-swift": SWIFT}
 LOOPS = {  # a loop's module, its name, and the wanted alternative
     BRIDGE: ("Megatron-Bridge's training loop", "--loop megatron-bridge"),
     "megatron.bridge.training.train_megatron_mimo": (
         "Megatron-Bridge's loop for multimodal models",
         "megatron.bridge.training.pretrain with --loop megatron-bridge",
     ),
-    "swift.megatron.trainers.base": (
-        "ms-swift's training loop",
-        "Megatron-LM's or Megatron-Bridge's pretrain, or a loop of one's own (docs/attach.md)",
-    ),
+    SWIFT: ("ms-swift's training loop", "--loop ms-swift"),
 }
 
 
@@ -29,7 +27,7 @@ def refuse_other_loops(attached: str) -> None:
 
     Raises ConfigError if one is imported already.
     """
-    others = {name: words for name, words in LOOPS.items() if name != BRIDGE or attached != "megatron-bridge"}
+    others = {name: words for name, words in LOOPS.items() if name != _ATTACHED.get(attached)}
     refused = RefusedImports(
         {
             name: f"moe_ckpt.run: got {loop} ({name}), wanted {wanted}: nothing would be protected"

@@ -1,7 +1,7 @@
 """One rank's iterations in a training loop that is not ours: the hooks around a `train_step` in Megatron-LM's form.
 
 Owns: the stand-ins of optimizer and schedule that split the step, the schedule with this rank's communicator, replays,
-and entering the loop again after a rollback. Loops of this form: Megatron-LM's, Megatron-Bridge's.
+and entering the loop again after a rollback. Loops of this form: Megatron-LM's, Megatron-Bridge's, ms-swift's.
 
     train_step   iteration_started; forward and backward; gradients_ready; the step in halves; step_committed
 """
@@ -206,6 +206,8 @@ class RankTraining:
 
     def _step(self, iteration: int) -> tuple[bool, float | None, None]:
         """Take the optimizer's step, as `MegatronOptimizer.step` does: success, gradient norm, no count of zeros."""
+        if self._gradients is None:  # a loop without the rerun machine steps as soon as its pass is done
+            self._pass_is_done(iteration)
         assert self._gradients is not None
         gradients, self._gradients = self._gradients, None
         apply_update(self.state, gradients)

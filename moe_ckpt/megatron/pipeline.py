@@ -44,6 +44,7 @@ class StageCommunicator(P2PCommunicator):
         self._gradient_bytes = 0
         self.log: BoundaryLog | None = None
         self.bubbles: PipelineBubbles | None = None
+        self.rows: int | None = None  # the second dimension of each tensor, where lengths of sequences vary
         self._replay = _Replay(None, None)
 
     @property
@@ -113,6 +114,10 @@ class StageCommunicator(P2PCommunicator):
     def _logged(self, queue: deque[torch.Tensor], shape: Any) -> torch.Tensor:
         """Return the next logged tensor as if received: on the device, a leaf that accumulates a gradient."""
         stored = queue.popleft()
+        if self.config.variable_seq_lengths:  # Megatron then gives no shape: stages exchange it before each tensor
+            assert self.rows is not None, "require_replayable refuses this"
+            size = self.rows * self.config.hidden_size
+            shape = (stored.numel() // (size * self.config.pipeline_dtype.itemsize), self.rows, self.config.hidden_size)
         tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
         tensor.view(-1).view(torch.uint8).copy_(stored)
         return tensor.requires_grad_()

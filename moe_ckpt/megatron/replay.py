@@ -236,12 +236,15 @@ def _tied_parameter(state: TrainingState, operators: RankOperators) -> OwnedPara
     return None
 
 
-def require_replayable(state: TrainingState) -> None:
-    """Raise ConfigError for options that cross stages, or change state, in a way that no log here covers."""
+def require_replayable(state: TrainingState, *, rows: int | None = None) -> None:
+    """Raise ConfigError for options that cross stages, or change state, in a way that no log here covers.
+
+    `rows` is the second dimension of the tensors between stages, where lengths of sequences may vary.
+    """
     config = cast("Any", state.model[0]).config
     ddp_config = cast("Any", state.model[0]).ddp_config
     unsupported = [
-        (config, "variable_seq_lengths"),
+        *([(config, "variable_seq_lengths")] if rows is None else []),
         (config, "mtp_standalone"),
         (ddp_config, "use_megatron_fsdp"),
         *((config, name) for name in ("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention")),

@@ -22,15 +22,15 @@ from typing import TypeVar
 from moe_ckpt.agent import die_with_parent
 from moe_ckpt.events import StateDigest, TrainerStarted, read_events
 from moe_ckpt.faults.schedule import Kill
-from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, sources_of
+from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
 from tests.elastic.processes import Watch
-from tests.integrations import bridge_stubs
+from tests.integrations import bridge_stubs, swift_stubs
 from tests.scenarios import ROOT
 
 T = TypeVar("T")
 EXAMPLE = ROOT / "examples" / "megatron_lm.py"
 NUM_RANKS, NUM_ITERS = 4, 6
-BRIDGE = ("--loop", "megatron-bridge")
+BRIDGE, SWIFT = ("--loop", "megatron-bridge"), ("--loop", "ms-swift")
 _, _, _WORDS = (ROOT / "examples" / "megatron_lm.sh").read_text().partition(f"-- examples/{EXAMPLE.name} ")
 ARGUMENTS = (
     *_WORDS.replace("\\\n", " ").split(),
@@ -117,10 +117,12 @@ def main(folder: Path) -> int:
 
     described = json.loads((folder / "jobs.json").read_text())
     jobs = [Job(**{**job, "kills": tuple(Kill(**kill) for kill in job["kills"])}) for job in described]
-    is_bridge = any(BRIDGE[1] in job.options for job in jobs)
-    if is_bridge:
+    loop = next((name for _, name in (BRIDGE, SWIFT) if any(name in job.options for job in jobs)), "megatron-lm")
+    if loop == BRIDGE[1]:
         bridge_stubs.install(sources_of(BRIDGE_TAG) / "src" / "megatron" / "bridge")
-    LOOPS[BRIDGE[1] if is_bridge else "megatron-lm"]().import_attachment()
+    if loop == SWIFT[1]:
+        swift_stubs.install(sources_of(SWIFT_TAG) / "swift")
+    LOOPS[loop]().import_attachment()
     statuses = {job.name: _run(folder / job.name, job) for job in jobs}
     (folder / "statuses.json").write_text(json.dumps(statuses))
     return 0

@@ -143,7 +143,7 @@ def test_a_job_that_could_not_be_exact_ends_before_it_builds(tmp_path: Path) -> 
         Job(name="idle", options=options, script=str(idle)),
     )
     messages = {
-        "loop of swift": "moe_ckpt.run: got ms-swift's training loop (swift.megatron.trainers.base), wanted Mega",
+        "loop of swift": "moe_ckpt.run: got ms-swift's training loop (swift.megatron.trainers.base), wanted --lo",
         "counting": "--log-num-zeros-in-grad: got True, wanted False or None with moe_ckpt.run: the split optimizer",
         "boosted": "ckpt.boost: got 0.1, wanted 0 with moe_ckpt.run",
         "idle": "wanted a program that calls megatron.training's pretrain: nothing was protected",

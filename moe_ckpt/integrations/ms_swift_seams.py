@@ -1,0 +1,72 @@
+"""The parts of ms-swift's Megatron trainer that an attachment replaces, and the check that they are known.
+
+Owns: the tested version, and the names, parameters and calls that must exist.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.integrations.loop_seams import Names, require_seams
+
+TRIED_VERSION = "4.5"
+_INSTALL = "pip install 'ms-swift>=4.5,<4.6'"
+_TRAINERS = "swift.megatron.trainers"
+_PARAMETERS: Names = {
+    "__init__": ("self", "args", "template"),
+    "train": ("self", "train_dataset", "val_dataset"),
+    "train_step": ("self", "train_data_iterator"),
+    "run_train_step": ("self", "train_data_iterator", "val_data_iterator"),
+    "forward_step": ("self", "data_iterator", "model"),
+    "_prepare_data_iterator": ("self", "train_dataset", "val_dataset"),
+    "_prepare_dataloader": ("self", "train_dataset", "val_dataset"),
+    "_create_dataloader": ("self", "dataset", "batch_sampler"),
+}
+_CALLS: Names = {
+    "train": ("setup_training", "run_train_step", "finalize_training", "iteration", "train_iters"),
+    "setup_training": ("setup_model_training", "_prepare_data_iterator"),
+    "setup_model_training": ("scale_loss", "grad_scale_func", "finalize_model_grads", "finalize_model_grads_func"),
+    "run_train_step": ("train_step", "iteration", "should_eval", "evaluate", "should_save", "save_checkpoint"),
+    "train_step": ("get_forward_backward_func", "optimizer", "step", "opt_param_scheduler", "num_microbatches"),
+    "evaluate": ("get_forward_backward_func", "eval_iters", "num_microbatches"),
+    "_prepare_dataloader": ("MegatronPretrainingRandomSampler", "MegatronPretrainingSampler", "_create_dataloader"),
+}
+_FUNCTIONS: Names = {"get_forward_backward_func": (), "finalize_model_grads": ()}
+_FLOW_CALLS: Names = {"on_step_end": ("consumed_train_samples", "global_batch_size", "eval_steps", "eval_iters")}
+
+
+@dataclass(frozen=True, slots=True)
+class SwiftModules:
+    """The modules of ms-swift that an attachment changes: `base` with the loop, `trainer` with its forward step."""
+
+    base: Any
+    trainer: Any
+
+
+def import_swift() -> SwiftModules:
+    """Return the modules of ms-swift's Megatron trainer after checking their seams. Raises ConfigError."""
+    try:
+        version = importlib.import_module("swift.version").__version__
+        modules = SwiftModules(
+            base=importlib.import_module(f"{_TRAINERS}.base"), trainer=importlib.import_module(f"{_TRAINERS}.trainer")
+        )
+        flow = importlib.import_module("swift.megatron.callbacks.default_flow")
+    except ImportError as error:
+        raise ConfigError(f"ms-swift: got no such package ({error}), wanted one: {_INSTALL}") from error
+    if not version.startswith(f"{TRIED_VERSION}."):
+        raise ConfigError(f"ms-swift: got {version}, wanted {TRIED_VERSION}.*: {_INSTALL}")
+    _require_methods(modules.trainer.MegatronTrainer, _PARAMETERS, _CALLS)
+    _require_methods(flow.DefaultFlowCallback, {}, _FLOW_CALLS)
+    require_seams(
+        modules.base, {"get_forward_backward_func": (), "finalize_model_grads": ()}, {}, f"ms-swift {TRIED_VERSION}"
+    )
+    return modules
+
+
+def _require_methods(owner: Any, parameters: Names, calls: Names) -> None:
+    """Require methods of a class to be as expected; they are looked up in a class as functions are in a module."""
+    require_seams(cast("ModuleType", owner), parameters, calls, f"ms-swift {TRIED_VERSION}")

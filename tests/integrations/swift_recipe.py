@@ -1,0 +1,231 @@
+"""A program that trains a small MoE through ms-swift's own Megatron trainer, on CPUs; it knows nothing of moe_ckpt.
+
+Of the arguments it takes `--train-iters` and `--eval-interval`, and leaves all others alone. Samples differ in length.
+"""
+# ms-swift and the Megatron-Core that it needs are not installed:
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# ruff: noqa: PLC0415 - its functions import when they are called
+
+import argparse
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+SEQUENCE, VOCABULARY = 16, 256
+
+
+def model(args, _):
+    from megatron.core import mpu
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        gradient_accumulation_fusion=False,
+        attention_backend=AttnBackend.unfused,
+        persist_layer_norm=False,
+        transformer_impl="local",
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        variable_seq_lengths=True,
+        calculate_per_token_loss=True,
+    )
+    config.swiglu = False
+    config.bridge = SimpleNamespace(load_weights=lambda *_: None)
+    network = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
+    return [network]
+
+
+class Samples(torch.utils.data.Dataset):
+    """Sequences of several lengths, each a function of its index."""
+
+    def __init__(self, length, seed):
+        self.length, self.seed = length, seed
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(self.seed * 1000 + index)
+        return torch.randint(VOCABULARY, (SEQUENCE // 2 + index % 5,), generator=generator)
+
+
+def collate(samples, padding_to=None):
+    longest = max(map(len, samples))
+    rows = torch.stack([torch.nn.functional.pad(each, (0, longest - len(each)), value=-100) for each in samples])
+    return {
+        "input_ids": rows.clamp(min=0),
+        "labels": rows,
+        "position_ids": torch.arange(longest).repeat(len(samples), 1),
+    }
+
+
+def arguments(folder, num_iters, eval_interval):
+    return SimpleNamespace(
+        router_replay_mode="disabled",
+        padding_free=False,
+        train_iters=num_iters,
+        new_special_tokens=None,
+        task_type="causal_lm",
+        finetune=True,
+        mcore_model=None,
+        mcore_adapter=None,
+        check_model=False,
+        callbacks=["default_flow"],
+        tp_comm_overlap=False,
+        async_save=False,
+        use_persistent_ckpt_worker=False,
+        model_dir=None,
+        tuner_type="full",
+        is_multimodal=False,
+        fp16=False,
+        bf16=True,
+        torch_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        accumulate_allreduce_grads_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        overlap_param_gather_with_optimizer_step=False,
+        data_parallel_random_init=False,
+        te_rng_tracker=False,
+        seed=1234,
+        optimizer="adam",
+        lr=1e-3,
+        min_lr=1e-4,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_eps=1e-8,
+        apply_wd_to_qk_layernorm=False,
+        vit_lr=None,
+        aligner_lr=None,
+        lr_decay_iters=None,
+        lr_wsd_decay_iters=None,
+        lr_warmup_fraction=None,
+        lr_warmup_iters=2,
+        lr_warmup_init=0.0,
+        lr_decay_style="cosine",
+        start_weight_decay=0.01,
+        end_weight_decay=0.01,
+        weight_decay_incr_style="constant",
+        lr_wsd_decay_style="exponential",
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=False,
+        ddp_backend="gloo",
+        ddp_timeout=600,
+        model_info=SimpleNamespace(is_moe_model=True),
+        fp8_recipe=None,
+        attention_backend="unfused",
+        seq_length=SEQUENCE,
+        micro_batch_size=2,
+        global_batch_size=8,
+        num_microbatches=2,
+        mtp_num_layers=None,
+        dsa_indexer_loss_coeff=None,
+        manual_gc=False,
+        manual_gc_eval=False,
+        logging_steps=2,
+        eval_steps=eval_interval,
+        eval_iters=1,
+        save_steps=None,
+        save_safetensors=False,
+        no_save_optim=False,
+        save_total_limit=None,
+        metric_for_best_model=None,
+        output_dir=str(folder),
+        add_version=False,
+        streaming=False,
+        num_train_epochs=None,
+        nccl_comm_warmup=False,
+        enable_dft_loss=False,
+        enable_channel_loss=False,
+        data_sharding=False,
+        train_dataloader_shuffle=True,
+        group_by_length=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        dataloader_persistent_workers=False,
+        dataloader_prefetch_factor=None,
+        freeze_parameters=[],
+        freeze_parameters_ratio=0.0,
+        freeze_parameters_regex=None,
+        trainable_parameters=[],
+        trainable_parameters_regex=None,
+    )
+
+
+def seed_everything(seed, *_):
+    import random
+
+    import numpy as np
+    from megatron.core import mpu, tensor_parallel
+
+    seed += 100 * mpu.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def train(num_iters, eval_interval):
+    from swift.megatron import init
+    from swift.megatron.trainers import base
+    from swift.megatron.trainers.trainer import MegatronTrainer
+    from swift.megatron.utils import initialize_megatron, megatron_lm_utils
+
+    init._patch__batched_p2p_ops()
+    megatron_lm_utils.set_random_seed = seed_everything  # mcore-bridge's
+    base.get_mcore_model = model  # made by mcore-bridge of Transformer Engine's layers
+    base.save_mcore_checkpoint = lambda *_, **__: None
+    folder = Path(tempfile.mkdtemp())
+    (folder / "args.json").write_text("{}")
+    args = arguments(folder, num_iters, eval_interval)
+    initialize_megatron(args)
+    template = SimpleNamespace(padding_free=False, config=None, data_collator=collate)
+    MegatronTrainer(args, template).train(Samples(23, 1), Samples(9, 2))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--eval-interval", type=int)
+    given, _ = parser.parse_known_args()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    train(given.train_iters, given.eval_interval)
