@@ -116,8 +116,9 @@ class StageCommunicator(P2PCommunicator):
         stored = queue.popleft()
         if self.config.variable_seq_lengths:  # Megatron then gives no shape: stages exchange it before each tensor
             assert self.rows is not None, "require_replayable refuses this"
-            size = self.rows * self.config.hidden_size
-            shape = (stored.numel() // (size * self.config.pipeline_dtype.itemsize), self.rows, self.config.hidden_size)
+            hidden_size = cast("Any", self.config).hidden_size
+            row_bytes = hidden_size * self.config.pipeline_dtype.itemsize
+            shape = (stored.numel() // (self.rows * row_bytes), self.rows, hidden_size)
         tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
         tensor.view(-1).view(torch.uint8).copy_(stored)
         return tensor.requires_grad_()
