@@ -62,7 +62,7 @@ def require_supported_model(args: Any, config: Any) -> None:
     require_optimizer_everywhere(arguments)
 
 
-def shaping_of(args: Any, config: Any) -> dict[str, object]:
+def shaping_of(args: Any, config: Any) -> dict[str, Any]:
     """Return the settings that shape the saved state, by their names."""
     of_model = {name: getattr(config, name, None) for name in _SHAPING}
     return of_model | {name: getattr(args, name, None) for name in _SHAPING_ARGUMENTS}

@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -41,7 +41,8 @@ class _Stub(type):
 def install(swift: Path) -> None:
     """Prepare this process for imports of ms-swift, whose package is the folder `swift`."""
     stubs = {name: _Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in STUBBED}
-    stubs["modelscope"].utils = _Stub("utils", (), {"logger": _Stub("logger", (), {"get_logger": _logger})})
+    logger = _Stub("utils", (), {"logger": _Stub("logger", (), {"get_logger": _logger})})
+    setattr(stubs["modelscope"], "utils", logger)  # noqa: B010 - the stub's class does not name it
     real = builtins.__import__
 
     def load(name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
