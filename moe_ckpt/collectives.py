@@ -6,7 +6,7 @@ the ranks of a job can be threads of one process as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeVar
 
 import torch
@@ -134,6 +134,28 @@ def reduce_extremes(
     ranks.reduce(worst, "max")
     found = dict(zip((*largest, *smallest), worst.tolist(), strict=True))
     return {name: -value if name in smallest else value for name, value in found.items()}
+
+
+def send_buffers(ranks: Ranks, buffers: Sequence[torch.Tensor], rank: int) -> None:
+    """Send uint8 tensors, flat and of any sizes, to a rank that calls `receive_buffers`."""
+    ranks.send(torch.tensor([len(buffers)]), rank)
+    if buffers:
+        ranks.send(torch.tensor([buffer.numel() for buffer in buffers]), rank)
+    for buffer in buffers:
+        ranks.send(buffer, rank)
+
+
+def receive_buffers(ranks: Ranks, rank: int, *, pinned: bool = False) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a rank sends by `send_buffers`, in host memory. Sizes differ where sequences do."""
+    count = torch.zeros(1, dtype=torch.int64)
+    ranks.receive(count, rank)
+    sizes = torch.zeros(int(count), dtype=torch.int64)
+    if len(sizes):
+        ranks.receive(sizes, rank)
+    received = tuple(torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes.tolist())
+    for buffer in received:
+        ranks.receive(buffer, rank)
+    return received
 
 
 def _outcome(compute: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ckpt.collectives import gather_results
+from moe_ckpt.collectives import gather_results, receive_buffers, send_buffers
 from moe_ckpt.config import DIVERGENCES
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.errors import CheckpointLoadError
@@ -266,26 +266,13 @@ class StageRecovery:
         beside a whole training, and the transfer would take turns with all others of the job's communicator.
         """
         assert self._stores.boundary is not None
-        tensors = self._stores.boundary.sent(iteration, direction)
-        self._place.host_ranks.send(torch.tensor([len(tensors)]), rank)
-        if tensors:
-            self._place.host_ranks.send(torch.tensor([tensor.numel() for tensor in tensors]), rank)
-        for tensor in tensors:
-            self._place.host_ranks.send(tensor, rank)
+        send_buffers(self._place.host_ranks, self._stores.boundary.sent(iteration, direction), rank)
 
     def _receive(self, rank: int | None, iteration: int) -> tuple[torch.Tensor, ...]:
-        """Return a neighbour's log of an iteration by micro-batch, on the host; sizes differ if sequences do."""
+        """Return a neighbour's log of an iteration by micro-batch, on the host."""
         assert rank is not None, iteration
-        count = torch.zeros(1, dtype=torch.int64)
-        self._place.host_ranks.receive(count, rank)
-        sizes = torch.zeros(int(count), dtype=torch.int64)
-        if len(sizes):
-            self._place.host_ranks.receive(sizes, rank)
         pinned = self._place.device.type == "cuda"  # the replay copies each to the device
-        received = tuple(torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes.tolist())
-        for tensor in received:
-            self._place.host_ranks.receive(tensor, rank)
-        return received
+        return receive_buffers(self._place.host_ranks, rank, pinned=pinned)
 
     def _compare(self, target: int, live: Mapping[str, str] | None) -> list[str]:
         """Return the operators in which a healthy rank's state after its replay differs from its state before.
