@@ -367,7 +367,8 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     replicas = min(1, nodes - 1) if ckpt.replicas == _AUTO or on_hosts else int(ckpt.replicas)
     limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
-    tls = open_tls(ckpt.tls)
+    # all errors of the settings come before the folder: a rank that is killed as it makes one leaves it behind
+    tls, host = open_tls(ckpt.tls), own_host(launch, ckpt.network_interface)
     root = open_memory_root(Path(config.runtime.shared_memory), agent_pid())
     first = launch.global_rank - launch.local_rank
     take_over(root, range(first, first + launch.local_world_size))
@@ -380,7 +381,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
         ranks_per_node=ranks_per_node,
         replicas=replicas,
         has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.served is not None,
-        host=own_host(launch, ckpt.network_interface),
+        host=host,
     )
 
 
