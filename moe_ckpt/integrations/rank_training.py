@@ -312,7 +312,7 @@ class HeldSchedule:
 
 
 def reset_loop(timers: Any, state: TrainingState) -> None:
-    """Reset Megatron's rerun machine, timers and hooks to what a loop expects when it begins."""
+    """Reset Megatron's rerun machine, timers and hooks to their state at the beginning of a loop."""
     machine = get_rerun_state_machine()
     machine.state, machine.data_iterator_checkpoints = RerunState.NOT_RUNNING_YET, None
     for timer in timers._timers.values():

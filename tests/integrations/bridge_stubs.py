@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.integrations.stub_names import Stub
+
 STUBBED = (
     *("transformer_engine", "modelopt", "nvidia_resiliency_ext", "transformers", "datasets"),
     "megatron.energon",
@@ -21,24 +23,9 @@ STUBBED = (
 _PROVIDERS = {"GPTModelProvider": "gpt_provider", "T5ModelProvider": "t5_provider"}
 
 
-class _Stub(type):
-    """A name of a stubbed package: a class, all of whose attributes are classes, and which a call makes None of."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Stub(name, (), {"_is_stub": True})
-
-    def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        return None if "_is_stub" in vars(cls) else super().__call__(*arguments, **options)
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-
 def install(bridge: Path) -> None:
     """Prepare this process for imports of Megatron-Bridge, whose package is the folder `bridge`."""
-    stubs = {name: _Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in STUBBED}
+    stubs = {name: Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in STUBBED}
     real = builtins.__import__
 
     def load(name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.integrations.stub_names import Stub
+
 STUBBED = (
     *("accelerate", "datasets", "json_repair", "modelscope", "pandas", "peft", "tqdm", "transformers"),
     *("megatron.core.extensions.transformer_engine", "megatron.core.ssm.mamba_context_parallel"),
@@ -23,25 +25,10 @@ STUBBED = (
 _ENTERED = ("swift", "swift.megatron", "swift.dataset", "swift.dataset.preprocessor")
 
 
-class _Stub(type):
-    """A name of a stubbed package: a class, all of whose attributes are classes, and which a call makes None of."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Stub(name, (), {"_is_stub": True})
-
-    def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        return None if "_is_stub" in vars(cls) else super().__call__(*arguments, **options)
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-
 def install(swift: Path) -> None:
     """Prepare this process for imports of ms-swift, whose package is the folder `swift`."""
-    stubs = {name: _Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in STUBBED}
-    logger = _Stub("utils", (), {"logger": _Stub("logger", (), {"get_logger": _logger})})
+    stubs = {name: Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in STUBBED}
+    logger = Stub("utils", (), {"logger": Stub("logger", (), {"get_logger": _logger})})
     setattr(stubs["modelscope"], "utils", logger)  # noqa: B010 - the stub's class does not name it
     real = builtins.__import__
 

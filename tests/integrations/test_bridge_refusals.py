@@ -1,4 +1,4 @@
-"""What an attachment to Megatron-Bridge refuses, before anything is built: settings, and seams that moved."""
+"""Refusals of the attachment to Megatron-Bridge, before anything is built: settings, and seams that moved."""
 
 from __future__ import annotations
 

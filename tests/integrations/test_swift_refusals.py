@@ -1,4 +1,4 @@
-"""What an attachment to ms-swift refuses, before a model is built: trainers, arguments, and seams that moved."""
+"""Refusals of the attachment to ms-swift, before a model is built: trainers, arguments, and seams that moved."""
 
 from __future__ import annotations
 
