@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +44,13 @@ from launcher.compare import plan_variants, run_job  # noqa: E402
 from launcher.simulator.comparison import predict_run  # noqa: E402
 from launcher.simulator.real_run import RealRun, first_commits, read_run, recoveries_of  # noqa: E402
 from moe_ckpt.errors import MoeCkptError  # noqa: E402
-from moe_ckpt.events import HostMemoryUsed, IntervalChosen, SnapshotTaken, WindowChosen  # noqa: E402
+from moe_ckpt.events import (  # noqa: E402
+    HostMemoryUsed,
+    IntervalChosen,
+    IterationCommitted,
+    SnapshotTaken,
+    WindowChosen,
+)
 
 RANKS = 4
 PLAIN = "plain"
@@ -204,6 +210,18 @@ def interval(values: Sequence[float]) -> str:
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
+def interference(runs: Sequence[RealRun], plain_s: float) -> float:
+    """Return by how many seconds a second of copying slows iterations, which plain training ends in `plain_s`.
+
+    Stalls are left out. A profile of runs cannot measure this: only plain training beside them does.
+    """
+    logged = [each.event for run in runs for each in run.ranks[0]]
+    committed = [event for event in logged if isinstance(event, IterationCommitted) and event.iteration > 1]
+    slower_s = sum(event.seconds - event.stall_s - plain_s for event in committed)
+    copying_s = sum(event.copy_s for event in logged if isinstance(event, SnapshotTaken))
+    return max(0.0, slower_s / copying_s) if copying_s else 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """All finished runs of a regime with their measurements."""
@@ -226,7 +244,7 @@ class Study:
         others = [run for cell, run in self.runs.items() if cell.policy == policy and cell.mtbf_s != mtbf_s]
         if not others or policy == "none":
             return []
-        cluster = constants_of(others)
+        cluster = replace(constants_of(others), interference=interference(others, self.plain_s))
         found = []
         for cell in self._cells(policy, mtbf_s):
             iterations = self.measured[cell].iterations

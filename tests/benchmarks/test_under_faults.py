@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.under_faults import PLAIN, Cell, arguments_of, carry_out, interval, measure, plan_cells
+from benchmarks.under_faults import PLAIN, Cell, arguments_of, carry_out, interference, interval, measure, plan_cells
 from launcher.compare import plan_variants
 from launcher.config import compose_settings
 from launcher.simulator.real_run import RealRun
-from moe_ckpt.events import Event, LoggedEvent, TrainerStarted
+from moe_ckpt.events import Event, LoggedEvent, SnapshotTaken, TrainerStarted
 from tests.report_runs import committed
 
 POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
@@ -71,6 +71,18 @@ def test_only_new_iterations_within_the_time_count() -> None:
     assert (outcome.iterations, outcome.iteration_s) == (4, 1.0)
     assert outcome.fault_s == (6.0,)
     assert outcome.ettr(plain_s=1.5) == pytest.approx(0.6)
+
+
+def test_copies_slow_iterations_by_their_excess_over_plain_ones() -> None:
+    """Iterations 2 and 3 take 1.5 s without stalls where plain ones take 1.2 s, and 2 s of copies go on meanwhile."""
+    slow = [committed(number, seconds=seconds, stall_s=0.5) for number, seconds in [(1, 9.0), (2, 2.0), (3, 2.0)]]
+    taken = SnapshotTaken(
+        iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=2.0, bubble_bytes=0
+    )
+    run = run_of([(float(t_s), event) for t_s, event in enumerate([*slow, taken])])
+    assert interference([run], plain_s=1.2) == pytest.approx(0.3)
+    assert interference([run], plain_s=2.0) == 0.0
+    assert interference([run_of([(0.0, iteration(2))])], plain_s=1.0) == 0.0, "nothing was copied"
 
 
 def test_an_interval_is_students() -> None:
