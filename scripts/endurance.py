@@ -31,7 +31,7 @@ from tests.training import train
 
 KINDS = ("supervisor", "daemon", "worker")
 ROWS = 20
-_ITERATIONS_PER_FAULT = 3
+_ITERATIONS_PER_FAULT = 5
 _SECONDS_PER_FAULT = 60.0
 _GROWN_BYTES = 8 * MIB  # the most that libraries cache after the first quarter
 _REFERENCE_S = 7200.0
