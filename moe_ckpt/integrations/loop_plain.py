@@ -6,17 +6,14 @@ before the last iteration.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.events import EventLog
-from moe_ckpt.megatron.checks import StateChecks
-from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.megatron.checks import StateChecks, job_digest
+from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_folder import open_run_folder
 from moe_ckpt.run_settings import RunSettings
 
@@ -92,9 +89,7 @@ class _PlainRun:
 
     def finish(self) -> None:
         """Write result.json. Collective."""
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, digest_of(self._state))
+        whole, digests = job_digest(self._state)
         if self._launch.global_rank == 0:
-            whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
             wall_s = round(time.time() - self._folder.clock_origin_unix_s, 3)
             self._folder.write_result({"wall_s": wall_s, "digest": whole, "digest_per_rank": digests})
