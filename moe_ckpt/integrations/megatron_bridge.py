@@ -1,6 +1,6 @@
 """Attaches to Megatron-Bridge's unmodified training loop, `megatron.bridge.training.train`, which `pretrain` calls.
 
-    attach_to_bridge(bridge, worker, settings, folder)     in a worker, before the script runs
+    attach(bridge, worker, settings, folder)     in a worker, before the script runs
 
 Owns: the functions that stand in for the loop's (`megatron_bridge_seams` names them), and entering `train` again after
 a recovery. The loop itself stays Megatron-Bridge's: forward and backward of a step, logs, evaluation, callbacks.
@@ -33,7 +33,7 @@ from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach_to_bridge(bridge: BridgeModules, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(bridge: BridgeModules, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
     """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.

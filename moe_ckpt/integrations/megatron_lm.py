@@ -1,6 +1,6 @@
 """Attaches to Megatron-LM's unmodified training loop, `megatron.training.training`, which a script's `pretrain` calls.
 
-    attach_to_training(training, worker, settings, folder)     in a worker, before the script runs
+    attach(training, worker, settings, folder)     in a worker, before the script runs
 
 Owns: the functions that stand in for the loop's (`megatron_lm_seams` names them), and entering `train` again after a
 recovery. The loop itself stays Megatron-LM's: forward and backward of a step, logs, evaluation, checkpoints.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
@@ -37,25 +36,24 @@ _SHAPING = (
 )
 
 
-def attach_to_training(training: ModuleType, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(training: Any, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
     """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
     """
     mark_attached(training)
     route_groups()
-    seams: Any = training
     batches = IterationBatches(training, settings.keep_batches_bytes)
     attachment = Attachment(worker, settings, folder)
     loop = AttachedLoop(training, attachment, batches)
-    seams.initialize_megatron = _checked(seams.initialize_megatron, seams.get_args, settings)
-    seams.build_train_valid_test_datasets = batches.build_datasets
-    build = seams.build_train_valid_test_data_iterators
-    seams.build_train_valid_test_data_iterators = build_in_turns(build, worker.turn)
-    seams.load_checkpoint = loop.hold_load
-    seams.get_forward_backward_func = attachment.observing(seams.get_forward_backward_func)
-    seams.train_step = loop.train_step
-    seams.train = loop.train
+    training.initialize_megatron = _checked(training.initialize_megatron, training.get_args, settings)
+    training.build_train_valid_test_datasets = batches.build_datasets
+    build = training.build_train_valid_test_data_iterators
+    training.build_train_valid_test_data_iterators = build_in_turns(build, worker.turn)
+    training.load_checkpoint = loop.hold_load
+    training.get_forward_backward_func = attachment.observing(training.get_forward_backward_func)
+    training.train_step = loop.train_step
+    training.train = loop.train
     return attachment
 
 

@@ -1,6 +1,6 @@
 """Attaches to ms-swift's unmodified Megatron trainer, `swift.megatron.trainers`, whose `train` its pipelines call.
 
-    attach_to_swift(swift, worker, settings, folder)     in a worker, before the script runs
+    attach(base, worker, settings, folder)     in a worker, before the script runs
 
 Owns: the methods that stand in for the trainer's (`ms_swift_seams` names them), and entering `train` again after a
 recovery. The loop itself stays ms-swift's: forward and backward of a step, logs, evaluation, callbacks, checkpoints.
@@ -24,7 +24,6 @@ from moe_ckpt.integrations.attachment import Attachment, require_attachable, rou
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
 from moe_ckpt.integrations.ms_swift_options import require_supported, require_supported_model, shaping_of
-from moe_ckpt.integrations.ms_swift_seams import SwiftModules
 from moe_ckpt.integrations.rank_training import HeldSchedule, IterationShape, SplitStep, reset_loop
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
@@ -32,21 +31,20 @@ from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach_to_swift(swift: SwiftModules, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(base: Any, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
     """Let the trainer of this worker's process checkpoint and recover; the script that runs next uses it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
     """
-    mark_attached(swift.base)
+    mark_attached(base)
     route_groups()
     attachment = Attachment(worker, settings, folder)
-    base = swift.base.BaseMegatronTrainer
-    loop = AttachedSwift(swift.base, attachment)
-    swift.base.get_forward_backward_func = attachment.observing(swift.base.get_forward_backward_func)
-    base.__init__ = _checked(base.__init__, settings)
-    base._prepare_data_iterator = _method(loop.data_iterators)
-    base.train_step = _method(loop.train_step)
-    base.train = _method(loop.train)
+    trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)
+    base.get_forward_backward_func = attachment.observing(base.get_forward_backward_func)
+    trainer.__init__ = _checked(trainer.__init__, settings)
+    trainer._prepare_data_iterator = _method(loop.data_iterators)
+    trainer.train_step = _method(loop.train_step)
+    trainer.train = _method(loop.train)
     return attachment
 
 

@@ -12,7 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -304,10 +304,7 @@ def reset_loop(timers: Any, state: TrainingState) -> None:
         timer.reset()
     for chunk in state.model:
         chunk.train()
-        _enable_gathering(chunk)
-
-
-def _enable_gathering(chunk: Any) -> None:
-    """Enable the hooks that gather weights in forward: loops disable them until their first iteration is done."""
-    if gathers_in_forward(chunk) and not chunk.remove_forward_pre_hook_handles:
-        chunk.enable_forward_pre_hook()
+        wrapper = cast("Any", chunk)
+        # loops disable the hooks that gather weights until their first iteration is done
+        if gathers_in_forward(chunk) and not wrapper.remove_forward_pre_hook_handles:
+            wrapper.enable_forward_pre_hook()
