@@ -42,10 +42,7 @@ class BoostedRouter(TopKRouter):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._shares: IntArray | None = None
-        self._factor = 0.0
-        self._num_forwards = self._num_recomputed = 0
-        self._capacity = self._extra = self._nothing()
+        self.boost(None)
 
     def boost(self, shares: IntArray | None, factor: float = 0.0) -> None:
         """Let experts process up to their share, and `factor` of the capacity, more of each following micro-batch.

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from moe_ckpt.config import require
 from moe_ckpt.elastic.process_groups import ElasticGroup
 from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.overlapped import bucket_groups
 from moe_ckpt.megatron.owned import OwnedParameter
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.mirror.marks import GROUP_BYTES, mark_of
@@ -114,11 +115,9 @@ def _sums_since(reduction: _Reduction) -> MirroredSums:
 
 def _buckets(state: TrainingState) -> Iterator[tuple[Any, ElasticGroup]]:
     """Yield the buckets in the order in which Megatron reduces them, each with its group."""
-    for chunk in state.model:
-        inner = cast("Any", chunk)
-        for bucket_group in [*inner.bucket_groups, *inner.expert_parallel_bucket_groups]:
-            for bucket in bucket_group.buckets:
-                yield bucket, bucket_group.data_parallel_group
+    for bucket_group in bucket_groups(state.model):
+        for bucket in bucket_group.buckets:
+            yield bucket, bucket_group.data_parallel_group
 
 
 def _require_capturable(state: TrainingState) -> None:
