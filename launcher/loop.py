@@ -26,6 +26,7 @@ from moe_ckpt.megatron.step import (
     advance_schedule,
     apply_update,
     clear_gradients,
+    describe_step,
     finish_gradients,
     gather_parameters,
     mean_over_job,
@@ -141,24 +142,10 @@ class MegatronLoop:
             gradients = finish_gradients(self._state)
             loss = mean_over_job([{"loss": loss} for loss in losses])
             self._timed(lambda loss=loss: self._hooks.loss_known(iteration, loss))
-            self.prepared = self._describe(iteration, loss, gradients)
+            self.prepared = describe_step(self._state, iteration, loss, gradients)
             # the last moment to back out: gradients are complete on all ranks, and no parameter has changed on any
             if self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients)):
                 return gradients
-
-    def _describe(self, iteration: int, loss: float, gradients: ReadyGradients) -> IterationCommitted:
-        return IterationCommitted(
-            iteration=iteration,
-            loss=loss,
-            grad_norm=gradients.total_norm,
-            loss_scale=gradients.loss_scale,
-            learning_rate=max((float(group["lr"]) for group in self._state.optimizer.param_groups), default=0.0),
-            skipped=gradients.overflow,
-            seconds=0.0,
-            stall_s=0.0,
-            sent_activation_bytes=0,
-            sent_gradient_bytes=0,
-        )
 
     @torch.no_grad()  # with gradients, Megatron's routers would count these tokens for the next update of their biases
     def evaluate(self, num_batches: int) -> float:

@@ -26,8 +26,8 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron import cpu_fp8_tensors, fp8_linear, precision_adam
 from moe_ckpt.megatron.capacity_boost import use_router
 from moe_ckpt.megatron.grouped_linear import group_experts
+from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.initial_weights import broadcast_parameters
-from moe_ckpt.megatron.operators import stage_group
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ParallelLayout
 

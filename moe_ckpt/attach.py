@@ -31,8 +31,9 @@ from moe_ckpt.events import EventLog
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.megatron.capacity_boost import CapacityBoost
 from moe_ckpt.megatron.durable import MegatronDurableState
+from moe_ckpt.megatron.groups import shard_identity, stage_group
 from moe_ckpt.megatron.mirror import GradientMirror
-from moe_ckpt.megatron.operators import RankOperators, shard_identity, stage_group
+from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.replay import StageReplay, require_replayable
 from moe_ckpt.megatron.router import RouterCounts, router_top_k

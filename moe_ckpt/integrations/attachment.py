@@ -12,6 +12,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,9 +25,11 @@ from moe_ckpt.attach import attach
 from moe_ckpt.config import require
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
 from moe_ckpt.events import EventLog, ModelBuilt, RunFinished, TrainerStarted
-from moe_ckpt.integrations.rank_training import RankTraining
-from moe_ckpt.megatron.checks import StateChecks
-from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.integrations.megatron_lm_options import require_alone
+from moe_ckpt.integrations.rank_training import IterationShape, LoopBatches, RankTraining
+from moe_ckpt.megatron.checks import StateChecks, job_digest
+from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
@@ -42,9 +45,42 @@ class Attachment:
         self._folder = folder
         self._built_s = time.monotonic()
         self._digest = ""
+        self._rank: RankTraining | None = None
         self.has_trained = False
 
-    def open_events(self) -> EventLog:
+    @property
+    def rank(self) -> RankTraining:
+        """This rank's iterations."""
+        assert self._rank is not None, "train comes first"
+        return self._rank
+
+    def observing(self, schedule_of: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `get_forward_backward_func` whose transfers between stages go through the attachment."""
+
+        def observed(*arguments: Any, **options: Any) -> Callable[..., Any]:
+            forward_backward = schedule_of(*arguments, **options)
+            return self._rank.observed(forward_backward) if self._rank else forward_backward
+
+        return observed
+
+    def begin(
+        self,
+        shape: IterationShape,
+        state: TrainingState,
+        forward_step: Callable[..., Any],
+        forward_backward: Callable[..., Any],
+        batches: LoopBatches,
+    ) -> RankTraining:
+        """Return this rank's iterations: the loop has built its model. Raises ConfigError for steps that it skips."""
+        _require_no_skips(state)
+        for chunk in state.model:
+            chunk.train()
+        self._rank = RankTraining(
+            shape, state, forward_step, forward_backward, batches, self.worker, self._open_events()
+        )
+        return self._rank
+
+    def _open_events(self) -> EventLog:
         """Return the log of this rank's events, which begins with the start of this worker."""
         launch = self.worker.launch
         path, origin = self._folder.events(launch.global_rank), self._folder.clock_origin_unix_s
@@ -56,22 +92,22 @@ class Attachment:
 
     def train(
         self,
-        rank: RankTraining,
         *,
-        model: str,
+        shaping: Mapping[str, object],
         last_iteration: int,
         enter: Callable[[int], Any],
-        start: Callable[[], int],
+        load: Callable[[], int] = lambda: 0,
     ) -> Any:
         """Return what the loop returns, once all ranks have done all iterations.
 
-        `enter` runs the loop from the state after some iterations. `start` gives the iteration that a run without state
-        in memory starts from. `model` names the shape of the saved state.
+        `enter` runs the loop from the state after some iterations. `load` loads a checkpoint of the loop's own on all
+        ranks of a run that has state neither in memory nor on local disks, and returns its iteration, or 0. `shaping`
+        are the settings that shape the saved state.
         """
-        layout = _layout()
+        rank, layout = self.rank, _layout()
         rank.session = attach(
             ckpt=self._settings.ckpt,
-            identity=RunIdentity(run_id=self._folder.run_id, model=model, layout=layout),
+            identity=RunIdentity(run_id=self._folder.run_id, model=_hash_of(shaping), layout=layout),
             folder=self._folder.checkpoints,
             state=rank.state,
             loop=rank.as_training_loop(),
@@ -85,6 +121,11 @@ class Attachment:
         rank.checks = StateChecks(self._settings.checks, rank.state, rank.events)
         rank.events.append(ModelBuilt(seconds=time.monotonic() - self._built_s))
         rank.enter = enter
+
+        def start() -> int:
+            synchronize_fresh(rank.state)  # ranks have built their models alone
+            return rank.session.resume(None) or load()
+
         finish = functools.partial(self._finish, rank, last_iteration)
         self.worker.run(rank.session, rank, rank.events, start=start, finish=finish)
         self._close(rank, last_iteration)
@@ -92,20 +133,18 @@ class Attachment:
 
     def _finish(self, rank: RankTraining, last_iteration: int, faults: int) -> dict[str, Any]:
         """Write and return the contents of result.json. Collective."""
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, digest_of(rank.state))
+        self._digest, digests = job_digest(rank.state)
         committed = rank.committed
         result = {
             "iteration": last_iteration,
             "loss": committed.loss if committed else None,
             "wall_s": round(time.time() - self._folder.clock_origin_unix_s, 3),
             "faults_survived": faults,
-            "digest": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+            "digest": self._digest,
             "digest_per_rank": digests,
         }
         if self.worker.launch.global_rank == 0:
             self._folder.write_result(result)
-        self._digest = str(result["digest"])
         return result
 
     def _close(self, rank: RankTraining, last_iteration: int) -> None:
@@ -120,7 +159,14 @@ class Attachment:
             print(f"moe_ckpt: iteration {last_iteration}, digest {self._digest}", flush=True)
 
 
-def require_no_skips(state: TrainingState) -> None:
+def require_attachable(settings: RunSettings) -> None:
+    """Raise ConfigError for another library for fault tolerance in this process, and for routers of our own."""
+    require_alone(os.environ, sys.modules)
+    boost = settings.ckpt.capacity_boost
+    require(not boost, "ckpt.boost", boost, "0 with moe_ckpt.run: routers are the script's own")
+
+
+def _require_no_skips(state: TrainingState) -> None:
     """Refuse steps that are skipped for a large gradient: no option of a command line, and the split step has none."""
     for inner in state.inner_optimizers:
         threshold = getattr(inner.config, "grad_norm_skip_threshold", math.inf)
@@ -150,7 +196,7 @@ def route_groups() -> None:
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_world
 
 
-def hash_of(shaping: Mapping[str, object]) -> str:
+def _hash_of(shaping: Mapping[str, object]) -> str:
     """Return a short hash of the settings that shape the saved state."""
     text = json.dumps({name: str(value) for name, value in shaping.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

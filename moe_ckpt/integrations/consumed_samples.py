@@ -1,10 +1,10 @@
-"""The samples that the iterations of a loop consume, and reading them without a trace in torch's generator."""
+"""The samples that the iterations of a loop consume, reading them again, and reading without a trace in a generator."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,26 @@ class ConsumedSamples:
     def set_batch_size(self, iteration: int) -> None:
         """Let Megatron compute with the number of micro-batches of an iteration."""
         update_num_microbatches(self.after(iteration - 1), consistency_check=False)
+
+
+class ReplayedSamples:
+    """The samples of replayed iterations; `training_after(done)` opens an iterator from iteration `done + 1` on."""
+
+    def __init__(self, training_after: Callable[[int], Any]) -> None:
+        self._training_after = training_after
+        self._opened: tuple[int, Any] | None = None  # the iteration that this iterator stands before
+
+    @contextlib.contextmanager
+    def of(self, iteration: int) -> Iterator[Any]:
+        """Yield an iterator over one iteration's samples; the next iteration's replay continues with it."""
+        before, self._opened = self._opened, None  # a pass that is cut leaves its iterator anywhere
+        samples = before[1] if before and before[0] == iteration else self._training_after(iteration - 1)
+        yield samples
+        self._opened = (iteration + 1, samples)
+
+    def close(self) -> None:
+        """Drop the iterator, and with it its loader processes."""
+        self._opened = None
 
 
 @contextlib.contextmanager

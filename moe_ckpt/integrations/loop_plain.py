@@ -6,17 +6,14 @@ before the last iteration.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.events import EventLog
-from moe_ckpt.megatron.checks import StateChecks
-from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.megatron.checks import StateChecks, job_digest
+from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_folder import open_run_folder
 from moe_ckpt.run_settings import RunSettings
 
@@ -27,6 +24,30 @@ def observe(training: Any, stepping: Any, iteration_of: Callable[..., int], sett
     `training` is the module that calls `train`, `stepping` the one that calls `train_step`. `iteration_of` gives the
     number of an iteration, counted from 1, from the arguments of `train_step`.
     """
+
+    def state_of(_: Any, model: Any, optimizer: Any, scheduler: Any, *__: Any, **___: Any) -> TrainingState:
+        return TrainingState(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    _observe(training, stepping, state_of, iteration_of, settings)
+
+
+def observe_trainer(base: Any, settings: RunSettings) -> None:
+    """Let ms-swift's trainers, of the class `base`, log digests in the same way."""
+
+    def state_of(trainer: Any, *_: Any) -> TrainingState:
+        scheduler = trainer.opt_param_scheduler
+        return TrainingState(model=trainer.wrapped_models, optimizer=trainer.optimizer, scheduler=scheduler)
+
+    _observe(base, base, state_of, lambda trainer, _: trainer.state.iteration + 1, settings)
+
+
+def _observe(
+    training: Any,
+    stepping: Any,
+    state_of: Callable[..., TrainingState],
+    iteration_of: Callable[..., int],
+    settings: RunSettings,
+) -> None:
     if not settings.checks.digest_every_iters:
         return
     train, train_step = training.train, stepping.train_step
@@ -35,43 +56,23 @@ def observe(training: Any, stepping: Any, iteration_of: Callable[..., int], sett
     def observed_step(*arguments: Any, **options: Any) -> Any:
         iteration = iteration_of(*arguments, **options)
         outcome = train_step(*arguments, **options)
-        plain.step_done(iteration)
+        plain.checks.log_where_due(iteration)
         return outcome
 
-    def observed(forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
-        plain.begin(TrainingState(model=model, optimizer=optimizer, scheduler=scheduler))
-        outcome = train(forward_step, model, optimizer, scheduler, *rest, **options)
-        plain.finish()
+    def observed(*arguments: Any, **options: Any) -> Any:
+        state = state_of(*arguments, **options)
+        plain.begin(state)
+        outcome = train(*arguments, **options)
+        plain.finish(state)
         return outcome
 
     training.train, stepping.train_step = observed, observed_step
 
 
-def observe_trainer(base: Any, settings: RunSettings) -> None:
-    """Let ms-swift's trainers, of the class `base`, log digests in the same way."""
-    if not settings.checks.digest_every_iters:
-        return
-    train, train_step = base.train, base.train_step
-    plain = _PlainRun(settings)
-
-    def observed_step(trainer: Any, samples: Any) -> Any:
-        outcome = train_step(trainer, samples)
-        plain.step_done(trainer.state.iteration + 1)
-        return outcome
-
-    def observed(trainer: Any, *datasets: Any) -> None:
-        scheduler = trainer.opt_param_scheduler
-        plain.begin(TrainingState(model=trainer.wrapped_models, optimizer=trainer.optimizer, scheduler=scheduler))
-        train(trainer, *datasets)
-        plain.finish()
-
-    base.train, base.train_step = observed, observed_step
-
-
 class _PlainRun:
     """The digests and the result of one rank."""
 
-    _checks: StateChecks
+    checks: StateChecks
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
@@ -79,22 +80,15 @@ class _PlainRun:
 
     def begin(self, state: TrainingState) -> None:
         """Open the run folder and the log of events: training begins."""
-        launch = self._launch
-        self._folder = open_run_folder(self._settings.folder, launch)
-        path, origin = self._folder.events(launch.global_rank), self._folder.clock_origin_unix_s
-        events = EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)
-        self._state = state
-        self._checks = StateChecks(self._settings.checks, state, events)
+        rank = self._launch.global_rank
+        self._folder = open_run_folder(self._settings.folder, self._launch)
+        origin = self._folder.clock_origin_unix_s
+        events = EventLog(self._folder.events(rank), global_rank=rank, clock_origin_unix_s=origin)
+        self.checks = StateChecks(self._settings.checks, state, events)
 
-    def step_done(self, iteration: int) -> None:
-        """Log a digest where one is due."""
-        self._checks.log_where_due(iteration)
-
-    def finish(self) -> None:
+    def finish(self, state: TrainingState) -> None:
         """Write result.json. Collective."""
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, digest_of(self._state))
+        digest, digests = job_digest(state)
         if self._launch.global_rank == 0:
-            whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
             wall_s = round(time.time() - self._folder.clock_origin_unix_s, 3)
-            self._folder.write_result({"wall_s": wall_s, "digest": whole, "digest_per_rank": digests})
+            self._folder.write_result({"wall_s": wall_s, "digest": digest, "digest_per_rank": digests})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 from moe_ckpt.errors import ConfigError
@@ -30,10 +29,10 @@ def is_attached(module: Any) -> bool:
     return getattr(module, _ATTACHED, False)
 
 
-def require_seams(module: ModuleType, parameters: Names, calls: Names, tried: str) -> None:
+def require_seams(module: Any, parameters: Names, calls: Names, tried: str) -> None:
     """Require functions of a module, by name, to have at least these parameters and to find these names when they run.
 
-    `tried` names the version that the names are from. Raises ConfigError.
+    The same holds for methods of a class. `tried` names the version that the names are from. Raises ConfigError.
     """
     for name, wanted in parameters.items():
         got = list(inspect.signature(_function(module, name)).parameters)
@@ -44,14 +43,14 @@ def require_seams(module: ModuleType, parameters: Names, calls: Names, tried: st
         _require_seam(module, name, "calls of", missing, tried)
 
 
-def _function(module: ModuleType, name: str) -> Any:
+def _function(module: Any, name: str) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{module.__name__}.{name}: got nothing, wanted the function that training calls")
     return function
 
 
-def _require_seam(module: ModuleType, name: str, kind: str, missing: Sequence[str], tried: str) -> None:
+def _require_seam(module: Any, name: str, kind: str, missing: Sequence[str], tried: str) -> None:
     if missing:
         wanted = f"one with {kind} {', '.join(missing)}, as in {tried}"
         raise ConfigError(f"{module.__name__}.{name}: got another function than expected, wanted {wanted}")

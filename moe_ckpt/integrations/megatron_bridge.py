@@ -1,6 +1,6 @@
 """Attaches to Megatron-Bridge's unmodified training loop, `megatron.bridge.training.train`, which `pretrain` calls.
 
-    attach_to_bridge(bridge, worker, settings, folder)     in a worker, before the script runs
+    attach(bridge, worker, settings, folder)     in a worker, before the script runs
 
 Owns: the functions that stand in for the loop's (`megatron_bridge_seams` names them), and entering `train` again after
 a recovery. The loop itself stays Megatron-Bridge's: forward and backward of a step, logs, evaluation, callbacks.
@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.utils import get_model_config
 
 from moe_ckpt.config import require
-from moe_ckpt.integrations.attachment import Attachment, hash_of, require_no_skips, route_groups
+from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
 from moe_ckpt.integrations.megatron_bridge_options import require_supported, shaping_of
 from moe_ckpt.integrations.megatron_bridge_seams import BridgeModules
 from moe_ckpt.integrations.megatron_lm_data import build_in_turns
-from moe_ckpt.integrations.megatron_lm_options import require_alone
-from moe_ckpt.integrations.rank_training import IterationShape, RankTraining, reset_loop
-from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.integrations.rank_training import IterationShape, reset_loop
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
 from moe_ckpt.run_elastic import Worker
@@ -37,7 +33,7 @@ from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach_to_bridge(bridge: BridgeModules, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(bridge: BridgeModules, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
     """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
@@ -52,7 +48,7 @@ def attach_to_bridge(bridge: BridgeModules, worker: Worker, settings: RunSetting
     bridge.setup.setup_data_iterators = build_in_turns(bridge.setup.setup_data_iterators, worker.turn)
     bridge.loaders.build_pretraining_data_loader = batches.build_loader
     for module in (bridge.train, bridge.eval):
-        module.get_forward_backward_func = loop.schedule_of(module.get_forward_backward_func)
+        module.get_forward_backward_func = attachment.observing(module.get_forward_backward_func)
     bridge.train.train_step = loop.train_step
     bridge.pretrain.train = loop.train
     return attachment
@@ -68,7 +64,6 @@ class AttachedBridge:
         self._attachment = attachment
         self._batches = batches
         self._load: Callable[[], object] | None = None
-        self._rank: RankTraining | None = None
 
     def hold_load(self, create: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `create_checkpoint_manager` whose manager loads later: all ranks together, if no memory is left."""
@@ -86,15 +81,6 @@ class AttachedBridge:
 
         return created
 
-    def schedule_of(self, schedule_of: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `get_forward_backward_func` whose transfers between stages go through the attachment."""
-
-        def observed(*arguments: Any, **options: Any) -> Callable[..., Any]:
-            forward_backward = schedule_of(*arguments, **options)
-            return self._rank.observed(forward_backward) if self._rank else forward_backward
-
-        return observed
-
     def train_step(
         self,
         forward_step: Any,
@@ -106,10 +92,9 @@ class AttachedBridge:
         *rest: Any,
     ) -> Any:
         """Stand in for `train_step`."""
-        assert self._rank is not None, "train comes first"
         run = functools.partial(self._train_step, forward_step, samples, model)
         number = global_state.train_state.step + 1
-        return self._rank.train_step(number, lambda stepping, held: run(stepping, held, global_state, *rest))
+        return self._attachment.rank.train_step(number, lambda stepping, held: run(stepping, held, global_state, *rest))
 
     def train(
         self,
@@ -130,15 +115,9 @@ class AttachedBridge:
         state = TrainingState(
             model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=shape.num_samples
         )
-        require_no_skips(state)
-        events = self._attachment.open_events()
-        for chunk in state.model:
-            chunk.train()
         schedule = self._schedule_of(pp_size=config.model.pipeline_model_parallel_size, vp_size=None)
         forward_step = self._prepare_forward_step(forward_step, global_state)
-        worker = self._attachment.worker
-        rank = RankTraining(shape, state, forward_step, schedule, self._batches, worker, events)
-        self._rank = rank
+        rank = self._attachment.begin(shape, state, forward_step, schedule, self._batches)
         gather_in_forward = model_config.param_sync_func
 
         def enter(done: int) -> Any:
@@ -151,24 +130,21 @@ class AttachedBridge:
             return self._train(rank.forward_step, model, optimizer, scheduler, *samples, global_state, *rest, **options)
 
         return self._attachment.train(
-            rank,
-            model=hash_of(shaping_of(config)),
+            shaping=shaping_of(config),
             last_iteration=config.train.train_iters,
             enter=enter,
-            start=lambda: self._start(rank, global_state),
+            load=lambda: self._load_held(global_state.train_state),
         )
 
-    def _start(self, rank: RankTraining, global_state: Any) -> int:
-        """Return the iteration that a run without state in memory starts from: of a local disk, or of `load`."""
-        synchronize_fresh(rank.state)
-        done = rank.session.resume(None)
-        if done == 0 and self._load is not None:
-            self._load()
-            done = global_state.train_state.step
-            got, wanted = global_state.train_state.consumed_train_samples, self._batches.consumed.after(done)
-            wanted_text = f"{wanted}, which {done} iterations consume"
-            require(got == wanted, "checkpoint.load: consumed samples", got, wanted_text)
-        return done
+    def _load_held(self, train_state: Any) -> int:
+        """Return the iteration of the checkpoint of `checkpoint.load`, which is loaded now; 0 without one."""
+        if self._load is None:
+            return 0
+        self._load()
+        got, wanted = train_state.consumed_train_samples, self._batches.consumed.after(train_state.step)
+        wanted_text = f"{wanted}, which {train_state.step} iterations consume"
+        require(got == wanted, "checkpoint.load: consumed samples", got, wanted_text)
+        return train_state.step
 
     def _reset(self, global_state: Any, done: int) -> None:
         """Set Bridge's counters to their values after iteration `done`."""
@@ -190,10 +166,8 @@ def _checked(update: Callable[[Any], None], settings: RunSettings) -> Callable[[
 
     def checked(config: Any) -> None:
         update(config)
-        require_alone(os.environ, sys.modules)
+        require_attachable(settings)
         require_supported(config)
-        boost = settings.ckpt.capacity_boost
-        require(not boost, "ckpt.boost", boost, "0 with moe_ckpt.run: routers are the script's own")
 
     return checked
 

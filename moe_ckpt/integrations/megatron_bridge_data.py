@@ -8,7 +8,6 @@ the iteration after the first evaluation makes that draw: a replay of the iterat
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +27,6 @@ class BridgeBatches:
         self._build = build
         self._built: list[Callable[[int], Any]] = []  # training, then validation where that is wanted, then tests
         self._types: list[str] = []
-        self._replay: tuple[int, Any] | None = None  # the iteration that an iterator of replays stands before
         self._validation: Any = None
         self._draw_is_due = False
 
@@ -81,18 +79,6 @@ class BridgeBatches:
         if not settings.eval_iters or not every:
             return 0
         return max(0, done // every - (first - 1) // every)
-
-    @contextlib.contextmanager
-    def replaying(self, iteration: int) -> Iterator[Any]:
-        """Yield an iterator over one iteration's samples; the next iteration's replay continues with it."""
-        before, self._replay = self._replay, None  # a pass that is cut leaves its iterator anywhere
-        samples = before[1] if before and before[0] == iteration else self.training_after(iteration - 1)
-        yield samples
-        self._replay = (iteration + 1, samples)
-
-    def drop_replay(self) -> None:
-        """Close the iterator of replays and its loader processes."""
-        self._replay = None
 
     def _reading(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:

@@ -6,11 +6,10 @@ Owns: those that Megatron-LM does not have. All others have Megatron-LM's names,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from moe_ckpt.config import require
 from moe_ckpt.integrations.megatron_lm_options import (
+    LAYER_SHAPE,
     OTHER_LIBRARY,
     REFUSALS,
     Refusal,
@@ -37,11 +36,7 @@ _WHOLE: Sequence[Refusal] = tuple(
     for option in ("peft", "nvrx_straggler", "tensor_inspect")
 )
 _SHAPING = {  # settings that shape the saved tensors
-    "model": (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-        *("num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
-        *("vocab_size", "seq_length", "share_embeddings_and_output_weights", "params_dtype"),
-    ),
+    "model": (*LAYER_SHAPE, "num_moe_experts", "vocab_size", "seq_length", "share_embeddings_and_output_weights"),
     "optimizer": ("optimizer", "use_distributed_optimizer"),
     "train": ("global_batch_size",),
 }
@@ -51,19 +46,18 @@ def require_supported(config: Any) -> None:
     """Raise ConfigError for the first setting of a `ConfigContainer` that cannot be exact."""
     for section in _SECTIONS:
         for refusal in REFUSALS:
-            _require(f"{section}.", getattr(config, section, None), refusal)
+            _require_allowed(config, section, refusal)
     for section, refusal in _OF_SECTIONS:
-        _require(f"{section}.", getattr(config, section, None), refusal)
+        _require_allowed(config, section, refusal)
     for refusal in _WHOLE:
-        _require("", config, refusal)
+        refusal.require_allowed(refusal.option, config)
     model = config.model
-    arguments = SimpleNamespace(
+    require_optimizer_everywhere(
         num_experts=model.num_moe_experts,
-        moe_layer_freq=getattr(model, "moe_layer_freq", 1),
-        use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
-        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+        layer_freq=getattr(model, "moe_layer_freq", 1),
+        is_sharded=config.optimizer.use_distributed_optimizer,
+        num_stages=model.pipeline_model_parallel_size,
     )
-    require_optimizer_everywhere(arguments)
 
 
 def shaping_of(config: Any) -> dict[str, object]:
@@ -75,8 +69,5 @@ def shaping_of(config: Any) -> dict[str, object]:
     }
 
 
-def _require(prefix: str, values: Any, refusal: Refusal) -> None:
-    got = getattr(values, refusal.option, refusal.allowed[0])
-    wanted = " or ".join(repr(value) for value in refusal.allowed[:2])
-    setting = f"{prefix}{refusal.option}"
-    require(got in refusal.allowed, setting, got, f"{wanted} with moe_ckpt.run: {refusal.reason}")
+def _require_allowed(config: Any, section: str, refusal: Refusal) -> None:
+    refusal.require_allowed(f"{section}.{refusal.option}", getattr(config, section, None))

@@ -1,6 +1,6 @@
 """Attaches to Megatron-LM's unmodified training loop, `megatron.training.training`, which a script's `pretrain` calls.
 
-    attach_to_training(training, worker, settings, folder)     in a worker, before the script runs
+    attach(training, worker, settings, folder)     in a worker, before the script runs
 
 Owns: the functions that stand in for the loop's (`megatron_lm_seams` names them), and entering `train` again after a
 recovery. The loop itself stays Megatron-LM's: forward and backward of a step, logs, evaluation, checkpoints.
@@ -13,54 +13,47 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
 
 from moe_ckpt.config import require
-from moe_ckpt.integrations.attachment import Attachment, hash_of, require_no_skips, route_groups
+from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_turns
-from moe_ckpt.integrations.megatron_lm_options import require_alone, require_supported
-from moe_ckpt.integrations.rank_training import IterationShape, RankTraining, reset_loop
-from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.integrations.megatron_lm_options import LAYER_SHAPE, require_supported
+from moe_ckpt.integrations.rank_training import IterationShape, reset_loop
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
-_SHAPING = (  # arguments that shape the saved tensors
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
-    *("padded_vocab_size", "seq_length", "untie_embeddings_and_output_weights", "params_dtype", "optimizer"),
-    *("use_distributed_optimizer", "global_batch_size"),
+_SHAPING = (
+    *(*LAYER_SHAPE, "num_experts", "padded_vocab_size", "seq_length", "untie_embeddings_and_output_weights"),
+    *("optimizer", "use_distributed_optimizer", "global_batch_size"),
 )
 
 
-def attach_to_training(training: ModuleType, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(training: Any, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
     """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
     """
     mark_attached(training)
     route_groups()
-    seams: Any = training
     batches = IterationBatches(training, settings.keep_batches_bytes)
     attachment = Attachment(worker, settings, folder)
     loop = AttachedLoop(training, attachment, batches)
-    seams.initialize_megatron = _checked(seams.initialize_megatron, seams.get_args, settings)
-    seams.build_train_valid_test_datasets = batches.build_datasets
-    build = seams.build_train_valid_test_data_iterators
-    seams.build_train_valid_test_data_iterators = build_in_turns(build, worker.turn)
-    seams.load_checkpoint = loop.hold_load
-    seams.get_forward_backward_func = loop.schedule
-    seams.train_step = loop.train_step
-    seams.train = loop.train
+    training.initialize_megatron = _checked(training.initialize_megatron, training.get_args, settings)
+    training.build_train_valid_test_datasets = batches.build_datasets
+    build = training.build_train_valid_test_data_iterators
+    training.build_train_valid_test_data_iterators = build_in_turns(build, worker.turn)
+    training.load_checkpoint = loop.hold_load
+    training.get_forward_backward_func = attachment.observing(training.get_forward_backward_func)
+    training.train_step = loop.train_step
+    training.train = loop.train
     return attachment
 
 
@@ -74,17 +67,11 @@ class AttachedLoop:
         self._attachment = attachment
         self._batches = batches
         self._load: Callable[[], tuple[int, Any]] | None = None
-        self._rank: RankTraining | None = None
 
     def hold_load(self, *arguments: Any, **options: Any) -> tuple[int, int]:
         """Stand in for `load_checkpoint` while a rank builds alone: all ranks load together, if no memory is left."""
         self._load = functools.partial(self._load_checkpoint, *arguments, **options)
         return 0, 0
-
-    def schedule(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """Stand in for `get_forward_backward_func`: transfers between stages go through the attachment."""
-        forward_backward = self._schedule_of(*arguments, **options)
-        return self._rank.observed(forward_backward) if self._rank else forward_backward
 
     def train_step(
         self,
@@ -98,9 +85,8 @@ class AttachedLoop:
         **options: Any,
     ) -> Any:
         """Stand in for `train_step`; `iteration` counts from 0, as in Megatron-LM."""
-        assert self._rank is not None, "train comes first"
         run = functools.partial(self._train_step, forward_step, batches, model)
-        return self._rank.train_step(
+        return self._attachment.rank.train_step(
             iteration + 1, lambda stepping, held: run(stepping, held, *rest, iteration=iteration, **options)
         )
 
@@ -118,12 +104,8 @@ class AttachedLoop:
             schedule_increment=shape.num_samples,
             data=self._batches.data,
         )
-        require_no_skips(state)
-        events = self._attachment.open_events()
         _set_schedule_hooks(config, args, self._training.get_timers(), state)
-        worker = self._attachment.worker
-        rank = RankTraining(shape, state, forward_step, self._schedule_of(), self._batches, worker, events)
-        self._rank = rank
+        rank = self._attachment.begin(shape, state, forward_step, self._schedule_of(), self._batches)
 
         def enter(done: int) -> Any:
             gather_late_parameters(state)
@@ -136,21 +118,19 @@ class AttachedLoop:
             )
 
         return self._attachment.train(
-            rank,
-            model=_fingerprint(args),
+            shaping={name: getattr(args, name, None) for name in _SHAPING},
             last_iteration=args.train_iters,
             enter=enter,
-            start=lambda: self._start(rank),
+            load=self._load_held,
         )
 
-    def _start(self, rank: RankTraining) -> int:
-        """Return the iteration that a run without state in memory starts from: of a local disk, or of `--load`."""
-        synchronize_fresh(rank.state)
-        done = rank.session.resume(None)
-        if done == 0 and self._load is not None:
-            done, _ = self._load()
-            got, wanted = self._training.get_args().consumed_train_samples, self._batches.consumed.after(done)
-            require(got == wanted, "--load: consumed samples", got, f"{wanted}, which {done} iterations consume")
+    def _load_held(self) -> int:
+        """Return the iteration of the checkpoint of `--load`, which is loaded now; 0 without one."""
+        if self._load is None:
+            return 0
+        done, _ = self._load()
+        got, wanted = self._training.get_args().consumed_train_samples, self._batches.consumed.after(done)
+        require(got == wanted, "--load: consumed samples", got, f"{wanted}, which {done} iterations consume")
         return done
 
     def _reset_samples(self, done: int) -> None:
@@ -168,13 +148,11 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
     """Return an `initialize_megatron` that first refuses unsupported options."""
 
     def checked(*arguments: Any, **options: Any) -> Any:
-        require_alone(os.environ, sys.modules)
+        require_attachable(settings)
         require_supported(get_args())
         if settings.ckpt.loses_tokens:  # their account of lost tokens counts iterations
             growth = getattr(get_args(), "step_batch_size_schedule", None)
             require(growth is None, "--step-batch-size-schedule", growth, f"None with --ckpt {settings.ckpt.policy}")
-        boost = settings.ckpt.capacity_boost
-        require(not boost, "ckpt.boost", boost, "0 with moe_ckpt.run: routers are the script's own")
         return initialize(*arguments, **options)
 
     return checked
@@ -190,8 +168,6 @@ def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingStat
         config.no_sync_func = _by_chunk([chunk.no_sync for chunk in model])
         starts = [chunk.start_grad_sync for chunk in model]
         config.grad_sync_func = _by_chunk(starts) if args.align_grad_reduce else None
-    for chunk in state.model:
-        chunk.train()
 
 
 def _reset(training: Any, config: Any, state: TrainingState, done: int) -> None:
@@ -217,8 +193,3 @@ def _shape(args: Any) -> IterationShape:
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
     )
-
-
-def _fingerprint(args: Any) -> str:
-    """Return a short hash of all arguments that shape the saved state."""
-    return hash_of({name: getattr(args, name, None) for name in _SHAPING})

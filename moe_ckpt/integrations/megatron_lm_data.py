@@ -9,7 +9,7 @@ torch's, which a plain run does once. With `--dataloader-type external` the prov
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +36,6 @@ class IterationBatches:
         self._train: list[Any] = []
         self._valid: list[Any] = []
         self._loaders: list[Any] = []  # that the provider has returned
-        self._replay: tuple[int, Any] | None = None  # the iteration that an iterator of replays stands before
 
     def build_datasets(self, *arguments: Any, **options: Any) -> Any:
         """Stand in for Megatron-LM's function of this name, and keep its result: it is called once a model chunk."""
@@ -99,24 +98,6 @@ class IterationBatches:
             if kept is not None:
                 kept.go_to(num_consumed // size)
         return self._as_taken([kept and RerunDataIterator(kept) for kept in self._valid])
-
-    @contextlib.contextmanager
-    def replaying(self, iteration: int) -> Iterator[Any]:
-        """Yield an iterator over one iteration's samples; the next iteration's replay continues with it.
-
-        An external iterator has come to the iteration's start with all other state.
-        """
-        if self._is_external:
-            yield self.training_after(iteration - 1)
-            return
-        before, self._replay = self._replay, None  # a pass that is cut leaves its iterator anywhere
-        batches = before[1] if before and before[0] == iteration else self.training_after(iteration - 1)
-        yield batches
-        self._replay = (iteration + 1, batches)
-
-    def drop_replay(self) -> None:
-        """Close the iterator of replays and its loader processes."""
-        self._replay = None
 
     @property
     def _is_external(self) -> bool:

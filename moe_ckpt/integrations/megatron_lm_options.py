@@ -10,7 +10,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
+
+LAYER_SHAPE = (  # settings of all loops that shape the saved tensors
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size", "params_dtype"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +30,12 @@ class Refusal:
     @property
     def flag(self) -> str:
         return "--" + self.option.replace("_", "-")
+
+    def require_allowed(self, setting: str, settings: object) -> None:
+        """Raise ConfigError, naming the setting, if the option has another value among `settings` of a loop."""
+        got = getattr(settings, self.option, self.allowed[0])
+        wanted = " or ".join(repr(value) for value in self.allowed[:2])
+        require(got in self.allowed, setting, got, f"{wanted} with moe_ckpt.run: {self.reason}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,23 +156,23 @@ def require_alone(environment: Collection[str], modules: Collection[str]) -> Non
 def require_supported(arguments: Any) -> None:
     """Raise ConfigError for the first option of Megatron-LM's parsed arguments that cannot be exact."""
     for refusal in REFUSALS:
-        got = getattr(arguments, refusal.option, refusal.allowed[0])
-        if got not in refusal.allowed:
-            wanted = " or ".join(repr(value) for value in refusal.allowed[:2])
-            raise ConfigError(f"{refusal.flag}: got {got!r}, wanted {wanted} with moe_ckpt.run: {refusal.reason}")
-    require_optimizer_everywhere(arguments)
+        refusal.require_allowed(refusal.flag, arguments)
+    require_optimizer_everywhere(
+        num_experts=arguments.num_experts,
+        layer_freq=getattr(arguments, "moe_layer_freq", 1),
+        is_sharded=arguments.use_distributed_optimizer,
+        num_stages=arguments.pipeline_model_parallel_size,
+    )
 
 
-def require_optimizer_everywhere(arguments: Any) -> None:
-    """Refuse a stage without experts if the optimizer is not sharded.
-
-    A rank that builds alone creates no optimizer for them.
-    """
-    frequency = getattr(arguments, "moe_layer_freq", 1)
-    everywhere = not arguments.num_experts or frequency == 1 or (isinstance(frequency, list) and all(frequency))
-    if not arguments.use_distributed_optimizer and arguments.pipeline_model_parallel_size > 1 and not everywhere:
-        reason = "a rank that builds its model alone makes no optimizer for experts of other stages"
-        raise ConfigError(f"--use-distributed-optimizer: got False, wanted True with --moe-layer-freq: {reason}")
+def require_optimizer_everywhere(
+    *, num_experts: int | None, layer_freq: int | list[int], is_sharded: bool, num_stages: int
+) -> None:
+    """Raise ConfigError for a stage without experts if the optimizer is not sharded."""
+    everywhere = not num_experts or layer_freq == 1 or (isinstance(layer_freq, list) and all(layer_freq))
+    reason = "a rank that builds its model alone makes no optimizer for experts of other stages"
+    wanted = f"True with --moe-layer-freq: {reason}"
+    require(is_sharded or num_stages <= 1 or everywhere, "--use-distributed-optimizer", is_sharded, wanted)
 
 
 def option_table() -> list[str]:

@@ -1,6 +1,6 @@
 """Attaches to ms-swift's unmodified Megatron trainer, `swift.megatron.trainers`, whose `train` its pipelines call.
 
-    attach_to_swift(swift, worker, settings, folder)     in a worker, before the script runs
+    attach(base, worker, settings, folder)     in a worker, before the script runs
 
 Owns: the methods that stand in for the trainer's (`ms_swift_seams` names them), and entering `train` again after a
 recovery. The loop itself stays ms-swift's: forward and backward of a step, logs, evaluation, callbacks, checkpoints.
@@ -12,8 +12,6 @@ recovery. The loop itself stays ms-swift's: forward and backward of a step, logs
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,35 +20,31 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from moe_ckpt.config import require
-from moe_ckpt.integrations.attachment import Attachment, hash_of, require_no_skips, route_groups
+from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
-from moe_ckpt.integrations.megatron_lm_options import require_alone
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
 from moe_ckpt.integrations.ms_swift_options import require_supported, require_supported_model, shaping_of
-from moe_ckpt.integrations.ms_swift_seams import SwiftModules
-from moe_ckpt.integrations.rank_training import HeldSchedule, IterationShape, RankTraining, SplitStep, reset_loop
-from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.integrations.rank_training import HeldSchedule, IterationShape, SplitStep, reset_loop
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach_to_swift(swift: SwiftModules, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(base: Any, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
     """Let the trainer of this worker's process checkpoint and recover; the script that runs next uses it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
     """
-    mark_attached(swift.base)
+    mark_attached(base)
     route_groups()
     attachment = Attachment(worker, settings, folder)
-    base = swift.base.BaseMegatronTrainer
-    loop = AttachedSwift(swift.base, attachment)
-    swift.base.get_forward_backward_func = loop.schedule
-    base.__init__ = _checked(base.__init__, settings)
-    base._prepare_data_iterator = _method(loop.data_iterators)
-    base.train_step = _method(loop.train_step)
-    base.train = _method(loop.train)
+    trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)
+    base.get_forward_backward_func = attachment.observing(base.get_forward_backward_func)
+    trainer.__init__ = _checked(trainer.__init__, settings)
+    trainer._prepare_data_iterator = _method(loop.data_iterators)
+    trainer.train_step = _method(loop.train_step)
+    trainer.train = _method(loop.train)
     return attachment
 
 
@@ -62,13 +56,7 @@ class AttachedSwift:
         self._train, self._train_step = base.BaseMegatronTrainer.train, base.BaseMegatronTrainer.train_step
         self._schedule_of = base.get_forward_backward_func
         self._attachment = attachment
-        self._rank: RankTraining | None = None
         self._iterators: tuple[Any, Any] = (None, None)
-
-    def schedule(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """Stand in for `get_forward_backward_func`: transfers between stages go through the attachment."""
-        forward_backward = self._schedule_of(*arguments, **options)
-        return self._rank.observed(forward_backward) if self._rank else forward_backward
 
     def data_iterators(self, _trainer: Any, *_datasets: Any, **_options: Any) -> tuple[Any, Any]:
         """Stand in for `_prepare_data_iterator`: both iterators stand where the iteration to be entered needs them."""
@@ -76,7 +64,6 @@ class AttachedSwift:
 
     def train_step(self, trainer: Any, samples: Any) -> Any:
         """Stand in for `train_step`."""
-        assert self._rank is not None, "train comes first"
 
         def run(stepping: SplitStep, held: HeldSchedule) -> Any:
             optimizer, scheduler = trainer.optimizer, trainer.opt_param_scheduler
@@ -86,7 +73,7 @@ class AttachedSwift:
             finally:
                 trainer.optimizer, trainer.opt_param_scheduler = optimizer, scheduler
 
-        return self._rank.train_step(trainer.state.iteration + 1, run)
+        return self._attachment.rank.train_step(trainer.state.iteration + 1, run)
 
     def train(self, trainer: Any, train_dataset: Any, val_dataset: Any) -> Any:
         """Stand in for `train`: return once all ranks have done all iterations."""
@@ -104,19 +91,13 @@ class AttachedSwift:
             scheduler=trainer.opt_param_scheduler,
             schedule_increment=args.global_batch_size,
         )
-        require_no_skips(state)
         batches = SwiftBatches(
             trainer._create_dataloader, args, *trainer._prepare_dataloader(train_dataset, val_dataset)
         )
-        events = self._attachment.open_events()
         config.grad_scale_func = trainer.optimizer.scale_loss  # a recovery runs schedules before `train` sets them
         config.finalize_model_grads_func = finalize_model_grads
-        for chunk in state.model:
-            chunk.train()
-        worker = self._attachment.worker
-        rank = RankTraining(shape, state, trainer.forward_step, self._schedule_of(), batches, worker, events)
+        rank = self._attachment.begin(shape, state, trainer.forward_step, self._schedule_of(), batches)
         rank.communicator.rows = 1 if args.padding_free else args.micro_batch_size
-        self._rank = rank
         trainer.forward_step = rank.forward_step
 
         def enter(done: int) -> Any:
@@ -126,19 +107,7 @@ class AttachedSwift:
             self._iterators = batches.training_after(done), batches.validation_after(done)
             return self._train(trainer, train_dataset, val_dataset)
 
-        return self._attachment.train(
-            rank,
-            model=hash_of(shaping_of(args, config)),
-            last_iteration=args.train_iters,
-            enter=enter,
-            start=lambda: _start(rank),
-        )
-
-
-def _start(rank: RankTraining) -> int:
-    """Return the iteration that a run without state in memory starts from: 0, or that of a local disk."""
-    synchronize_fresh(rank.state)
-    return rank.session.resume(None)
+        return self._attachment.train(shaping=shaping_of(args, config), last_iteration=args.train_iters, enter=enter)
 
 
 def _reset(counters: Any, done: int, batch: int) -> None:
@@ -162,10 +131,8 @@ def _checked(initialize: Callable[..., Any], settings: RunSettings) -> Callable[
 
     @functools.wraps(initialize)
     def checked(trainer: Any, args: Any, template: Any) -> None:
-        require_alone(os.environ, sys.modules)
+        require_attachable(settings)
         require_supported(type(trainer).__name__, args)
-        boost = settings.ckpt.capacity_boost
-        require(not boost, "ckpt.boost", boost, "0 with moe_ckpt.run: routers are the script's own")
         initialize(trainer, args, template)
 
     return checked

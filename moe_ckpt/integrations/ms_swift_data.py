@@ -8,7 +8,6 @@ set begins; here the training iterator draws it, and those of an evaluation at t
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +30,6 @@ class SwiftBatches:
         self._training, self._validation = training, validation  # loaders that start with the first sample
         self._of_evaluation = settings.eval_iters * settings.num_microbatches
         self._of_pass = sum(1 for _ in copy.copy(validation.batch_sampler)) if validation is not None else 0
-        self._replay: tuple[int, Any] | None = None  # the iteration that an iterator of replays stands before
         self._draws_due = 0
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
@@ -67,18 +65,6 @@ class SwiftBatches:
         """Return the micro-batches that evaluations have read during the first `done` iterations."""
         every = self._settings.eval_steps
         return max(done, 0) // every * self._of_evaluation if every else 0
-
-    @contextlib.contextmanager
-    def replaying(self, iteration: int) -> Iterator[Any]:
-        """Yield an iterator over one iteration's samples; the next iteration's replay continues with it."""
-        before, self._replay = self._replay, None  # a pass that is cut leaves its iterator anywhere
-        samples = before[1] if before and before[0] == iteration else self.training_after(iteration - 1)
-        yield samples
-        self._replay = (iteration + 1, samples)
-
-    def drop_replay(self) -> None:
-        """Close the iterator of replays and its loader processes."""
-        self._replay = None
 
     def _reading_validation(self, position: int) -> Iterator[Any]:
         for _, samples in self._passes(self._validation, position):

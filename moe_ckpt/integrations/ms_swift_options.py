@@ -6,11 +6,10 @@ Owns: those that Megatron-LM does not have. All others have Megatron-LM's names,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from moe_ckpt.config import require
-from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal, require_optimizer_everywhere
+from moe_ckpt.integrations.megatron_lm_options import LAYER_SHAPE, REFUSALS, Refusal, require_optimizer_everywhere
 
 TRAINER = "MegatronTrainer"
 _NOT_TRIED = "not tried with ms-swift's loop"
@@ -34,11 +33,6 @@ _OWN: Sequence[Refusal] = (
     Refusal(option="vit_lr", allowed=(None,), reason=_GROUPS),
     Refusal(option="aligner_lr", allowed=(None,), reason=_GROUPS),
 )
-_SHAPING = (  # settings of the model that shape the saved tensors
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
-    "params_dtype",
-)
 _SHAPING_ARGUMENTS = ("optimizer", "use_distributed_optimizer", "global_batch_size", "padded_vocab_size", "seq_length")
 
 
@@ -46,23 +40,20 @@ def require_supported(trainer: str, args: Any) -> None:
     """Raise ConfigError for another trainer than that of fine-tuning, or for an argument that cannot be exact."""
     require(trainer == TRAINER, "ms-swift's trainer", trainer, f"{TRAINER} with moe_ckpt.run: {_NOT_TRIED}")
     for refusal in (*_OWN, *REFUSALS):
-        got = getattr(args, refusal.option, refusal.allowed[0])
-        wanted = " or ".join(repr(value) for value in refusal.allowed[:2])
-        require(got in refusal.allowed, f"--{refusal.option}", got, f"{wanted} with moe_ckpt.run: {refusal.reason}")
+        refusal.require_allowed(f"--{refusal.option}", args)
 
 
 def require_supported_model(args: Any, config: Any) -> None:
     """Raise ConfigError for a model whose stages without experts a rank cannot build alone."""
-    arguments = SimpleNamespace(
+    require_optimizer_everywhere(
         num_experts=config.num_moe_experts,
-        moe_layer_freq=config.moe_layer_freq,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        layer_freq=config.moe_layer_freq,
+        is_sharded=args.use_distributed_optimizer,
+        num_stages=args.pipeline_model_parallel_size,
     )
-    require_optimizer_everywhere(arguments)
 
 
 def shaping_of(args: Any, config: Any) -> dict[str, Any]:
     """Return the settings that shape the saved state, by their names."""
-    of_model = {name: getattr(config, name, None) for name in _SHAPING}
+    of_model = {name: getattr(config, name, None) for name in (*LAYER_SHAPE, "num_moe_experts")}
     return of_model | {name: getattr(args, name, None) for name in _SHAPING_ARGUMENTS}

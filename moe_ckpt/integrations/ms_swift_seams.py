@@ -6,9 +6,7 @@ Owns: the tested version, and the names, parameters and calls that must exist.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.loop_seams import Names, require_seams
@@ -39,34 +37,18 @@ _FUNCTIONS: Names = {"get_forward_backward_func": (), "finalize_model_grads": ()
 _FLOW_CALLS: Names = {"on_step_end": ("consumed_train_samples", "global_batch_size", "eval_steps", "eval_iters")}
 
 
-@dataclass(frozen=True, slots=True)
-class SwiftModules:
-    """The modules of ms-swift that an attachment changes: `base` with the loop, `trainer` with its forward step."""
-
-    base: Any
-    trainer: Any
-
-
-def import_swift() -> SwiftModules:
-    """Return the modules of ms-swift's Megatron trainer after checking their seams. Raises ConfigError."""
+def import_swift() -> Any:
+    """Return the module of ms-swift's Megatron trainer after checking the loop's seams. Raises ConfigError."""
     try:
         version = importlib.import_module("swift.version").__version__
-        modules = SwiftModules(
-            base=importlib.import_module(f"{_TRAINERS}.base"), trainer=importlib.import_module(f"{_TRAINERS}.trainer")
-        )
+        base, trainer = (importlib.import_module(f"{_TRAINERS}.{name}") for name in ("base", "trainer"))
         flow = importlib.import_module("swift.megatron.callbacks.default_flow")
     except ImportError as error:
         raise ConfigError(f"ms-swift: got no such package ({error}), wanted one: {_INSTALL}") from error
     if not version.startswith(f"{TRIED_VERSION}."):
         raise ConfigError(f"ms-swift: got {version}, wanted {TRIED_VERSION}.*: {_INSTALL}")
-    _require_methods(modules.trainer.MegatronTrainer, _PARAMETERS, _CALLS)
-    _require_methods(flow.DefaultFlowCallback, {}, _FLOW_CALLS)
-    require_seams(
-        modules.base, {"get_forward_backward_func": (), "finalize_model_grads": ()}, {}, f"ms-swift {TRIED_VERSION}"
-    )
-    return modules
-
-
-def _require_methods(owner: Any, parameters: Names, calls: Names) -> None:
-    """Require methods of a class to be as expected; they are looked up in a class as functions are in a module."""
-    require_seams(cast("ModuleType", owner), parameters, calls, f"ms-swift {TRIED_VERSION}")
+    tried = f"ms-swift {TRIED_VERSION}"
+    require_seams(trainer.MegatronTrainer, _PARAMETERS, _CALLS, tried)
+    require_seams(flow.DefaultFlowCallback, {}, _FLOW_CALLS, tried)
+    require_seams(base, _FUNCTIONS, {}, tried)
+    return base

@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -24,7 +23,7 @@ from moe_ckpt.attach import TrainingLoop
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import RolledBackError
 from moe_ckpt.events import EventLog, IterationCommitted
-from moe_ckpt.integrations.consumed_samples import ConsumedSamples
+from moe_ckpt.integrations.consumed_samples import ConsumedSamples, ReplayedSamples
 from moe_ckpt.megatron.checks import StateChecks
 from moe_ckpt.megatron.overlapped import gathers_in_forward
 from moe_ckpt.megatron.pipeline import Observed, StageCommunicator
@@ -32,6 +31,7 @@ from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import (
     advance_schedule,
     apply_update,
+    describe_step,
     finish_gradients,
     gather_parameters,
     mean_over_job,
@@ -68,16 +68,12 @@ class LoopBatches(Protocol):
         """Draw from the generators as the loop's own reading of samples does, before forward of an iteration."""
         ...
 
-    def replaying(self, iteration: int) -> AbstractContextManager[Any]:
-        """Yield an iterator over one iteration's samples, as the schedule takes it."""
+    def training_after(self, done: int) -> Any:
+        """Return an iterator from the first sample of iteration `done + 1` on, as the schedule takes it."""
         ...
 
     def forecast(self, iteration: int) -> list[str]:
         """Return lines for the log after the first iteration."""
-        ...
-
-    def drop_replay(self) -> None:
-        """Close the iterator of replays and its loader processes."""
         ...
 
 
@@ -108,6 +104,7 @@ class RankTraining:
         self._shape = shape
         self._forward_backward = forward_backward
         self._batches = batches
+        self._replayed = ReplayedSamples(batches.training_after)
         self._worker = worker
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self.communicator = StageCommunicator(self._groups.pp, state.model[0].config)
@@ -143,7 +140,7 @@ class RankTraining:
     def close(self) -> None:
         """End the observation of transfers, and the iterator of replays: training is done."""
         self.communicator.log = self.communicator.bubbles = None
-        self._batches.drop_replay()
+        self._replayed.close()
 
     def _say(self, notes: Sequence[str]) -> None:
         for note in notes if self._worker.launch.global_rank == 0 else ():
@@ -200,7 +197,7 @@ class RankTraining:
         loss = mean_over_job(self._losses)
         self._losses = ()
         self.session.loss_known(iteration, loss)
-        self._prepared = self._describe(iteration, loss, gradients)
+        self._prepared = describe_step(self.state, iteration, loss, gradients)
         if not self.session.gradients_ready(iteration, gradients):
             raise RolledBackError(iteration - 1)
 
@@ -222,7 +219,7 @@ class RankTraining:
         self._batches.consumed.set_batch_size(iteration)
         self._batches.draw_seeds(iteration)
         try:
-            with self._batches.replaying(iteration) as batches:
+            with self._replayed.of(iteration) as batches:
                 self._forward_backward(
                     forward_step_func=self.forward_step,
                     data_iterator=batches,
@@ -254,20 +251,6 @@ class RankTraining:
             return output, loss
 
         return marked
-
-    def _describe(self, iteration: int, loss: float, gradients: ReadyGradients) -> IterationCommitted:
-        return IterationCommitted(
-            iteration=iteration,
-            loss=loss,
-            grad_norm=gradients.total_norm,
-            loss_scale=gradients.loss_scale,
-            learning_rate=max((float(group["lr"]) for group in self.state.optimizer.param_groups), default=0.0),
-            skipped=gradients.overflow,
-            seconds=0.0,
-            stall_s=0.0,
-            sent_activation_bytes=0,
-            sent_gradient_bytes=0,
-        )
 
     def _commit_measured(self, started_s: float, before: Observed) -> None:
         assert self._prepared is not None
@@ -321,10 +304,7 @@ def reset_loop(timers: Any, state: TrainingState) -> None:
         timer.reset()
     for chunk in state.model:
         chunk.train()
-        _enable_gathering(chunk)
-
-
-def _enable_gathering(chunk: Any) -> None:
-    """Enable the hooks that gather weights in forward: loops disable them until their first iteration is done."""
-    if gathers_in_forward(chunk) and not chunk.remove_forward_pre_hook_handles:
-        chunk.enable_forward_pre_hook()
+        wrapper = cast("Any", chunk)
+        # loops disable the hooks that gather weights until their first iteration is done
+        if gathers_in_forward(chunk) and not wrapper.remove_forward_pre_hook_handles:
+            wrapper.enable_forward_pre_hook()

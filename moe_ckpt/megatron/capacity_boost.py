@@ -19,13 +19,14 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
-from megatron.core.transformer.moe.router import Router, TopKRouter
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from moe_ckpt.config import require
 from moe_ckpt.events import CapacityBoosted
+from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.layer_specs import moe_submodules
-from moe_ckpt.megatron.operators import bare_model, locate, stage_group
+from moe_ckpt.megatron.router import routers_of
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.policies.capacity_boost import boosted_capacity, made_up, share_of
 from moe_ckpt.types import OperatorId, OperatorKind
@@ -41,10 +42,7 @@ class BoostedRouter(TopKRouter):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._shares: IntArray | None = None
-        self._factor = 0.0
-        self._num_forwards = self._num_recomputed = 0
-        self._capacity = self._extra = self._nothing()
+        self.boost(None)
 
     def boost(self, shares: IntArray | None, factor: float = 0.0) -> None:
         """Let experts process up to their share, and `factor` of the capacity, more of each following micro-batch.
@@ -159,7 +157,7 @@ class CapacityBoost:
         `num_micro_batches` are those of a rank in an iteration. Raises ConfigError if the capacity of Megatron's
         experts cannot be raised.
         """
-        found = dict(_routers(state))
+        found = dict(routers_of(state))
         config = cast("Any", state.model[0]).config
         if config.moe_expert_capacity_factor is None:
             return cls(tuple(found), [], num_micro_batches, factor)
@@ -235,14 +233,6 @@ def use_router(block: TransformerBlockSubmodules, router: type[TopKRouter]) -> N
     """Build the layers of a block's specification with this router, in place of Megatron's."""
     for submodules in moe_submodules(block):
         submodules.router = router
-
-
-def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, Router]]:
-    for chunk in state.model:
-        model = bare_model(chunk)
-        for name, module in model.named_modules():
-            if isinstance(module, Router):
-                yield locate(model, f"{name}.weight"), module
 
 
 def _check_can_be_boosted(config: Any) -> None:

@@ -6,6 +6,10 @@ a state in any other run.
 
 from __future__ import annotations
 
+import hashlib
+
+import torch.distributed as dist
+
 from moe_ckpt.config import CheckConfig
 from moe_ckpt.events import EventLog, StateDigest, TensorDigests
 from moe_ckpt.megatron.optimizer_state import named_tensors
@@ -40,6 +44,13 @@ class StateChecks:
         self._events.append(StateDigest(iteration=done, digest=digest_of(self._state)))
         if self._config.digest_tensors:
             self._events.append(TensorDigests(iteration=done, digests=tensor_digests(self._state)))
+
+
+def job_digest(state: TrainingState) -> tuple[str, list[str]]:
+    """Return a SHA-256, in hex, over the digests of all ranks' states, and these digests. Collective."""
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest_of(state))
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest(), digests
 
 
 def _forget_first_moments(state: TrainingState) -> None:

@@ -26,5 +26,9 @@ class ChunkBatches:
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Go to the positions of the result of `saved`. Raises ConfigError as `KeptBatches.restore` does."""
         for number, chunk in enumerate(self._chunks):
-            prefix = f"{number}."
-            chunk.restore({name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)})
+            chunk.restore(under(f"{number}.", saved))
+
+
+def under(prefix: str, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}

@@ -76,6 +76,7 @@ class QuantizedTensor(torch.Tensor):
 
     _quantizer: Float8CurrentScalingQuantizer
     _dequantized: torch.Tensor | None
+    _stored_as: tuple[str, str]  # of payload and scales
     _views: tuple[Any, ...] = (_aten.detach.default,)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -96,10 +97,12 @@ class QuantizedTensor(torch.Tensor):
         super().__init__()
 
     def _put(self, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        raise NotImplementedError
+        for name, tensor in zip(self._stored_as, (payload, scale_inv), strict=True):
+            setattr(self, name, tensor)
 
     def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        payload, scale_inv = (getattr(self, name) for name in self._stored_as)
+        return payload, scale_inv
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.dequantize()})"
@@ -144,14 +147,7 @@ class Float8Tensor(QuantizedTensor):
     """One scale for the tensor: tensorwise and delayed."""
 
     _views = (_aten.detach.default, _aten.view.default, _aten.slice.Tensor)
-    _data: torch.Tensor
-    _scale_inv: torch.Tensor
-
-    def _put(self, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        self._data, self._scale_inv = payload, scale_inv
-
-    def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._data, self._scale_inv
+    _stored_as = ("_data", "_scale_inv")
 
     def _reset_caches(self) -> None:
         self._dequantized = None
@@ -160,14 +156,7 @@ class Float8Tensor(QuantizedTensor):
 class Float8BlockwiseQTensor(QuantizedTensor):
     """A scale for each block of 128 rows and columns; no views but of the whole."""
 
-    _rowwise_data: torch.Tensor
-    _rowwise_scale_inv: torch.Tensor
-
-    def _put(self, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        self._rowwise_data, self._rowwise_scale_inv = payload, scale_inv
-
-    def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rowwise_data, self._rowwise_scale_inv
+    _stored_as = ("_rowwise_data", "_rowwise_scale_inv")
 
     def update_usage(self, rowwise_usage: bool, columnwise_usage: bool) -> None:
         assert rowwise_usage

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -69,14 +68,6 @@ _LOAD_ERRORS = (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Save:
-    """A save in flight: the plan of all ranks, and the result of this rank's write."""
-
-    planned: PlannedWrite
-    writing: Future[Written]
-
-
 class MegatronDurableState:
     """Implements `ports.DurableState`."""
 
@@ -84,7 +75,7 @@ class MegatronDurableState:
         self._state = state
         self._group = cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))
         self._asynchronous = asynchronous
-        self._save: _Save | None = None
+        self._save: tuple[PlannedWrite, Future[Written]] | None = None  # in flight, with this rank's result
         self._abandoned: Future[Written] | None = None
         self._run_seed = torch.initial_seed()  # as the loop has seeded this rank; later a load replaces generators
 
@@ -99,23 +90,24 @@ class MegatronDurableState:
             sharded = _host_copy(sharded)
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         planned = PlannedWrite(directory, mcore_to_pyt_state_dict(by_key), self._group)
-        self._save = _Save(planned=planned, writing=(_in_background if self._asynchronous else _now)(planned.write))
+        self._save = planned, _begin(planned.write, in_background=self._asynchronous)
 
     def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
-        save = self._save
-        if save is None:
+        if self._save is None:
             return ()
-        while not _true_on_all_ranks(save.writing.done()):
+        planned, writing = self._save
+        while not _true_on_all_ranks(writing.done()):
             if not wait:
                 return None
-            futures.wait([save.writing], timeout=_LOOK_AGAIN_S)  # then meet the others, or learn that some are lost
+            futures.wait([writing], timeout=_LOOK_AGAIN_S)  # then meet the others, or learn that some are lost
         self._save = None
-        return save.planned.finish(save.writing.result)
+        return planned.finish(writing.result)
 
     def abandon_save(self) -> None:
         if self._save:
-            self._save.planned.abandon()
-            self._abandoned, self._save = self._save.writing, None
+            planned, self._abandoned = self._save
+            planned.abandon()
+            self._save = None
 
     def is_writing(self) -> bool:
         return self._save is not None or (self._abandoned is not None and not self._abandoned.done())
@@ -130,21 +122,13 @@ class MegatronDurableState:
         return iterations[0]
 
     def _load(self, directory: Path, num_saving_ranks: int | None) -> int:
-        if num_saving_ranks is not None:
-            return self._load_resharded(directory, num_saving_ranks)
-        template: dict[str, Any] = {"iteration": 0, **sharded_state(self._state, is_loading=True)}
+        reshard = Reshard(self._state, str(directory), num_saving_ranks) if num_saving_ranks is not None else None
+        template = reshard.template() if reshard else {"iteration": 0, **sharded_state(self._state, is_loading=True)}
         with _failing_as_load(directory):
             loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
-            load_sharded_state(self._state, loaded)
-        return int(loaded["iteration"])
-
-    def _load_resharded(self, directory: Path, num_saving_ranks: int) -> int:
-        reshard = Reshard(self._state, str(directory), num_saving_ranks)
-        template = reshard.template()
-        with _failing_as_load(directory):
-            loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
-            load_sharded_state(self._state, reshard.adapt(loaded))
-        reseed(self._run_seed, int(loaded["iteration"]))
+            load_sharded_state(self._state, reshard.adapt(loaded) if reshard else loaded)
+        if reshard:
+            reseed(self._run_seed, int(loaded["iteration"]))
         return int(loaded["iteration"])
 
     def _refuse_without_space(self, directory: Path, my_size_bytes: int) -> None:
@@ -162,7 +146,8 @@ def _failing_as_load(directory: Path) -> Iterator[None]:
     except CheckpointLoadError:
         raise
     except _LOAD_ERRORS as error:
-        raise CheckpointLoadError(f"{directory}: {_reason(error)}") from error
+        reason = reason_of(error) if isinstance(error, CheckpointException) else str(error) or repr(error)
+        raise CheckpointLoadError(f"{directory}: {reason}") from error
 
 
 def _require_space(directory: Path, needed_bytes: int) -> None:
@@ -191,39 +176,30 @@ def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
     return [entry for entry in tensors if entry.data is not None and is_main_replica(entry.replica_id)]
 
 
-def _now(call: Callable[[], T]) -> Future[T]:
-    outcome: Future[T] = Future()
-    _settle(outcome, call)
-    return outcome
+def _begin(call: Callable[[], T], *, in_background: bool) -> Future[T]:
+    """Call now, or in a separate thread, for which neither another save nor the end of the process waits.
 
-
-def _in_background(call: Callable[[], T]) -> Future[T]:
-    """Call in a separate thread, for which neither another save nor the end of the process waits."""
+    An error of the call is raised when the result is read.
+    """
     outcome: Future[T] = Future()
     device = torch.cuda.current_device()
 
     def run() -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(device)  # the current device is a thread's own
-        _settle(outcome, call)
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # the top of a thread
+            outcome.set_exception(error)
 
-    threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+    if in_background:
+        threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+    else:
+        run()
     return outcome
-
-
-def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
-    """Call; an error is raised when the result is read."""
-    try:
-        outcome.set_result(call())
-    except BaseException as error:  # the top of a thread
-        outcome.set_exception(error)
 
 
 def _true_on_all_ranks(mine: bool) -> bool:
     votes = torch.tensor(int(mine), device=torch.cuda.current_device())
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
     return bool(votes.item())
-
-
-def _reason(error: BaseException) -> str:
-    return reason_of(error) if isinstance(error, CheckpointException) else str(error) or repr(error)

@@ -201,11 +201,15 @@ class DelayedScaling:
     def follow(self, layers: Sequence[torch.nn.Module]) -> None:
         """Update scales as passes through these layers end."""
 
+        def backward_ends(gradient: torch.Tensor) -> torch.Tensor:
+            self._update(BACKWARD)
+            return gradient
+
         def entered(_: Any, arguments: Any, options: Any) -> Any:
             if not torch.is_grad_enabled():
                 return None
             hidden, *rest = arguments or (options.pop("hidden_states"),)
-            return (_AtEndOfBackward.apply(hidden, partial(self._update, BACKWARD)), *rest), options
+            return (_Passed.apply(hidden, None, backward_ends), *rest), options
 
         def left(*_: Any) -> None:
             if torch.is_grad_enabled():
@@ -223,47 +227,22 @@ class DelayedScaling:
             state.update(amax)
 
 
-class _AtEndOfBackward(torch.autograd.Function):
-    """Passes values and gradient as they are, and calls back once the gradient is there."""
-
-    @staticmethod
-    def forward(context: Any, values: torch.Tensor, callback: Callable[[], None]) -> torch.Tensor:  # type: ignore[override]
-        context.callback = callback
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        context.callback()
-        return gradient, None
-
-
-class _Rounded(torch.autograd.Function):
-    """Rounds to FP8 values; the gradient passes as it is."""
-
-    @staticmethod
-    def forward(_: Any, values: torch.Tensor, rounding: Rounding) -> torch.Tensor:  # type: ignore[override]
-        return rounding(values)
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient, None
-
-
-class _RoundedGradient(torch.autograd.Function):
-    """Passes values as they are, and rounds the gradient to FP8 values; one that overflowed stays as it is."""
-
-    @staticmethod
-    def forward(context: Any, values: torch.Tensor, rounding: Rounding) -> torch.Tensor:  # type: ignore[override]
-        context.rounding = rounding
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        rounded = context.rounding(gradient)
-        return (rounded if torch.isfinite(gradient).all() else gradient), None
-
-
 Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Passed(torch.autograd.Function):
+    """Values that pass a function, as their gradient does on its way back; None leaves either as it is."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        context: Any, values: torch.Tensor, of_values: Rounding | None, of_gradient: Rounding | None
+    ) -> torch.Tensor:
+        context.of_gradient = of_gradient
+        return of_values(values) if of_values else values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return (context.of_gradient(gradient) if context.of_gradient else gradient), None, None
 
 
 class _Roundings(NamedTuple):
@@ -317,9 +296,14 @@ def multiplying_fp8(function: Callable[..., torch.Tensor]) -> Callable[..., torc
         roundings = _roundings(weight)
         if roundings is None or not input.numel():
             return function(input, weight, *arguments, **options)
-        rounded = [_Rounded.apply(input, roundings.input), _Rounded.apply(weight, roundings.weight)]
+        rounded = [_Passed.apply(input, roundings.input, None), _Passed.apply(weight, roundings.weight, None)]
+
+        def round_gradient(gradient: torch.Tensor) -> torch.Tensor:
+            rounded = roundings.gradient(gradient)  # in any case: it notes the largest value
+            return rounded if torch.isfinite(gradient).all() else gradient
+
         output = function(*rounded, *arguments, **options)
-        return _RoundedGradient.apply(output, roundings.gradient)  # type: ignore[return-value]
+        return _Passed.apply(output, None, round_gradient)  # type: ignore[return-value]
 
     multiply.multiplies_fp8 = True  # type: ignore[attr-defined]
     multiply.warned = True  # type: ignore[attr-defined]

@@ -5,26 +5,29 @@ Owns: making the initial weights equal to those of a collective build. Collectiv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from moe_ckpt.config import require
 from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter, weights_of
-from moe_ckpt.megatron.operators import bare_model, replicas_of, shares_embedding
+from moe_ckpt.megatron.groups import replicas_of, shared_embedding
+from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState
 
 
 @torch.no_grad()
 def synchronize_fresh(state: TrainingState) -> None:
     """Give all replicas one set of initial weights, and both ends of the pipeline one embedding if they share it."""
-    _share_embedding(state)
+    if shared := shared_embedding(state.model):
+        weight, group = shared
+        dist.broadcast(weight.data, src=dist.get_process_group_ranks(group)[0], group=group)
     for chunk in state.model:
         broadcast_parameters(chunk)
-    kept = [(master, master.clone()) for master in _masters_of_fp8_parameters(state)]
+    fp8 = [each for chunk in state.model for each in chunk.parameters() if is_fp8_parameter(each)]
+    masters = [master for each in fp8 if (master := getattr(each, "main_param", None)) is not None]
+    kept = [(master, master.clone()) for master in masters]
     for optimizer in state.inner_optimizers:
         cast("Any", optimizer).reload_model_params()
     for master, values in kept:  # made of the values that parameters had before they were cast to FP8
@@ -47,22 +50,3 @@ def broadcast_parameters(chunk: torch.nn.Module) -> None:
         same = all(map(torch.equal, before, weights_of(parameter)))
         wanted = "those of the first replica: one seed for all"
         require(same, f"fp8_param_gather: initial weights of {name}", "others", wanted)
-
-
-def _masters_of_fp8_parameters(state: TrainingState) -> Iterator[torch.Tensor]:
-    for chunk in state.model:
-        for parameter in chunk.parameters():
-            master = getattr(parameter, "main_param", None)
-            if is_fp8_parameter(parameter) and master is not None:
-                yield master
-
-
-def _share_embedding(state: TrainingState) -> None:
-    group: Any = parallel_state.get_embedding_group(check_initialized=False)
-    if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
-        return
-    for chunk in state.model:
-        model: Any = bare_model(chunk)
-        weight = model.shared_embedding_or_output_weight() if shares_embedding(model) else None
-        if weight is not None:  # with virtual stages, only one chunk of a rank has it
-            dist.broadcast(weight.data, src=dist.get_process_group_ranks(group)[0], group=group)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,9 @@ from megatron.core import parallel_state
 
 from moe_ckpt.config import require
 from moe_ckpt.elastic.process_groups import ElasticGroup
-from moe_ckpt.megatron.operators import OwnedParameter, RankOperators
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.overlapped import bucket_groups
+from moe_ckpt.megatron.owned import OwnedParameter
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.mirror.marks import GROUP_BYTES, mark_of
 from moe_ckpt.mirror.plan import BucketPlace, MirroredSums
@@ -34,7 +36,7 @@ class _Reduction:
     """The buckets that one group reduces in each iteration, in order, and the operations of the group so far."""
 
     group: ElasticGroup
-    buckets: list[Any]
+    buckets: list[Any] = field(default_factory=list)
     name: str = ""
     num_operations: int = 0
 
@@ -47,10 +49,11 @@ class GradientMirror:
 
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
         _require_capturable(state)
-        self._reductions: list[_Reduction] = []
+        of_groups: dict[ElasticGroup, _Reduction] = {}
         for bucket, group in _buckets(state):
             if group.size() > 1:
-                self._of(group).buckets.append(bucket)
+                of_groups.setdefault(group, _Reduction(group=group)).buckets.append(bucket)
+        self._reductions = list(of_groups.values())
         wanted = f"at least 2 {_WANTED}: no gradients cross the network"
         require(bool(self._reductions), "parallel.dp", 1, wanted)
         changed = _reduced_again(state)
@@ -80,13 +83,6 @@ class GradientMirror:
         total, names = sum(map(_gradient_bytes, owned)), {str(each.operator) for each in tapped}
         what = f"{sum(map(_gradient_bytes, tapped))} of {total} bytes of this rank's gradients are tapped"
         return f"{what}: no reduction has them ({', '.join(sorted(names))})" if names else f"{what}: all are mirrored"
-
-    def _of(self, group: ElasticGroup) -> _Reduction:
-        found = next((each for each in self._reductions if each.group is group), None)
-        if found is None:
-            found = _Reduction(group=group, buckets=[])
-            self._reductions.append(found)
-        return found
 
     def _place(self, owned: OwnedParameter) -> BucketPlace | None:
         """Return the place of the owned piece's gradient; None if no other rank holds the parameter."""
@@ -119,11 +115,9 @@ def _sums_since(reduction: _Reduction) -> MirroredSums:
 
 def _buckets(state: TrainingState) -> Iterator[tuple[Any, ElasticGroup]]:
     """Yield the buckets in the order in which Megatron reduces them, each with its group."""
-    for chunk in state.model:
-        inner = cast("Any", chunk)
-        for bucket_group in [*inner.bucket_groups, *inner.expert_parallel_bucket_groups]:
-            for bucket in bucket_group.buckets:
-                yield bucket, bucket_group.data_parallel_group
+    for bucket_group in bucket_groups(state.model):
+        for bucket in bucket_group.buckets:
+            yield bucket, bucket_group.data_parallel_group
 
 
 def _require_capturable(state: TrainingState) -> None:

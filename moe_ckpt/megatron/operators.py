@@ -1,234 +1,46 @@
-"""The operators of one rank's Megatron-Core GPT: their places, and reading and writing the pieces this rank owns.
+"""The operators of one rank's Megatron-Core GPT, and reading and writing the pieces that this rank owns.
 
-Owns: the operator of each parameter and buffer (by global layer and expert), the piece of each that this rank
-snapshots, and loading pieces so that all copies are whole again. If several ranks hold a parameter, each snapshots the
-piece whose master weights it keeps (the distributed optimizer's own shard), or an even share if the optimizer is not
-sharded: every byte is taken once. Must not: copy to host memory, or decide when a piece is taken.
+Owns: which piece of each parameter this rank snapshots, and loading pieces so that all copies are whole again. If
+several ranks hold a parameter, each snapshots the piece whose master weights it keeps (the distributed optimizer's own
+shard), or an even share if the optimizer is not sharded: every byte is taken once. Must not: copy to host memory, or
+decide when a piece is taken.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moe_ckpt.config import require
-from moe_ckpt.errors import CheckpointLoadError, ConfigError
-from moe_ckpt.megatron import fp8_linear, fp8_parameters
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron import fp8_parameters
 from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
-from moe_ckpt.megatron.gradients import AdamSteps, repeats_on_a_host
+from moe_ckpt.megatron.gradients import AdamSteps
+from moe_ckpt.megatron.groups import replicas_of, stage_group
 from moe_ckpt.megatron.merging import merge
 from moe_ckpt.megatron.optimizer_state import (
-    derives_compute,
-    master_values,
     step_count,
-    stored_state,
     updated_tensor,
-    write_step_count,
 )
 from moe_ckpt.megatron.overlapped import gathers_in_forward
+from moe_ckpt.megatron.owned import OwnedBuffer, OwnedParameter, copy_part
+from moe_ckpt.megatron.places import bare_model, front_to_back, grouped_name, locate
 from moe_ckpt.megatron.state import TrainingState
-from moe_ckpt.megatron.transformer_engine import is_scaling
 from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
 from moe_ckpt.snapshot.capture import Piece
-from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey, ShardIdentity, scale_of, scaled_role
+from moe_ckpt.snapshot.codec import MASTER, MOMENTS, PartKey, scaled_role
 from moe_ckpt.snapshot.device_hash import hashes_of
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ReadyGradients
-
-_EDGES = {
-    "embedding": OperatorKind.EMBEDDING,
-    "rotary_pos_emb": OperatorKind.EMBEDDING,
-    "output_layer": OperatorKind.OUTPUT,
-}
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_MTP = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)")
-_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$")
-_SECTIONS = (OperatorKind.EMBEDDING, OperatorKind.BLOCK, OperatorKind.FINAL_NORM, OperatorKind.OUTPUT)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OwnedParameter:
-    """A parameter of this rank and the range of its flattened elements that this rank snapshots (may be empty).
-
-    One that the script has frozen has no optimizer: its state is its compute weights.
-    """
-
-    operator: OperatorId
-    name: str
-    parameter: torch.nn.Parameter
-    optimizer: MegatronOptimizer | None
-    optimizer_index: int | None
-    start: int
-    end: int
-    replicas: dist.ProcessGroup
-    is_gathered_later: bool = False
-
-    @property
-    def is_trained(self) -> bool:
-        return self.optimizer is not None
-
-    @property
-    def trained_by(self) -> MegatronOptimizer:
-        assert self.optimizer is not None, f"{self.name} is frozen"
-        return self.optimizer
-
-    @property
-    def is_sharded(self) -> bool:
-        return isinstance(self.optimizer, DistributedOptimizer)
-
-    @property
-    def derives_compute(self) -> bool:
-        """Whether compute weights follow from the stored master weights: snapshots in full leave them out then."""
-        has_history = fp8_parameters.has_history(self.parameter)
-        return self.optimizer is not None and derives_compute(self.optimizer) and not has_history
-
-    def weights(self) -> torch.Tensor:
-        """Return all compute weights, flattened; of an FP8 parameter, the payload."""
-        if is_fp8_parameter(self.parameter):
-            return fp8_parameters.payload_of(self.parameter)
-        return self.parameter.data.view(-1)
-
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's master weights and moments, flattened, by role: its shard, or all of them."""
-        if self.optimizer is None or (self.is_sharded and self.start == self.end):
-            return {}
-        return stored_state(self.optimizer, self.parameter)
-
-    def pieces(self, *, full: bool) -> Iterator[Piece]:
-        """Yield the owned piece of the whole state, or of the compute weights.
-
-        The whole state includes compute weights if they are not the rounding of the stored master weights.
-        """
-        if full:
-            yield from self._state_pieces()
-        if not full or not self.derives_compute:
-            yield from self._compute_pieces()
-
-    def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
-        """Load the owned piece of a snapshot: the whole state, after so many steps, or the compute weights.
-
-        FP8 parameters that follow from masters are left to `cast_masters`, which needs all ranks. Raises
-        CheckpointLoadError for a part that is missing or differs in size.
-        """
-        full = steps is not None
-        if full:
-            for key, tensor, _ in self._state_pieces():
-                _copy_part(parts, key, tensor)
-        state = self.optimizer_state() if full and self.derives_compute else {}
-        if not full or not self.derives_compute:
-            self._load_compute(parts)
-        elif state and not is_fp8_parameter(self.parameter):
-            self.weights()[self.start : self.end].copy_(master_values(state)[self._held()])
-        if steps is not None and self.optimizer_state():
-            write_step_count(self.trained_by, self.parameter, steps)
-
-    def _load_compute(self, parts: Mapping[PartKey, torch.Tensor]) -> None:
-        loaded = {key.role: torch.empty_like(tensor) for key, tensor, _ in self._compute_pieces()}
-        for role, tensor in loaded.items():
-            _copy_part(parts, self.key(role), tensor)
-        weights, scale = self.weights()[self.start : self.end], loaded.get(scale_of(COMPUTE))
-        if is_fp8_parameter(self.parameter):
-            scales = fp8_parameters.scales_of(self.parameter)
-            scales.copy_(loaded[scale_of(COMPUTE)].view(scales.shape))
-            weights.copy_(loaded[COMPUTE])
-        elif scale is None:
-            weights.copy_(loaded[COMPUTE])
-        else:
-            owned = slice(self.start, self.end)
-            weights.copy_(fp8_linear.read_rounded(self.parameter, loaded[COMPUTE], scale, owned))
-
-    def shard(self) -> Shard:
-        """Return this rank's part of the master weights of an FP8 parameter."""
-        state = self.optimizer_state()
-        return Shard(self.parameter, state[MASTER] if state else None, self.start if state else None)
-
-    def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
-        """Return the gradient of the owned piece, and its step, if that is one of `steps` and repeats on a host."""
-        if self.optimizer is None:
-            return None
-        master = updated_tensor(self.optimizer, self.parameter)
-        if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
-            return None
-        if not self.derives_compute:  # another process would have the new masters, and the old compute weights
-            return None
-        if not repeats_on_a_host(master):
-            return None
-        return master.grad.view(-1)[self._held()], steps[id(master)]
-
-    def reduced_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of the owned piece, float32, flattened; None if there is none."""
-        if self.optimizer is None or self.start == self.end:  # with a sharded optimizer only another rank knows it
-            return None
-        master = updated_tensor(self.optimizer, self.parameter)
-        if master.grad is None:
-            return None
-        assert master.grad.dtype == torch.float32, master.grad.dtype
-        return master.grad.view(-1)[self._held()]
-
-    def clipped_by(self, total_norm: float | None) -> float:
-        """Return the factor by which Megatron multiplies the gradient before the step, for a norm over all ranks."""
-        most = self.trained_by.config.clip_grad
-        scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
-        return scale if scale < 1.0 else 1.0
-
-    def forward_tensors(self) -> list[torch.Tensor]:
-        """Return the weights with which forward passes compute, flattened; of an FP8 parameter, payload and scales.
-
-        Of weights that the next pass gathers, the shard: the others are still those of an earlier step.
-        """
-        found = [tensor.reshape(-1) for tensor in fp8_linear.forward_tensors(self.parameter).values()]
-        return [tensor[self.start : self.end] for tensor in found] if self.is_gathered_later else found
-
-    def _held(self) -> slice:
-        """Return the range of the owned piece within this rank's part of the optimizer's state."""
-        return slice(None) if self.is_sharded else slice(self.start, self.end)
-
-    def _state_pieces(self) -> Iterator[Piece]:
-        for role, tensor in self.optimizer_state().items():
-            if role != scaled_role(role):
-                yield self.key(role), tensor, (0, 1)
-            else:
-                yield self.key(role), tensor[self._held()], (self.start, self.end)
-
-    def _compute_pieces(self) -> Iterator[Piece]:
-        owned = (self.start, self.end)
-        if is_fp8_parameter(self.parameter):
-            payload, scale = self.weights(), fp8_parameters.scales_of(self.parameter)
-        elif fp8_linear.is_fp8(self.parameter):
-            payload, scale = fp8_linear.rounded(self.parameter)
-        else:
-            payload, scale = self.weights(), None
-        yield self.key(COMPUTE), payload.view(-1)[slice(*owned)], owned
-        if scale is not None:
-            yield self.key(scale_of(COMPUTE)), scale.reshape(-1), (0, scale.numel())
-
-    def key(self, role: str) -> PartKey:
-        return PartKey(operator=str(self.operator), tensor=self.name, role=role)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OwnedBuffer:
-    """A module buffer, of which every rank snapshots its own copy."""
-
-    operator: OperatorId
-    name: str
-    buffer: torch.Tensor
-
-    def piece(self) -> Piece:
-        key = PartKey(operator=str(self.operator), tensor=self.name, role=BUFFER)
-        return key, self.buffer, (0, self.buffer.numel())
 
 
 class RankOperators:
@@ -331,7 +143,7 @@ class RankOperators:
             if str(buffer.operator) in {*full, *compute}:
                 key, tensor, _ = buffer.piece()
                 _widen(parts, key, tensor)
-                _copy_part(parts, key, tensor)
+                copy_part(parts, key, tensor)
         _cast_masters(each for each in loaded if str(each.operator) in full and each.derives_compute)
         _make_whole(loaded, full)
         fp8_parameters.refresh(each.parameter for each in loaded)
@@ -358,9 +170,9 @@ class RankOperators:
         trained = [owned for owned in self.parameters if owned.is_trained]
         overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
         all_compute = overlapped or len(trained) < len(self.parameters)
-        needed = {_grouped_name(owned) for owned in trained if str(owned.operator) not in frozen}
+        needed = {grouped_name(owned.name) for owned in trained if str(owned.operator) not in frozen}
         for owned in trained:
-            computes = owned.operator.kind is OperatorKind.EMBEDDING or _grouped_name(owned) in needed
+            computes = owned.operator.kind is OperatorKind.EMBEDDING or grouped_name(owned.name) in needed
             owned.parameter.requires_grad_(all_compute or computes)
 
     def drop_frozen_gradients(self) -> None:
@@ -373,81 +185,12 @@ class RankOperators:
                     cast("Any", updated).decoupled_grad = None
 
 
-def shard_identity() -> ShardIdentity:
-    """Return the shard of the job that this rank holds."""
-    return ShardIdentity(
-        global_rank=dist.get_rank(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        etp_rank=cast("int", parallel_state.get_expert_tensor_parallel_rank()),
-        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-
-
-def stage_group() -> dist.ProcessGroup:
-    """Return the process group of this rank's pipeline stage: all its data-, expert- and tensor-parallel ranks."""
-    return cast("dist.ProcessGroup", parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-
-
-def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
-    """Return a model chunk without its wrappers for data parallelism and precision."""
-    while hasattr(chunk, "module"):
-        chunk = cast("torch.nn.Module", chunk.module)
-    return chunk
-
-
-def shares_embedding(model: Any) -> bool:
-    """Return whether the last stage holds a copy of the first stage's word embedding, for its output or for MTP."""
-    return model.share_embeddings_and_output_weights or bool(getattr(model.config, "mtp_num_layers", None))
-
-
-def locate(model: torch.nn.Module, name: str) -> OperatorId:
-    """Return the operator of a parameter or buffer of a bare GPT model.
-
-    Raises ConfigError for a name that belongs to none, and for experts that share one weight (Megatron's legacy
-    GroupedMLP).
-    """
-    root = name.partition(".")[0]
-    if root in _EDGES:
-        return OperatorId(kind=_EDGES[root])
-    if name.startswith("decoder.final_layernorm."):
-        return OperatorId(kind=OperatorKind.FINAL_NORM)
-    if match := _LAYER.match(name):
-        layer = cast("Any", model).decoder.layers[int(match[1])]
-        return _locate_in_layer(layer.mlp, match[2], layer=layer.layer_number - 1, mtp_depth=None)
-    if match := _MTP.match(name):
-        module = cast("Any", model).mtp.layers[int(match[1])]
-        inner = getattr(module, "transformer_layer", None) or module.mtp_model_layer
-        return _locate_in_layer(inner.mlp, match[2], layer=0, mtp_depth=int(match[1]))
-    raise ConfigError(f"snapshots in memory: {name!r} is in no operator, wanted a GPTModel of Megatron-Core")
-
-
-def _locate_in_layer(mlp: Any, rest: str, *, layer: int, mtp_depth: int | None) -> OperatorId:
-    place = {"layer": layer, "mtp_depth": mtp_depth}
-    if rest.startswith("mlp.router."):
-        return OperatorId(kind=OperatorKind.GATE, **place)
-    if rest.startswith("mlp.experts."):
-        match = _SEQUENTIAL_EXPERT.match(rest) or _GROUPED_EXPERT.match(rest)
-        if match is None and is_scaling(rest):  # a grouped layer has scales for all of its experts in one tensor
-            return OperatorId(kind=OperatorKind.BLOCK, **place)
-        if match is None:
-            raise ConfigError(f"snapshots in memory: {rest!r} holds several experts, wanted one weight an expert")
-        return OperatorId(kind=OperatorKind.EXPERT, expert=mlp.local_expert_indices[int(match[1])], **place)
-    return OperatorId(kind=OperatorKind.BLOCK, **place)
-
-
-def front_to_back(operator: OperatorId) -> tuple[int, ...]:
-    """Return a sort key: embedding, layers (block, gate, experts), final norm, MTP modules, output."""
-    in_layer = operator.layer is not None
-    section = OperatorKind.BLOCK if in_layer else operator.kind
-    after_decoder = 2 * _SECTIONS.index(section) + (3 if operator.mtp_depth is not None else 0)
-    kind = list(OperatorKind).index(operator.kind)
-    return (after_decoder, operator.mtp_depth or 0, operator.layer or 0, kind, operator.expert or 0)
-
-
 def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
-    optimizer_of = _optimizers_by_parameter(state)
+    optimizer_of = {
+        parameter: (index, optimizer)
+        for index, optimizer in enumerate(state.inner_optimizers)
+        for parameter in _updated_parameters(optimizer)
+    }
     for index, chunk in enumerate(state.model):
         model = bare_model(chunk)
         for name, parameter in model.named_parameters():
@@ -470,14 +213,6 @@ def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
             )
 
 
-def _optimizers_by_parameter(state: TrainingState) -> dict[torch.nn.Parameter, tuple[int, MegatronOptimizer]]:
-    found: dict[torch.nn.Parameter, tuple[int, MegatronOptimizer]] = {}
-    for index, optimizer in enumerate(state.inner_optimizers):
-        for parameter in _updated_parameters(optimizer):
-            found[parameter] = (index, optimizer)
-    return found
-
-
 def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Parameter]:
     """Return the model's parameters that an inner optimizer updates, on any rank."""
     inner: Any = optimizer
@@ -488,13 +223,6 @@ def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Param
     return (
         [] if inner.is_stub_optimizer else [parameter for group in inner.param_groups for parameter in group["params"]]
     )
-
-
-def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
-    """Return the ranks that hold copies of a parameter."""
-    if getattr(parameter, "allreduce", True):  # Megatron's mark: false on what expert parallelism splits
-        return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return cast("dist.ProcessGroup", parallel_state.get_expert_data_parallel_group())
 
 
 def _owned_range(
@@ -538,14 +266,6 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
     return OperatorTable(operators=tuple(names), full_bytes=full, compute_bytes=compute, moment_bytes=moments)
 
 
-def _copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor) -> None:
-    part = parts.get(key)
-    if part is None or part.numel() != target.numel() or part.dtype != target.dtype:
-        got = "nothing" if part is None else f"{part.numel()} elements of {part.dtype}"
-        raise CheckpointLoadError(f"{key}: got {got}, wanted {target.numel()} elements of {target.dtype}")
-    target.copy_(part.view(target.shape))
-
-
 def _widen(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
     """Make a buffer float32 if the saved one was: Megatron widens the buffers of a new model in its first pass."""
     part = parts.get(key)
@@ -574,13 +294,3 @@ def _cast_masters(loaded: Iterable[OwnedParameter]) -> None:
             shards.setdefault(owned.replicas, []).append(owned.shard())
     for group, parts in shards.items():
         fp8_parameters.cast_masters(parts, group)
-
-
-def is_grouped(name: str) -> bool:
-    """Return whether a parameter is the weight of an expert in a layer of all local experts."""
-    return _GROUPED_EXPERT.search(name) is not None
-
-
-def _grouped_name(owned: OwnedParameter) -> str:
-    """Return the name without a grouped expert's number: weights of one name all compute gradients, or none."""
-    return re.sub(r"(linear_fc[12]\.(?:weight|bias))\d+$", r"\1", owned.name)

@@ -39,7 +39,7 @@ def forget_communication(chunks: Iterable[torch.nn.Module]) -> None:
     A pass that was cut off leaves handles behind. And a replaced rank reduces its first gradients at the end of its
     first pass, in another order of buckets than a rank that already overlaps: all ranks of a stage have to begin anew.
     """
-    for group in _bucket_groups(chunks):
+    for group in bucket_groups(chunks):
         group.grad_reduce_handle = group.param_gather_handle = None
         group.param_gather_dispatched = group.grad_reduce_finished = False
         group.golden_per_param_grad_ready_counts = {}
@@ -49,12 +49,13 @@ def forget_communication(chunks: Iterable[torch.nn.Module]) -> None:
 
 def mark_gathered(chunks: Iterable[torch.nn.Module]) -> None:
     """Let the next forward pass gather nothing: all ranks of the stage have whole weights."""
-    for group in _bucket_groups(chunks):
+    for group in bucket_groups(chunks):
         group.param_gather_handle = None
         group.param_gather_dispatched = True
 
 
-def _bucket_groups(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
+def bucket_groups(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    """Yield the groups of gradient buckets of wrapped model chunks, in the order in which Megatron reduces them."""
     for chunk in chunks:
         wrapper = cast("Any", chunk)
         yield from wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups

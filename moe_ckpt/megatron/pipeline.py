@@ -29,12 +29,6 @@ class Observed:
     logging_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _Replay:
-    from_previous: deque[torch.Tensor] | None
-    from_next: deque[torch.Tensor] | None
-
-
 class StageCommunicator(P2PCommunicator):
     """Megatron's communicator, which counts and logs sent tensors and can replay received ones."""
 
@@ -45,7 +39,8 @@ class StageCommunicator(P2PCommunicator):
         self.log: BoundaryLog | None = None
         self.bubbles: PipelineBubbles | None = None
         self.rows: int | None = None  # the second dimension of each tensor, where lengths of sequences vary
-        self._replay = _Replay(None, None)
+        self._from_previous: deque[torch.Tensor] | None = None  # logged tensors that a replay takes
+        self._from_next: deque[torch.Tensor] | None = None
 
     @property
     def observed(self) -> Observed:
@@ -66,13 +61,13 @@ class StageCommunicator(P2PCommunicator):
     def replaying(self, ends: LoggedEnds) -> Iterator[None]:
         """Within the context, transfers at a logged end take the logged tensors, in order, and send nothing there."""
         before, after = (None if end is None else deque(end) for end in (ends.from_previous, ends.from_next))
-        self._replay = _Replay(before, after)
+        self._from_previous, self._from_next = before, after
         try:
             yield
             left = [len(queue) for queue in (before, after) if queue]
             assert not left, f"{left} logged tensors were not asked for: another schedule than the one that was logged?"
         finally:
-            self._replay = _Replay(None, None)
+            self._from_previous = self._from_next = None
 
     def _communicate(
         self,
@@ -85,7 +80,7 @@ class StageCommunicator(P2PCommunicator):
         **options: Any,
     ) -> Any:
         self._observe(tensor_send_next, tensor_send_prev)
-        before, after = self._replay.from_previous, self._replay.from_next
+        before, after = self._from_previous, self._from_next
         live = {
             "tensor_send_next": tensor_send_next if after is None else None,
             "tensor_send_prev": tensor_send_prev if before is None else None,
@@ -105,8 +100,8 @@ class StageCommunicator(P2PCommunicator):
         return from_previous, from_next, requests
 
     def _observe(self, activation: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
-        self._activation_bytes += _size_bytes(activation)
-        self._gradient_bytes += _size_bytes(gradient)
+        self._activation_bytes += 0 if activation is None else activation.nbytes
+        self._gradient_bytes += 0 if gradient is None else gradient.nbytes
         for direction, tensor in ((Direction.ACTIVATION, activation), (Direction.GRADIENT, gradient)):
             if self.log is not None and tensor is not None:
                 self.log.record(direction, tensor)
@@ -122,7 +117,3 @@ class StageCommunicator(P2PCommunicator):
         tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
         tensor.view(-1).view(torch.uint8).copy_(stored)
         return tensor.requires_grad_()
-
-
-def _size_bytes(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.nbytes

@@ -18,16 +18,19 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.config import require
 from moe_ckpt.megatron import fp8_parameters
-from moe_ckpt.megatron.operators import OwnedParameter, RankOperators, bare_model, is_grouped, shares_embedding
+from moe_ckpt.megatron.groups import shared_embedding
+from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.optimizer_state import holds_masters
 from moe_ckpt.megatron.overlapped import forget_communication, gathers_in_forward, mark_gathered
+from moe_ckpt.megatron.owned import OwnedParameter
 from moe_ckpt.megatron.pipeline import StageCommunicator
+from moe_ckpt.megatron.places import bare_model, is_grouped
 from moe_ckpt.megatron.state import (
     TrainingState,
     buffers,
@@ -224,16 +227,8 @@ class _StageSums:
 
 def _tied_parameter(state: TrainingState, operators: RankOperators) -> OwnedParameter | None:
     """Return this rank's copy of the word embedding if another stage holds one, too."""
-    group: Any = parallel_state.get_embedding_group(check_initialized=False)
-    if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
-        return None
-    for chunk in state.model:
-        model: Any = bare_model(chunk)
-        weight = model.shared_embedding_or_output_weight() if shares_embedding(model) else None
-        for owned in operators.parameters:
-            if owned.parameter is weight and owned.is_trained:
-                return owned
-    return None
+    weight, _ = shared_embedding(state.model) or (None, None)
+    return next((owned for owned in operators.parameters if owned.parameter is weight and owned.is_trained), None)
 
 
 def require_replayable(state: TrainingState, *, rows: int | None = None) -> None:

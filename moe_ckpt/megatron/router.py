@@ -8,6 +8,7 @@ router returns are zero outside the top k, and with k = 1 would equal hard count
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.transformer.moe.router import Router
 
-from moe_ckpt.megatron.operators import bare_model, locate
+from moe_ckpt.megatron.places import bare_model, locate
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable
@@ -32,10 +33,10 @@ class RouterCounts:
         self._soft: dict[OperatorId, torch.Tensor] = {}
         self._experts = [operator for operator in table.operators if operator.kind is OperatorKind.EXPERT]
         self._counting = False
-        for gate, router in _routers(state):
-            router.register_forward_hook(self._counting_hook(gate))
+        for gate, router in routers_of(state):
+            router.register_forward_hook(partial(self._count_routed, gate))
             if soft:
-                self._watch_scores(gate, cast("Router", router))
+                self._watch_scores(gate, router)
 
     def begin(self) -> None:
         """Count from zero."""
@@ -51,8 +52,8 @@ class RouterCounts:
         soft = dict(zip(self._soft, fetched[len(hard) :], strict=True))
         return ExpertCounts(hard=self._in_table_order(hard), soft=self._in_table_order(soft))
 
-    def _counting_hook(self, gate: OperatorId) -> Callable[[Any, Any, tuple[torch.Tensor, torch.Tensor]], None]:
-        return lambda _, __, routed: self._count(self._hard, gate, lambda: routed[1])
+    def _count_routed(self, gate: OperatorId, _: Any, __: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._count(self._hard, gate, lambda: routed[1])
 
     def _watch_scores(self, gate: OperatorId, router: Router) -> None:
         """Count the gate's scores before the router takes the top k: no hook of Megatron's sees them."""
@@ -96,9 +97,10 @@ def router_top_k(state: TrainingState) -> int:
     return int(cast("Any", state.model[0]).config.moe_router_topk)
 
 
-def _routers(state: TrainingState) -> Iterator[tuple[OperatorId, torch.nn.Module]]:
+def routers_of(state: TrainingState) -> Iterator[tuple[OperatorId, Router]]:
+    """Yield the gates of this rank's MoE layers, from front to back, and their routers."""
     for chunk in state.model:
-        model: Any = bare_model(chunk)
+        model = bare_model(chunk)
         for name, module in model.named_modules():
             if isinstance(module, Router):
                 yield locate(model, f"{name}.weight"), module

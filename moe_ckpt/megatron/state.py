@@ -23,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_ckpt.megatron import fp8_linear, optimizer_state
 from moe_ckpt.megatron.buffers import buffers_by_name, named_buffers, restore_buffers_by_name
-from moe_ckpt.megatron.chunk_batches import ChunkBatches
+from moe_ckpt.megatron.chunk_batches import ChunkBatches, under
 from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, torch_optimizer
 from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
@@ -77,20 +77,16 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in named_buffers(chunk):
             yield f"model{index}.{name}", buffer
     for index, optimizer in enumerate(state.inner_optimizers):
-        yield from _optimizer_tensors(f"optimizer{index}", optimizer)
+        for name, tensor in optimizer_state.named_tensors(optimizer):
+            yield f"optimizer{index}.{name}", tensor
+        for key, value in sorted(_scaler_values(optimizer).items()):
+            yield f"optimizer{index}.scaler.{key}", value
     yield "scheduler.num_steps", torch.tensor(state.scheduler.num_steps)
     yield "rng.cpu", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "rng.cuda", torch.cuda.get_rng_state()
     for name, rng_state in sorted(_rng_tracker().get_states().items()):
         yield f"rng.{name}", rng_state
-
-
-def _optimizer_tensors(prefix: str, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((f"{prefix}.{name}", tensor) for name, tensor in optimizer_state.named_tensors(optimizer))
-    scaler = getattr(optimizer, "grad_scaler", None)
-    for key, value in sorted((scaler.state_dict() if scaler else {}).items()):
-        yield f"{prefix}.scaler.{key}", torch.as_tensor(value)
 
 
 def digest_of(state: TrainingState) -> str:
@@ -113,11 +109,7 @@ def tensor_digests(state: TrainingState) -> dict[str, str]:
 
 def _add_to(hashed: Any, name: str, tensor: torch.Tensor) -> None:
     hashed.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-    hashed.update(_bytes_of(tensor))
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    hashed.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def allocate_optimizer_state(state: TrainingState) -> None:
@@ -157,18 +149,15 @@ def _stored_states(state: TrainingState) -> dict[str, ShardedObject]:
     """
     if not any(optimizer_state.is_rounded(optimizer) for optimizer in state.inner_optimizers):
         return {}
-    stored = {
+    return {STORED_STATES: _per_rank(STORED_STATES, _optimizer_tensors(state))}
+
+
+def _optimizer_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+    return {
         f"{index}.{name}": tensor
         for index, optimizer in enumerate(state.inner_optimizers)
         for name, tensor in optimizer_state.named_tensors(optimizer)
     }
-    return {STORED_STATES: _per_rank(STORED_STATES, stored)}
-
-
-def _restore_stored_states(state: TrainingState, stored: Mapping[str, torch.Tensor]) -> None:
-    for index, optimizer in enumerate(state.inner_optimizers):
-        for name, tensor in optimizer_state.named_tensors(optimizer):
-            tensor.copy_(stored[f"{index}.{name}"])
 
 
 def _count_steps_without_parameters(state: TrainingState) -> None:
@@ -194,7 +183,8 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
     state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     restore_buffers_by_name(state.model, loaded[BUFFERS])
     if STORED_STATES in loaded:
-        _restore_stored_states(state, loaded[STORED_STATES])
+        for name, tensor in _optimizer_tensors(state).items():
+            tensor.copy_(loaded[STORED_STATES][name])
     if state.data and DATA in loaded:
         state.data.restore(loaded[DATA])
     if RNG_STATE in loaded:
@@ -242,36 +232,30 @@ def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
     saved["scheduler.num_steps"] = torch.tensor(state.scheduler.num_steps)
     if state.data:
         saved |= {f"{DATA}.{name}": tensor for name, tensor in state.data.saved().items()}
-    return saved | _scaler_state(state)
+    for index, optimizer in enumerate(state.inner_optimizers):
+        for key, value in _scaler_values(optimizer).items():
+            saved[f"scaler{index}.{key}"] = value.detach().cpu().clone()
+    return saved
 
 
 def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
     """Restore the result of `small_state`; learning rates follow from the position in the schedule."""
-    _restore_rng_tensors(
-        {name.removeprefix("rng."): tensor for name, tensor in saved.items() if name.startswith("rng.")}
-    )
+    _restore_rng_tensors(under("rng.", saved))
     state.scheduler.num_steps = int(saved["scheduler.num_steps"])
     state.scheduler.step(increment=0)
     _restore_scaler_state(state, saved)
     if state.data:
-        prefix = f"{DATA}."
-        of_data = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}
-        state.data.restore(of_data)
+        state.data.restore(under(f"{DATA}.", saved))
 
 
-def _scaler_state(state: TrainingState) -> dict[str, torch.Tensor]:
-    saved: dict[str, torch.Tensor] = {}
-    for index, optimizer in enumerate(state.inner_optimizers):
-        scaler = getattr(optimizer, "grad_scaler", None)
-        for key, value in (scaler.state_dict() if scaler else {}).items():
-            saved[f"scaler{index}.{key}"] = torch.as_tensor(value).detach().cpu().clone()
-    return saved
+def _scaler_values(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
+    scaler = getattr(optimizer, "grad_scaler", None)
+    return {key: torch.as_tensor(value) for key, value in scaler.state_dict().items()} if scaler else {}
 
 
 def _restore_scaler_state(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
     for index, optimizer in enumerate(state.inner_optimizers):
-        prefix = f"scaler{index}."
-        values = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}
+        values = under(f"scaler{index}.", saved)
         if values:
             scaler = cast("Any", optimizer).grad_scaler
             scaler.load_state_dict({key: value if value.ndim else value.item() for key, value in values.items()})
@@ -282,17 +266,18 @@ def buffers(state: TrainingState) -> dict[str, torch.Tensor]:
 
     One transfer for all of them: this is part of each iteration.
     """
-    named = {
-        f"{index}.{name}": buffer for index, chunk in enumerate(state.model) for name, buffer in named_buffers(chunk)
-    }
+    named = _buffers(state)
     return dict(zip(named, TRANSFERS.fetch(list(named.values())), strict=True))
 
 
 def restore_buffers(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
     """Restore the result of `buffers`."""
-    for index, chunk in enumerate(state.model):
-        for name, buffer in named_buffers(chunk):
-            buffer.copy_(saved[f"{index}.{name}"])
+    for name, buffer in _buffers(state).items():
+        buffer.copy_(saved[name])
+
+
+def _buffers(state: TrainingState) -> dict[str, torch.Tensor]:
+    return {f"{index}.{name}": each for index, chunk in enumerate(state.model) for name, each in named_buffers(chunk)}
 
 
 def _rng_tracker() -> Any:
@@ -322,5 +307,5 @@ def _restore_rng_tensors(saved: Mapping[str, torch.Tensor]) -> None:
     np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, float(saved["numpy_gauss"])))
     torch.set_rng_state(saved["cpu"])
     torch.cuda.set_rng_state(saved["cuda"])
-    trackers = {name.removeprefix("tracker."): saved[name].clone() for name in saved if name.startswith("tracker.")}
+    trackers = {name: tensor.clone() for name, tensor in under("tracker.", saved).items()}
     _rng_tracker().set_states(trackers)

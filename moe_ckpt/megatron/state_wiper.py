@@ -16,8 +16,8 @@ import torch
 from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import refresh, weights_of
-from moe_ckpt.megatron.operators import bare_model
 from moe_ckpt.megatron.optimizer_state import named_tensors, torch_optimizer
+from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import DATA, TrainingState, restore_small_state, small_state
 
 _LOST_STD = 0.02  # like fresh weights: values that reach other stages from a stage that lost its state stay finite

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from moe_ckpt.events import IterationCommitted
 from moe_ckpt.megatron.overlapped import gathers_in_forward, mark_gathered
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ReadyGradients
@@ -41,6 +42,22 @@ def finish_gradients(state: TrainingState) -> ReadyGradients:
         total_norm=total_norm,
         loss_scale=loss_scale,
         schedule_increment=state.increment_of_this_iteration,
+    )
+
+
+def describe_step(state: TrainingState, iteration: int, loss: float, gradients: ReadyGradients) -> IterationCommitted:
+    """Return the event of the step that takes these gradients, as it is before the step has cost time or bytes."""
+    return IterationCommitted(
+        iteration=iteration,
+        loss=loss,
+        grad_norm=gradients.total_norm,
+        loss_scale=gradients.loss_scale,
+        learning_rate=max((float(group["lr"]) for group in state.optimizer.param_groups), default=0.0),
+        skipped=gradients.overflow,
+        seconds=0.0,
+        stall_s=0.0,
+        sent_activation_bytes=0,
+        sent_gradient_bytes=0,
     )
 
 

@@ -31,18 +31,11 @@ def sequential_experts(turn: int, *, num_layers: int, num_experts: int, ep: int,
     return tuple(tuple(sorted(order[(start + step) % num_experts] for step in range(k))) for start in starts)
 
 
-def load_aware_experts(unsaved: IntArray, k: int) -> Selection:
-    """Return the k experts of each layer with the most unsaved tokens (int64 [layers, experts]), of equals the lowest.
-
-    MoC, section 3.2.
-    """
-    return most_popular(unsaved, [k] * len(unsaved))
-
-
 def most_popular(tokens: IntArray, num_taken: Sequence[int]) -> Selection:
     """Return for each layer i the `num_taken[i]` experts with the most tokens (int64 [layers, experts]).
 
-    Of equals it takes the lowest: of 5, 9, 5 tokens, two are experts 0 and 1. MoEtion, Algorithm 1, lines 10-13.
+    Of equals it takes the lowest: of 5, 9, 5 tokens, two are experts 0 and 1. MoEtion, Algorithm 1, lines 10-13. MoC,
+    section 3.2: as many of each layer, with the most unsaved tokens.
     """
     descending = np.argsort(-tokens, axis=1, kind="stable")
     return tuple(tuple(sorted(row[:num].tolist())) for row, num in zip(descending, num_taken, strict=True))

@@ -16,7 +16,7 @@ from moe_ckpt.policies.expert_selection import (
     bottleneck_by_k,
     fitting_k,
     limit_per_k,
-    load_aware_experts,
+    most_popular,
     most_unsaved_of,
     next_k,
     sequential_experts,
@@ -63,23 +63,12 @@ class PartialExperts:
         self._unsaved_in_memory = np.zeros(shape, np.int64)
         self._unsaved_on_disk = np.zeros(shape, np.int64)
         self._turn, self._turn_to_disk = 0, 0
-        self._rhythm = SnapshotRhythm(config)
+        self._rhythm = SnapshotRhythm(config, self._stage)
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return the plan for the state after `iteration` steps; at first everything, to memory and storage."""
-        durable = self._rhythm.is_durable(iteration)
-        if not self._rhythm.is_due(iteration):
-            return SnapshotPlan(durable=durable)
-        measured = measure()
-        tokens = counted(self._stage, measured.popularity)
-        self._unsaved_in_memory += tokens
-        self._unsaved_on_disk += tokens if self._config.selection != _SEQUENTIAL else 0
-        to_disk = self._rhythm.goes_to_disk(iteration, measured)
-        places = self._choose(measured, to_disk=to_disk)
-        self._rhythm.took(iteration, to_disk=to_disk)
-        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=self.facts)
-        return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
+        return self._rhythm.plan(iteration, measure, self._choose, self.facts)
 
     @property
     def facts(self) -> tuple[float, ...]:
@@ -125,23 +114,24 @@ class PartialExperts:
         each = ", ".join(map(str, saved[:_MOST_SHOWN])) + (", ..." if len(saved) > _MOST_SHOWN else "")
         return [f"a snapshot of this stage, bytes by rank: {each}; most {max(saved)}, least {min(saved)}"]
 
-    def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
+    def _choose(self, measured: Measured, to_disk: bool) -> ExpertChoice:
+        everything, nothing = self._stage.everything, self._stage.nothing
+        tokens = counted(self._stage, measured.popularity)
+        self._unsaved_in_memory += tokens
+        self._unsaved_on_disk += tokens if self._config.selection != _SEQUENTIAL else 0
         if not self._rhythm.has_begun:
             self._unsaved_in_memory[:], self._unsaved_on_disk[:] = 0, 0
-            everything, nothing = self._stage.everything, self._stage.nothing
             on_disk = everything if to_disk else nothing
             return ExpertChoice(memory=everything, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
         memory = self._select(self._k_of(measured), to_disk=to_disk)
-        on_disk = self._select_for_disk(memory) if to_disk else self._stage.nothing
-        shape = self._unsaved_in_memory.shape
-        self._unsaved_in_memory[marked(memory, shape)] = 0
-        self._unsaved_on_disk[marked(on_disk, shape)] = 0
-        nothing = self._stage.nothing
+        on_disk = self._select_for_disk(memory) if to_disk else nothing
+        self._unsaved_in_memory[marked(memory, tokens.shape)] = 0
+        self._unsaved_on_disk[marked(on_disk, tokens.shape)] = 0
         return ExpertChoice(memory=memory, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
 
     def _select(self, k: int, *, to_disk: bool) -> Selection:
         if self._config.selection != _SEQUENTIAL:
-            return load_aware_experts(self._unsaved_in_memory, k)
+            return most_popular(self._unsaved_in_memory, [k] * self._stage.num_layers)  # section 3.2
         turn = self._turn_to_disk if to_disk else self._turn
         self._turn_to_disk, self._turn = self._turn_to_disk + to_disk, self._turn + (not to_disk)
         return self._in_turns(turn, k)

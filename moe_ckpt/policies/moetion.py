@@ -48,22 +48,12 @@ class PopularExperts:
         self._at_risk: dict[str, IntArray] = {place: np.zeros(shape, np.int64) for place in ("memory", "peers")}
         self._is_affordable: set[str] = set()
         self._on_peers = self._stage.nothing  # by the snapshot before
-        self._rhythm = SnapshotRhythm(config)
+        self._rhythm = SnapshotRhythm(config, self._stage)
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return the plan for the state after `iteration` steps; at first everything, to all destinations."""
-        durable = self._rhythm.is_durable(iteration)
-        if not self._rhythm.is_due(iteration):
-            return SnapshotPlan(durable=durable)
-        measured = measure()
-        for at_risk in self._at_risk.values():
-            at_risk += counted(self._stage, measured.popularity)
-        to_disk = self._rhythm.goes_to_disk(iteration, measured)
-        places = self._choose(measured, to_disk=to_disk)
-        self._rhythm.took(iteration, to_disk=to_disk)
-        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=self.facts)
-        return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
+        return self._rhythm.plan(iteration, measure, self._choose, self.facts)
 
     @property
     def facts(self) -> tuple[float, ...]:
@@ -88,8 +78,10 @@ class PopularExperts:
         said = [f"{'as many as fit' if num == AUTO else num} {where}" for where, num in asked.items()]
         return [f"host memory of the largest rank, experts a layer: {', '.join(said)}:", *self.forecast().lines()]
 
-    def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
+    def _choose(self, measured: Measured, to_disk: bool) -> ExpertChoice:
         stage = self._stage
+        for at_risk in self._at_risk.values():
+            at_risk += counted(stage, measured.popularity)
         if not self._rhythm.has_begun:
             for at_risk in self._at_risk.values():
                 at_risk[:] = 0

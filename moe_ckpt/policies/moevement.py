@@ -103,10 +103,6 @@ class SparseWindows:
         """Return the host memory of the rank that needs the most."""
         return self._sizes.forecast(num_slots, pause_iters)
 
-    def forecast_of(self, stage: int, num_slots: int) -> MemoryForecast:
-        """Return the host memory of the rank of one stage that needs the most."""
-        return self._sizes.forecast_of(stage, num_slots)
-
     def own_forecast(self) -> MemoryForecast:
         """Return the host memory of the rank of this stage that needs the most."""
         return self._sizes.forecast_of(self._own_stage, self.max_slots, self._pause_iters)

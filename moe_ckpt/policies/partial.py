@@ -5,7 +5,7 @@ The core is all state but experts, in every snapshot; every expert is a unit of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,7 @@ from moe_ckpt.policies.expert_selection import Selection
 from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
-from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, SlotPlan, UnitPlan
+from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, SlotPlan, SnapshotPlan, UnitPlan
 
 PARTIAL_STATE = ("both", "weights", "moments")
 """The part of an expert that is a unit; the rest is in the core.
@@ -113,8 +113,9 @@ class MoeStage:
 class SnapshotRhythm:
     """The iterations of partial snapshots, those of them that go to disk, and the iterations of whole checkpoints."""
 
-    def __init__(self, config: PartialConfig) -> None:
+    def __init__(self, config: PartialConfig, stage: MoeStage) -> None:
         self._config = config
+        self._stage = stage
         self._newest: int | None = None
         self._newest_on_disk: int | None = None
 
@@ -123,23 +124,31 @@ class SnapshotRhythm:
         """Whether there has been a snapshot."""
         return self._newest is not None
 
-    def is_due(self, iteration: int) -> bool:
-        return is_due(iteration, self._newest, self._config.every_iters)
+    def plan(
+        self,
+        iteration: int,
+        measure: Callable[[], Measured],
+        choose: Callable[[Measured, bool], ExpertChoice],
+        facts: Sequence[float],
+    ) -> SnapshotPlan:
+        """Return the plan for the state after `iteration` steps; at first everything, to all destinations.
 
-    def is_durable(self, iteration: int) -> bool:
-        """Return whether a whole checkpoint is due: not at the first snapshot, which also follows a load."""
+        Where a snapshot is due, `choose` returns its experts, from measurements and whether it goes to disk.
+        """
         every = self._config.durable_every_iters
-        return self.has_begun and every > 0 and iteration % every == 0
-
-    def goes_to_disk(self, iteration: int, measured: Measured) -> bool:
-        """Return whether a snapshot goes to disk: if one is due there, and no rank still writes the one before."""
-        return is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
-
-    def took(self, iteration: int, *, to_disk: bool) -> None:
-        """A snapshot of this iteration was taken."""
+        # no whole checkpoint at the first snapshot, which also follows a load
+        durable = self.has_begun and every > 0 and iteration % every == 0
+        if not is_due(iteration, self._newest, self._config.every_iters):
+            return SnapshotPlan(durable=durable)
+        measured = measure()
+        # a rank may still write the one before
+        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
+        places = choose(measured, to_disk)
         self._newest = iteration
         if to_disk:
             self._newest_on_disk = iteration
+        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=facts)
+        return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
 
 
 def require_at_most_all(config: PartialConfig, names: Sequence[str], num_experts: int) -> None:

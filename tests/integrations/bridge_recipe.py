@@ -10,6 +10,8 @@ import argparse
 import torch
 import torch.distributed as dist
 
+from tests.integrations.small_moe import SEQUENCE, VOCABULARY, settings
+
 if __name__ == "__main__":  # processes that write checkpoints import this file again, without stand-ins
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.bridge.training.config import (
@@ -27,36 +29,15 @@ if __name__ == "__main__":  # processes that write checkpoints import this file 
     )
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
-    from megatron.core.transformer.enums import AttnBackend
-
-SEQUENCE = 16
 
 
 def model():
     return GPTModelProvider(
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-        gradient_accumulation_fusion=False,
+        **settings(),
         transformer_layer_spec=local_layer_spec,
-        transformer_impl="local",
-        attention_backend=AttnBackend.unfused,
-        persist_layer_norm=False,
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=128,
-        num_attention_heads=4,
         seq_length=SEQUENCE,
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        pipeline_model_parallel_size=2,
-        expert_model_parallel_size=2,
         pipeline_dtype=torch.float32,
-        vocab_size=256,
+        vocab_size=VOCABULARY,
     )
 
 
@@ -92,7 +73,7 @@ def recipe(num_iters, eval_interval, **folders):
             data_sharding=True,
         ),
         logger=LoggerConfig(log_interval=1, skip_train_metrics_log=True),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=255),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         checkpoint=CheckpointConfig(
             ckpt_format="torch_dist", save_interval=2, load_optim=False, load_rng=False, **folders
         ),

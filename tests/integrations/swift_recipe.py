@@ -14,36 +14,17 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-SEQUENCE, VOCABULARY = 16, 256
+from tests.integrations.small_moe import SEQUENCE, VOCABULARY, settings
 
 
 def model(args, _):
     from megatron.core import mpu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-        gradient_accumulation_fusion=False,
-        attention_backend=AttnBackend.unfused,
-        persist_layer_norm=False,
-        transformer_impl="local",
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=128,
-        num_attention_heads=4,
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        pipeline_model_parallel_size=2,
-        expert_model_parallel_size=2,
+        **settings(),
         pipeline_dtype=torch.bfloat16,
         params_dtype=torch.bfloat16,
         bf16=True,

@@ -12,6 +12,7 @@ from megatron.core import num_microbatches_calculator as calculator
 from torch.utils.data import DataLoader
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
+from moe_ckpt.integrations.consumed_samples import ReplayedSamples
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
 
 NUM_ITERS, BATCH, NUM_VALIDATED = 9, 4, 2
@@ -102,11 +103,12 @@ def test_replays_read_and_draw_as_in_a_plain_run(changes: dict[str, Any]) -> Non
     validation = settings(**changes)
     wanted = plain_run(validation)
     batches = attached(validation)
+    replayed = ReplayedSamples(batches.training_after)
     for iteration in (3, 4, 5, 4, 7):
         samples, before, after = wanted[iteration - 1]
         torch.set_rng_state(before)
         batches.draw_seeds(iteration)
-        with batches.replaying(iteration) as training:
+        with replayed.of(iteration) as training:
             assert [int(next(training)) for _ in range(BATCH)] == samples
         torch.rand(3)
         assert torch.equal(torch.get_rng_state(), after), iteration

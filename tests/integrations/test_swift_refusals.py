@@ -11,6 +11,7 @@ import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations import ms_swift_options as options
 from moe_ckpt.integrations import ms_swift_seams as seams
+from moe_ckpt.integrations.loop_seams import require_seams
 from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal
 
 FINE = {"tuner_type": "full", "task_type": "causal_lm", "optimizer": "adam"}
@@ -44,9 +45,10 @@ def trainer(without: str = "", moved: str = "") -> Any:
 
 @pytest.mark.parametrize("name", {**seams._PARAMETERS, **seams._CALLS})
 def test_a_seam_of_ms_swift_that_moved_is_named(name: str) -> None:
-    seams._require_methods(trainer(), seams._PARAMETERS, seams._CALLS)
+    tables = seams._PARAMETERS, seams._CALLS, "ms-swift 4.5"
+    require_seams(trainer(), *tables)
     with pytest.raises(ConfigError, match=rf"MegatronTrainer\.{name}: got another function .* as in ms-swift 4\.5"):
-        seams._require_methods(trainer(moved=name), seams._PARAMETERS, seams._CALLS)
+        require_seams(trainer(moved=name), *tables)
     if name != "__init__":  # every class has one
         with pytest.raises(ConfigError, match=rf"MegatronTrainer\.{name}: got nothing, wanted the function"):
-            seams._require_methods(trainer(without=name), seams._PARAMETERS, seams._CALLS)
+            require_seams(trainer(without=name), *tables)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
+from moe_ckpt.integrations.consumed_samples import ReplayedSamples
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
 
 NUM_ITERS, MICRO_BATCHES = 9, 2
@@ -93,11 +94,12 @@ def test_replays_read_and_draw_as_in_a_plain_run(changes: dict[str, Any]) -> Non
     args = settings(**changes)
     wanted = plain_run(args)
     batches = SwiftBatches(create, args, loader_of(5), loader_of(3))
+    replayed = ReplayedSamples(batches.training_after)
     for iteration in (3, 4, 5, 4, 7):
         samples, _, before, after = wanted[iteration - 1]
         torch.set_rng_state(before)
         batches.draw_seeds(iteration)
-        with batches.replaying(iteration) as training:
+        with replayed.of(iteration) as training:
             assert [int(next(training)) for _ in samples] == samples
         torch.rand(3)
         assert torch.equal(torch.get_rng_state(), after), iteration

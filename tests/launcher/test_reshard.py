@@ -32,7 +32,8 @@ from launcher.loop import MegatronLoop
 from launcher.run import run
 from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateResharded, StateResumed, read_events
 from moe_ckpt.megatron.durable import MegatronDurableState
-from moe_ckpt.megatron.operators import RankOperators, bare_model
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.reshard import reseed
 from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.types import ParallelLayout

@@ -18,14 +18,9 @@ import launcher.model
 from launcher.model import transformer_config
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter
-from moe_ckpt.megatron.operators import (
-    RankOperators,
-    bare_model,
-    front_to_back,
-    locate,
-    shard_identity,
-    stage_group,
-)
+from moe_ckpt.megatron.groups import shard_identity, stage_group
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.places import bare_model, front_to_back, locate
 from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.step import apply_update, clear_gradients, unscale_gradients

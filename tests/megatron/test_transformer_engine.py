@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ckpt.megatron.fp8_linear import E4M3, E5M2, ScalingState
-from moe_ckpt.megatron.operators import locate
+from moe_ckpt.megatron.places import locate
 from moe_ckpt.megatron.transformer_engine import BACKWARD, FORWARD, allocate_scaling, is_scaling, named_scaling
 from moe_ckpt.types import OperatorId, OperatorKind
 

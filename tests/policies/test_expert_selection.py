@@ -17,7 +17,6 @@ from moe_ckpt.policies.expert_selection import (
     bottleneck_by_k,
     fitting_k,
     limit_per_k,
-    load_aware_experts,
     most_popular,
     most_unsaved_of,
     next_k,
@@ -78,11 +77,8 @@ def test_the_most_popular_are_taken_of_equals_the_lowest(model: tuple[int, int, 
     row = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
     unsaved = np.array(data.draw(st.lists(row, min_size=num_layers, max_size=num_layers)), np.int64)
     counts = data.draw(st.lists(st.integers(0, num_experts), min_size=num_layers, max_size=num_layers))
-    for num_taken, selection in (
-        (counts, most_popular(unsaved, counts)),
-        ([k] * num_layers, load_aware_experts(unsaved, k)),
-    ):
-        for layer, taken in enumerate(selection):
+    for num_taken in (counts, [k] * num_layers):
+        for layer, taken in enumerate(most_popular(unsaved, num_taken)):
             ranked = sorted(range(num_experts), key=lambda expert: (-int(unsaved[layer, expert]), expert))
             assert taken == tuple(sorted(ranked[: num_taken[layer]]))
 

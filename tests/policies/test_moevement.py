@@ -17,6 +17,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_schedule import fitting_window, fixed_order, order_operators
+from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan, UnitPlan, WindowChoice
 from tests.policies.profiles import NOTHING, config, equal, nothing_yet, profile, unasked
 
@@ -390,14 +391,15 @@ def test_an_order_is_kept_over_a_change_of_the_window() -> None:
 def test_the_forecast_is_that_of_the_rank_with_the_most() -> None:
     """A parameter takes 12 bytes and 2 a slot but one; two windows are kept beside that in flight."""
     logs = profile([[100] * 12, [90] * 12], boundary_log_bytes=7000, step_log_bytes=7)
-    policy = SparseWindows(moevement(keep_windows=2), [profile([[1] * 6, [500] * 6]), logs, equal(3)], 2, num_copies=1)
+    config, stages = moevement(keep_windows=2), [profile([[1] * 6, [500] * 6]), logs, equal(3)]
+    policy, sizes = SparseWindows(config, stages, 2, num_copies=1), WindowSizes(config, stages, 1)
     dense, sparse = policy.forecast(1), policy.forecast(12)
     assert (dense.snapshots_bytes, dense.boundary_log_bytes) == (3 * 12 * 6 * 500, 0)
     assert (dense.copies_bytes, dense.double_buffered_dense_bytes) == (3 * 12 * 6 * 500, 2 * 12 * 6 * 500)
-    assert sparse == policy.forecast_of(1, 12)
+    assert sparse == sizes.forecast_of(1, 12)
     assert sparse.snapshots_bytes == 3 * (12 + 11) * 12 * 100
     assert (sparse.boundary_log_bytes, sparse.step_log_bytes) == (37 * 7000, 37 * 7)
-    assert policy.own_forecast() == policy.forecast_of(2, 12)
+    assert policy.own_forecast() == sizes.forecast_of(2, 12)
 
 
 @given(stages=stages(), budget_bytes=st.integers(1, 20_000), speeds=st.lists(st.floats(1, 500), max_size=4))

@@ -1,0 +1,208 @@
+"""The piece of a parameter that this rank snapshots, and its copies of module buffers: reading them, and loading them.
+
+Owns: the tensors of a piece, compute weights and the state of its optimizer, and the gradient of the coming step. Must
+not: communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.megatron import fp8_linear, fp8_parameters
+from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
+from moe_ckpt.megatron.gradients import repeats_on_a_host
+from moe_ckpt.megatron.optimizer_state import (
+    derives_compute,
+    master_values,
+    stored_state,
+    updated_tensor,
+    write_step_count,
+)
+from moe_ckpt.snapshot.adam_update import AdamStep
+from moe_ckpt.snapshot.capture import Piece
+from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, MASTER, PartKey, scale_of, scaled_role
+from moe_ckpt.types import OperatorId
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedParameter:
+    """A parameter of this rank and the range of its flattened elements that this rank snapshots (may be empty).
+
+    One that the script has frozen has no optimizer: its state is its compute weights.
+    """
+
+    operator: OperatorId
+    name: str
+    parameter: torch.nn.Parameter
+    optimizer: MegatronOptimizer | None
+    optimizer_index: int | None
+    start: int
+    end: int
+    replicas: dist.ProcessGroup
+    is_gathered_later: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        return self.optimizer is not None
+
+    @property
+    def trained_by(self) -> MegatronOptimizer:
+        assert self.optimizer is not None, f"{self.name} is frozen"
+        return self.optimizer
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.optimizer, DistributedOptimizer)
+
+    @property
+    def derives_compute(self) -> bool:
+        """Whether compute weights follow from the stored master weights: snapshots in full leave them out then."""
+        has_history = fp8_parameters.has_history(self.parameter)
+        return self.optimizer is not None and derives_compute(self.optimizer) and not has_history
+
+    def weights(self) -> torch.Tensor:
+        """Return all compute weights, flattened; of an FP8 parameter, the payload."""
+        return fp8_parameters.weights_of(self.parameter)[0].view(-1)
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Return this rank's master weights and moments, flattened, by role: its shard, or all of them."""
+        if self.optimizer is None or (self.is_sharded and self.start == self.end):
+            return {}
+        return stored_state(self.optimizer, self.parameter)
+
+    def pieces(self, *, full: bool) -> Iterator[Piece]:
+        """Yield the owned piece of the whole state, or of the compute weights.
+
+        The whole state includes compute weights if they are not the rounding of the stored master weights.
+        """
+        if full:
+            yield from self._state_pieces()
+        if not full or not self.derives_compute:
+            yield from self._compute_pieces()
+
+    def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
+        """Load the owned piece of a snapshot: the whole state, after so many steps, or the compute weights.
+
+        FP8 parameters that follow from masters are left to `cast_masters`, which needs all ranks. Raises
+        CheckpointLoadError for a part that is missing or differs in size.
+        """
+        state = {} if steps is None else self.optimizer_state()
+        for key, tensor, _ in self._state_pieces() if state else ():
+            copy_part(parts, key, tensor)
+        if steps is None or not self.derives_compute:
+            self._load_compute(parts)
+        elif state and not is_fp8_parameter(self.parameter):
+            self.weights()[self.start : self.end].copy_(master_values(state)[self._held()])
+        if steps is not None and state:
+            write_step_count(self.trained_by, self.parameter, steps)
+
+    def _load_compute(self, parts: Mapping[PartKey, torch.Tensor]) -> None:
+        loaded = {key.role: torch.empty_like(tensor) for key, tensor, _ in self._compute_pieces()}
+        for role, tensor in loaded.items():
+            copy_part(parts, self.key(role), tensor)
+        weights, scale = self.weights()[self.start : self.end], loaded.get(scale_of(COMPUTE))
+        if is_fp8_parameter(self.parameter):
+            scales = fp8_parameters.scales_of(self.parameter)
+            scales.copy_(loaded[scale_of(COMPUTE)].view(scales.shape))
+            weights.copy_(loaded[COMPUTE])
+        elif scale is None:
+            weights.copy_(loaded[COMPUTE])
+        else:
+            owned = slice(self.start, self.end)
+            weights.copy_(fp8_linear.read_rounded(self.parameter, loaded[COMPUTE], scale, owned))
+
+    def shard(self) -> Shard:
+        """Return this rank's part of the master weights of an FP8 parameter."""
+        state = self.optimizer_state()
+        return Shard(self.parameter, state[MASTER] if state else None, self.start if state else None)
+
+    def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
+        """Return the gradient of the owned piece, and its step, if that is one of `steps` and repeats on a host."""
+        if self.optimizer is None:
+            return None
+        master = updated_tensor(self.optimizer, self.parameter)
+        if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
+            return None
+        # else another process would have the new masters, and the old compute weights
+        if not self.derives_compute or not repeats_on_a_host(master):
+            return None
+        return master.grad.view(-1)[self._held()], steps[id(master)]
+
+    def reduced_gradient(self) -> torch.Tensor | None:
+        """Return the gradient of the owned piece, float32, flattened; None if there is none."""
+        if self.optimizer is None or self.start == self.end:  # with a sharded optimizer only another rank knows it
+            return None
+        master = updated_tensor(self.optimizer, self.parameter)
+        if master.grad is None:
+            return None
+        assert master.grad.dtype == torch.float32, master.grad.dtype
+        return master.grad.view(-1)[self._held()]
+
+    def clipped_by(self, total_norm: float | None) -> float:
+        """Return the factor by which Megatron multiplies the gradient before the step, for a norm over all ranks."""
+        most = self.trained_by.config.clip_grad
+        scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
+        return scale if scale < 1.0 else 1.0
+
+    def forward_tensors(self) -> list[torch.Tensor]:
+        """Return the weights with which forward passes compute, flattened; of an FP8 parameter, payload and scales.
+
+        Of weights that the next pass gathers, the shard: the others are still those of an earlier step.
+        """
+        found = [tensor.reshape(-1) for tensor in fp8_linear.forward_tensors(self.parameter).values()]
+        return [tensor[self.start : self.end] for tensor in found] if self.is_gathered_later else found
+
+    def _held(self) -> slice:
+        """Return the range of the owned piece within this rank's part of the optimizer's state."""
+        return slice(None) if self.is_sharded else slice(self.start, self.end)
+
+    def _state_pieces(self) -> Iterator[Piece]:
+        for role, tensor in self.optimizer_state().items():
+            if role != scaled_role(role):
+                yield self.key(role), tensor, (0, 1)
+            else:
+                yield self.key(role), tensor[self._held()], (self.start, self.end)
+
+    def _compute_pieces(self) -> Iterator[Piece]:
+        owned = (self.start, self.end)
+        if is_fp8_parameter(self.parameter):
+            payload, scale = self.weights(), fp8_parameters.scales_of(self.parameter)
+        elif fp8_linear.is_fp8(self.parameter):
+            payload, scale = fp8_linear.rounded(self.parameter)
+        else:
+            payload, scale = self.weights(), None
+        yield self.key(COMPUTE), payload.view(-1)[slice(*owned)], owned
+        if scale is not None:
+            yield self.key(scale_of(COMPUTE)), scale.reshape(-1), (0, scale.numel())
+
+    def key(self, role: str) -> PartKey:
+        return PartKey(operator=str(self.operator), tensor=self.name, role=role)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedBuffer:
+    """A module buffer, of which every rank snapshots its own copy."""
+
+    operator: OperatorId
+    name: str
+    buffer: torch.Tensor
+
+    def piece(self) -> Piece:
+        key = PartKey(operator=str(self.operator), tensor=self.name, role=BUFFER)
+        return key, self.buffer, (0, self.buffer.numel())
+
+
+def copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor) -> None:
+    """Copy one part of a snapshot. Raises CheckpointLoadError if it is missing or differs in size or type."""
+    part = parts.get(key)
+    if part is None or part.numel() != target.numel() or part.dtype != target.dtype:
+        got = "nothing" if part is None else f"{part.numel()} elements of {part.dtype}"
+        raise CheckpointLoadError(f"{key}: got {got}, wanted {target.numel()} elements of {target.dtype}")
+    target.copy_(part.view(target.shape))
