@@ -28,6 +28,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Union
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -410,7 +411,7 @@ def _announce_servers(config: ElasticConfig, served: FlowcheckConfig, place: Ran
         tls=served.tls,
     )
     if place.launch.global_rank == 0:
-        open_store(PART).set(SETTINGS, settings.to_json())
+        open_store(PART).set(SETTINGS, msgspec.json.encode(settings).decode())
 
 
 def _start_daemon(config: ElasticConfig, place: RankPlace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 import numpy as np
@@ -48,9 +48,6 @@ class RunIdentity:
     run_id: str
     model: str
     layout: ParallelLayout
-
-    def as_json(self) -> dict[str, object]:
-        return {"run_id": self.run_id, "model": self.model, "layout": asdict(self.layout)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

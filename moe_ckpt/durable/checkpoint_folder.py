@@ -19,17 +19,15 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.exact_json import decode_exactly
 from moe_ckpt.private_files import make_private, write_private
-from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, RunIdentity
+from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
 MARKER = "COMMITTED.json"
 _NAME = re.compile(r"iter_(\d{7,})")
 _CHUNK_BYTES = 1 << 20
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,12 +118,7 @@ def commit(directory: Path, manifest: Manifest) -> None:
     """Make a checkpoint whose files are sealed visible: their names, too, are on the disk before the marker appears."""
     marker = directory / MARKER
     temporary = marker.with_suffix(".tmp")
-    content = {
-        "iteration": manifest.iteration,
-        "identity": manifest.identity.as_json(),
-        "files": [asdict(file) for file in manifest.files],
-    }
-    write_private(temporary, json.dumps(content, indent=1))
+    write_private(temporary, json.dumps(asdict(manifest), indent=1))
     _sync(temporary)
     _sync(directory)
     temporary.rename(marker)
@@ -139,11 +132,10 @@ def read_manifest(directory: Path) -> Manifest:
     Raises CheckpointLoadError if there is no marker or it cannot be parsed.
     """
     try:
-        content = json.loads((directory / MARKER).read_text())
-        return _manifest_from(content)
+        return decode_exactly((directory / MARKER).read_bytes(), Manifest)
     except OSError as error:
         raise CheckpointLoadError(f"{directory}: no readable {MARKER} ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointLoadError(f"{directory}/{MARKER}: not a commit marker ({error!r})") from error
 
 
@@ -162,29 +154,6 @@ def verify_files(directory: Path, expected: Iterable[FileRecord]) -> None:
                 f"{directory}/{record.name}: got {found.size_bytes} bytes with CRC-32 {found.crc32:08x}, "
                 f"wanted {record.size_bytes} bytes with {record.crc32:08x}"
             )
-
-
-def _manifest_from(content: dict[str, Any]) -> Manifest:
-    identity, layout = content["identity"], content["identity"]["layout"]
-    return Manifest(
-        iteration=_typed(int, content["iteration"]),
-        identity=RunIdentity(
-            run_id=_typed(str, identity["run_id"]),
-            model=_typed(str, identity["model"]),
-            layout=ParallelLayout(**{axis: _typed(int, degree) for axis, degree in layout.items()}),
-        ),
-        files=tuple(_record_from(**file) for file in _typed(list, content["files"])),
-    )
-
-
-def _record_from(*, name: object, size_bytes: object, crc32: object) -> FileRecord:
-    return FileRecord(name=_typed(str, name), size_bytes=_typed(int, size_bytes), crc32=_typed(int, crc32))
-
-
-def _typed(kind: type[T], value: object) -> T:
-    if type(value) is not kind:
-        raise TypeError(f"got {value!r}, wanted {kind.__name__}")
-    return value
 
 
 def _describe(directory: Path, name: str) -> FileRecord:

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
+import msgspec
 import torch.distributed as dist
 
 from moe_ckpt.elastic.checked_store import CheckedStore
-from moe_ckpt.elastic.process_failure import Death, FaultClass, death_from_json
+from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.process_groups import ElasticGroups
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError, causes_of
@@ -68,7 +69,7 @@ class Generations:
     def record_death(self, generation: int, death: Death) -> None:
         """Record the death of a rank's process: all ranks of the next generation can read it before that begins."""
         number = self._store.add(f"{generation}/deaths", 1)
-        self._store.set(f"{generation}/death/{number}", death.to_json())
+        self._store.set(f"{generation}/death/{number}", msgspec.json.encode(death).decode())
         self._store.add("deaths", 1)
 
     def num_deaths(self) -> int:
@@ -78,7 +79,7 @@ class Generations:
     def deaths(self, generation: int) -> list[Death]:
         """Return the deaths in a generation."""
         numbers = range(1, 1 + self._store.add(f"{generation}/deaths", 0))
-        return [death_from_json(self._store.get(f"{generation}/death/{number}").decode()) for number in numbers]
+        return [msgspec.json.decode(self._store.get(f"{generation}/death/{number}"), type=Death) for number in numbers]
 
     def has_ended(self, generation: int) -> bool:
         """Return whether any process has ended the generation."""

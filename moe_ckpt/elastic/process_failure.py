@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -26,7 +25,6 @@ class Death:
     """
 
     fault: FaultClass
-
     global_rank: int
     pid: int
     signal: str
@@ -45,12 +43,3 @@ class Death:
         where = f" of iteration {self.iteration}" if self.iteration else ""
         found = f"found {1e3 * self.detect_s:.0f} ms after its last sign of life"
         return f"rank {self.global_rank} (pid {self.pid}) {self.why} in {self.phase}{where}, {found}"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def death_from_json(text: str) -> Death:
-    """Return the death that `Death.to_json` wrote."""
-    fields = json.loads(text)
-    return Death(**{**fields, "fault": FaultClass(fields["fault"])})

@@ -13,11 +13,10 @@ over its ranks; without any server the training nodes' own processors do, until 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -60,17 +59,6 @@ class ServerSettings:
     most_bytes_per_owner: int | None
     mirror: MirrorSettings | None
     tls: TlsConfig
-
-    def to_json(self) -> str:
-        """Return the text that `settings_from_json` reads."""
-        return json.dumps(asdict(self))
-
-
-def settings_from_json(text: str | bytes) -> ServerSettings:
-    """Return the settings that `ServerSettings.to_json` wrote."""
-    values = json.loads(text)
-    mirror = values["mirror"] and MirrorSettings(**values["mirror"])
-    return ServerSettings(**{**values, "mirror": mirror, "tls": TlsConfig(**values["tls"])})
 
 
 class ServerNumbers:

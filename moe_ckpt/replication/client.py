@@ -7,7 +7,6 @@ its unanswered requests fail; the next request connects to its successor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import socket
 import time
@@ -77,10 +76,8 @@ class DaemonClient:
         The future is done once the blobs are on disk, or fails with a CheckpointSaveError. One request is executed at a
         time.
         """
-        request = functools.partial(
-            Persist, keys=tuple(keys), stale=tuple(stale), path=str(path), limit_bytes=limit_bytes
-        )
-        return self._ask(lambda number: request(number=number))
+        request = {"keys": tuple(keys), "stale": tuple(stale), "path": str(path), "limit_bytes": limit_bytes}
+        return self._ask(lambda number: Persist(number=number, **request))
 
     def forget(self, keys: Sequence[str]) -> None:
         """Let all peers drop their copies, after all earlier requests. A failure is logged."""

@@ -9,19 +9,19 @@ this run and shard. Must not: allocate, access a device or a peer, keep snapshot
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import cache, partial
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import torch
 import xxhash
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.exact_json import decode_exactly
 from moe_ckpt.types import RunIdentity, Version
 
 FORMAT_VERSION = 1
@@ -48,7 +48,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number from 0 to the limit of a tensor's size."""
 
 
 def scale_of(role: str) -> str:
@@ -65,15 +66,12 @@ def scaled_role(role: str) -> str:
 class ShardIdentity:
     """Which shard of the job a snapshot holds: the rank that took it, on every axis of parallelism."""
 
-    global_rank: int
-    pp_rank: int
-    tp_rank: int
-    ep_rank: int
-    etp_rank: int
-    dp_rank: int
-
-    def as_json(self) -> dict[str, int]:
-        return asdict(self)
+    global_rank: Count
+    pp_rank: Count
+    tp_rank: Count
+    ep_rank: Count
+    etp_rank: Count
+    dp_rank: Count
 
     def __str__(self) -> str:
         axes = f"pp {self.pp_rank}, tp {self.tp_rank}, ep {self.ep_rank}, etp {self.etp_rank}, dp {self.dp_rank}"
@@ -105,10 +103,10 @@ class Part:
 
     key: PartKey
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    range_start: int
-    range_end: int
-    offset_bytes: int
+    shape: tuple[Count, ...]
+    range_start: Count
+    range_end: Count
+    offset_bytes: Count
 
     @property
     def numel(self) -> int:
@@ -130,12 +128,12 @@ class UnitTag:
     """
 
     name: str
-    lineage: int
+    lineage: Count
     on_peers: bool
     on_disk: bool
-    seen_tokens: int
+    seen_tokens: Count
     complete_with: tuple[str, ...] = ()
-    taken_with: tuple[int, int, int] = (0, 0, 0)
+    taken_with: tuple[Count, Count, Count] = (0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,15 +147,15 @@ class SnapshotHeader:
 
     identity: RunIdentity
     shard: ShardIdentity
-    iteration: int
-    window_start: int
-    slot: int
-    num_slots: int
+    iteration: Count
+    window_start: Count
+    slot: Count
+    num_slots: Count
     full: tuple[str, ...]
     compute: tuple[str, ...]
     adam_steps: tuple[float, ...]
     parts: tuple[Part, ...]
-    payload_bytes: int
+    payload_bytes: Count
     checksum: int
     unit: UnitTag | None = None
 
@@ -255,8 +253,8 @@ def header_to_json(header: SnapshotHeader) -> bytes:
 
     There are two lines so that a reader can check the bytes of the second before it parses them.
     """
-    body = _dump(header)
-    return _dump({"format": FORMAT_VERSION, "crc32": zlib.crc32(body)}) + b"\n" + body
+    body = msgspec.json.encode(header, enc_hook=_DTYPE_NAMES.__getitem__)
+    return msgspec.json.encode(_Head(format=FORMAT_VERSION, crc32=zlib.crc32(body))) + b"\n" + body
 
 
 def header_from_json(data: bytes) -> SnapshotHeader:
@@ -266,11 +264,11 @@ def header_from_json(data: bytes) -> SnapshotHeader:
     """
     try:
         head, _, body = data.partition(b"\n")
-        _check_head(_read(json.loads(head), {"format": _count, "crc32": _count}), zlib.crc32(body))
-        header: SnapshotHeader = _reader_of(SnapshotHeader)(json.loads(body))
+        _check_head(msgspec.json.decode(head, type=_Head), zlib.crc32(body))
+        header = decode_exactly(body, SnapshotHeader, _dtype_from, _DTYPE_NAMES.__getitem__)
         _check_window(header)
         _check_parts(header)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointLoadError(f"a snapshot's header of {len(data)} bytes: {error}") from error
     return header
 
@@ -280,21 +278,16 @@ def _expect(header: SnapshotHeader, what: str, got: object, wanted: object) -> N
         raise CheckpointLoadError(f"{header}: got {what} {got}, wanted {wanted}")
 
 
-def _dump(value: object) -> bytes:
-    return json.dumps(value, default=_plain, separators=(",", ":"), allow_nan=False).encode()
+class _Head(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: Count
+    crc32: Count
 
 
-def _plain(value: Any) -> object:
-    if isinstance(value, torch.dtype):
-        return _DTYPE_NAMES[value]
-    return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _check_head(head: dict[str, int], crc32: int) -> None:
-    if head["format"] != FORMAT_VERSION:
-        raise ValueError(f"got format {head['format']}, wanted {FORMAT_VERSION}")
-    if head["crc32"] != crc32:
-        raise ValueError(f"got fields with CRC-32 {crc32:08x}, wanted {head['crc32']:08x}")
+def _check_head(head: _Head, crc32: int) -> None:
+    if head.format != FORMAT_VERSION:
+        raise ValueError(f"got format {head.format}, wanted {FORMAT_VERSION}")
+    if head.crc32 != crc32:
+        raise ValueError(f"got fields with CRC-32 {crc32:08x}, wanted {head.crc32:08x}")
 
 
 def _check_window(header: SnapshotHeader) -> None:
@@ -307,6 +300,8 @@ def _check_window(header: SnapshotHeader) -> None:
 def _check_parts(header: SnapshotHeader) -> None:
     end_bytes = 0
     for part in sorted(header.parts, key=lambda part: (part.offset_bytes, part.nbytes)):
+        if part.key.role not in ROLES:
+            raise ValueError(f"{part.key}: got role {part.key.role!r}, wanted one of {', '.join(ROLES)}")
         if math.prod(part.shape) != part.range_end - part.range_start:
             place = f"{part.range_start} to {part.range_end}"
             raise ValueError(f"{part.key}: got shape {part.shape}, wanted as many elements as the range {place}")
@@ -321,87 +316,7 @@ def _check_parts(header: SnapshotHeader) -> None:
         raise ValueError("got two parts with the same key")
 
 
-@cache
-def _reader_of(kind: Any) -> Callable[[object], Any]:
-    """Return the function that reads JSON as a value of a field's type, and raises for anything else."""
-    if kind in _READERS:
-        return _READERS[kind]
-    if isinstance(kind, type) and is_dataclass(kind):
-        types = get_type_hints(kind)
-        readers = {field.name: _BY_NAME.get(field.name) or _reader_of(types[field.name]) for field in fields(kind)}
-        return lambda content: kind(**_read(content, readers))
-    inner, *others = get_args(kind)
-    reader = _reader_of(inner)
-    if get_origin(kind) is not tuple:  # of X | None
-        return lambda content: None if content is None else reader(content)
-    length = None if ... in others else 1 + len(others)
-    return lambda content: _read_items(content, reader, length)
-
-
-def _read_items(content: object, reader: Callable[[object], T], length: int | None) -> tuple[T, ...]:
-    items = _typed(list, content)
-    if length not in (None, len(items)):
-        raise ValueError(f"got {len(items)} items, wanted {length}")
-    return tuple(map(reader, items))
-
-
-def _read(content: object, readers: dict[str, Callable[[object], Any]]) -> dict[str, Any]:
-    """Return the fields of a JSON object, each parsed by its reader. All fields must be present, and no others."""
-    fields_read = _typed(dict, content)
-    if fields_read.keys() != readers.keys():
-        raise ValueError(f"got fields {reprlib.repr(sorted(fields_read))}, wanted {sorted(readers)}")
-    return {name: _read_field(name, reader, fields_read[name]) for name, reader in readers.items()}
-
-
-def _read_field(name: str, reader: Callable[[object], T], value: object) -> T:
-    try:
-        return reader(value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _count(value: object) -> int:
-    if not 0 <= _typed(int, value) < 2**63:  # the limit of a tensor's size
-        raise ValueError(f"got {reprlib.repr(value)}, wanted a number from 0 to 2**63 - 1")
-    return _typed(int, value)
-
-
-def _hash(value: object) -> int:
-    if not 0 <= _typed(int, value) < 2**64:
-        raise ValueError(f"got {reprlib.repr(value)}, wanted a number of 64 bits")
-    return _typed(int, value)
-
-
-def _finite(value: object) -> float:
-    number = float(_count(value)) if type(value) is int else _typed(float, value)
-    if not math.isfinite(number):
-        raise ValueError(f"got {value}, wanted a finite number")
-    return number
-
-
-def _role_from(value: object) -> str:
-    if value not in ROLES:
-        raise ValueError(f"got {reprlib.repr(value)}, wanted one of {', '.join(ROLES)}")
-    return _typed(str, value)
-
-
-def _dtype_from(value: object) -> torch.dtype:
-    if _typed(str, value) not in DTYPES:
-        raise ValueError(f"got {reprlib.repr(value)}, wanted one of {', '.join(DTYPES)}")
-    return DTYPES[_typed(str, value)]
-
-
-def _typed(kind: type[T], value: object) -> T:
-    if type(value) is not kind:
-        raise TypeError(f"got {reprlib.repr(value)}, wanted {kind.__name__}")
-    return value
-
-
-_READERS: dict[object, Callable[[object], Any]] = {
-    bool: partial(_typed, bool),
-    float: _finite,
-    int: _count,
-    str: partial(_typed, str),
-    torch.dtype: _dtype_from,
-}
-_BY_NAME: dict[str, Callable[[object], Any]] = {"checksum": _hash, "role": _role_from}
+def _dtype_from(_: type, name: object) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"got {reprlib.repr(name)}, wanted one of {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
-from typing import TypeVar
 
+import msgspec
 import xxhash
 
 from moe_ckpt.errors import CheckpointLoadError
 
 _HASH = struct.Struct(">Q")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,31 +42,16 @@ def entry_from_bytes(key: str, data: bytes) -> IndexEntry:
 
     Raises CheckpointLoadError if the bytes are anything else.
     """
-    try:
-        return _read(key, data)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointLoadError(f"blob {key}: an index entry of {len(data)} bytes: {error}") from error
-
-
-def _read(key: str, data: bytes) -> IndexEntry:
     wanted, content = data[: _HASH.size], data[_HASH.size :]
     found = _HASH.pack(xxhash.xxh3_64_intdigest(content))
-    if found != wanted:
-        raise ValueError(f"got XXH3 {found.hex()}, wanted {wanted.hex()}")
-    line, _, header = content.partition(b"\n")
-    fields = json.loads(line)
-    if fields["key"] != key:
-        raise ValueError(f"got the entry of {fields['key']!r}")
-    return IndexEntry(
-        key=key,
-        buffer=None if fields["buffer"] is None else _typed(str, fields["buffer"]),
-        payload_bytes=_typed(int, fields["payload_bytes"]),
-        serial=_typed(str, fields["serial"]),
-        header=header,
-    )
-
-
-def _typed(kind: type[T], value: object) -> T:
-    if type(value) is not kind:
-        raise TypeError(f"got {value!r}, wanted {kind.__name__}")
-    return value
+    try:
+        if found != wanted:
+            raise ValueError(f"got XXH3 {found.hex()}, wanted {wanted.hex()}")
+        line, _, header = content.partition(b"\n")
+        fields = msgspec.json.decode(line, type=dict[str, str | int | None])
+        entry = msgspec.convert({**fields, "header": header}, IndexEntry)
+        if entry.key != key:
+            raise ValueError(f"got the entry of {entry.key!r}")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointLoadError(f"blob {key}: an index entry of {len(data)} bytes: {error}") from error
+    return entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +257,7 @@ def _checkpoint(job: ThreadJob, iteration: int) -> Path:
 
 
 def _from_another_run(job: ThreadJob) -> None:
-    identity = replace(job.identity, run_id="other").as_json()
+    identity = asdict(replace(job.identity, run_id="other"))
     _edit(_checkpoint(job, 4), identity=identity)
 
 

@@ -28,8 +28,9 @@ KINDS = list(messages._KINDS.values())
 VALUES: dict[str, Callable[[random.Random], Any]] = {
     "bool": lambda chosen: chosen.random() < 0.5,
     "int": lambda chosen: random_number(chosen, 2**64),
+    "Count": lambda chosen: random_number(chosen, 2**63),
     "str": random_text,
-    "int | None": lambda chosen: chosen.choice((None, random_number(chosen, 2**64))),
+    "Count | None": lambda chosen: chosen.choice((None, random_number(chosen, 2**63))),
     "str | None": lambda chosen: chosen.choice((None, random_text(chosen))),
     "tuple[str, ...]": lambda chosen: tuple(random_text(chosen) for _ in range(chosen.randrange(4))),
 }
@@ -53,10 +54,6 @@ def test_every_text_is_read_back(text: str) -> None:
     assert message_from_json(message_to_json(Keys(keys=(text, text)))) == Keys(keys=(text, text))
 
 
-def test_all_kinds_are_known() -> None:
-    assert {kind.__name__ for kind in Message.__subclasses__()} == messages._KINDS.keys()
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -71,7 +68,7 @@ def test_all_kinds_are_known() -> None:
         b'{"Keys":{"keys":"ab"}}',
         b'{"Keys":{"keys":[1]}}',
         b'{"Found":{"header_bytes":-1,"payload_bytes":null}}',
-        b'{"Found":{"header_bytes":18446744073709551616,"payload_bytes":null}}',
+        b'{"Found":{"header_bytes":9223372036854775808,"payload_bytes":null}}',
         b'{"Found":{"header_bytes":true,"payload_bytes":null}}',
         b'{"Found":{"header_bytes":1.0,"payload_bytes":null}}',
         b'{"Found":{"header_bytes":null,"payload_bytes":null}}',

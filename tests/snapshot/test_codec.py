@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -188,7 +188,7 @@ def headers(draw: st.DrawFn) -> SnapshotHeader:
     slot, window_start = draw(small), draw(small)
     return SnapshotHeader(
         identity=draw(st.builds(RunIdentity, run_id=st.text(), model=st.text(), layout=layouts)),
-        shard=draw(st.builds(ShardIdentity, **dict.fromkeys(SHARD.as_json(), counts))),
+        shard=draw(st.builds(ShardIdentity, **dict.fromkeys(asdict(SHARD), counts))),
         iteration=window_start + slot,
         window_start=window_start,
         slot=slot,
@@ -215,9 +215,9 @@ def test_json_gives_back_the_same_header(header: SnapshotHeader) -> None:
 def test_a_header_is_two_lines_of_json_with_plain_names() -> None:
     parts, payload_bytes = layout_parts([piece(torch.ones(2, 3), "w", "exp_avg", start=6)])
     head, body = map(json.loads, header_to_json(header_of(parts, payload_bytes, 7)).split(b"\n"))
-    assert (head["format"], body["identity"]) == (1, IDENTITY.as_json())
+    assert (head["format"], body["identity"]) == (1, asdict(IDENTITY))
     ranks = {"global_rank": 3, "pp_rank": 0, "tp_rank": 0, "ep_rank": 1, "etp_rank": 0, "dp_rank": 3}
-    assert body["shard"] == SHARD.as_json() == ranks
+    assert body["shard"] == asdict(SHARD) == ranks
     key = {"operator": "layer 0 expert 1", "tensor": "w", "role": "exp_avg"}
     place = {"range_start": 6, "range_end": 12, "offset_bytes": 0}
     assert body["parts"] == [{"key": key, "dtype": "float32", "shape": [2, 3], **place}]
@@ -274,32 +274,34 @@ def test_any_other_value_in_a_sealed_header_is_read_or_refused(way: list[str | i
     ("path", "value", "reason"),
     [
         ("format", 2, "got format 2, wanted 1"),
-        ("format", True, "format: got True, wanted int"),
-        ("more", 1, r"got fields \['adam_steps', .*\], wanted \['adam_steps', .*'slot'"),
-        ("iteration", -1, "iteration: got -1, wanted a number from 0"),
-        ("iteration", 2**63, "iteration: got 9223372036854775808, wanted a number"),
-        ("iteration", 12.0, "iteration: got 12.0, wanted int"),
+        ("format", True, r"Expected `int`, got `bool` - at `\$.format`"),
+        ("more", 1, "got {'adam_steps': .*}, wanted all fields of SnapshotHeader and no others"),
+        ("unit", {"name": "core"}, r"Object missing required field `lineage` - at `\$.unit`"),
+        ("iteration", -1, r"Expected `int` >= 0 - at `\$.iteration`"),
+        ("iteration", 2**63, r"Expected `int` <= 9223372036854775807 - at `\$.iteration`"),
+        ("iteration", 12.0, r"Expected `int`, got `float` - at `\$.iteration`"),
         ("iteration", 13, r"got iteration 13, wanted window_start 11 \+ 1"),
         ("num_slots", 1, "got slot 1, wanted one below num_slots 1"),
-        ("full", "expert", "full: got 'expert', wanted list"),
-        ("compute", [1], "compute: got 1, wanted str"),
-        ("adam_steps", ["1"], "adam_steps: got '1', wanted float"),
-        ("adam_steps", [math.nan], "adam_steps: got nan, wanted a finite number"),
-        ("adam_steps", [math.inf], "adam_steps: got inf, wanted a finite number"),
-        ("identity", None, "identity: got None, wanted dict"),
-        ("identity layout", {"pp": 1}, r"identity: layout: got fields \['pp'\], wanted \['dp', 'ep', 'pp', 'tp'\]"),
+        ("full", "expert", r"Expected `array`, got `str` - at `\$.full`"),
+        ("compute", [1], r"Expected `str`, got `int` - at `\$.compute\[0\]`"),
+        ("adam_steps", ["1"], r"Expected `float`, got `str` - at `\$.adam_steps\[0\]`"),
+        ("adam_steps", [math.nan], "JSON is malformed"),
+        ("adam_steps", [math.inf], "JSON is malformed"),
+        ("identity", None, r"Expected `object`, got `null` - at `\$.identity`"),
+        ("identity layout", {"pp": 1}, r"Object missing required field `dp` - at `\$.identity.layout`"),
+        ("identity layout cp", 1, "wanted all fields of SnapshotHeader and no others"),
         ("payload_bytes", 23, "got parts up to byte 24, wanted at most payload_bytes 23"),
-        ("parts 0 dtype", "complex64", "parts: dtype: got 'complex64', wanted one of float64"),
-        ("parts 0 dtype", ["float32"], r"parts: dtype: got \['float32'\], wanted str"),
-        ("parts 0 key role", "gradient", "parts: key: role: got 'gradient', wanted one of compute"),
-        ("parts 0 key role", ["master"], r"parts: key: role: got \['master'\], wanted one of compute"),
-        ("parts 0 offset_bytes", -4, "parts: offset_bytes: got -4, wanted a number from 0"),
+        ("parts 0 dtype", "complex64", r"got 'complex64', wanted one of float64.* - at `\$.parts\[0\].dtype`"),
+        ("parts 0 dtype", ["float32"], r"got \['float32'\], wanted one of float64.* - at `\$.parts\[0\].dtype`"),
+        ("parts 0 key role", "gradient", "gradient of a .*: got role 'gradient', wanted one of compute"),
+        ("parts 0 key role", ["master"], r"Expected `str`, got `array` - at `\$.parts\[0\].key.role`"),
+        ("parts 0 offset_bytes", -4, r"Expected `int` >= 0 - at `\$.parts\[0\].offset_bytes`"),
         ("parts 0 offset_bytes", 24, "got parts up to byte 36, wanted at most payload_bytes 24"),
         ("parts 1 offset_bytes", 13, "master of b .*: got offset 13, wanted a multiple of its element size"),
         ("parts 1 offset_bytes", 8, "master of b .*: got offset 8, but the part before ends at 12"),
         ("parts 0 range_end", 4, r"master of a .*: got shape \(3,\), wanted as many elements as the range 0 to 4"),
         ("parts 0 range_start", 5, "wanted as many elements as the range 5 to 3"),
-        ("parts 0 shape", [-1, -3], "parts: shape: got -1, wanted a number from 0"),
+        ("parts 0 shape", [-1, -3], r"Expected `int` >= 0 - at `\$.parts\[0\].shape\[0\]`"),
         ("parts 1 key tensor", "a", "got two parts with the same key"),
     ],
 )
