@@ -172,7 +172,10 @@ class _Connection:
             reason = error
         finally:
             link.close()
-        self._fail_all(reason)
+        with self._lock:
+            futures, self._unanswered = list((self._unanswered or {}).values()), None
+        for future in futures:
+            future.set_exception(CheckpointSaveError(f"the daemon is gone: {reason}"))
 
     def _finish(self, answer: Copied) -> None:
         with self._lock:
@@ -183,12 +186,6 @@ class _Connection:
             future.set_result(ServerWork(busy_us=answer.busy_us, after_us=answer.after_us))
         else:
             future.set_exception(CheckpointSaveError(answer.failure))
-
-    def _fail_all(self, reason: Exception | None) -> None:
-        with self._lock:
-            futures, self._unanswered = list((self._unanswered or {}).values()), None
-        for future in futures:
-            future.set_exception(CheckpointSaveError(f"the daemon is gone: {reason}"))
 
 
 def _dial(path: Path, wait_s: float, timeout_s: float) -> Connection:

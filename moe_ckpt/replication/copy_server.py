@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 
-import torch
-
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.replication.admission import admit
 from moe_ckpt.replication.connection import Connection, RefusedError
@@ -40,7 +38,7 @@ from moe_ckpt.replication.messages import (
 )
 from moe_ckpt.replication.replica_folder import ReplicaFolder
 from moe_ckpt.replication.server import ConnectionServer
-from moe_ckpt.replication.transfer import receive_blob, send_blob
+from moe_ckpt.replication.transfer import BlobParts, receive_blob, send_blob
 from moe_ckpt.snapshot.adam_update import is_update
 from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, CapturedSums, no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
@@ -157,9 +155,14 @@ class CopyServer:
             receive_blob(link, found, folder, key, pace)
             link.send(Done())
             return
-        pipeline = _Pipeline(self._rules.captured, self._updaters)
-        receive_blob(link, found, folder, key, pace, pipeline.begin)
-        link.send(pipeline.done())
+        updates: list[_TimedUpdate] = []
+
+        def begin(*blob: *BlobParts) -> _TimedUpdate:
+            updates.append(_TimedUpdate(ArrivingUpdate(*blob, self._rules.captured), self._updaters))
+            return updates[0]
+
+        receive_blob(link, found, folder, key, pace, begin)
+        link.send(updates[0].done())
 
     def _folder(self, owner_rank: int, keys: Sequence[str] = ()) -> BlobFolder:
         """Return the folder of a rank's blobs, for reading."""
@@ -183,41 +186,28 @@ class CopyServer:
             return self._held[owner_rank]
 
 
-class _Pipeline:
+class _TimedUpdate:
     """One update: this connection's thread receives, another takes the steps; and the time that they take."""
 
-    def __init__(self, captured: CapturedSums, updaters: Executor) -> None:
-        self._captured = captured
-        self._updaters = updaters
-        self._update: ArrivingUpdate | None = None
+    def __init__(self, update: ArrivingUpdate, updaters: Executor) -> None:
+        self._update = update
         self._last_byte_s = 0.0
-
-    def begin(
-        self, folder: BlobFolder, key: str, head: bytes, payload: torch.Tensor | None, payload_bytes: int
-    ) -> _Pipeline:
-        self._update = ArrivingUpdate(folder, key, head, payload, payload_bytes, self._captured)
-        self._update.start(self._updaters)
-        return self
+        update.start(updaters)
 
     def arrived(self, num_bytes: int) -> None:
         self._last_byte_s = time.monotonic()
-        self._started.arrived(num_bytes)
+        self._update.arrived(num_bytes)
 
     def keep(self) -> None:
-        self._started.keep()
+        self._update.keep()
 
     def abandon(self) -> None:
-        self._started.abandon()
+        self._update.abandon()
 
     def done(self) -> Done:
         """Return the answer to an update that was kept."""
         after_s = time.monotonic() - self._last_byte_s
-        return Done(busy_us=round(1e6 * self._started.busy_s), after_us=round(1e6 * after_s))
-
-    @property
-    def _started(self) -> ArrivingUpdate:
-        assert self._update is not None
-        return self._update
+        return Done(busy_us=round(1e6 * self._update.busy_s), after_us=round(1e6 * after_s))
 
 
 def _require_keys(keys: Sequence[str]) -> None:

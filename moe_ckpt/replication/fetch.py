@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.replication.connection import Connection, RefusedError
@@ -62,13 +63,8 @@ def clear_held(address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: 
         caller.call(what, lambda link: link.ask(request, Done), time.monotonic() + timeout_s)
 
 
-@contextlib.contextmanager
-def _calling(address: Address, ticket: Ticket) -> Iterator[RetryingClient]:
-    caller = RetryingClient(address, ticket, CheckpointLoadError)
-    try:
-        yield caller
-    finally:
-        caller.close()
+def _calling(address: Address, ticket: Ticket) -> AbstractContextManager[RetryingClient]:
+    return contextlib.closing(RetryingClient(address, ticket, CheckpointLoadError))
 
 
 def _keys(caller: RetryingClient, owner_rank: int, until_s: float) -> Sequence[str]:

@@ -88,7 +88,7 @@ class GradientStream:
     @property
     def packed_bytes(self) -> int:
         """Bytes of gradients on their way to servers, including memory for reuse."""
-        return self._publisher.update_bytes
+        return self._publisher.updates.total_bytes
 
     def begin(self, base: Snapshot) -> None:
         """Servers have this snapshot, or will receive it: gradients of the next iteration follow."""
@@ -122,7 +122,7 @@ class GradientStream:
         began_s = time.monotonic()
         gradient_bytes = 4 * sum(gradient.numel() for gradient in gradients.values())
         try:
-            packed = self._publisher.acquire_update(gradient_bytes + buffer_bytes)
+            packed = self._publisher.updates.acquire(gradient_bytes + buffer_bytes)
         except CheckpointSaveError as error:
             self.cut(str(error))
             return
@@ -171,7 +171,7 @@ class GradientStream:
     def drop_before(self, iteration: int) -> None:
         """Let servers drop states older than `iteration`, which the servers of all ranks have."""
         old = [each for each in self._keys if each < iteration]
-        self._publisher.drop_states([self._keys.pop(each) for each in old])
+        self._publisher.drop([self._keys.pop(each) for each in old])
 
     def _keep_up(self) -> None:
         """Wait for servers that lag too far, or cut the stream."""
@@ -216,14 +216,14 @@ class GradientStream:
                 tapped.packed[offset : offset + part.nbytes].copy_(flat)
                 offset += part.nbytes
         except BaseException:
-            self._publisher.release_update(tapped.packed)
+            self._publisher.updates.release(tapped.packed)
             raise
         return self._publisher.hand_over(header, steps_of(header, steps), tapped.packed, offset, mirrored)
 
     def _release(self) -> None:
         tapped, self._tapped = self._tapped, None
         if tapped:
-            self._publisher.release_update(tapped.packed)
+            self._publisher.updates.release(tapped.packed)
 
 
 def _copy_all(gradients: Sequence[torch.Tensor], packed: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
 from concurrent.futures import wait as wait_for_futures
@@ -108,7 +108,7 @@ class Publisher:
         self._stale: set[str] = set()  # keys that peers hold and drop once they hold the folder's blobs
         self._copies_fail = False
         self._newest: dict[str | None, str] = {}  # by unit: the key that peers received last
-        self._packed_in = HostBuffers(folder)  # gradients, on their way to peers
+        self.updates = HostBuffers(folder)  # gradients on their way to peers; a stream acquires memory for its own here
         self._packed: dict[str, torch.Tensor] = {}  # by the update's key
 
     def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
@@ -138,7 +138,7 @@ class Publisher:
         steps = {part: step for part, (_, step) in gradients.items()}
         update = Update(base=base, target=key, steps=steps_of(header, steps), header=header)
         try:
-            packed, packed_bytes = pack_gradients(header, gradients, self._packed_in.acquire)
+            packed, packed_bytes = pack_gradients(header, gradients, self.updates.acquire)
             self._packed[update_key(key)] = packed
             self.folder.publish(update_key(key), update_to_bytes(update), packed, packed_bytes)
         except CheckpointSaveError as error:
@@ -146,19 +146,6 @@ class Publisher:
             self._drop_update(update_key(key))
             return key
         return update_key(key)
-
-    def acquire_update(self, nbytes: int) -> torch.Tensor:
-        """Return shared memory for an update's payload, until it is handed over or released."""
-        return self._packed_in.acquire(nbytes)
-
-    def release_update(self, packed: torch.Tensor) -> None:
-        """Release memory that was acquired and not handed over, for reuse."""
-        self._packed_in.release(packed)
-
-    @property
-    def update_bytes(self) -> int:
-        """Bytes of updates on their way to peers, including memory for reuse."""
-        return self._packed_in.total_bytes
 
     def begin_states(self, base: Snapshot) -> str:
         """Begin the states that peers compute, from this snapshot, which is published here; return its key."""
@@ -176,7 +163,7 @@ class Publisher:
     ) -> str:
         """Let peers compute the state of `header`, which is not stored here, from the one before; return its key.
 
-        Peers capture the gradients that are `mirrored`. `packed` was acquired, and is released once peers have it.
+        Peers capture the gradients that are `mirrored`. `packed` is of `updates`, and is released once peers have it.
         Raises CheckpointSaveError; it is then released.
         """
         key = _new_key(_SNAPSHOT, header)
@@ -204,7 +191,8 @@ class Publisher:
         with self._lock:
             copies = [self._copying.get(each) if self._copying else None for each in keys]
         if wait:
-            self._wait_for_all([copy for copy in copies if copy])
+            with self._waiting():
+                wait_for_futures([copy for copy in copies if copy], self._copy_s)
         for copy in copies:
             if copy is None:
                 raise CheckpointSaveError(f"the state of iteration {iteration} was not sent")
@@ -218,16 +206,13 @@ class Publisher:
             copy = self._copying.get(key) if self._copying else None
         return copy.result() if copy and copy.done() and isinstance(copy.result(), ServerWork) else NO_WORK
 
-    def _wait_for_all(self, copies: Iterable[Future[Any]]) -> None:
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
         self._on_wait(True)
         try:
-            wait_for_futures(copies, self._copy_s)
+            yield
         finally:
             self._on_wait(False)
-
-    def drop_states(self, keys: list[str]) -> None:
-        """Let peers drop states that they have computed."""
-        self._drop(keys)
 
     def _drop_update(self, key: str) -> None:
         """Release the memory of an update for reuse."""
@@ -235,14 +220,14 @@ class Publisher:
             self.folder.withdraw(key)
             packed = self._packed.pop(key, None)
         if packed is not None:
-            self._packed_in.release(packed)
+            self.updates.release(packed)
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Withdraw a snapshot: its memory is about to be reused."""
         with self._lock:
             key = self._keys.pop(id(snapshot.payload))
             self._times.forget(key)
-            self._drop([key])
+            self.drop([key])
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
         """Publish the state that an iteration starts from."""
@@ -256,7 +241,7 @@ class Publisher:
 
     def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None:
         """Withdraw the starts and records of these iterations."""
-        self._drop([f"{START}{i}" for i in starts] + [f"{RECORD}{i}" for i in records])
+        self.drop([f"{START}{i}" for i in starts] + [f"{RECORD}{i}" for i in records])
 
     def has_copies_of_step(self, iteration: int) -> bool:
         """Wait until peers hold the start and the record of `iteration`; return whether they do.
@@ -301,13 +286,11 @@ class Publisher:
 
     def wait_for(self, persisted: Future[None]) -> None:
         """Wait for a write that `persist` has started. Raises CheckpointSaveError if it failed, or takes too long."""
-        self._on_wait(True)
-        try:
-            persisted.result(self._copy_s)
-        except NotInTimeError:
-            raise CheckpointSaveError(f"not on disk after {self._copy_s:g} s") from None
-        finally:
-            self._on_wait(False)
+        with self._waiting():
+            try:
+                persisted.result(self._copy_s)
+            except NotInTimeError:
+                raise CheckpointSaveError(f"not on disk after {self._copy_s:g} s") from None
 
     def copy_bytes_per_s(self) -> float:
         """Return the recent rate at which snapshots reached all peers, including waits; inf without peers."""
@@ -383,15 +366,14 @@ class Publisher:
         make_private(self.folder.path)
         write_private(self._unfinished, "")
         self.folder.clear()
-        self._on_wait(True)
-        try:
-            return fetch(self.folder)
-        except BaseException:
-            self.folder.clear()
-            raise
-        finally:
-            self._unfinished.unlink(missing_ok=True)
-            self._on_wait(False)
+        with self._waiting():
+            try:
+                return fetch(self.folder)
+            except BaseException:
+                self.folder.clear()
+                raise
+            finally:
+                self._unfinished.unlink(missing_ok=True)
 
     def _keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
         kept = list(snapshots)
@@ -431,7 +413,8 @@ class Publisher:
             copy = self._copying[key] = self._copies.copy([sent])
         copy.add_done_callback(finish)
 
-    def _drop(self, keys: list[str]) -> None:
+    def drop(self, keys: list[str]) -> None:
+        """Withdraw blobs, and let peers drop their copies, or states that they have computed."""
         for key in keys:
             self.folder.withdraw(key)
         with self._lock:
@@ -444,16 +427,14 @@ class Publisher:
     def _are_copied(self, keys: Iterable[str]) -> bool:
         assert self._copying is not None, "asked for copies before peers were told of anything"
         until_s = time.monotonic() + self._copy_s
-        self._on_wait(True)
         try:
-            for key in keys:
-                self._copying[key].result(max(0.0, until_s - time.monotonic()))
+            with self._waiting():
+                for key in keys:
+                    self._copying[key].result(max(0.0, until_s - time.monotonic()))
         except (CheckpointSaveError, NotInTimeError, KeyError) as error:
             _log.warning("not copied, training goes on: %s", error or f"no answer in {self._copy_s:g} s")
             self._copies_fail = True
             return False
-        finally:
-            self._on_wait(False)
         return True
 
 

@@ -39,7 +39,7 @@ class RetryingClient:
         reason: Exception | None = None
         num_attempts = 0
         for delay_s in _DELAYS_S:
-            if reason and self._must_stop(delay_s, until_s):
+            if reason and (self._closing.wait(delay_s) or time.monotonic() >= until_s):
                 break
             num_attempts += 1
             try:
@@ -70,10 +70,6 @@ class RetryingClient:
         """Wait, or raise OSError as soon as this is shut down."""
         if self._closing.wait(timeout_s):
             raise ConnectionAbortedError("closed on this side")
-
-    def _must_stop(self, delay_s: float, until_s: float) -> bool:
-        """Wait before another attempt; return whether there will be none."""
-        return self._closing.wait(delay_s) or time.monotonic() >= until_s
 
     def _attempt(self, act: Callable[[Connection], T], until_s: float) -> T:
         with contextlib.ExitStack() as on_failure:

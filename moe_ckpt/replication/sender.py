@@ -11,11 +11,13 @@ communicates; nothing profiles idle spans of the network, as Gemini does (sectio
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Lock
 
 from moe_ckpt.errors import CheckpointSaveError
@@ -61,7 +63,7 @@ class Replicator:
         self._deadline_s = deadline_s
         self._throttle = throttle or unlimited()
         self._lock = Lock()
-        self._peers: dict[Address, _Peer] | None = None
+        self._peers: dict[Address, tuple[_Lane, _Lane]] | None = None
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
         """Copy to these addresses from now on; copies to others fail, including those in progress."""
@@ -69,8 +71,8 @@ class Replicator:
             before = self._peers or {}
             self._peers = {address: before.get(address) or self._peer(address) for address in addresses}
             gone = [peer for address, peer in before.items() if address not in self._peers]
-        for peer in gone:
-            peer.close()
+        for lane in itertools.chain(*gone):
+            lane.close()
 
     def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
         """Start copying; the future is done when all peers hold all of it, or fails with a CheckpointSaveError.
@@ -82,16 +84,17 @@ class Replicator:
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
             if self._peers is None and keys:
-                return _failed(CheckpointSaveError("copies: got no peers yet, wanted to be told which to use"))
-            return _all_done([part for peer in (self._peers or {}).values() for part in peer.copy(keys, until_s)])
+                failed: Future[ServerWork] = Future()
+                failed.set_exception(CheckpointSaveError("copies: got no peers yet, wanted to be told which to use"))
+                return failed
+            return _all_done([lane.copy(part, until_s) for lane, part in self._split(keys)])
 
     def forget(self, keys: Sequence[str]) -> None:
         """Let all peers drop their copies, after all earlier requests of the same kind. A failure is logged."""
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
-            for peer in (self._peers or {}).values():
-                for part in peer.forget(keys, until_s):
-                    part.add_done_callback(_log_failure)
+            for lane, part in self._split(keys):
+                lane.forget(part, until_s).add_done_callback(_log_failure)
 
     def close(self) -> None:
         """End all threads; unconfirmed and later requests fail."""
@@ -99,43 +102,26 @@ class Replicator:
         with self._lock:
             self._peers = None
 
-    def _peer(self, address: Address) -> _Peer:
-        return _Peer(self._lane(address), self._lane(address))
-
-    def _lane(self, address: Address) -> _Lane:
-        caller = RetryingClient(address, self._ticket, CheckpointSaveError)
-        return _Lane(self._own, self._owner_rank, caller, self._may_send, self._throttle)
-
-
-class _Peer:
-    """One peer: steps go one way, all other blobs another."""
-
-    def __init__(self, steps: _Lane, others: _Lane) -> None:
-        self._steps = steps
-        self._others = others
-
-    def copy(self, keys: Sequence[str], until_s: float) -> list[Future[ServerWork]]:
-        return [lane.copy(part, until_s) for lane, part in self._split(keys)]
-
-    def forget(self, keys: Sequence[str], until_s: float) -> list[Future[None]]:
-        return [lane.forget(part, until_s) for lane, part in self._split(keys)]
-
-    def close(self) -> None:
-        self._steps.close()
-        self._others.close()
+    def _peer(self, address: Address) -> tuple[_Lane, _Lane]:
+        """Return the two ways to a peer: for steps, and for all other blobs."""
+        steps, others = (RetryingClient(address, self._ticket, CheckpointSaveError) for _ in range(2))
+        common = self._own, self._owner_rank, self._may_send, self._throttle
+        return _Lane(steps, *common), _Lane(others, *common)
 
     def _split(self, keys: Sequence[str]) -> Iterator[tuple[_Lane, list[str]]]:
-        for lane, is_mine in ((self._steps, True), (self._others, False)):
-            part = [key for key in keys if is_step(key) == is_mine]
-            if part or not keys:
-                yield lane, part
+        """Yield the lanes of all peers that have keys to send, with these; without keys, all lanes."""
+        for peer in (self._peers or {}).values():
+            for lane, is_mine in zip(peer, (True, False), strict=True):
+                part = [key for key in keys if is_step(key) == is_mine]
+                if part or not keys:
+                    yield lane, part
 
 
 class _Lane:
     """A sending thread to one peer, and its connection."""
 
     def __init__(
-        self, own: BlobFolder, owner_rank: int, caller: RetryingClient, may_send: Callable[[], bool], throttle: Throttle
+        self, caller: RetryingClient, own: BlobFolder, owner_rank: int, may_send: Callable[[], bool], throttle: Throttle
     ) -> None:
         self._throttle = throttle
         self._own = own
@@ -157,16 +143,13 @@ class _Lane:
         self._thread.shutdown(wait=False)  # the thread may be connecting, until its deadline
 
     def _copy_all(self, keys: Sequence[str], until_s: float) -> ServerWork:
-        def put(key: str) -> ServerWork:
-            return self._caller.call(f"copy of {key}", lambda link: self._put(link, key), until_s)
-
-        return slowest(list(map(put, keys)))
+        return slowest(self._caller.call(f"copy of {key}", partial(self._put, key), until_s) for key in keys)
 
     def _forget(self, keys: Sequence[str], until_s: float) -> None:
         request = Drop(owner_rank=self._owner_rank, keys=tuple(keys))
         self._caller.call(f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s)
 
-    def _put(self, link: Connection, key: str) -> ServerWork:
+    def _put(self, key: str, link: Connection) -> ServerWork:
         if not is_update(key):
             return self._send(link, key)
         update = update_from_bytes(self._own.get(key).header)
@@ -217,12 +200,6 @@ class _Lane:
         self._caller.pause(0)
         while not self._may_send() and time.monotonic() < until_s:
             self._caller.pause(_YIELD_S)
-
-
-def _failed(error: CheckpointSaveError) -> Future[ServerWork]:
-    future: Future[ServerWork] = Future()
-    future.set_exception(error)
-    return future
 
 
 def _all_done(parts: Sequence[Future[ServerWork]]) -> Future[ServerWork]:

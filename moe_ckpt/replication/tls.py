@@ -26,8 +26,11 @@ def open_tls(config: TlsConfig) -> TlsEnds | None:
     """Return the contexts of a node, or None without TLS. Raises ConfigError, naming the setting, for a bad file."""
     if config.certificate is None or config.key is None or config.authority is None:
         return None
-    for name in ("certificate", "key", "authority"):
-        _require_readable(f"ckpt.tls.{name}", getattr(config, name))
+    for name, path in (("certificate", config.certificate), ("key", config.key), ("authority", config.authority)):
+        try:
+            Path(path).open("rb").close()
+        except OSError as error:
+            require(False, f"ckpt.tls.{name}", path, f"a file that can be read ({error.strerror})")
     client, server = (
         _context(protocol, config.certificate, config.key, config.authority)
         for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
@@ -57,10 +60,3 @@ def _context(protocol: int, certificate: str, key: str, authority: str) -> ssl.S
         wanted = f"the private key, without a password, of ckpt.tls.certificate={certificate} ({error.reason or error})"
         require(False, "ckpt.tls.key", key, wanted)
     return context
-
-
-def _require_readable(setting: str, path: str) -> None:
-    try:
-        Path(path).open("rb").close()
-    except OSError as error:
-        require(False, setting, path, f"a file that can be read ({error.strerror})")

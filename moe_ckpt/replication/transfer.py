@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import torch
 
@@ -38,8 +38,11 @@ class Consumer(Protocol):
         ...
 
 
-Begin = Callable[[BlobFolder, str, bytes, torch.Tensor | None, int], Consumer]
-"""Returns the consumer of a key's header and payload, and does not raise: the header may be garbled."""
+BlobParts = tuple[BlobFolder, str, bytes, torch.Tensor | None, int]
+"""A blob that arrives: its folder, key, header, payload and the payload's bytes."""
+
+Begin = Callable[[Unpack[BlobParts]], Consumer]
+"""Returns the consumer of a blob, and does not raise: the header may be garbled."""
 
 
 class Deposit:
