@@ -6,7 +6,7 @@ import torch
 
 from moe_ckpt.config import require, require_choice
 from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend
-from moe_ckpt.elastic.staged import StagedBackend
+from moe_ckpt.elastic.staged import staged_backend
 
 AUTO, NCCL, GLOO, STAGED = "auto", "nccl", "gloo", "staged"
 
@@ -44,6 +44,6 @@ def open_backend(*, on_gpu: bool, kind: str = AUTO) -> Backend:
         case "nccl":
             return NcclBackend()
         case "staged":
-            return StagedBackend(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+            return staged_backend(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
         case _:
             return GlooBackend()

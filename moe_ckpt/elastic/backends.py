@@ -25,6 +25,7 @@ from moe_ckpt.errors import PeersLostError
 
 _log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.0001
+_HOST = torch.device("cpu")
 _NCCL_NEVER_ENDS_THE_PROCESS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -86,11 +87,13 @@ class Backend(Protocol):
 class GlooBackend:
     """gloo over TCP. It has no abort; shutting its sockets down makes operations fail within milliseconds.
 
-    The sockets are those that the process opened between `begin` and `formed`: open no others meanwhile.
+    The sockets are those that the process opened between `begin` and `formed`: open no others meanwhile. Tensors are on
+    `device`; for one that is not the host, `wrap` makes a group of gloo's that copies them.
     """
 
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, device: torch.device = _HOST, wrap: Callable[[Any], Any] = lambda group: group) -> None:
+        self.device = device
+        self.wrap = wrap
         self.can_forget = True
         self.closing_s: float | None = 0.5
         self._before: frozenset[str] = frozenset()
@@ -101,18 +104,18 @@ class GlooBackend:
         self._own = None
 
     def mark(self) -> Mark | None:
-        return None
+        return None  # an awaited operation is complete, but for copies of results in the order of the stream
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=form_s))
         backend._set_default_timeout(timedelta(seconds=operation_s))
-        return group_of(backend, store, self.device, dist.ProcessGroup.BackendType.GLOO)
+        return self.wrap(group_of(backend, store, _HOST, dist.ProcessGroup.BackendType.GLOO))
 
     def formed(self) -> None:
         self._own = frozenset(_open_sockets()) - self._before
 
     def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        pass  # an awaited operation is complete
+        pass  # as for `mark`: nothing can be lost any more
 
     def cut(self, insides: Sequence[Any]) -> None:  # noqa: ARG002 - gloo offers nothing to call
         for inode, fd in _open_sockets().items():

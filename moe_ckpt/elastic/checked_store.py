@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from moe_ckpt.errors import StoreLostError
 
-T = TypeVar("T")
 _PROBES = 4  # in the time that a connection may be silent
 _LONGEST_PAUSE_S = 32767  # Linux allows no more
 
@@ -39,32 +38,11 @@ class CheckedStore(dist.Store):
         self._client = client
         self._waits = waits
 
-    def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._client.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        return self._ask(lambda: self._client.get(key))
-
-    def add(self, key: str, value: int) -> int:
-        return self._ask(lambda: self._client.add(key, value))
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._ask(lambda: self._client.compare_set(key, expected_value, desired_value))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(lambda: self._client.check(list(keys)))
-
-    def delete_key(self, key: str) -> bool:
-        return self._ask(lambda: self._client.delete_key(key))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limits = () if timeout is None else (timeout,)
-        self._ask(lambda: self._client.wait(list(keys), *limits))
-
-    def _ask(self, request: Callable[[], T]) -> T:
+    def ask(self, request: str, /, *arguments: Any) -> Any:
+        """Send one request. Raises StoreLostError, or torch's DistStoreError."""
         with self._waits():
             try:
-                return request()
+                return getattr(self._client, request)(*arguments)
             except dist.DistStoreError:
                 raise  # the store has answered: a wait took too long
             except (RuntimeError, OSError) as error:  # DistNetworkError, and that of a socket that is closed
@@ -73,6 +51,10 @@ class CheckedStore(dist.Store):
                     f"the store of the job at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
                     f"does not answer ({first_line}): its node has failed, or the network to it is cut"
                 ) from error
+
+
+for _name in ("set", "get", "add", "compare_set", "check", "delete_key", "wait"):
+    setattr(CheckedStore, _name, partialmethod(CheckedStore.ask, _name))
 
 
 def end_silent_connections(port: int, after_s: float) -> None:

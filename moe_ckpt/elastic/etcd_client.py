@@ -76,7 +76,8 @@ class EtcdClient:
     ) -> Answer:
         """Carry out the operations `then` if all conditions hold, else `otherwise`, as one change."""
         if self._lease and time.monotonic() > self._renewed_s + _RENEW_S:
-            self._renew()
+            self._renewed_s = time.monotonic()
+            self._ask("/v3/lease/keepalive", {"ID": self._lease})
         request = {"compare": list(conditions), "success": list(then), "failure": list(otherwise)}
         answer = self._ask("/v3/kv/txn", request)
         parts = answer.get("responses", [])
@@ -126,10 +127,6 @@ class EtcdClient:
             found = Entry(granted.encode(), 0) if answer.succeeded else answer.entries[0]
         assert found is not None, "a key of the job was deleted"
         return found.value.decode()
-
-    def _renew(self) -> None:
-        self._renewed_s = time.monotonic()
-        self._ask("/v3/lease/keepalive", {"ID": self._lease})
 
     def _ask(self, path: str, request: Operation) -> dict[str, Any]:
         body = json.dumps(request)

@@ -207,7 +207,8 @@ class Membership:
         An error of communication ends it. Any other error is the caller's own, unless the generation has just ended:
         then it may come from the contents of tensors of an operation that was cut off.
         """
-        _forget_frames(error)
+        for cause in causes_of(error):  # groups live as long as a frame of a traceback refers to them
+            traceback.clear_frames(cause.__traceback__)
         if any(isinstance(cause, PeersLostError) for cause in causes_of(error)):
             self._generations.end(self.generation, f"rank {self.member.global_rank}: {error}")
             return True
@@ -302,12 +303,6 @@ def fault_of_end(reason: str) -> FaultClass:
     if reason.endswith(DAEMON_DIED):
         return FaultClass.DAEMON
     return FaultClass.RESTART if not reason or reason.endswith(STARTED_AGAIN) else FaultClass.CONNECTION
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Clear the frames of an error's traceback: groups live as long as a frame refers to them."""
-    for cause in causes_of(error):
-        traceback.clear_frames(cause.__traceback__)
 
 
 def _exit(status: int, reason: str) -> NoReturn:

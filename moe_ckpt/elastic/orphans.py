@@ -6,12 +6,13 @@ resource trackers, also in sessions of their own. Must not: end a process that t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
 from moe_ckpt.linux import children_of
 
@@ -29,9 +30,11 @@ def adopt_orphans() -> None:
 def reap_ended(but: Collection[int]) -> set[int]:
     """Collect the exit statuses of children that have ended, up to one of `but`; return their pids."""
     reaped: set[int] = set()
-    while (ended := _first_ended()) and ended not in but:
-        os.waitpid(ended, 0)
-        reaped.add(ended)
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT  # the status of a child in `but` is left for its own caller
+    with contextlib.suppress(ChildProcessError):  # there is none
+        while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid not in but:
+            os.waitpid(ended.si_pid, 0)
+            reaped.add(ended.si_pid)
     return reaped
 
 
@@ -50,28 +53,24 @@ def end_orphans(own: Collection[int], *, grace_s: float = GRACE_S) -> None:
         is_gentle = now_s < gently_until_s
         for pid in orphans:
             os.kill(pid, signal.SIGTERM if is_gentle else signal.SIGKILL)  # one that has ended takes it, too
-        _reap_one(orphans, (gently_until_s if is_gentle else until_s) - now_s)
+        with watching(orphans) as ended:
+            for pid in ended((gently_until_s if is_gentle else until_s) - now_s):
+                os.waitpid(pid, 0)
 
 
-def _reap_one(pids: list[int], timeout_s: float) -> None:
-    """Wait until one of these children has ended, and collect the statuses of all that have."""
-    poll, fds = select.poll(), [os.pidfd_open(pid) for pid in pids]
+@contextlib.contextmanager
+def watching(pids: Collection[int]) -> Iterator[Callable[[float], list[int]]]:
+    """Give a function that waits up to some seconds until any of these children has ended, and returns those that have.
+
+    Their exit statuses are still to be collected.
+    """
+    poll, pid_of = select.poll(), dict[int, int]()
     try:
-        for fd in fds:
+        for pid in pids:
+            fd = os.pidfd_open(pid)
+            pid_of[fd] = pid
             poll.register(fd, select.POLLIN)
-        ended = {fd for fd, _ in poll.poll(1000 * timeout_s)}
+        yield lambda timeout_s: [pid_of[fd] for fd, _ in poll.poll(1000 * timeout_s)]
     finally:
-        for fd in fds:
+        for fd in pid_of:
             os.close(fd)
-    for pid, fd in zip(pids, fds, strict=True):
-        if fd in ended:
-            os.waitpid(pid, 0)
-
-
-def _first_ended() -> int:
-    """Return the pid of a child that has ended and was not waited for, or 0."""
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0
-    return ended.si_pid if ended else 0

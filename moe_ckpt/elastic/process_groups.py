@@ -95,6 +95,10 @@ class ElasticGroup(dist.ProcessGroup):
         """The collective operations that the inner group has begun: gloo numbers its messages by them."""
         return self.inside._get_sequence_number_for_group() - self.transfers.total
 
+    def run(self, name: str, /, *arguments: Any, **options: Any) -> dist.Work:
+        """Begin an operation of the inner group. Raises PeersLostError if ranks are lost."""
+        return self._groups.run(self, name, arguments, options)
+
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -109,15 +113,8 @@ class ElasticGroup(dist.ProcessGroup):
         return self._groups.end_batch(self)
 
 
-def _forwarded(name: str) -> Callable[..., dist.Work]:
-    def operation(self: ElasticGroup, *arguments: Any, **options: Any) -> dist.Work:
-        return self._groups.run(self, name, arguments, options)
-
-    return operation
-
-
 for _name in OPERATIONS:
-    setattr(ElasticGroup, _name, _forwarded(_name))
+    setattr(ElasticGroup, _name, functools.partialmethod(ElasticGroup.run, _name))
 
 
 class ElasticGroups:
@@ -225,7 +222,8 @@ class ElasticGroups:
         for transport in self._distinct:
             self._wait_for_quiet(transport, begun_s)
         gc.collect()
-        _return_free_memory()
+        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc, which keeps freed blocks
+            ctypes.CDLL(None).malloc_trim(0)
 
     def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
         """Begin an operation of a handle's inner group. Raises PeersLostError if ranks are lost."""
@@ -327,12 +325,8 @@ class ElasticGroups:
             time.sleep(0.001)
 
     def _wait_for_helper(self, work: Any) -> None:
-        helper: Helper = getattr(self._helpers, "own", None) or Helper()
-        self._helpers.own = helper
-        outcome = WaitResult()
-        with self._lock:
-            self._awaited.add(outcome)
-        helper.start(_host_part(work).wait, outcome)
+        helper = self._helpers.own = getattr(self._helpers, "own", None) or Helper()
+        outcome = self._start(helper, _host_part(work).wait)
         try:
             self._await(outcome, None)
         finally:
@@ -341,12 +335,11 @@ class ElasticGroups:
                 self._unfinished[id(work)] = (helper, *self._unfinished.get(id(work), ()))
                 helper.close()
 
-    def _start(self, call: Callable[[], object]) -> WaitResult:
-        outcome, helper = WaitResult(), Helper()
+    def _start(self, helper: Helper, call: Callable[[], object]) -> WaitResult:
+        outcome = WaitResult()
         with self._lock:
             self._awaited.add(outcome)
         helper.start(call, outcome)
-        helper.close()
         return outcome
 
     def _await(self, outcome: WaitResult, timeout_s: float | None) -> None:
@@ -368,7 +361,11 @@ class ElasticGroups:
         shared = list({handle.members: handle for handle in handles}.values())
         parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
         transport.begin()
-        outcomes = [self._start(lambda part=part: self._form(part, store, over, made)) for part in parts]
+        outcomes: list[WaitResult] = []
+        for part in parts:
+            helper = Helper()
+            outcomes.append(self._start(helper, functools.partial(self._form, part, store, over, made)))
+            helper.close()
         try:
             for outcome in outcomes:
                 self._await(outcome, 2 * self._timeouts.form_s)
@@ -379,11 +376,7 @@ class ElasticGroups:
             transport.formed()
 
     def _form(
-        self,
-        handles: Sequence[ElasticGroup],
-        store: dist.Store,
-        over: threading.Event,
-        made: dict[str, Any],
+        self, handles: Sequence[ElasticGroup], store: dist.Store, over: threading.Event, made: dict[str, Any]
     ) -> None:
         for handle in handles:
             if over.is_set():
@@ -398,8 +391,10 @@ class ElasticGroups:
 
     def _create(self, backend: str, transport: Backend, options: Any, _: Any) -> ElasticGroup:
         ranks = options.global_ranks_in_group or range(options.group_size)  # torch names no ranks for the world
-        members = _name_of(backend, ranks) if self._shares else f"{backend}/{options.group_id}"
-        handle = ElasticGroup(members, options.group_rank, options.group_size, transport, self)
+        # the same name on all members; backends stay apart: a thread that writes checkpoints communicates beside
+        # training, in an order of its own
+        members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16] if self._shares else options.group_id
+        handle = ElasticGroup(f"{backend}/{members}", options.group_rank, options.group_size, transport, self)
         self._handles.append(handle)
         return handle
 
@@ -425,14 +420,6 @@ class _Operation(dist.Work):
         return self._work.result()
 
 
-def _name_of(backend: str, ranks: Sequence[int]) -> str:
-    """Return a name for the members of a group, the same on all of them.
-
-    Backends stay apart: a thread that writes checkpoints communicates beside training, in an order of its own.
-    """
-    return f"{backend}/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}"
-
-
 def _host_part(work: Any) -> Any:
     """Return the part of an operation that may be waited for late: it writes to no tensor of a next generation."""
     return work.host_work if isinstance(work, StagedWork) else work
@@ -451,9 +438,3 @@ def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
 
 def _nobody(waiting: bool) -> None:
     pass
-
-
-def _return_free_memory() -> None:
-    """Return freed memory to the system: glibc keeps freed blocks of this size."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)

@@ -56,15 +56,11 @@ class PollingStore(dist.Store):
             waited_s = time.monotonic() - begun_s
             if waited_s > wanted_s:
                 raise PeersLostError(f"rendezvous: got no {keys} in {wanted_s:g} s")
-            time.sleep(_pause_s(waited_s))  # a blocking wait could not be left
+            # a blocking wait could not be left; a quarter of the time so far, as all ranks ask one server
+            time.sleep(min(max(_LEAST_PAUSE_S, waited_s / 4), _MOST_PAUSE_S))
 
     def _ask(self, request: Callable[[], T]) -> T:
         with self._lock:
             if self._is_over():
                 raise PeersLostError("rendezvous: other ranks were lost")
             return request()
-
-
-def _pause_s(waited_s: float) -> float:
-    """Return the pause before the next request: a quarter of the time so far, as all ranks ask one server."""
-    return min(max(_LEAST_PAUSE_S, waited_s / 4), _MOST_PAUSE_S)

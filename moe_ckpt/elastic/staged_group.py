@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class StagedGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._host_group._get_sequence_number_for_group()
 
-    def run(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> StagedWork:
+    def run(self, name: str, /, *arguments: Any, **options: Any) -> StagedWork:
         """Begin an operation on host copies of its tensors."""
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -85,15 +86,8 @@ class StagedGroup(dist.ProcessGroup):
         return StagedWork(getattr(self._host_group, name)(*staged, **options), results)
 
 
-def _forwarded(name: str) -> Callable[..., dist.Work]:
-    def operation(self: StagedGroup, *arguments: Any, **options: Any) -> dist.Work:
-        return self.run(name, arguments, options)
-
-    return operation
-
-
 for _name in OPERATIONS:
-    setattr(StagedGroup, _name, _forwarded(_name))
+    setattr(StagedGroup, _name, partialmethod(StagedGroup.run, _name))
 
 
 def _mapped(copy: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

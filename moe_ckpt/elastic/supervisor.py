@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -29,7 +28,7 @@ from typing import Any, NoReturn
 from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.elastic.failures import WORKER_FAULT, Failure
 from moe_ckpt.elastic.generations import DAEMON_DIED, STARTED_AGAIN, STORE_LOST, SUPERVISOR, Generations
-from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended
+from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended, watching
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_deaths
 from moe_ckpt.elastic.starvation import Silence, read_threads
@@ -39,7 +38,7 @@ from moe_ckpt.linux import children_of
 from moe_ckpt.types import Phase
 
 _log = logging.getLogger(__name__)
-_WATCH_EVERY_MS = 50
+_WATCH_EVERY_S = 0.05
 _LOOK_FOR_NOTICE_S = 1.0
 _FAILED = 1
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -216,11 +215,8 @@ class Supervisor:
 
     def _watch(self) -> str | None:
         """Return when the worker is dead, or about to be: with the reason if this supervisor has killed it."""
-        pidfd = os.pidfd_open(self._pid)
-        try:
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            while not poll.poll(_WATCH_EVERY_MS):
+        with watching([self._pid]) as ended:
+            while not ended(_WATCH_EVERY_S):
                 self._replace_dead_daemon()
                 self._beside -= reap_ended({self._pid, self._daemon_pid})
                 self._heed_notice()
@@ -228,8 +224,6 @@ class Supervisor:
                 if hung:
                     os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
                     return hung
-        finally:
-            os.close(pidfd)
         return None
 
     def _replace_dead_daemon(self) -> None:
@@ -324,13 +318,11 @@ class Supervisor:
         if self._hooks.save_last is None or not self._limits.stop_save_s:
             return
         pid = start_beside(self._hooks.save_last)
-        saving = os.pidfd_open(pid)
-        poll = select.poll()
-        poll.register(saving, select.POLLIN)
-        if not poll.poll(self._limits.stop_save_s * 1000):
-            os.kill(pid, signal.SIGKILL)  # and no wait: a process that waits for a disk ends when the disk answers
-            limit = f"runtime.stop_save_s={self._limits.stop_save_s:g} seconds"
-            _complain(f"rank {self._global_rank}: not saved within {limit}: the next start uses an older state")
+        with watching([pid]) as ended:
+            if not ended(self._limits.stop_save_s):
+                os.kill(pid, signal.SIGKILL)  # and no wait: a process that waits for a disk ends when the disk answers
+                limit = f"runtime.stop_save_s={self._limits.stop_save_s:g} seconds"
+                _complain(f"rank {self._global_rank}: not saved within {limit}: the next start uses an older state")
 
 
 def _end(pid: int) -> int:

@@ -70,10 +70,6 @@ class _Merge:
         has_all = all(done == len(self._sends[rank]) for rank, done in self._done.items())
         return self.fits and has_all and self.gradient.is_complete
 
-    @property
-    def is_in_progress(self) -> bool:
-        return self.fits and not self.is_complete
-
     def follow(self, operation: int, streams: Mapping[int, _WatchedStream]) -> None:
         """Add the messages that have come since the last call."""
         for rank, stream in streams.items():
@@ -115,8 +111,9 @@ class _Group:
                 if number == len(sends):
                     return
                 self.merges[operation] = _Merge(number, self.before.buckets[number], sends[number])
-            self.merges[operation].follow(operation, self.streams)
-            if self.merges[operation].is_in_progress:
+            merge = self.merges[operation]
+            merge.follow(operation, self.streams)
+            if merge.fits and not merge.is_complete:
                 return
 
     def operations(self, wanted: range) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.elastic.process_groups import BACKEND
-from moe_ckpt.elastic.staged import StagedBackend, register_staged
+from moe_ckpt.elastic.staged import register_staged, staged_backend
 from moe_ckpt.elastic.staged_group import STAGED
 from tests.elastic.collectives import call_all, make_groups, ones, outcome_of, with_plain_gloo
 from tests.elastic.workers import (
@@ -29,7 +29,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 def over_generations(folder: str, device: str) -> list[dict[str, Any]]:
     torch.set_default_device(device)
-    groups = open_groups(own_rank(), 3, transport=StagedBackend(torch.device(device)))
+    groups = open_groups(own_rank(), 3, transport=staged_backend(torch.device(device)))
     places, store = make_groups(BACKEND), open_store(folder)
     results = []
     for generation in (1, 2):
@@ -85,7 +85,7 @@ def wait_after_a_leave(folder: str) -> tuple[list[float], list[float], str, list
 
     And the tensor of that operation.
     """
-    groups = open_groups(own_rank(), 2, transport=StagedBackend(CPU))
+    groups = open_groups(own_rank(), 2, transport=staged_backend(CPU))
     groups.form(open_store(folder), 1)
     in_time, late = ones(2), ones(2)
     begun: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in (in_time, late)]
