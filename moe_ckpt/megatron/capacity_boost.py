@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
@@ -29,9 +29,7 @@ from moe_ckpt.megatron.layer_specs import moe_submodules
 from moe_ckpt.megatron.router import routers_of
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.policies.capacity_boost import boosted_capacity, made_up, share_of
-from moe_ckpt.types import OperatorId, OperatorKind
-
-IntArray = npt.NDArray[np.int64]
+from moe_ckpt.types import IntArray, OperatorId, OperatorKind
 
 
 class BoostedRouter(TopKRouter):
@@ -217,7 +215,7 @@ class CapacityBoost:
             return None
         return CapacityBoosted(
             iteration=iteration,
-            layers=[_name(self.layers[layer]) for layer in self._recovering],
+            layers=[str(replace(self.layers[layer], kind=OperatorKind.BLOCK)) for layer in self._recovering],
             capacity=[self._routers[layer].capacity.tolist() for layer in self._recovering],
             deficit=self._deficit[self._recovering].tolist(),
         )
@@ -256,7 +254,3 @@ def _shares_of_rank(deficit: IntArray, num_micro_batches: int) -> IntArray:
         for micro_batch in range(num_micro_batches)
     ]
     return np.stack(shares)
-
-
-def _name(gate: OperatorId) -> str:
-    return str(OperatorId(kind=OperatorKind.BLOCK, layer=gate.layer, mtp_depth=gate.mtp_depth))

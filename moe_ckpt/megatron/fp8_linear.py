@@ -299,7 +299,7 @@ def multiplying_fp8(function: Callable[..., torch.Tensor]) -> Callable[..., torc
         rounded = [_Passed.apply(input, roundings.input, None), _Passed.apply(weight, roundings.weight, None)]
 
         def round_gradient(gradient: torch.Tensor) -> torch.Tensor:
-            rounded = roundings.gradient(gradient)  # in any case: it notes the largest value
+            rounded = roundings.gradient(gradient)  # in any case: it notes the largest value, as of one that overflowed
             return rounded if torch.isfinite(gradient).all() else gradient
 
         output = function(*rounded, *arguments, **options)

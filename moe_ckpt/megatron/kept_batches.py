@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from moe_ckpt.config import require
-from moe_ckpt.errors import ConfigError
 
 SETTING = "run.keep_batches_bytes"
 _NUMBERS, _BEGAN, _STATE = "numbers", "began", "state"
@@ -311,9 +310,3 @@ def _generators_kept() -> Iterator[None]:
         yield
     finally:
         _set_generators(states)
-
-
-def require_iterator(loader: Any, option: str) -> None:
-    """Raise ConfigError, naming the option, for a loader that is no iterator."""
-    if loader is not None and not hasattr(loader, "__next__"):
-        raise ConfigError(f"{option}: got {type(loader).__name__}, wanted an iterator, which has __next__")

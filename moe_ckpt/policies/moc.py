@@ -21,7 +21,6 @@ from moe_ckpt.policies.expert_selection import (
     next_k,
     sequential_experts,
 )
-from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
 from moe_ckpt.policies.partial import (
     MoeStage,
@@ -33,7 +32,7 @@ from moe_ckpt.policies.partial import (
     require_experts,
 )
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
-from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
+from moe_ckpt.types import ExpertChoice, IntArray, Measured, SnapshotPlan
 
 _SEQUENTIAL = "sequential"
 _MOST_SHOWN = 16

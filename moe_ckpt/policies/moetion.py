@@ -16,7 +16,6 @@ from moe_ckpt.config import MoetionConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.expert_budget import affordable_experts, allocate, budget_bytes
 from moe_ckpt.policies.expert_selection import Selection, most_popular, sent_by_gradient, within_links
-from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
 from moe_ckpt.policies.partial import (
     MoeStage,
@@ -28,7 +27,7 @@ from moe_ckpt.policies.partial import (
     require_experts,
 )
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
-from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
+from moe_ckpt.types import ExpertChoice, IntArray, Measured, SnapshotPlan
 
 
 class PopularExperts:

@@ -13,10 +13,19 @@ import numpy as np
 from moe_ckpt.config import PartialConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.expert_selection import Selection
-from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
-from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, SlotPlan, SnapshotPlan, UnitPlan
+from moe_ckpt.types import (
+    CORE,
+    ExpertChoice,
+    IntArray,
+    Measured,
+    OperatorKind,
+    OperatorTable,
+    SlotPlan,
+    SnapshotPlan,
+    UnitPlan,
+)
 
 PARTIAL_STATE = ("both", "weights", "moments")
 """The part of an expert that is a unit; the rest is in the core.
