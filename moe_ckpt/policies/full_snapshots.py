@@ -56,12 +56,16 @@ class WholeSnapshots:
         durable = self._next is not None and every > 0 and iteration % every == 0
         if self._next is not None and iteration < self._next:
             return SnapshotPlan(durable=durable)
-        if not self._is_auto:
-            return self._take(iteration, None, durable=durable)
-        measured = measure()
-        choice = self._choose(measured)
-        rest_iters = int(measured.iters_since_quiet >= _STALE_ITERS)
-        return self._take(iteration, choice, durable=durable, rest_iters=rest_iters)
+        choice, rest_iters = None, 0
+        if self._is_auto:
+            measured = measure()
+            choice, rest_iters = self._choose(measured), int(measured.iters_since_quiet >= _STALE_ITERS)
+        self._next = iteration + (self._every_iters or self._config.profile_iters) + rest_iters
+        plan = everything_at(iteration, self._stages[self._own_stage].table)
+        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
+        if to_disk:
+            self._newest_on_disk = iteration
+        return SnapshotPlan(durable=durable, sparse=plan, interval=choice, to_disk=to_disk)
 
     def forecast(self) -> MemoryForecast:
         """Return the host memory of the rank that needs the most."""
@@ -81,16 +85,6 @@ class WholeSnapshots:
     @property
     def _is_auto(self) -> bool:
         return self._config.every_iters == AUTO
-
-    def _take(
-        self, iteration: int, choice: IntervalChoice | None, *, durable: bool, rest_iters: int = 0
-    ) -> SnapshotPlan:
-        self._next = iteration + (self._every_iters or self._config.profile_iters) + rest_iters
-        plan = everything_at(iteration, self._stages[self._own_stage].table)
-        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
-        if to_disk:
-            self._newest_on_disk = iteration
-        return SnapshotPlan(durable=durable, sparse=plan, interval=choice, to_disk=to_disk)
 
     def _choose(self, measured: Measured) -> IntervalChoice | None:
         """Set the interval by measurements; without any, return None and set no interval."""

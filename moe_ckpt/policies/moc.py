@@ -34,7 +34,6 @@ from moe_ckpt.policies.partial import (
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
 from moe_ckpt.types import ExpertChoice, IntArray, Measured, SnapshotPlan
 
-_SEQUENTIAL = "sequential"
 _MOST_SHOWN = 16
 
 
@@ -50,6 +49,7 @@ class PartialExperts:
     def __init__(self, config: MocConfig, stages: Sequence[StageProfile], own_stage: int, ep: int) -> None:
         require_experts(stages, config.policy)
         self._config = config
+        self._is_sequential = config.selection == "sequential"
         self._stages = [MoeStage(stage.table, config.partial) for stage in stages]
         self._stage = self._stages[own_stage]
         self._ep = ep
@@ -117,19 +117,22 @@ class PartialExperts:
         everything, nothing = self._stage.everything, self._stage.nothing
         tokens = counted(self._stage, measured.popularity)
         self._unsaved_in_memory += tokens
-        self._unsaved_on_disk += tokens if self._config.selection != _SEQUENTIAL else 0
+        self._unsaved_on_disk += 0 if self._is_sequential else tokens
         if not self._rhythm.has_begun:
             self._unsaved_in_memory[:], self._unsaved_on_disk[:] = 0, 0
             on_disk = everything if to_disk else nothing
             return ExpertChoice(memory=everything, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
         memory = self._select(self._k_of(measured), to_disk=to_disk)
-        on_disk = self._select_for_disk(memory) if to_disk else nothing
+        on_disk = nothing
+        if to_disk:
+            self._unsaved_on_disk += 1 if self._is_sequential else 0  # turns, in place of tokens
+            on_disk = most_unsaved_of(memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep)
         self._unsaved_in_memory[marked(memory, tokens.shape)] = 0
         self._unsaved_on_disk[marked(on_disk, tokens.shape)] = 0
         return ExpertChoice(memory=memory, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
 
     def _select(self, k: int, *, to_disk: bool) -> Selection:
-        if self._config.selection != _SEQUENTIAL:
+        if not self._is_sequential:
             return most_popular(self._unsaved_in_memory, [k] * self._stage.num_layers)  # section 3.2
         turn = self._turn_to_disk if to_disk else self._turn
         self._turn_to_disk, self._turn = self._turn_to_disk + to_disk, self._turn + (not to_disk)
@@ -138,11 +141,6 @@ class PartialExperts:
     def _in_turns(self, turn: int, k: int) -> Selection:
         num_layers, num_experts = self._stage.num_layers, self._stage.num_experts
         return sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=self._ep, k=k)
-
-    def _select_for_disk(self, memory: Selection) -> Selection:
-        if self._config.selection == _SEQUENTIAL:
-            self._unsaved_on_disk += 1  # turns
-        return most_unsaved_of(memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep)
 
     def _k_of(self, measured: Measured) -> int:
         """Return K_snapshot: the configured one, or that of Dynamic-K; for auto at least what is copied in time."""
@@ -155,8 +153,8 @@ class PartialExperts:
     @cached_property
     def _bottlenecks(self) -> list[IntArray]:
         """By number of experts, the most bytes that a rank copies, for each stage with experts."""
-        sequential = self._config.selection == _SEQUENTIAL
-        stages = (stage for stage in self._stages if stage.num_layers)
         return [
-            bottleneck_by_k(each.core_bytes, each.expert_bytes, ep=self._ep, sequential=sequential) for each in stages
+            bottleneck_by_k(each.core_bytes, each.expert_bytes, ep=self._ep, sequential=self._is_sequential)
+            for each in self._stages
+            if each.num_layers
         ]
