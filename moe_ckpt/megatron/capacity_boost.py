@@ -29,7 +29,7 @@ from moe_ckpt.megatron.layer_specs import moe_submodules
 from moe_ckpt.megatron.router import routers_of
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.policies.capacity_boost import boosted_capacity, made_up, share_of
-from moe_ckpt.types import IntArray, OperatorId, OperatorKind
+from moe_ckpt.types import IntArray, OperatorKind
 
 
 class BoostedRouter(TopKRouter):
@@ -134,36 +134,27 @@ class CapacityBoost:
 
     Call `begin_iteration`, forward and backward, `end_iteration`; the sum of its results over the ranks of the stage
     goes to `make_up` before the next iteration. So the deficit is the same on all ranks, int64 [layers, experts]. Extra
-    tokens of a micro-batch are rounded down: a capacity below 1 / `factor` has none.
+    tokens of a micro-batch are rounded down: a capacity below 1 / `factor` has none. Layers are in order from front to
+    back; `num_micro_batches` are those of a rank in an iteration. The constructor raises ConfigError if the capacity of
+    Megatron's experts cannot be raised.
     """
 
-    def __init__(
-        self, layers: tuple[OperatorId, ...], routers: list[BoostedRouter], num_micro_batches: int, factor: float
-    ) -> None:
-        self.layers = layers
-        self._routers = routers
+    def __init__(self, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10) -> None:
+        found = dict(routers_of(state))
+        self.layers = tuple(found)
+        self._routers: list[BoostedRouter] = []
         self._num_micro_batches = num_micro_batches
         self._factor = factor
-        num_experts = cast("int", routers[0].num_experts) if routers else 0
-        self._deficit = np.zeros((len(routers), num_experts), np.int64)
-        self._recovering: list[int] = []
-
-    @classmethod
-    def find(cls, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10) -> CapacityBoost:
-        """Return the boost of this rank's model, with the MoE layers from front to back; no expert recovers yet.
-
-        `num_micro_batches` are those of a rank in an iteration. Raises ConfigError if the capacity of Megatron's
-        experts cannot be raised.
-        """
-        found = dict(routers_of(state))
         config = cast("Any", state.model[0]).config
-        if config.moe_expert_capacity_factor is None:
-            return cls(tuple(found), [], num_micro_batches, factor)
-        _check_can_be_boosted(config)
-        for router in found.values():
-            wanted = "BoostedRouter (`use_router` puts it into a block's specification)"
-            require(isinstance(router, BoostedRouter), "MoESubmodules.router", type(router).__name__, wanted)
-        return cls(tuple(found), cast("list[BoostedRouter]", list(found.values())), num_micro_batches, factor)
+        if config.moe_expert_capacity_factor is not None:
+            _check_can_be_boosted(config)
+            for router in found.values():
+                wanted = "BoostedRouter (`use_router` puts it into a block's specification)"
+                require(isinstance(router, BoostedRouter), "MoESubmodules.router", type(router).__name__, wanted)
+                self._routers.append(cast("BoostedRouter", router))
+        num_experts = cast("int", self._routers[0].num_experts) if self._routers else 0
+        self._deficit = np.zeros((len(self._routers), num_experts), np.int64)
+        self._recovering: list[int] = []
 
     @property
     def is_capacity_limited(self) -> bool:
