@@ -62,19 +62,15 @@ class LoopBatches(Protocol):
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
         """An iteration begins; no recovery runs one before `oldest` again (None: any may be run)."""
-        ...
 
     def draw_seeds(self, iteration: int) -> None:
         """Draw from the generators as the loop's own reading of samples does, before forward of an iteration."""
-        ...
 
     def training_after(self, done: int) -> Any:
         """Return an iterator from the first sample of iteration `done + 1` on, as the schedule takes it."""
-        ...
 
     def forecast(self, iteration: int) -> list[str]:
         """Return lines for the log after the first iteration."""
-        ...
 
 
 class RankTraining:
