@@ -110,7 +110,10 @@ class AttachedBridge:
         """Stand in for `train`: return once all ranks have done all iterations."""
         config, model_config = global_state.cfg, get_model_config(model[0])
         self._batches.validates_as(config.validation)
-        shape = _shape(config)
+        length = config.model.seq_length
+        shape = IterationShape(
+            micro_batch_size=config.train.micro_batch_size, sequence_length=length, decoder_sequence_length=length
+        )
         state = TrainingState(
             model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=shape.num_samples
         )
@@ -169,14 +172,3 @@ def _checked(update: Callable[[Any], None], settings: RunSettings) -> Callable[[
         require_supported(config)
 
     return checked
-
-
-def _shape(config: Any) -> IterationShape:
-    model = config.model
-    return IterationShape(
-        micro_batch_size=config.train.micro_batch_size,
-        sequence_length=model.seq_length,
-        decoder_sequence_length=model.seq_length,
-        context_parallel_size=model.context_parallel_size,
-        data_parallel_size=config.data_parallel_size,
-    )

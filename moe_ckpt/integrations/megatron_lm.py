@@ -96,7 +96,11 @@ class AttachedLoop:
             require(options.get(name) is None, f"pretrain: {name}", options.get(name), "None with moe_ckpt.run")
         _, _, process_non_loss, config, *others = rest
         args = self._training.get_args()
-        shape = _shape(args)
+        shape = IterationShape(
+            micro_batch_size=args.micro_batch_size,
+            sequence_length=args.seq_length,
+            decoder_sequence_length=args.decoder_seq_length,
+        )
         state = TrainingState(
             model=model,
             optimizer=optimizer,
@@ -178,13 +182,3 @@ def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingStat
 def _by_chunk(functions: list[Any]) -> Any:
     """Return functions of model chunks as Megatron's configuration holds them: a single one is no list."""
     return functions[0] if len(functions) == 1 else functions
-
-
-def _shape(args: Any) -> IterationShape:
-    return IterationShape(
-        micro_batch_size=args.micro_batch_size,
-        sequence_length=args.seq_length,
-        decoder_sequence_length=args.decoder_seq_length,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-    )

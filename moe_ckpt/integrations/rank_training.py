@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
@@ -42,17 +43,20 @@ from moe_ckpt.types import Phase, ReadyGradients
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationShape:
-    """The sizes of an iteration; `sequence_length` is that of a sample on all context-parallel ranks together."""
+    """The lengths of samples, on all context-parallel ranks together, and the samples of a micro-batch on one rank."""
 
     micro_batch_size: int
     sequence_length: int
     decoder_sequence_length: int | None
-    context_parallel_size: int
-    data_parallel_size: int
 
-    def num_samples(self, num_micro_batches: int | None = None) -> int:
-        """Return the samples of the current iteration, or of so many micro-batches, on all ranks together."""
-        return (num_micro_batches or get_num_microbatches()) * self.micro_batch_size * self.data_parallel_size
+    @property
+    def samples_of_micro_batches(self) -> int:
+        """The samples of a micro-batch of each rank, on all ranks together."""
+        return self.micro_batch_size * parallel_state.get_data_parallel_world_size()
+
+    def num_samples(self) -> int:
+        """Return the samples of the current iteration on all ranks together."""
+        return get_num_microbatches() * self.samples_of_micro_batches
 
 
 class LoopBatches(Protocol):
@@ -71,6 +75,7 @@ class LoopBatches(Protocol):
 
     def forecast(self, iteration: int) -> list[str]:
         """Return lines for the log after the first iteration."""
+        ...
 
 
 class RankTraining:
@@ -114,9 +119,9 @@ class RankTraining:
         return TrainingLoop(
             communicator=self.communicator,
             forward_backward=self._replay,
-            num_micro_batches=self._batches.consumed.largest_batch // self._shape.num_samples(num_micro_batches=1),
+            num_micro_batches=self._batches.consumed.largest_batch // self._shape.samples_of_micro_batches,
             micro_batch_size=self._shape.micro_batch_size,
-            sequence_length=self._shape.sequence_length // self._shape.context_parallel_size,
+            sequence_length=self._shape.sequence_length // parallel_state.get_context_parallel_world_size(),
         )
 
     def run(self, done: int, notes: Sequence[str]) -> None:
