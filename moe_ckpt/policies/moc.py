@@ -22,14 +22,14 @@ from moe_ckpt.policies.expert_selection import (
     sequential_experts,
 )
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
-from moe_ckpt.policies.partial import MoeStage, PartialPolicy, counted, forecast_units, marked
+from moe_ckpt.policies.partial import MoeStage, PartialSnapshots, counted, forecast_units, marked
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
 from moe_ckpt.types import ExpertChoice, IntArray, Measured
 
 _MOST_SHOWN = 16
 
 
-class PartialExperts(PartialPolicy):
+class PartialExperts(PartialSnapshots):
     """A checkpoint of everything at first, then partial ones.
 
     Experts take turns, or those with the most unsaved tokens first.

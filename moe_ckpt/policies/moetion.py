@@ -17,12 +17,12 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.expert_budget import affordable_experts, allocate, budget_bytes
 from moe_ckpt.policies.expert_selection import Selection, most_popular, sent_by_gradient, within_links
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
-from moe_ckpt.policies.partial import MoeStage, PartialPolicy, counted, forecast_units, marked
+from moe_ckpt.policies.partial import MoeStage, PartialSnapshots, counted, forecast_units, marked
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
 from moe_ckpt.types import ExpertChoice, IntArray, Measured
 
 
-class PopularExperts(PartialPolicy):
+class PopularExperts(PartialSnapshots):
     """A checkpoint of everything at first, then partial ones. Raises ConfigError."""
 
     def __init__(

@@ -120,7 +120,7 @@ class MoeStage:
         return (self._core(on_disk=False), *self._expert_units(in_memory))
 
 
-class PartialPolicy(ABC):
+class PartialSnapshots(ABC):
     """Partial snapshots: their iterations, those of them that go to disk, and the iterations of whole checkpoints.
 
     All ranks compute the same plan. The constructor raises ConfigError unless the model has experts, and if one of the
