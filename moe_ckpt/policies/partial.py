@@ -5,7 +5,7 @@ The core is all state but experts, in every snapshot; every expert is a unit of 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -14,7 +14,7 @@ import numpy as np
 from moe_ckpt.config import PartialConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.expert_selection import Selection
-from moe_ckpt.policies.memory_forecast import MemoryForecast
+from moe_ckpt.policies.memory_forecast import MemoryForecast, StageForecasts
 from moe_ckpt.policies.stage_profile import AUTO, is_due
 from moe_ckpt.types import (
     CORE,
@@ -120,7 +120,7 @@ class MoeStage:
         return (self._core(on_disk=False), *self._expert_units(in_memory))
 
 
-class PartialSnapshots(ABC):
+class PartialSnapshots(StageForecasts[MoeStage]):
     """Partial snapshots: their iterations, those of them that go to disk, and the iterations of whole checkpoints.
 
     All ranks compute the same plan. The constructor raises ConfigError unless the model has experts, and if one of the
@@ -137,9 +137,8 @@ class PartialSnapshots(ABC):
         for name in counts:
             got, wanted = getattr(config, name), f"at most {self._num_experts}, the experts of a layer"
             require(got == AUTO or int(got) <= self._num_experts, f"ckpt.{name}", got, wanted)
+        super().__init__(stages, own_stage)
         self._intervals = config
-        self._stages = stages
-        self._stage = stages[own_stage]
         self._newest: int | None = None
         self._newest_on_disk: int | None = None
 
@@ -151,10 +150,6 @@ class PartialSnapshots(ABC):
     @abstractmethod
     def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
         """Return the experts of a snapshot; at first all, for all destinations."""
-
-    @abstractmethod
-    def _forecast(self, stage: MoeStage) -> MemoryForecast:
-        """Return the most host memory that a rank of a stage can need."""
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return the plan for the state after `iteration` steps; at first everything, to all destinations."""
@@ -172,14 +167,6 @@ class PartialSnapshots(ABC):
             self._newest_on_disk = iteration
         plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=self.facts)
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
-
-    def forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank can need."""
-        return max(map(self._forecast, self._stages), key=lambda needed: needed.total_bytes)
-
-    def own_forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank of this stage can need."""
-        return self._forecast(self._stage)
 
     @property
     def _has_begun(self) -> bool:
