@@ -24,7 +24,7 @@ from moe_ckpt.integrations.attachment import Attachment, require_attachable, rou
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
 from moe_ckpt.integrations.ms_swift_options import require_supported, require_supported_model, shaping_of
-from moe_ckpt.integrations.rank_training import HeldSchedule, IterationShape, SplitStep, reset_loop
+from moe_ckpt.integrations.rank_training import IterationShape, Stepping, reset_loop
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder
@@ -65,7 +65,7 @@ class AttachedSwift:
     def train_step(self, trainer: Any, samples: Any) -> Any:
         """Stand in for `train_step`."""
 
-        def run(stepping: SplitStep, held: HeldSchedule) -> Any:
+        def run(stepping: Stepping, held: Stepping) -> Any:
             optimizer, scheduler = trainer.optimizer, trainer.opt_param_scheduler
             trainer.optimizer, trainer.opt_param_scheduler = stepping, held
             try:

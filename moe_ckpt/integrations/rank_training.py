@@ -159,7 +159,7 @@ class RankTraining:
 
         return run
 
-    def train_step(self, number: int, run: Callable[[SplitStep, HeldSchedule], Any]) -> Any:
+    def train_step(self, number: int, run: Callable[[Stepping, Stepping], Any]) -> Any:
         """Run iteration `number` with the hooks around forward and backward and around both halves of the step.
 
         `run` is the loop's `train_step`, given an optimizer and a schedule. Raises RolledBackError on all ranks after a
@@ -178,10 +178,15 @@ class RankTraining:
                 self._pass_is_done(number)
             return again
 
+        moved_by = self.state.increment_of_this_iteration
+
+        def require_advanced(increment: int) -> None:  # the first half of the step has advanced the schedule already
+            assert increment == moved_by, f"the schedule moved by {moved_by} samples, wanted {increment}"
+
         machine.should_run_forward_backward = run_again_or_go_on
         try:
-            stepping = SplitStep(self.state.optimizer, lambda: self._step(number))
-            outcome = run(stepping, HeldSchedule(self.state.scheduler, self.state.increment_of_this_iteration))
+            split = Stepping(self.state.optimizer, lambda: self._step(number))
+            outcome = run(split, Stepping(self.state.scheduler, require_advanced))
         finally:
             del machine.should_run_forward_backward
         self.session.step_committed(number)
@@ -269,30 +274,15 @@ class RankTraining:
         self.events.append(committed)
 
 
-class SplitStep:
-    """An optimizer with another `step`; all other attributes are the optimizer's own."""
+class Stepping:
+    """An optimizer or a learning-rate schedule with another `step`; all other attributes are its own."""
 
-    def __init__(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, original: Any, step: Callable[..., Any]) -> None:
+        self._original = original
         self.step = step
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-
-class HeldSchedule:
-    """A learning-rate schedule that the first half of the step has advanced already."""
-
-    def __init__(self, scheduler: Any, increment: int) -> None:
-        self._scheduler = scheduler
-        self._increment = increment
-
-    def step(self, increment: int) -> None:
-        """Check that Megatron-LM would advance the schedule as far as the attachment has."""
-        assert increment == self._increment, f"the schedule moved by {self._increment} samples, wanted {increment}"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
+        return getattr(self._original, name)
 
 
 def reset_loop(timers: Any, state: TrainingState) -> None:
