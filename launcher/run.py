@@ -36,9 +36,10 @@ from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
 from moe_ckpt.megatron.capacity_boost import BoostedRouter
+from moe_ckpt.megatron.checks import job_digest
 from moe_ckpt.megatron.determinism import differing_gradients
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
-from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder, find_run_folder, open_run_folder
@@ -285,15 +286,14 @@ def _result(
     training: TrainingJob, state: TrainingState, settings: Settings, folder: RunFolder, faults: int
 ) -> dict[str, Any]:
     """Return what result.json holds. Collective over all ranks."""
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest_of(state))
+    digest, digests = job_digest(state)
     return {
         "iteration": settings.train.iterations,
         "loss": training.loss,
         "eval_loss": training.eval_loss,
         "wall_s": round(time.time() - folder.clock_origin_unix_s, 3),
         "faults_survived": faults,
-        "digest": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+        "digest": digest,
         "digest_per_rank": digests,
     }
 

@@ -120,7 +120,7 @@ def _attached(
     mirror = GradientMirror(state, operators) if ckpt.served and ckpt.served.mirrors else None
     boost = None
     if ckpt.capacity_boost:
-        boost = CapacityBoost.find(state, num_micro_batches=loop.num_micro_batches, factor=ckpt.capacity_boost)
+        boost = CapacityBoost(state, num_micro_batches=loop.num_micro_batches, factor=ckpt.capacity_boost)
     return Attached(
         place=place,
         stage=stage,

@@ -29,9 +29,10 @@ from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError, RolledBackError
 from moe_ckpt.events import EventLog
 from moe_ckpt.megatron import cpu_stand_in
+from moe_ckpt.megatron.checks import job_digest
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.pipeline import StageCommunicator
-from moe_ckpt.megatron.state import TrainingState, digest_of
+from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import (
     advance_schedule,
     apply_update,
@@ -191,8 +192,7 @@ def _train(loop: OwnLoop, worker: Worker, folder: RunFolder) -> None:
         return loop.session.resume(None)
 
     def finish(faults: int) -> dict[str, Any]:
-        digests = [""] * config.layout.world_size
-        dist.all_gather_object(digests, digest_of(state))
+        _, digests = job_digest(state)
         result = {"iteration": config.num_iterations, "faults_survived": faults, "digest_per_rank": digests}
         if rank == 0:
             folder.write_result(result)

@@ -10,6 +10,8 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
+IntArray = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
@@ -100,11 +102,11 @@ class OperatorTable:
     """
 
     operators: Sequence[OperatorId]
-    full_bytes: npt.NDArray[np.int64]
-    compute_bytes: npt.NDArray[np.int64]
-    moment_bytes: npt.NDArray[np.int64] | None = None
+    full_bytes: IntArray
+    compute_bytes: IntArray
+    moment_bytes: IntArray | None = None
 
-    def bytes_of(self, partial_state: str) -> npt.NDArray[np.int64]:
+    def bytes_of(self, partial_state: str) -> IntArray:
         """Return the bytes of each operator in full: `both`, or its `weights` or `moments` only."""
         moments = 2 * self.full_bytes // 3 if self.moment_bytes is None else self.moment_bytes
         return {"both": self.full_bytes, "weights": self.full_bytes - moments, "moments": moments}[partial_state]

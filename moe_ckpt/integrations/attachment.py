@@ -71,7 +71,10 @@ class Attachment:
         forward_backward: Callable[..., Any],
         batches: LoopBatches,
     ) -> RankTraining:
-        """Return this rank's iterations: the loop has built its model. Raises ConfigError for steps that it skips."""
+        """Return this rank's iterations, once the loop has built its model.
+
+        Raises ConfigError if the optimizer would skip steps with a large gradient.
+        """
         _require_no_skips(state)
         for chunk in state.model:
             chunk.train()

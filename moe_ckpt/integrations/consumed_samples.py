@@ -43,6 +43,18 @@ class ConsumedSamples:
         update_num_microbatches(self.after(iteration - 1), consistency_check=False)
 
 
+class RandomAccess:
+    """The methods of `LoopBatches` for samples that have random access: none are kept."""
+
+    def iteration_started(self, iteration: int, oldest: int | None) -> None:
+        """Keep nothing."""
+
+    def forecast(self, iteration: int) -> list[str]:
+        """Return nothing."""
+        del iteration
+        return []
+
+
 class ReplayedSamples:
     """The samples of replayed iterations; `training_after(done)` opens an iterator from iteration `done + 1` on."""
 
@@ -61,6 +73,11 @@ class ReplayedSamples:
     def close(self) -> None:
         """Drop the iterator, and with it its loader processes."""
         self._opened = None
+
+
+def draw_seed() -> None:
+    """Draw as `iter(DataLoader)` does."""
+    torch.empty((), dtype=torch.int64).random_()
 
 
 @contextlib.contextmanager

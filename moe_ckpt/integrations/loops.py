@@ -51,12 +51,9 @@ class Loop(ABC):
 
 
 class MegatronLm(Loop):
-    """Megatron-LM's loop. Raises ConfigError where it is missing or its seams have moved."""
+    """Megatron-LM's loop."""
 
     entry, module = "megatron.training's pretrain", "megatron_lm"
-
-    def __init__(self) -> None:
-        super().__init__(import_training())
 
     def use_cpu(self) -> bool:
         from moe_ckpt.integrations import loop_cpu  # noqa: PLC0415 - seconds of imports
@@ -70,12 +67,9 @@ class MegatronLm(Loop):
 
 
 class MegatronBridge(Loop):
-    """Megatron-Bridge's loop. Raises ConfigError where it is missing or its seams have moved."""
+    """Megatron-Bridge's loop."""
 
     entry, module = "megatron.bridge's pretrain", "megatron_bridge"
-
-    def __init__(self) -> None:
-        super().__init__(import_bridge())
 
     def use_cpu(self) -> bool:
         from moe_ckpt.integrations import loop_cpu  # noqa: PLC0415
@@ -92,12 +86,9 @@ class MegatronBridge(Loop):
 
 
 class MsSwift(Loop):
-    """ms-swift's Megatron trainer. Raises ConfigError where it is missing or its seams have moved."""
+    """ms-swift's Megatron trainer."""
 
     entry, module = "ms-swift's MegatronTrainer.train", "ms_swift"
-
-    def __init__(self) -> None:
-        super().__init__(import_swift())
 
     def use_cpu(self) -> bool:
         from moe_ckpt.megatron import cpu_stand_in  # noqa: PLC0415 - seconds of imports
@@ -110,8 +101,8 @@ class MsSwift(Loop):
         loop_plain.observe_trainer(self._modules.BaseMegatronTrainer, settings)
 
 
-LOOPS: Mapping[str, Callable[[], Loop]] = {
-    "megatron-lm": MegatronLm,
-    "megatron-bridge": MegatronBridge,
-    "ms-swift": MsSwift,
+LOOPS: Mapping[str, Callable[[], Loop]] = {  # each raises ConfigError where a loop is missing, or its seams have moved
+    "megatron-lm": lambda: MegatronLm(import_training()),
+    "megatron-bridge": lambda: MegatronBridge(import_bridge()),
+    "ms-swift": lambda: MsSwift(import_swift()),
 }

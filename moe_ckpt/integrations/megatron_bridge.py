@@ -23,7 +23,6 @@ from moe_ckpt.integrations.attachment import Attachment, require_attachable, rou
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
 from moe_ckpt.integrations.megatron_bridge_options import require_supported, shaping_of
-from moe_ckpt.integrations.megatron_bridge_seams import BridgeModules
 from moe_ckpt.integrations.megatron_lm_data import build_in_turns
 from moe_ckpt.integrations.rank_training import IterationShape, reset_loop
 from moe_ckpt.megatron.state import TrainingState
@@ -33,7 +32,7 @@ from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach(bridge: BridgeModules, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(bridge: Any, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
     """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
@@ -57,7 +56,7 @@ def attach(bridge: BridgeModules, worker: Worker, settings: RunSettings, folder:
 class AttachedBridge:
     """Megatron-Bridge's `train` of one rank, entered again after each recovery."""
 
-    def __init__(self, bridge: BridgeModules, attachment: Attachment, batches: BridgeBatches) -> None:
+    def __init__(self, bridge: Any, attachment: Attachment, batches: BridgeBatches) -> None:
         self._train, self._train_step = bridge.train.train, bridge.train.train_step
         self._schedule_of = bridge.train.get_forward_backward_func
         self._prepare_forward_step = bridge.train.prepare_forward_step_func
@@ -111,7 +110,10 @@ class AttachedBridge:
         """Stand in for `train`: return once all ranks have done all iterations."""
         config, model_config = global_state.cfg, get_model_config(model[0])
         self._batches.validates_as(config.validation)
-        shape = _shape(config)
+        length = config.model.seq_length
+        shape = IterationShape(
+            micro_batch_size=config.train.micro_batch_size, sequence_length=length, decoder_sequence_length=length
+        )
         state = TrainingState(
             model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=shape.num_samples
         )
@@ -170,14 +172,3 @@ def _checked(update: Callable[[Any], None], settings: RunSettings) -> Callable[[
         require_supported(config)
 
     return checked
-
-
-def _shape(config: Any) -> IterationShape:
-    model = config.model
-    return IterationShape(
-        micro_batch_size=config.train.micro_batch_size,
-        sequence_length=model.seq_length,
-        decoder_sequence_length=model.seq_length,
-        context_parallel_size=model.context_parallel_size,
-        data_parallel_size=config.data_parallel_size,
-    )

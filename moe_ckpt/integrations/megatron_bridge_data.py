@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 
-from moe_ckpt.integrations.consumed_samples import ConsumedSamples, generator_kept
+from moe_ckpt.integrations.consumed_samples import ConsumedSamples, RandomAccess, draw_seed, generator_kept
 
 _CYCLIC = "cyclic"
 
 
-class BridgeBatches:
+class BridgeBatches(RandomAccess):
     """Iterators over training and validation samples of one rank. An iteration takes its samples from all ranks."""
 
     def __init__(self, build: Callable[..., Any]) -> None:
@@ -44,18 +43,10 @@ class BridgeBatches:
         """Take the settings of `ConfigContainer.validation`."""
         self._validation = validation
 
-    def iteration_started(self, iteration: int, oldest: int | None) -> None:
-        """Keep nothing: samples have random access."""
-
     def draw_seeds(self, iteration: int) -> None:
         """Let this iteration's first read draw a seed, if the first evaluation is just before it."""
         done = iteration - 1
         self._draw_is_due = self.num_evaluations(done) == 1 and self.num_evaluations(done - 1) == 0
-
-    def forecast(self, iteration: int) -> list[str]:
-        """Return nothing: no samples are kept."""
-        del iteration
-        return []
 
     def training_after(self, done: int) -> Any:
         """Return an iterator from the first sample of iteration `done + 1` on; None on a rank that reads no samples."""
@@ -84,7 +75,7 @@ class BridgeBatches:
         for sample in samples:
             if self._draw_is_due:
                 self._draw_is_due = False
-                torch.empty((), dtype=torch.int64).random_()
+                draw_seed()
             yield sample
 
     def _open(self, kind: int, position: int) -> Iterator[Any] | None:

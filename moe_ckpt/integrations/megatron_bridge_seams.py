@@ -6,7 +6,7 @@ Owns: the tested version, and the names, parameters and calls that must exist.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from moe_ckpt.errors import ConfigError
@@ -49,19 +49,11 @@ _SEAMS: dict[str, tuple[str, Names, Names]] = {  # module, parameters of its fun
 }
 
 
-@dataclass(frozen=True, slots=True)
-class BridgeModules:
-    """The modules of Megatron-Bridge whose functions the attachment replaces."""
+def import_bridge() -> Any:
+    """Return the modules of Megatron-Bridge's loop, by their last names, after checking their seams.
 
-    pretrain: Any
-    setup: Any
-    train: Any
-    eval: Any
-    loaders: Any
-
-
-def import_bridge() -> BridgeModules:
-    """Return the modules of Megatron-Bridge's loop after checking their seams. Raises ConfigError."""
+    Raises ConfigError.
+    """
     try:
         version = importlib.import_module("megatron.bridge.package_info").__version__
         modules = {name: importlib.import_module(path) for name, (path, _, _) in _SEAMS.items()}
@@ -71,4 +63,4 @@ def import_bridge() -> BridgeModules:
         raise ConfigError(f"megatron.bridge: got {version}, wanted {TRIED_VERSION}.*: {_INSTALL}")
     for name, (_, parameters, calls) in _SEAMS.items():
         require_seams(modules[name], parameters, calls, f"Megatron-Bridge {TRIED_VERSION}")
-    return BridgeModules(**modules)
+    return SimpleNamespace(**modules)

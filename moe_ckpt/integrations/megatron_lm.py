@@ -96,7 +96,11 @@ class AttachedLoop:
             require(options.get(name) is None, f"pretrain: {name}", options.get(name), "None with moe_ckpt.run")
         _, _, process_non_loss, config, *others = rest
         args = self._training.get_args()
-        shape = _shape(args)
+        shape = IterationShape(
+            micro_batch_size=args.micro_batch_size,
+            sequence_length=args.seq_length,
+            decoder_sequence_length=args.decoder_seq_length,
+        )
         state = TrainingState(
             model=model,
             optimizer=optimizer,
@@ -109,8 +113,7 @@ class AttachedLoop:
 
         def enter(done: int) -> Any:
             gather_late_parameters(state)
-            _reset(self._training, config, state, done)
-            self._reset_samples(done)
+            self._reset(config, state, done)
             self._training.finalize_model_grads = config.finalize_model_grads_func  # 0.18 sets its own in `train`
             iterators = self._batches.training_after(done), self._batches.validation_after(done)
             return self._train(
@@ -133,8 +136,14 @@ class AttachedLoop:
         require(got == wanted, "--load: consumed samples", got, f"{wanted}, which {done} iterations consume")
         return done
 
-    def _reset_samples(self, done: int) -> None:
+    def _reset(self, config: Any, state: TrainingState, done: int) -> None:
+        """Reset Megatron-LM's globals to the values that `train` expects when it begins after iteration `done`."""
         args, consumed = self._training.get_args(), self._batches.consumed
+        args.iteration = args.curr_iteration = done
+        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+        if args.num_experts:
+            self._training.get_moe_metrics_tracker().clear()
+        reset_loop(self._training.get_timers(), state)
         args.consumed_train_samples = consumed.after(done)
         consumed.set_batch_size(done + 1)
         operations = self._training.num_floating_point_operations
@@ -170,26 +179,6 @@ def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingStat
         config.grad_sync_func = _by_chunk(starts) if args.align_grad_reduce else None
 
 
-def _reset(training: Any, config: Any, state: TrainingState, done: int) -> None:
-    """Reset Megatron-LM's globals to the values that `train` expects when it begins after iteration `done`."""
-    args = training.get_args()
-    args.iteration = args.curr_iteration = done
-    config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
-    if args.num_experts:
-        training.get_moe_metrics_tracker().clear()
-    reset_loop(training.get_timers(), state)
-
-
 def _by_chunk(functions: list[Any]) -> Any:
     """Return functions of model chunks as Megatron's configuration holds them: a single one is no list."""
     return functions[0] if len(functions) == 1 else functions
-
-
-def _shape(args: Any) -> IterationShape:
-    return IterationShape(
-        micro_batch_size=args.micro_batch_size,
-        sequence_length=args.seq_length,
-        decoder_sequence_length=args.decoder_seq_length,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-    )

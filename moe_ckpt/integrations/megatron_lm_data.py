@@ -16,9 +16,10 @@ from typing import Any
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from moe_ckpt.config import require
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.consumed_samples import ConsumedSamples, generator_kept
 from moe_ckpt.megatron.chunk_batches import ChunkBatches
-from moe_ckpt.megatron.kept_batches import KeptBatches, require_iterator
+from moe_ckpt.megatron.kept_batches import KeptBatches
 
 
 class IterationBatches:
@@ -105,9 +106,11 @@ class IterationBatches:
 
     def _kept(self, loader: Any, *, moves_generators: bool = True) -> KeptBatches | None:
         require(not isinstance(loader, list), "--dataloader-type external", "several iterators", "one of each kind")
-        require_iterator(loader, "--dataloader-type external")
         if loader is None:
             return None
+        if not hasattr(loader, "__next__"):
+            got = type(loader).__name__
+            raise ConfigError(f"--dataloader-type external: got {got}, wanted an iterator, which has __next__")
         is_new = all(loader is not known for known in self._loaders)
         require(is_new, "--dataloader-type external", "one iterator twice", "one for each model chunk and purpose")
         self._loaders.append(loader)

@@ -24,7 +24,7 @@ from moe_ckpt.integrations.attachment import Attachment, require_attachable, rou
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
 from moe_ckpt.integrations.ms_swift_options import require_supported, require_supported_model, shaping_of
-from moe_ckpt.integrations.rank_training import HeldSchedule, IterationShape, SplitStep, reset_loop
+from moe_ckpt.integrations.rank_training import IterationShape, Stepping, reset_loop
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder
@@ -65,7 +65,7 @@ class AttachedSwift:
     def train_step(self, trainer: Any, samples: Any) -> Any:
         """Stand in for `train_step`."""
 
-        def run(stepping: SplitStep, held: HeldSchedule) -> Any:
+        def run(stepping: Stepping, held: Stepping) -> Any:
             optimizer, scheduler = trainer.optimizer, trainer.opt_param_scheduler
             trainer.optimizer, trainer.opt_param_scheduler = stepping, held
             try:
@@ -80,10 +80,16 @@ class AttachedSwift:
         args, config = trainer.args, trainer.config
         require_supported_model(args, config)
         require(trainer.state.iteration == 0, "--finetune", args.finetune, "a model without finished iterations")
-        shape = _shape(args)
+        shape = IterationShape(
+            micro_batch_size=args.micro_batch_size, sequence_length=args.seq_length, decoder_sequence_length=None
+        )
         if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:  # this loop has none of its own
             num_microbatches_calculator.init_num_microbatches_calculator(
-                0, None, args.global_batch_size, args.micro_batch_size, shape.data_parallel_size
+                0,
+                None,
+                args.global_batch_size,
+                args.micro_batch_size,
+                parallel_state.get_data_parallel_world_size(),
             )
         state = TrainingState(
             model=trainer.wrapped_models,
@@ -136,13 +142,3 @@ def _checked(initialize: Callable[..., Any], settings: RunSettings) -> Callable[
         initialize(trainer, args, template)
 
     return checked
-
-
-def _shape(args: Any) -> IterationShape:
-    return IterationShape(
-        micro_batch_size=args.micro_batch_size,
-        sequence_length=args.seq_length,
-        decoder_sequence_length=None,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-    )

@@ -9,15 +9,14 @@ set begins; here the training iterator draws it, and those of an evaluation at t
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from moe_ckpt.integrations.consumed_samples import ConsumedSamples, generator_kept
+from moe_ckpt.integrations.consumed_samples import ConsumedSamples, RandomAccess, draw_seed, generator_kept
 
 
-class SwiftBatches:
+class SwiftBatches(RandomAccess):
     """Iterators over training and validation samples of one rank.
 
     `create` makes a loader of a data set and of an iterable of sample indices by micro-batch.
@@ -32,43 +31,34 @@ class SwiftBatches:
         self._of_pass = sum(1 for _ in copy.copy(validation.batch_sampler)) if validation is not None else 0
         self._draws_due = 0
 
-    def iteration_started(self, iteration: int, oldest: int | None) -> None:
-        """Keep nothing: samples have random access."""
-
     def draw_seeds(self, iteration: int) -> None:
         """Let this iteration's first read draw the seeds of an evaluation just before it."""
         done = iteration - 1
         before, after = self.num_validated(done - 1), self.num_validated(done)
         self._draws_due = _multiples_below(after, self._of_pass) - _multiples_below(before, self._of_pass)
 
-    def forecast(self, iteration: int) -> list[str]:
-        """Return nothing: no samples are kept."""
-        del iteration
-        return []
-
     def training_after(self, done: int) -> Iterator[Any]:
         """Return an iterator from the first sample of iteration `done + 1` on."""
         for is_pass, samples in self._passes(self._training, done * self._settings.num_microbatches):
             if is_pass:
-                _draw()
+                draw_seed()
             for sample in samples:
                 while self._draws_due:
                     self._draws_due -= 1
-                    _draw()
+                    draw_seed()
                 yield sample
 
     def validation_after(self, done: int) -> Iterator[Any] | None:
         """Return an iterator that starts with the first sample of the next evaluation after iteration `done`."""
-        return None if self._validation is None else self._reading_validation(self.num_validated(done))
+        if self._validation is None:
+            return None
+        passes = self._passes(self._validation, self.num_validated(done))
+        return itertools.chain.from_iterable(samples for _, samples in passes)
 
     def num_validated(self, done: int) -> int:
         """Return the micro-batches that evaluations have read during the first `done` iterations."""
         every = self._settings.eval_steps
         return max(done, 0) // every * self._of_evaluation if every else 0
-
-    def _reading_validation(self, position: int) -> Iterator[Any]:
-        for _, samples in self._passes(self._validation, position):
-            yield from samples
 
     def _passes(self, loader: Any, position: int) -> Iterator[tuple[bool, Iterator[Any]]]:
         """Yield iterators over passes from a position on, each with whether it stands at the beginning of its pass."""
@@ -83,11 +73,6 @@ class SwiftBatches:
                 with generator_kept():
                     samples = iter(self._create(loader.dataset, indices))
                 yield is_whole, samples
-
-
-def _draw() -> None:
-    """Draw as `iter(DataLoader)` does."""
-    torch.empty((), dtype=torch.int64).random_()
 
 
 def _multiples_below(end: int, step: int) -> int:

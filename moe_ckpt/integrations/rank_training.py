@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
@@ -42,17 +43,20 @@ from moe_ckpt.types import Phase, ReadyGradients
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationShape:
-    """The sizes of an iteration; `sequence_length` is that of a sample on all context-parallel ranks together."""
+    """The lengths of samples, on all context-parallel ranks together, and the samples of a micro-batch on one rank."""
 
     micro_batch_size: int
     sequence_length: int
     decoder_sequence_length: int | None
-    context_parallel_size: int
-    data_parallel_size: int
 
-    def num_samples(self, num_micro_batches: int | None = None) -> int:
-        """Return the samples of the current iteration, or of so many micro-batches, on all ranks together."""
-        return (num_micro_batches or get_num_microbatches()) * self.micro_batch_size * self.data_parallel_size
+    @property
+    def samples_of_micro_batches(self) -> int:
+        """The samples of a micro-batch of each rank, on all ranks together."""
+        return self.micro_batch_size * parallel_state.get_data_parallel_world_size()
+
+    def num_samples(self) -> int:
+        """Return the samples of the current iteration on all ranks together."""
+        return get_num_microbatches() * self.samples_of_micro_batches
 
 
 class LoopBatches(Protocol):
@@ -62,15 +66,12 @@ class LoopBatches(Protocol):
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
         """An iteration begins; no recovery runs one before `oldest` again (None: any may be run)."""
-        ...
 
     def draw_seeds(self, iteration: int) -> None:
         """Draw from the generators as the loop's own reading of samples does, before forward of an iteration."""
-        ...
 
     def training_after(self, done: int) -> Any:
         """Return an iterator from the first sample of iteration `done + 1` on, as the schedule takes it."""
-        ...
 
     def forecast(self, iteration: int) -> list[str]:
         """Return lines for the log after the first iteration."""
@@ -118,9 +119,9 @@ class RankTraining:
         return TrainingLoop(
             communicator=self.communicator,
             forward_backward=self._replay,
-            num_micro_batches=self._batches.consumed.largest_batch // self._shape.num_samples(num_micro_batches=1),
+            num_micro_batches=self._batches.consumed.largest_batch // self._shape.samples_of_micro_batches,
             micro_batch_size=self._shape.micro_batch_size,
-            sequence_length=self._shape.sequence_length // self._shape.context_parallel_size,
+            sequence_length=self._shape.sequence_length // parallel_state.get_context_parallel_world_size(),
         )
 
     def run(self, done: int, notes: Sequence[str]) -> None:
@@ -158,7 +159,7 @@ class RankTraining:
 
         return run
 
-    def train_step(self, number: int, run: Callable[[SplitStep, HeldSchedule], Any]) -> Any:
+    def train_step(self, number: int, run: Callable[[Stepping, Stepping], Any]) -> Any:
         """Run iteration `number` with the hooks around forward and backward and around both halves of the step.
 
         `run` is the loop's `train_step`, given an optimizer and a schedule. Raises RolledBackError on all ranks after a
@@ -177,10 +178,15 @@ class RankTraining:
                 self._pass_is_done(number)
             return again
 
+        moved_by = self.state.increment_of_this_iteration
+
+        def require_advanced(increment: int) -> None:  # the first half of the step has advanced the schedule already
+            assert increment == moved_by, f"the schedule moved by {moved_by} samples, wanted {increment}"
+
         machine.should_run_forward_backward = run_again_or_go_on
         try:
-            stepping = SplitStep(self.state.optimizer, lambda: self._step(number))
-            outcome = run(stepping, HeldSchedule(self.state.scheduler, self.state.increment_of_this_iteration))
+            split = Stepping(self.state.optimizer, lambda: self._step(number))
+            outcome = run(split, Stepping(self.state.scheduler, require_advanced))
         finally:
             del machine.should_run_forward_backward
         self.session.step_committed(number)
@@ -268,30 +274,15 @@ class RankTraining:
         self.events.append(committed)
 
 
-class SplitStep:
-    """An optimizer with another `step`; all other attributes are the optimizer's own."""
+class Stepping:
+    """An optimizer or a learning-rate schedule with another `step`; all other attributes are its own."""
 
-    def __init__(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, original: Any, step: Callable[..., Any]) -> None:
+        self._original = original
         self.step = step
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-
-class HeldSchedule:
-    """A learning-rate schedule that the first half of the step has advanced already."""
-
-    def __init__(self, scheduler: Any, increment: int) -> None:
-        self._scheduler = scheduler
-        self._increment = increment
-
-    def step(self, increment: int) -> None:
-        """Check that Megatron-LM would advance the schedule as far as the attachment has."""
-        assert increment == self._increment, f"the schedule moved by {self._increment} samples, wanted {increment}"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
+        return getattr(self._original, name)
 
 
 def reset_loop(timers: Any, state: TrainingState) -> None:

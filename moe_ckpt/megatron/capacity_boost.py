@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
@@ -29,9 +29,7 @@ from moe_ckpt.megatron.layer_specs import moe_submodules
 from moe_ckpt.megatron.router import routers_of
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.policies.capacity_boost import boosted_capacity, made_up, share_of
-from moe_ckpt.types import OperatorId, OperatorKind
-
-IntArray = npt.NDArray[np.int64]
+from moe_ckpt.types import IntArray, OperatorKind
 
 
 class BoostedRouter(TopKRouter):
@@ -136,36 +134,27 @@ class CapacityBoost:
 
     Call `begin_iteration`, forward and backward, `end_iteration`; the sum of its results over the ranks of the stage
     goes to `make_up` before the next iteration. So the deficit is the same on all ranks, int64 [layers, experts]. Extra
-    tokens of a micro-batch are rounded down: a capacity below 1 / `factor` has none.
+    tokens of a micro-batch are rounded down: a capacity below 1 / `factor` has none. Layers are in order from front to
+    back; `num_micro_batches` are those of a rank in an iteration. The constructor raises ConfigError if the capacity of
+    Megatron's experts cannot be raised.
     """
 
-    def __init__(
-        self, layers: tuple[OperatorId, ...], routers: list[BoostedRouter], num_micro_batches: int, factor: float
-    ) -> None:
-        self.layers = layers
-        self._routers = routers
+    def __init__(self, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10) -> None:
+        found = dict(routers_of(state))
+        self.layers = tuple(found)
+        self._routers: list[BoostedRouter] = []
         self._num_micro_batches = num_micro_batches
         self._factor = factor
-        num_experts = cast("int", routers[0].num_experts) if routers else 0
-        self._deficit = np.zeros((len(routers), num_experts), np.int64)
-        self._recovering: list[int] = []
-
-    @classmethod
-    def find(cls, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10) -> CapacityBoost:
-        """Return the boost of this rank's model, with the MoE layers from front to back; no expert recovers yet.
-
-        `num_micro_batches` are those of a rank in an iteration. Raises ConfigError if the capacity of Megatron's
-        experts cannot be raised.
-        """
-        found = dict(routers_of(state))
         config = cast("Any", state.model[0]).config
-        if config.moe_expert_capacity_factor is None:
-            return cls(tuple(found), [], num_micro_batches, factor)
-        _check_can_be_boosted(config)
-        for router in found.values():
-            wanted = "BoostedRouter (`use_router` puts it into a block's specification)"
-            require(isinstance(router, BoostedRouter), "MoESubmodules.router", type(router).__name__, wanted)
-        return cls(tuple(found), cast("list[BoostedRouter]", list(found.values())), num_micro_batches, factor)
+        if config.moe_expert_capacity_factor is not None:
+            _check_can_be_boosted(config)
+            for router in found.values():
+                wanted = "BoostedRouter (`use_router` puts it into a block's specification)"
+                require(isinstance(router, BoostedRouter), "MoESubmodules.router", type(router).__name__, wanted)
+                self._routers.append(cast("BoostedRouter", router))
+        num_experts = cast("int", self._routers[0].num_experts) if self._routers else 0
+        self._deficit = np.zeros((len(self._routers), num_experts), np.int64)
+        self._recovering: list[int] = []
 
     @property
     def is_capacity_limited(self) -> bool:
@@ -217,7 +206,7 @@ class CapacityBoost:
             return None
         return CapacityBoosted(
             iteration=iteration,
-            layers=[_name(self.layers[layer]) for layer in self._recovering],
+            layers=[str(replace(self.layers[layer], kind=OperatorKind.BLOCK)) for layer in self._recovering],
             capacity=[self._routers[layer].capacity.tolist() for layer in self._recovering],
             deficit=self._deficit[self._recovering].tolist(),
         )
@@ -256,7 +245,3 @@ def _shares_of_rank(deficit: IntArray, num_micro_batches: int) -> IntArray:
         for micro_batch in range(num_micro_batches)
     ]
     return np.stack(shares)
-
-
-def _name(gate: OperatorId) -> str:
-    return str(OperatorId(kind=OperatorKind.BLOCK, layer=gate.layer, mtp_depth=gate.mtp_depth))

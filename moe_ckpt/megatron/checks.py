@@ -36,11 +36,8 @@ class StateChecks:
     def log_where_due(self, done: int) -> None:
         """Log the digests of the state after `done` iterations, unless none are due."""
         every = self._config.digest_every_iters
-        if every and done and done % every == 0:
-            self.log(done)
-
-    def log(self, done: int) -> None:
-        """Log the digests of the state after `done` iterations."""
+        if not every or not done or done % every:
+            return
         self._events.append(StateDigest(iteration=done, digest=digest_of(self._state)))
         if self._config.digest_tensors:
             self._events.append(TensorDigests(iteration=done, digests=tensor_digests(self._state)))

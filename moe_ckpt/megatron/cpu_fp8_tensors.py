@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -203,7 +203,10 @@ def cast_master_weights_to_fp8(
     """
     if not weights:
         return
-    parts = list(_parts(weights, masters, starts))
+    parts = [
+        (weight, torch.empty(0) if master is None else master.to(weight.dtype).float(), start or 0)
+        for weight, master, start in zip(weights, masters, starts, strict=True)
+    ]
     packed = torch.cat([_largest(*part) for part in parts])
     if group is not None:
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=group)
@@ -216,14 +219,6 @@ def cast_master_weights_to_fp8(
         scaled = values * scales[weight._quantizer.places(start, end, weight.shape)]
         payload.view(-1)[start:end] = scaled.clamp_(-_LARGEST, _LARGEST).to(E4M3).view(torch.uint8)
         weight._dequantized = None
-
-
-def _parts(
-    weights: Sequence[QuantizedTensor], masters: Sequence[torch.Tensor | None], starts: Sequence[int | None]
-) -> Iterator[tuple[QuantizedTensor, torch.Tensor, int]]:
-    for weight, master, start in zip(weights, masters, starts, strict=True):
-        values = torch.empty(0) if master is None else master.to(weight.dtype).float()
-        yield weight, values, start or 0
 
 
 def _largest(weight: QuantizedTensor, values: torch.Tensor, start: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -54,16 +54,17 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
+
+
 class _Stream:
     """The stand-in of streams and events on a CPU: work is complete when a call returns, so waits end at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    record = wait = wait_event = wait_stream = synchronize = _nothing
+    record = wait = wait_event = wait_stream = synchronize = _ignore
 
     def record_event(self, *_: Any) -> _Stream:
         return _Stream()
@@ -75,15 +76,6 @@ class _Stream:
         return isinstance(other, _Stream)
 
     __hash__ = object.__hash__
-
-
-@contextlib.contextmanager
-def _no_stream_switch(_: Any) -> Iterator[None]:
-    yield
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _get_rng_state(device: Any = None) -> torch.Tensor:
@@ -100,7 +92,7 @@ _CUDA_STAND_INS: Final[dict[str, Any]] = {
     "torch.cuda.Event": _Stream,
     "torch.cuda.current_stream": _Stream,
     "torch.cuda.default_stream": _Stream,
-    "torch.cuda.stream": _no_stream_switch,
+    "torch.cuda.stream": contextlib.nullcontext,
     "torch.cuda.synchronize": _ignore,
     "torch.cuda.empty_cache": _ignore,
     "torch.cuda.nvtx.range_push": _ignore,

@@ -39,7 +39,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Block = tuple[int, int]
 WEIGHT_BLOCK: Block = (128, 128)
 _ROW_BLOCK: Block = (1, 128)
-_MARK, _BLOCKS, _SCALING = "forward_is_fp8", "forward_is_in_blocks", "fp8_scaling"
+_BLOCKS, _SCALING = "forward_is_in_blocks", "fp8_scaling"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 
@@ -96,7 +96,6 @@ def use_fp8(model: torch.nn.Module, delayed: DelayedScaling | None = None, *, bl
             delayed.watch(module, weights)
         else:
             for weight in weights:
-                setattr(weight, _MARK, True)
                 setattr(weight, _BLOCKS, blocks)
     if delayed:
         delayed.follow(cast("Any", model).decoder.layers)
@@ -116,7 +115,7 @@ def quantizer_of(parameter: torch.Tensor) -> Float8CurrentScalingQuantizer | Non
 
 def is_fp8(parameter: torch.Tensor) -> bool:
     """Return whether forward passes use a parameter's values rounded to FP8 with scales of their own."""
-    return getattr(parameter, _MARK, False)
+    return hasattr(parameter, _BLOCKS)
 
 
 def block_of(parameter: torch.Tensor) -> Block | None:
@@ -299,7 +298,7 @@ def multiplying_fp8(function: Callable[..., torch.Tensor]) -> Callable[..., torc
         rounded = [_Passed.apply(input, roundings.input, None), _Passed.apply(weight, roundings.weight, None)]
 
         def round_gradient(gradient: torch.Tensor) -> torch.Tensor:
-            rounded = roundings.gradient(gradient)  # in any case: it notes the largest value
+            rounded = roundings.gradient(gradient)  # in any case: it notes the largest value, as of one that overflowed
             return rounded if torch.isfinite(gradient).all() else gradient
 
         output = function(*rounded, *arguments, **options)

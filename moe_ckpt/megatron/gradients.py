@@ -16,6 +16,7 @@ from moe_ckpt.megatron.optimizer_state import torch_optimizer
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.snapshot.adam_update import AdamStep
 
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
 """Options of torch's Adam that change its arithmetic."""
 
@@ -35,17 +36,17 @@ class AdamSteps:
     def __init__(self, state: TrainingState) -> None:
         self._optimizers = [torch_optimizer(optimizer) for optimizer in state.inner_optimizers]
         self._iteration: int | None = None
-        self._numbers: list[list[Mapping[str, Any]]] = []  # by optimizer, by group
+        self._groups: list[tuple[Any, list[torch.Tensor], Mapping[str, Any]]] = []  # optimizer, masters, numbers
         self._known: Mapping[int, AdamStep] | None = None  # of that iteration, on request
 
     def note(self, iteration: int, *, overflow: bool) -> None:
         """The step of `iteration` follows, or is skipped because of an `overflow`."""
         self._iteration, self._known = None if overflow else iteration, None
-        self._numbers = [
-            [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
-            if inner
-            else []
+        self._groups = [
+            (inner, group["params"], {name: value for name, value in group.items() if name != "params"})
             for inner in self._optimizers
+            if inner is not None and type(inner) in _ADAMS
+            for group in inner.param_groups
         ]
 
     def require_known(self) -> None:
@@ -53,7 +54,7 @@ class AdamSteps:
         for inner in self._optimizers:
             wanted = "torch's Adam or AdamW, without options that change its arithmetic, where ckpt=flowcheck"
             name = type(inner).__name__
-            require(inner is None or type(inner) in (torch.optim.Adam, torch.optim.AdamW), "optimizer", name, wanted)
+            require(inner is None or type(inner) in _ADAMS, "optimizer", name, wanted)
             for group in inner.param_groups if inner else []:
                 changed = [option for option in _CHANGED if group.get(option)]
                 require(not changed, "optimizer", f"{name} with {', '.join(changed)}", wanted)
@@ -63,16 +64,13 @@ class AdamSteps:
         if self._iteration != iteration:
             return {}
         if self._known is None:
-            self._known = self._taken()
+            self._known = {
+                id(master): step
+                for inner, masters, numbers in self._groups
+                for master in masters
+                if (step := _step(inner, master, numbers))
+            }
         return self._known
-
-    def _taken(self) -> dict[int, AdamStep]:
-        found: dict[int, AdamStep | None] = {}
-        for inner, groups in zip(self._optimizers, self._numbers, strict=True):
-            if inner is not None and type(inner) in (torch.optim.Adam, torch.optim.AdamW):
-                for group, numbers in zip(inner.param_groups, groups, strict=True):
-                    found |= {id(master): _step(inner, master, numbers) for master in group["params"]}
-        return {master: step for master, step in found.items() if step}
 
 
 def _step(inner: Any, master: torch.Tensor, numbers: Mapping[str, Any]) -> AdamStep | None:

@@ -47,7 +47,7 @@ class GroupedLinear(torch.nn.Module):
             init_method(weight.data)
             weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
-        self._multiply = fp8_linear.multiplying_fp8(_multiply)
+        self._multiply = fp8_linear.multiplying_fp8(F.linear)
 
     @property
     def weights(self) -> Sequence[torch.nn.Parameter]:
@@ -80,7 +80,3 @@ def group_experts(block: TransformerBlockSubmodules) -> None:
         is_called = isinstance(submodules.experts, functools.partial)
         kind = functools.partial if is_called else ModuleSpec
         submodules.experts = cast("Any", kind(experts.TEGroupedMLP, submodules=parts))
-
-
-def _multiply(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.linear(tokens, weight)

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from moe_ckpt.config import require
-from moe_ckpt.errors import ConfigError
 
 SETTING = "run.keep_batches_bytes"
 _NUMBERS, _BEGAN, _STATE = "numbers", "began", "state"
@@ -72,7 +71,6 @@ class KeptBatches:
         self._marks = [_Mark(state=self._state())]
         self._began: dict[int, int] = {}  # positions at the starts of iterations
         self._restored: tuple[int, int, _Mark] | None = None
-        self._kept_bytes = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -100,7 +98,7 @@ class KeptBatches:
     @property
     def kept_bytes(self) -> int:
         """The bytes of all kept micro-batches."""
-        return self._kept_bytes
+        return sum(kept.size_bytes for kept in self._kept.values())
 
     def bytes_since(self, iteration: int) -> int:
         """Return the bytes of the kept micro-batches since the start of an iteration."""
@@ -201,23 +199,18 @@ class KeptBatches:
         self._kept[self._head] = _Kept(
             batch=_copied(batch), checksum=self._checksum, generators=after if moved else None, size_bytes=size_bytes
         )
-        self._kept_bytes += size_bytes
         self._head += 1
         return batch
 
     def _make_room(self, *, may_drop: bool = False) -> None:
         """Drop the oldest micro-batches over the limit, where the loader gives them again by its state."""
-        while self._kept_bytes > self._limit_bytes:
-            wanted = f"at least {self._kept_bytes}, the bytes of micro-batches since the oldest snapshot"
+        while self.kept_bytes > self._limit_bytes:
+            wanted = f"at least {self.kept_bytes}, the bytes of micro-batches since the oldest snapshot"
             require(self._has_state or may_drop, SETTING, self._limit_bytes, wanted)
-            self._drop(min(self._kept))
+            del self._kept[min(self._kept)]
 
     def _drop_before(self, end: int) -> None:
-        for position in [position for position in self._kept if position < end]:
-            self._drop(position)
-
-    def _drop(self, position: int) -> None:
-        self._kept_bytes -= self._kept.pop(position).size_bytes
+        self._kept = {position: kept for position, kept in self._kept.items() if position >= end}
 
 
 def _copied(batch: Any) -> Any:
@@ -311,9 +304,3 @@ def _generators_kept() -> Iterator[None]:
         yield
     finally:
         _set_generators(states)
-
-
-def require_iterator(loader: Any, option: str) -> None:
-    """Raise ConfigError, naming the option, for a loader that is no iterator."""
-    if loader is not None and not hasattr(loader, "__next__"):
-        raise ConfigError(f"{option}: got {type(loader).__name__}, wanted an iterator, which has __next__")

@@ -145,16 +145,15 @@ def _require_capturable(state: TrainingState) -> None:
 
 def _reduced_again(state: TrainingState) -> set[torch.nn.Parameter]:
     """Return the parameters whose gradients Megatron reduces over other groups after their own."""
-    found: set[torch.nn.Parameter] = set()
     has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
     is_tensor_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
-    for chunk in state.model:
-        for parameter in chunk.parameters():
-            shares = has_stages and getattr(parameter, "shared_embedding", False)
-            replicated = is_tensor_parallel and not getattr(parameter, "tensor_model_parallel", False)
-            if shares or replicated:
-                found.add(parameter)
-    return found
+    return {
+        parameter
+        for chunk in state.model
+        for parameter in chunk.parameters()
+        if (has_stages and getattr(parameter, "shared_embedding", False))
+        or (is_tensor_parallel and not getattr(parameter, "tensor_model_parallel", False))
+    }
 
 
 def _gradient_bytes(owned: OwnedParameter) -> int:

@@ -216,13 +216,13 @@ def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
 def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Parameter]:
     """Return the model's parameters that an inner optimizer updates, on any rank."""
     inner: Any = optimizer
+    if getattr(inner, "is_stub_optimizer", False):
+        return []
     if isinstance(optimizer, DistributedOptimizer):
-        return [] if inner.is_stub_optimizer else [parameter for buffer in inner.buffers for parameter in buffer.params]
+        return [parameter for buffer in inner.buffers for parameter in buffer.params]
     if hasattr(inner, "float16_groups"):
         return [parameter for group in inner.float16_groups + inner.fp32_from_fp32_groups for parameter in group]
-    return (
-        [] if inner.is_stub_optimizer else [parameter for group in inner.param_groups for parameter in group["params"]]
-    )
+    return [parameter for group in inner.param_groups for parameter in group["params"]]
 
 
 def _owned_range(

@@ -107,16 +107,13 @@ class OwnedParameter:
         loaded = {key.role: torch.empty_like(tensor) for key, tensor, _ in self._compute_pieces()}
         for role, tensor in loaded.items():
             copy_part(parts, self.key(role), tensor)
-        weights, scale = self.weights()[self.start : self.end], loaded.get(scale_of(COMPUTE))
+        owned, weights, scale = slice(self.start, self.end), loaded[COMPUTE], loaded.get(scale_of(COMPUTE))
         if is_fp8_parameter(self.parameter):
             scales = fp8_parameters.scales_of(self.parameter)
             scales.copy_(loaded[scale_of(COMPUTE)].view(scales.shape))
-            weights.copy_(loaded[COMPUTE])
-        elif scale is None:
-            weights.copy_(loaded[COMPUTE])
-        else:
-            owned = slice(self.start, self.end)
-            weights.copy_(fp8_linear.read_rounded(self.parameter, loaded[COMPUTE], scale, owned))
+        elif scale is not None:
+            weights = fp8_linear.read_rounded(self.parameter, weights, scale, owned)
+        self.weights()[owned].copy_(weights)
 
     def shard(self) -> Shard:
         """Return this rank's part of the master weights of an FP8 parameter."""

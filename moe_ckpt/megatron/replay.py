@@ -28,7 +28,6 @@ from moe_ckpt.megatron.groups import shared_embedding
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.optimizer_state import holds_masters
 from moe_ckpt.megatron.overlapped import forget_communication, gathers_in_forward, mark_gathered
-from moe_ckpt.megatron.owned import OwnedParameter
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.places import bare_model, is_grouped
 from moe_ckpt.megatron.state import (
@@ -161,7 +160,9 @@ class _StageSums:
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
         self._copied: PendingCopy | None = None
         self._tokens: torch.Tensor | None = None
-        self._owned = _tied_parameter(state, operators)
+        weight, _ = shared_embedding(state.model) or (None, None)
+        tied = (owned for owned in operators.parameters if owned.parameter is weight and owned.is_trained)
+        self._owned = next(tied, None)
         self._logged: StepRecord | None = None
         config = cast("Any", state.model[0]).config
         if self._owned is not None:
@@ -223,12 +224,6 @@ class _StageSums:
         assert self._owned is not None
         gradient = cast("Any", self._owned.parameter).main_grad.view(-1)
         return gradient[self._owned.start : self._owned.end] if self._owned.is_sharded else gradient
-
-
-def _tied_parameter(state: TrainingState, operators: RankOperators) -> OwnedParameter | None:
-    """Return this rank's copy of the word embedding if another stage holds one, too."""
-    weight, _ = shared_embedding(state.model) or (None, None)
-    return next((owned for owned in operators.parameters if owned.parameter is weight and owned.is_trained), None)
 
 
 def require_replayable(state: TrainingState, *, rows: int | None = None) -> None:

@@ -9,9 +9,8 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from moe_ckpt.types import IntArray
 
 
 def boosted_capacity(demand: IntArray, deficit: IntArray, *, capacity: int, factor: float = 0.10) -> IntArray:

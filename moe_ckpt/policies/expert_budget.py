@@ -8,11 +8,9 @@ MoEtion, sections 4.2 and 4.3, Algorithm 1.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from moe_ckpt.errors import ConfigError
-
-IntArray = npt.NDArray[np.int64]
+from moe_ckpt.types import IntArray
 
 
 def budget_bytes(bytes_per_s: float, iteration_s: float) -> int:

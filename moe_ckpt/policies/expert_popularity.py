@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.types import IntArray
+
 Array = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.float64] | npt.NDArray[np.int64]
+Counts = npt.NDArray[np.float64] | IntArray
 KINDS = ("hard", "soft", "decayed")
 
 

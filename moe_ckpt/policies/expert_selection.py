@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from moe_ckpt.types import IntArray
+
 Selection = tuple[tuple[int, ...], ...]
 
 

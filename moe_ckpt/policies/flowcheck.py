@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moe_ckpt.config import FlowcheckConfig
-from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
+from moe_ckpt.policies.memory_forecast import MemoryForecast, StageForecasts, require_budget
 from moe_ckpt.policies.stage_profile import StageProfile, everything_at
 from moe_ckpt.types import Measured, SnapshotPlan
 
@@ -17,7 +17,7 @@ GRADIENT_SHARE = 3
 """The bytes of FP32 masters and moments, as a multiple of those of FP32 gradients."""
 
 
-class ServerSnapshots:
+class ServerSnapshots(StageForecasts[StageProfile]):
     """Each rank's state is on its own node's server and on those of `num_copies` other nodes, or on hosts of their own.
 
     Raises ConfigError, with the numbers, if the memory budget does not allow that.
@@ -26,10 +26,9 @@ class ServerSnapshots:
     def __init__(
         self, config: FlowcheckConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int = 0
     ) -> None:
+        super().__init__(stages, own_stage)
         self._config = config
         self._num_servers = 0 if config.on_hosts else 1 + num_copies  # on a training node, of a rank's own and others'
-        self._stages = stages
-        self._own_stage = own_stage
         self._has_begun = False
         require_budget(config.memory_budget_bytes, self.forecast())
 
@@ -38,15 +37,7 @@ class ServerSnapshots:
         every = self._config.durable_every_iters
         durable = self._has_begun and every > 0 and iteration % every == 0
         self._has_begun = True
-        return SnapshotPlan(durable=durable, sparse=everything_at(iteration, self._stages[self._own_stage].table))
-
-    def forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank can need."""
-        return max(map(self._forecast, range(len(self._stages))), key=lambda needed: needed.total_bytes)
-
-    def own_forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank of this stage can need."""
-        return self._forecast(self._own_stage)
+        return SnapshotPlan(durable=durable, sparse=everything_at(iteration, self._stage.table))
 
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
@@ -61,15 +52,15 @@ class ServerSnapshots:
             *self.forecast().lines(),
         ]
 
-    def _forecast(self, stage: int) -> MemoryForecast:
+    def _forecast(self, stage: StageProfile) -> MemoryForecast:
         """Return the memory of a rank: at most two whole snapshots, and gradients on their way to servers that lag.
 
         A server holds the states from the newest that all servers have to its own newest, and the one in progress.
         """
-        size, largest = self._stages[stage].dense_bytes, max(each.dense_bytes for each in self._stages)
+        size, largest = stage.dense_bytes, max(each.dense_bytes for each in self._stages)
         under_way = self._config.max_lag_iters + 1
         snapshots_bytes = 2 * size + under_way * size // GRADIENT_SHARE
-        step_log_bytes = (under_way + 2) * self._stages[stage].step_log_bytes
+        step_log_bytes = (under_way + 2) * stage.step_log_bytes
         copies_bytes = self._num_servers * ((under_way + 2) * largest + step_log_bytes)
         return MemoryForecast(
             snapshots_bytes=snapshots_bytes,

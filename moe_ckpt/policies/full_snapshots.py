@@ -11,7 +11,7 @@ from functools import partial
 
 from moe_ckpt.config import CheckfreqConfig, GeminiConfig
 from moe_ckpt.policies.checkpoint_interval import best_interval, capped_interval, copying_interval
-from moe_ckpt.policies.memory_forecast import MemoryForecast, forecast, require_budget
+from moe_ckpt.policies.memory_forecast import MemoryForecast, StageForecasts, forecast, require_budget
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile, everything_at, is_due
 from moe_ckpt.policies.window_schedule import refit
 from moe_ckpt.types import IntervalChoice, Measured, SnapshotPlan
@@ -19,7 +19,7 @@ from moe_ckpt.types import IntervalChoice, Measured, SnapshotPlan
 _STALE_ITERS = 64
 
 
-class WholeSnapshots:
+class WholeSnapshots(StageForecasts[StageProfile]):
     """A snapshot of everything at first, then one at every interval.
 
     Snapshots of `num_copies` other ranks are kept, too.
@@ -34,11 +34,10 @@ class WholeSnapshots:
         own_stage: int,
         num_copies: int = 0,
     ) -> None:
+        super().__init__(stages, own_stage)
         self._config = config
         self._num_copies = num_copies
-        self._sizes = [stage.dense_bytes for stage in stages]
-        self._stages = stages
-        self._own_stage = own_stage
+        self._largest_bytes = max(stage.dense_bytes for stage in stages)
         self._aim, self._interval = _aim(config)
         self._every_iters = 0 if config.every_iters == AUTO else int(config.every_iters)
         self._newest_on_disk: int | None = None
@@ -56,20 +55,16 @@ class WholeSnapshots:
         durable = self._next is not None and every > 0 and iteration % every == 0
         if self._next is not None and iteration < self._next:
             return SnapshotPlan(durable=durable)
-        if not self._is_auto:
-            return self._take(iteration, None, durable=durable)
-        measured = measure()
-        choice = self._choose(measured)
-        rest_iters = int(measured.iters_since_quiet >= _STALE_ITERS)
-        return self._take(iteration, choice, durable=durable, rest_iters=rest_iters)
-
-    def forecast(self) -> MemoryForecast:
-        """Return the host memory of the rank that needs the most."""
-        return max(map(self._forecast_of, range(len(self._stages))), key=lambda forecast: forecast.total_bytes)
-
-    def own_forecast(self) -> MemoryForecast:
-        """Return the host memory of the rank of this stage that needs the most."""
-        return self._forecast_of(self._own_stage)
+        choice, rest_iters = None, 0
+        if self._is_auto:
+            measured = measure()
+            choice, rest_iters = self._choose(measured), int(measured.iters_since_quiet >= _STALE_ITERS)
+        self._next = iteration + (self._every_iters or self._config.profile_iters) + rest_iters
+        plan = everything_at(iteration, self._stage.table)
+        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
+        if to_disk:
+            self._newest_on_disk = iteration
+        return SnapshotPlan(durable=durable, sparse=plan, interval=choice, to_disk=to_disk)
 
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
@@ -82,22 +77,12 @@ class WholeSnapshots:
     def _is_auto(self) -> bool:
         return self._config.every_iters == AUTO
 
-    def _take(
-        self, iteration: int, choice: IntervalChoice | None, *, durable: bool, rest_iters: int = 0
-    ) -> SnapshotPlan:
-        self._next = iteration + (self._every_iters or self._config.profile_iters) + rest_iters
-        plan = everything_at(iteration, self._stages[self._own_stage].table)
-        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
-        if to_disk:
-            self._newest_on_disk = iteration
-        return SnapshotPlan(durable=durable, sparse=plan, interval=choice, to_disk=to_disk)
-
     def _choose(self, measured: Measured) -> IntervalChoice | None:
         """Set the interval by measurements; without any, return None and set no interval."""
         cost_s = measured.snapshot_cost_s
         if measured.iteration_s <= 0 or cost_s is None:
             return None
-        copy_s = max(self._sizes) / measured.copy_bytes_per_s
+        copy_s = self._largest_bytes / measured.copy_bytes_per_s
         best = max(
             copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s),
             self._interval(iteration_s=measured.iteration_s, checkpoint_s=cost_s),
@@ -112,16 +97,16 @@ class WholeSnapshots:
             snapshot_cost_s=cost_s,
         )
 
-    def _forecast_of(self, stage: int) -> MemoryForecast:
+    def _forecast(self, stage: StageProfile) -> MemoryForecast:
         return forecast(
-            window_bytes=self._sizes[stage],
+            window_bytes=stage.dense_bytes,
             period_iters=1,
             keep_windows=1,
             log_bytes_per_iteration=0,
-            dense_bytes=self._sizes[stage],
-            step_log_bytes_per_iteration=self._stages[stage].step_log_bytes,
+            dense_bytes=stage.dense_bytes,
+            step_log_bytes_per_iteration=stage.step_log_bytes,
             num_copies=self._num_copies,
-            largest_window_bytes=max(self._sizes),
+            largest_window_bytes=self._largest_bytes,
         )
 
 

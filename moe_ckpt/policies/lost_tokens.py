@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from moe_ckpt.types import IntArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from moe_ckpt.errors import ConfigError
 
+S = TypeVar("S")
 _MIB = 1 << 20
 
 
@@ -32,6 +36,26 @@ class MemoryForecast:
         }
         width = max(map(len, parts))
         return [f"{name:<{width}} {nbytes / _MIB:12.1f} MiB" for name, nbytes in parts.items()]
+
+
+class StageForecasts(ABC, Generic[S]):
+    """The host memory that a policy needs, by that of each stage; `own_stage` is the number of this rank's stage."""
+
+    def __init__(self, stages: Sequence[S], own_stage: int) -> None:
+        self._stages = stages
+        self._stage = stages[own_stage]
+
+    @abstractmethod
+    def _forecast(self, stage: S) -> MemoryForecast:
+        """Return the most host memory that a rank of a stage can need."""
+
+    def forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank can need."""
+        return max(map(self._forecast, self._stages), key=lambda needed: needed.total_bytes)
+
+    def own_forecast(self) -> MemoryForecast:
+        """Return the most host memory that a rank of this stage can need."""
+        return self._forecast(self._stage)
 
 
 def forecast(

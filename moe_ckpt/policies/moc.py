@@ -5,7 +5,7 @@ Owns: the experts of each snapshot, and K. All ranks compute the same plan. Must
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -21,25 +21,15 @@ from moe_ckpt.policies.expert_selection import (
     next_k,
     sequential_experts,
 )
-from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
-from moe_ckpt.policies.partial import (
-    MoeStage,
-    SnapshotRhythm,
-    counted,
-    forecast_units,
-    marked,
-    require_at_most_all,
-    require_experts,
-)
+from moe_ckpt.policies.partial import MoeStage, PartialSnapshots, counted, forecast_units, marked
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
-from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
+from moe_ckpt.types import ExpertChoice, IntArray, Measured
 
-_SEQUENTIAL = "sequential"
 _MOST_SHOWN = 16
 
 
-class PartialExperts:
+class PartialExperts(PartialSnapshots):
     """A checkpoint of everything at first, then partial ones.
 
     Experts take turns, or those with the most unsaved tokens first.
@@ -49,13 +39,11 @@ class PartialExperts:
     """
 
     def __init__(self, config: MocConfig, stages: Sequence[StageProfile], own_stage: int, ep: int) -> None:
-        require_experts(stages, config.policy)
+        stages_of_experts = [MoeStage(stage.table, config.partial) for stage in stages]
+        super().__init__(config, stages_of_experts, own_stage, ("k_snapshot", "k_persist"))
         self._config = config
-        self._stages = [MoeStage(stage.table, config.partial) for stage in stages]
-        self._stage = self._stages[own_stage]
+        self._is_sequential = config.selection == "sequential"
         self._ep = ep
-        self._num_experts = max(stage.num_experts for stage in self._stages)
-        require_at_most_all(config, ("k_snapshot", "k_persist"), self._num_experts)
         self._k = config.k_persist if config.k_snapshot == AUTO else int(config.k_snapshot)
         self._first_k = self._k
         self._lost_before_k_iters = 0.0
@@ -63,12 +51,7 @@ class PartialExperts:
         self._unsaved_in_memory = np.zeros(shape, np.int64)
         self._unsaved_on_disk = np.zeros(shape, np.int64)
         self._turn, self._turn_to_disk = 0, 0
-        self._rhythm = SnapshotRhythm(config, self._stage)
         require_budget(config.memory_budget_bytes, self.forecast())
-
-    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps; at first everything, to memory and storage."""
-        return self._rhythm.plan(iteration, measure, self._choose, self.facts)
 
     @property
     def facts(self) -> tuple[float, ...]:
@@ -91,14 +74,6 @@ class PartialExperts:
         if doubled != self._k:
             self._k, self._lost_before_k_iters = doubled, plt * iteration
 
-    def forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank can need."""
-        return max((forecast_units(stage, 0) for stage in self._stages), key=lambda needed: needed.total_bytes)
-
-    def own_forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank of this stage can need."""
-        return forecast_units(self._stage, 0)
-
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
         k = "as many as fit" if self._config.k_snapshot == AUTO else str(self._k)
@@ -114,23 +89,29 @@ class PartialExperts:
         each = ", ".join(map(str, saved[:_MOST_SHOWN])) + (", ..." if len(saved) > _MOST_SHOWN else "")
         return [f"a snapshot of this stage, bytes by rank: {each}; most {max(saved)}, least {min(saved)}"]
 
-    def _choose(self, measured: Measured, to_disk: bool) -> ExpertChoice:
+    def _forecast(self, stage: MoeStage) -> MemoryForecast:
+        return forecast_units(stage, 0)
+
+    def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
         everything, nothing = self._stage.everything, self._stage.nothing
         tokens = counted(self._stage, measured.popularity)
         self._unsaved_in_memory += tokens
-        self._unsaved_on_disk += tokens if self._config.selection != _SEQUENTIAL else 0
-        if not self._rhythm.has_begun:
+        self._unsaved_on_disk += 0 if self._is_sequential else tokens
+        if not self._has_begun:
             self._unsaved_in_memory[:], self._unsaved_on_disk[:] = 0, 0
             on_disk = everything if to_disk else nothing
             return ExpertChoice(memory=everything, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
         memory = self._select(self._k_of(measured), to_disk=to_disk)
-        on_disk = self._select_for_disk(memory) if to_disk else nothing
+        on_disk = nothing
+        if to_disk:
+            self._unsaved_on_disk += 1 if self._is_sequential else 0  # turns, in place of tokens
+            on_disk = most_unsaved_of(memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep)
         self._unsaved_in_memory[marked(memory, tokens.shape)] = 0
         self._unsaved_on_disk[marked(on_disk, tokens.shape)] = 0
         return ExpertChoice(memory=memory, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
 
     def _select(self, k: int, *, to_disk: bool) -> Selection:
-        if self._config.selection != _SEQUENTIAL:
+        if not self._is_sequential:
             return most_popular(self._unsaved_in_memory, [k] * self._stage.num_layers)  # section 3.2
         turn = self._turn_to_disk if to_disk else self._turn
         self._turn_to_disk, self._turn = self._turn_to_disk + to_disk, self._turn + (not to_disk)
@@ -139,11 +120,6 @@ class PartialExperts:
     def _in_turns(self, turn: int, k: int) -> Selection:
         num_layers, num_experts = self._stage.num_layers, self._stage.num_experts
         return sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=self._ep, k=k)
-
-    def _select_for_disk(self, memory: Selection) -> Selection:
-        if self._config.selection == _SEQUENTIAL:
-            self._unsaved_on_disk += 1  # turns
-        return most_unsaved_of(memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep)
 
     def _k_of(self, measured: Measured) -> int:
         """Return K_snapshot: the configured one, or that of Dynamic-K; for auto at least what is copied in time."""
@@ -156,8 +132,8 @@ class PartialExperts:
     @cached_property
     def _bottlenecks(self) -> list[IntArray]:
         """By number of experts, the most bytes that a rank copies, for each stage with experts."""
-        sequential = self._config.selection == _SEQUENTIAL
-        stages = (stage for stage in self._stages if stage.num_layers)
         return [
-            bottleneck_by_k(each.core_bytes, each.expert_bytes, ep=self._ep, sequential=sequential) for each in stages
+            bottleneck_by_k(each.core_bytes, each.expert_bytes, ep=self._ep, sequential=self._is_sequential)
+            for each in self._stages
+            if each.num_layers
         ]

@@ -8,7 +8,7 @@ carries by itself. Must not: measure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,44 +16,26 @@ from moe_ckpt.config import MoetionConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.expert_budget import affordable_experts, allocate, budget_bytes
 from moe_ckpt.policies.expert_selection import Selection, most_popular, sent_by_gradient, within_links
-from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
-from moe_ckpt.policies.partial import (
-    MoeStage,
-    SnapshotRhythm,
-    counted,
-    forecast_units,
-    marked,
-    require_at_most_all,
-    require_experts,
-)
+from moe_ckpt.policies.partial import MoeStage, PartialSnapshots, counted, forecast_units, marked
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
-from moe_ckpt.types import ExpertChoice, Measured, SnapshotPlan
+from moe_ckpt.types import ExpertChoice, IntArray, Measured
 
 
-class PopularExperts:
+class PopularExperts(PartialSnapshots):
     """A checkpoint of everything at first, then partial ones. Raises ConfigError."""
 
     def __init__(
         self, config: MoetionConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int = 0
     ) -> None:
-        require_experts(stages, config.policy)
+        super().__init__(config, [MoeStage(stage.table) for stage in stages], own_stage, ("experts", "remote_experts"))
         self._config = config
         self._num_copies = num_copies
-        self._stages = [MoeStage(stage.table) for stage in stages]
-        self._stage = self._stages[own_stage]
-        most = max(stage.num_experts for stage in self._stages)
-        require_at_most_all(config, ("experts", "remote_experts"), most)
         shape = (self._stage.num_layers, self._stage.num_experts)
         self._at_risk: dict[str, IntArray] = {place: np.zeros(shape, np.int64) for place in ("memory", "peers")}
         self._is_affordable: set[str] = set()
         self._on_peers = self._stage.nothing  # by the snapshot before
-        self._rhythm = SnapshotRhythm(config, self._stage)
         require_budget(config.memory_budget_bytes, self.forecast())
-
-    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps; at first everything, to all destinations."""
-        return self._rhythm.plan(iteration, measure, self._choose, self.facts)
 
     @property
     def facts(self) -> tuple[float, ...]:
@@ -64,25 +46,17 @@ class PopularExperts:
         """All ranks have gone back to a checkpoint: peers' states belong to another epoch."""
         self._on_peers = self._stage.nothing
 
-    def forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank can need."""
-        return max(map(self._forecast, self._stages), key=lambda needed: needed.total_bytes)
-
-    def own_forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank of this stage can need."""
-        return self._forecast(self._stage)
-
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
         asked = {"in memory": self._config.experts, "on peers": self._config.remote_experts}
         said = [f"{'as many as fit' if num == AUTO else num} {where}" for where, num in asked.items()]
         return [f"host memory of the largest rank, experts a layer: {', '.join(said)}:", *self.forecast().lines()]
 
-    def _choose(self, measured: Measured, to_disk: bool) -> ExpertChoice:
+    def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
         stage = self._stage
         for at_risk in self._at_risk.values():
             at_risk += counted(stage, measured.popularity)
-        if not self._rhythm.has_begun:
+        if not self._has_begun:
             for at_risk in self._at_risk.values():
                 at_risk[:] = 0
             self._on_peers = everything = stage.everything

@@ -24,7 +24,7 @@ from moe_ckpt.policies.window_cost import (
     window_terms,
 )
 from moe_ckpt.policies.window_sizes import WindowSizes
-from moe_ckpt.types import Measured, OperatorTable, SlotPlan, SnapshotPlan, UnitPlan, WindowChoice
+from moe_ckpt.types import IntArray, Measured, OperatorTable, SlotPlan, SnapshotPlan, UnitPlan, WindowChoice
 
 _TRIAL_PAUSE_ITERS = 2  # between windows of which the cost is measured: iterations without copies to compare with
 _TRIAL_FACTOR = 4  # every other one has so many times the slots: bytes and number of snapshots cost each its own
@@ -216,7 +216,7 @@ class SparseWindows:
         self._reference, self._order = popularity, order
         return True
 
-    def _is_within_forecast(self, order: npt.NDArray[np.int64]) -> bool:
+    def _is_within_forecast(self, order: IntArray) -> bool:
         """Return whether the budget allows an order: its windows may be larger than the forecast for another order."""
         if self._config.memory_budget_bytes is None:
             return True

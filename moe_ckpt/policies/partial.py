@@ -1,10 +1,11 @@
-"""The common part of partial policies: a stage as MoE layers and the rest, and plans of its units. Pure.
+"""The common part of partial policies: a stage as MoE layers and the rest, plans of its units, and their iterations.
 
 The core is all state but experts, in every snapshot; every expert is a unit of its own.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -13,10 +14,19 @@ import numpy as np
 from moe_ckpt.config import PartialConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.expert_selection import Selection
-from moe_ckpt.policies.lost_tokens import IntArray
-from moe_ckpt.policies.memory_forecast import MemoryForecast
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile, is_due
-from moe_ckpt.types import CORE, ExpertChoice, Measured, OperatorKind, OperatorTable, SlotPlan, SnapshotPlan, UnitPlan
+from moe_ckpt.policies.memory_forecast import MemoryForecast, StageForecasts
+from moe_ckpt.policies.stage_profile import AUTO, is_due
+from moe_ckpt.types import (
+    CORE,
+    ExpertChoice,
+    IntArray,
+    Measured,
+    OperatorKind,
+    OperatorTable,
+    SlotPlan,
+    SnapshotPlan,
+    UnitPlan,
+)
 
 PARTIAL_STATE = ("both", "weights", "moments")
 """The part of an expert that is a unit; the rest is in the core.
@@ -110,60 +120,57 @@ class MoeStage:
         return (self._core(on_disk=False), *self._expert_units(in_memory))
 
 
-class SnapshotRhythm:
-    """The iterations of partial snapshots, those of them that go to disk, and the iterations of whole checkpoints."""
+class PartialSnapshots(StageForecasts[MoeStage]):
+    """Partial snapshots: their iterations, those of them that go to disk, and the iterations of whole checkpoints.
 
-    def __init__(self, config: PartialConfig, stage: MoeStage) -> None:
-        self._config = config
-        self._stage = stage
+    All ranks compute the same plan. The constructor raises ConfigError unless the model has experts, and if one of the
+    settings named in `counts` asks for more experts of a layer than there are.
+    """
+
+    def __init__(
+        self, config: PartialConfig, stages: Sequence[MoeStage], own_stage: int, counts: Sequence[str]
+    ) -> None:
+        if not any(stage.num_layers for stage in stages):
+            wanted = "a policy for dense models: model.num_experts is 0"
+            raise ConfigError(f"ckpt.policy: got {config.policy!r}, wanted {wanted}")
+        self._num_experts = max(stage.num_experts for stage in stages)
+        for name in counts:
+            got, wanted = getattr(config, name), f"at most {self._num_experts}, the experts of a layer"
+            require(got == AUTO or int(got) <= self._num_experts, f"ckpt.{name}", got, wanted)
+        super().__init__(stages, own_stage)
+        self._intervals = config
         self._newest: int | None = None
         self._newest_on_disk: int | None = None
 
     @property
-    def has_begun(self) -> bool:
-        """Whether there has been a snapshot."""
-        return self._newest is not None
+    @abstractmethod
+    def facts(self) -> tuple[float, ...]:
+        """The facts that snapshots hold for a return to their iteration."""
 
-    def plan(
-        self,
-        iteration: int,
-        measure: Callable[[], Measured],
-        choose: Callable[[Measured, bool], ExpertChoice],
-        facts: Sequence[float],
-    ) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps; at first everything, to all destinations.
+    @abstractmethod
+    def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
+        """Return the experts of a snapshot; at first all, for all destinations."""
 
-        Where a snapshot is due, `choose` returns its experts, from measurements and whether it goes to disk.
-        """
-        every = self._config.durable_every_iters
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
+        """Return the plan for the state after `iteration` steps; at first everything, to all destinations."""
+        every = self._intervals.durable_every_iters
         # no whole checkpoint at the first snapshot, which also follows a load
-        durable = self.has_begun and every > 0 and iteration % every == 0
-        if not is_due(iteration, self._newest, self._config.every_iters):
+        durable = self._has_begun and every > 0 and iteration % every == 0
+        if not is_due(iteration, self._newest, self._intervals.every_iters):
             return SnapshotPlan(durable=durable)
-        measured = measure()
+        measured, disk_every = measure(), self._intervals.disk_every_iters
         # a rank may still write the one before
-        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters) and not measured.is_persisting
-        places = choose(measured, to_disk)
+        to_disk = is_due(iteration, self._newest_on_disk, disk_every) and not measured.is_persisting
+        places = self._choose(measured, to_disk=to_disk)
         self._newest = iteration
         if to_disk:
             self._newest_on_disk = iteration
-        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=facts)
+        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=self.facts)
         return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
 
-
-def require_at_most_all(config: PartialConfig, names: Sequence[str], num_experts: int) -> None:
-    """Raise ConfigError if a setting asks for more experts of a layer than there are."""
-    for name in names:
-        got = getattr(config, name)
-        wanted = f"at most {num_experts}, the experts of a layer"
-        require(got == AUTO or int(got) <= num_experts, f"ckpt.{name}", got, wanted)
-
-
-def require_experts(stages: Sequence[StageProfile], policy: str) -> None:
-    """Raise ConfigError unless the model has experts."""
-    operators = [operator for stage in stages for operator in stage.table.operators]
-    if not any(operator.kind is OperatorKind.EXPERT for operator in operators):
-        raise ConfigError(f"ckpt.policy: got {policy!r}, wanted a policy for dense models: model.num_experts is 0")
+    @property
+    def _has_begun(self) -> bool:
+        return self._newest is not None
 
 
 def counted(stage: MoeStage, tokens: np.ndarray) -> IntArray:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64] | npt.NDArray[np.int64]
+from moe_ckpt.types import IntArray
+
+Array = npt.NDArray[np.float64] | IntArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

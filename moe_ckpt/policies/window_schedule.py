@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.config import require, require_at_least
-from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
+from moe_ckpt.types import IntArray, OperatorId, OperatorKind, OperatorTable
 
 Array = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 EXACT_SLOTS = 64  # up to here fitting_window tries every number of slots
 GROWTH = 1.25  # beyond, the factor between numbers of slots that are tried when none fits

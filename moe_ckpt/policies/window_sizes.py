@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import ConfigError
@@ -19,7 +18,7 @@ from moe_ckpt.policies import window_schedule as schedule
 from moe_ckpt.policies.memory_forecast import MemoryForecast, forecast
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile
 from moe_ckpt.policies.window_cost import WindowSize
-from moe_ckpt.types import OperatorTable
+from moe_ckpt.types import IntArray, OperatorTable
 
 MOST_PAUSE_ITERS = 1024  # a longer pause saves less than a thousandth of a snapshot
 
@@ -40,13 +39,13 @@ class WindowSizes:
         self.natural = [schedule.order_operators(each, np.zeros(len(each.experts))) for each in fixed]
         self.max_slots = self._fitting_in_memory()
 
-    def cut(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> schedule.WindowSchedule:
+    def cut(self, order: IntArray, table: OperatorTable, num_slots: int) -> schedule.WindowSchedule:
         """Return the slots of one stage's operators."""
         if self._config.paper_exact:
             return schedule.paper_schedule(order, num_slots=num_slots, num_active=-(-len(order) // num_slots))
         return schedule.cut_slots(order, table, num_slots)
 
-    def window_bytes(self, order: npt.NDArray[np.int64], table: OperatorTable, num_slots: int) -> int:
+    def window_bytes(self, order: IntArray, table: OperatorTable, num_slots: int) -> int:
         """Return the bytes of a window of one stage on the rank with the most bytes."""
         return int(schedule.window_bytes(table, self.cut(order, table, num_slots)).max())
 

@@ -33,7 +33,7 @@ LIMITED = "model.moe_capacity_factor=1.0"
 
 def _boosted_stage(*overrides: str) -> tuple[TrainingState, MegatronLoop, CapacityBoost]:
     state, loop = build_stage(*overrides, router=BoostedRouter)
-    return state, loop, CapacityBoost.find(state, num_micro_batches=runner_of(loop).batches.num_micro_batches)
+    return state, loop, CapacityBoost(state, num_micro_batches=runner_of(loop).batches.num_micro_batches)
 
 
 def _routers(state: TrainingState) -> list[BoostedRouter]:
@@ -323,7 +323,7 @@ def _refusal(override: str, router: type[TopKRouter], setting: dict[str, Any]) -
     for name, value in setting.items():
         setattr(cast("Any", state.model[0]).config, name, value)
     with pytest.raises(ConfigError) as raised:
-        CapacityBoost.find(state, num_micro_batches=1)
+        CapacityBoost(state, num_micro_batches=1)
     return str(raised.value)
 
 

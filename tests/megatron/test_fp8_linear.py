@@ -44,7 +44,6 @@ def test_scales_are_powers_of_two_and_nothing_overflows(values: torch.Tensor, dt
 def in_fp8(values: torch.Tensor, *, blocks: bool = False) -> torch.nn.Parameter:
     """Return a weight that a layer multiplies in FP8."""
     weight = torch.nn.Parameter(values)
-    weight.forward_is_fp8 = True  # type: ignore[attr-defined]
     weight.forward_is_in_blocks = blocks  # type: ignore[attr-defined]
     return weight
 
@@ -97,7 +96,7 @@ def test_a_layer_multiplies_rounded_values_and_rounds_gradients() -> None:
     assert not is_fp8(weight)
     assert torch.equal(multiply(inputs, weight), F.linear(inputs, weight))
 
-    weight.forward_is_fp8 = True  # type: ignore[attr-defined]
+    weight.forward_is_in_blocks = False  # type: ignore[attr-defined]
     output, gradient = multiply(inputs, weight), torch.randn(4, 8, generator=GENERATOR)
     output.backward(gradient)
 
@@ -111,7 +110,7 @@ def test_a_layer_multiplies_rounded_values_and_rounds_gradients() -> None:
 
 def test_a_gradient_that_overflowed_stays_infinite() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
-    weight.forward_is_fp8 = True  # type: ignore[attr-defined]
+    weight.forward_is_in_blocks = False  # type: ignore[attr-defined]
     output = multiplying_fp8(lambda values, weights: F.linear(values, weights))(torch.ones(1, 2), weight)
     output.backward(torch.tensor([[torch.inf, 1.0]]))
     assert weight.grad is not None
