@@ -6,7 +6,6 @@ here uses what a recovery plans or accounts for.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import COMPUTE, MASTER, MOMENTS
 from moe_ckpt.types import OperatorKind
 from tests.engine.job import ThreadJob
-from tests.engine.model import MICRO_BATCHES, TOKENS, Model, Weight
+from tests.engine.model import MICRO_BATCHES, TOKENS, Model, Weight, bytes_of, hash_of
 
 ROLES = {"both": (MASTER, COMPUTE, *MOMENTS), "weights": (MASTER, COMPUTE), "moments": MOMENTS}
 """By the setting `partial`: what of an expert is as old as its unit."""
@@ -135,25 +134,21 @@ class Follower:
     def committed(self, iteration: int, rank: int, model: Model) -> None:
         pieces = model.pieces(range(len(model.operators)), ())
         pieces += model.buffer_pieces(range(len(model.operators)))
-        self.states[rank, iteration] = {str(key): _content(tensor) for key, tensor, _ in pieces}
+        self.states[rank, iteration] = {str(key): bytes_of(tensor) for key, tensor, _ in pieces}
 
     def compare(self) -> None:
         for holder in self.job.ranks:
             for owner in self.job.ranks:
                 for state in read_kept(BlobFolder(held_path(self.job.memory(holder), owner))).snapshots:
                     wanted = self.states[owner, state.header.iteration]
-                    assert {str(p.key): _content(state.part(p)) for p in state.header.parts} == wanted
+                    assert {str(p.key): bytes_of(state.part(p)) for p in state.header.parts} == wanted
                     self.compared += 1
-
-
-def _content(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _state(iteration: int, model: Model) -> State:
     is_expert = {weight: weight.operator.kind is OperatorKind.EXPERT for weight in model.weights.values()}
     experts = {
-        (weight.operator.expert or 0, role): _hash([tensor])
+        (weight.operator.expert or 0, role): hash_of([tensor])
         for weight, is_one in is_expert.items()
         if is_one
         for role, tensor in _tensors(model, weight).items()
@@ -162,13 +157,9 @@ def _state(iteration: int, model: Model) -> State:
     steps = [model.adam.state[weight.master]["step"] for weight in model.owned]
     others += [*steps, *model.buffers.values(), model.loss_scale, model.schedule, model.generator.get_state()]
     tokens = [int(count) for count in model.counts().hard]
-    return State(iteration=iteration, experts=experts, others=_hash(others), tokens=tokens)
+    return State(iteration=iteration, experts=experts, others=hash_of(others), tokens=tokens)
 
 
 def _tensors(model: Model, weight: Weight) -> dict[str, torch.Tensor]:
     moments = model.adam.state.get(weight.master, {})
     return {MASTER: weight.master, COMPUTE: weight.values, **{role: moments[role] for role in MOMENTS if moments}}
-
-
-def _hash(tensors: Sequence[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(map(_content, tensors))).hexdigest()[:16]

@@ -34,6 +34,7 @@ from moe_ckpt.elastic.server_hosts import ServerHosts, ServerNumbers, ServerRule
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
 from moe_ckpt.engine.interfaces import StagePlace
+from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.engine.worker_loop import ElasticJob
@@ -365,15 +366,14 @@ class _Training:
         self.events.append(replace(committed(iteration, loss=loss), **step))
 
 
-class StoppedError(Exception):
-    """An observer, in place of a scheduler, stops the job."""
-
-
 class Observer(Protocol):
     """Sees the models of all ranks, from their threads: where all go on from, and after each iteration of a rank."""
 
-    def started(self, iteration: int, rank: int, model: Model) -> None: ...
-    def committed(self, iteration: int, rank: int, model: Model) -> None: ...
+    def started(self, iteration: int, rank: int, model: Model) -> None:
+        """Do nothing, if a subclass does not."""
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        """Do nothing, if a subclass does not."""
 
 
 class ThreadJob:
@@ -391,8 +391,6 @@ class ThreadJob:
         *,
         iterations: int = 8,
         faults: Sequence[Fault] = (),
-        replicas: int = 1,
-        ranks_per_node: int = 1,
         losses: Sequence[Any] = (),
         run_id: str = "run",
         lossless: bool | None = None,
@@ -405,7 +403,6 @@ class ThreadJob:
         self.notes: dict[int, Sequence[str]] = {}
         self.sessions: dict[int, Session] = {}
         self.models: dict[int, Model] = {}
-        self.files: dict[int, ModelFiles] = {}
         self.struck: list[Fault] = []
         self.on_worker: list[Callable[[int, Session], None]] = []
         self.upsets: dict[tuple[int, int], Callable[[Model], object]] = {}  # once, by rank and iteration
@@ -418,8 +415,7 @@ class ThreadJob:
         self._settles = settles
         self.before_fetch: Callable[[int, int], None] = lambda rank, holder: None
         self._faults = list(faults)
-        self._replicas = replicas if config and config.replicas == "auto" else int(config.replicas) if config else 0
-        self._ranks_per_node = ranks_per_node
+        self._replicas = 0 if config is None else 1 if config.replicas == "auto" else int(config.replicas)
         self._losses_of_config = losses
         self._generations = _Generations(self.shape)
         self._lock = threading.RLock()
@@ -449,6 +445,15 @@ class ThreadJob:
     def memory(self, rank: int) -> Path:
         """The rank's folder in the memory of its node: `own` blobs, and those `held` for others."""
         return self._made(self.folder / "memory") / f"rank{rank:04d}"
+
+    def disk(self, rank: int) -> Path:
+        """The rank's folder on its local disk."""
+        return self.folder / "snapshots" / f"rank{rank:04d}"
+
+    def stores(self, rank: int) -> TierStores:
+        sparse = self.sessions[rank].sparse
+        assert sparse is not None
+        return sparse.stores
 
     def run(self) -> Result:
         """Run to the end. Raises the error of the first rank that failed."""
@@ -501,7 +506,13 @@ class ThreadJob:
 
     def settle(self, rank: int) -> None:
         """Wait until peers and servers have all of a rank's newest state, and no write to disk is in progress."""
-        settle(self.sessions[rank])
+        sparse = self.sessions[rank].sparse
+        assert sparse is not None
+        sparse.tier.settle()
+        window, publisher = sparse.stores.memory.in_flight(), sparse.stores.publisher
+        if window and publisher:
+            publisher.has_copies(window.snapshots)
+        sparse.tier.finish_persisting()
         if self._has_servers:
             client = self._clients[rank]
             assert client is not None
@@ -606,7 +617,7 @@ class ThreadJob:
             address_of=lambda peer: self._address_of(rank, peer),
             ticket=TICKET,
             replicas=self._replicas,
-            ranks_per_node=self._ranks_per_node,
+            ranks_per_node=1,
             copy_s=_WAIT_S,
             serves_itself=self._has_servers,
             hosts=self.hosts.view() if self.hosts else None,
@@ -621,19 +632,8 @@ class ThreadJob:
         self, rank: int, model: Model, ranks: ThreadRanks, stage: ThreadRanks, elastic: ElasticContext, events: EventLog
     ) -> Session:
         assert self.config is not None
-        shape = self.shape
-        places = {"pp_rank": model.stage, "ep_rank": model.dp_rank % shape.ep, "dp_rank": model.dp_rank}
-        shard = ShardIdentity(global_rank=rank, tp_rank=0, etp_rank=0, **places)
-        place = StagePlace(
-            identity=self.identity,
-            shard=shard,
-            ranks=ranks,
-            stage_ranks=stage,
-            host_ranks=cast("Ranks", HostRanks(ranks, self.sent_between_hosts[rank])),
-            previous_rank=model.previous_rank,
-            next_rank=model.next_rank,
-            device=torch.device("cpu"),
-        )
+        host_ranks = cast("Ranks", HostRanks(ranks, self.sent_between_hosts[rank]))
+        place = place_of(self.identity, self.shape, ranks, stage, host_ranks)
         neighbours = sum(neighbour is not None for neighbour in (model.previous_rank, model.next_rank))
         tied = model.tied_weight()
         attached = Attached(
@@ -643,7 +643,7 @@ class ThreadJob:
             communicator=model.communicator,
             injector=model,
             counts=lambda: TokenCounts(model),
-            tokens=TokenRate(tokens=MICRO_BATCHES * TOKENS * shape.dp, top_k=1),
+            tokens=TokenRate(tokens=MICRO_BATCHES * TOKENS * self.shape.dp, top_k=1),
             boundary_log_bytes=neighbours * MICRO_BATCHES * BOUNDARY_BYTES,
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
             tied_gradient_bytes=tied.master.nbytes if tied else 0,
@@ -654,7 +654,7 @@ class ThreadJob:
             self.config, attached, events, elastic, self.folder / "snapshots", self._losses_of_config
         )
         folder = CheckpointFolder(self.folder / "checkpoints")
-        files = self.files[rank] = ModelFiles(model, ranks, is_slow=self.saves_slowly)
+        files = ModelFiles(model, ranks, is_slow=self.saves_slowly)
         durable = DurableTier(files, folder, self.identity, ranks, events, keep=self.config.keep)
         return Session(
             assembly.build_parts,
@@ -729,6 +729,23 @@ class ThreadJob:
         return folder
 
 
+def place_of(
+    identity: RunIdentity, shape: Shape, ranks: ThreadRanks, stage_ranks: ThreadRanks, host_ranks: Ranks
+) -> StagePlace:
+    rank, dp_rank = ranks.rank, ranks.rank % shape.dp
+    places = {"pp_rank": shape.stage_of(rank), "ep_rank": dp_rank % shape.ep, "dp_rank": dp_rank}
+    return StagePlace(
+        identity=identity,
+        shard=ShardIdentity(global_rank=rank, tp_rank=0, etp_rank=0, **places),
+        ranks=ranks,
+        stage_ranks=stage_ranks,
+        host_ranks=host_ranks,
+        previous_rank=rank - shape.dp if rank >= shape.dp else None,
+        next_rank=rank + shape.dp if rank + shape.dp < shape.world_size else None,
+        device=torch.device("cpu"),
+    )
+
+
 @cache
 def _reference(shape: Shape, iterations: int) -> tuple[Result, Mapping[int, Mapping[int, str]]]:
     """Train without faults and sessions; return the result, and digests by iteration and rank."""
@@ -745,16 +762,6 @@ def exact(job: ThreadJob) -> ThreadJob:
     """Run a job to its end, which is that of the job without faults."""
     assert job.run() == uninterrupted(job.shape, job.iterations)
     return job
-
-
-def settle(session: Session) -> None:
-    """Wait until the newest snapshot is in memory and on peers, and no write to disk is in progress."""
-    assert session.sparse is not None
-    session.sparse.tier.settle()
-    window, publisher = session.sparse.stores.memory.in_flight(), session.sparse.stores.publisher
-    if window and publisher:
-        publisher.has_copies(window.snapshots)
-    session.sparse.tier.finish_persisting()
 
 
 def _close_copiers(session: Session) -> None:

@@ -158,7 +158,7 @@ class Model:
         self.next_rank = rank + shape.dp if self.stage < shape.pp - 1 else None
         self.data: KeptBatches | None = None  # the inputs, if they are not read by the iteration's number
         self.communicator = Pipe(ranks, self.previous_rank, self.next_rank)
-        self.operators = _operators(shape, self.stage)
+        self.operators = operators_of(shape, self.stage)
         self.weights = {operator: weight for operator in self.operators if (weight := self._weight(operator))}
         self.buffers = {"tokens": torch.zeros(shape.experts), "bias": torch.zeros(shape.experts)}
         self.generator = generator(f"dropout {rank}")
@@ -481,7 +481,8 @@ class Model:
         self.gather()
 
     def digests(self) -> Mapping[str, str]:
-        return {str(weight.operator): self._hash([weight]) for weight in self.weights.values()}
+        state_of = lambda weight: self._state(weight).values() if weight in self.owned else ()  # noqa: E731
+        return {str(each.operator): hash_of([each.values, *state_of(each)]) for each in self.weights.values()}
 
     def freeze(self, frozen: Collection[str]) -> None:
         for weight in self.weights.values():
@@ -516,12 +517,7 @@ class Model:
 
     def digest(self) -> str:
         tensors = [*self.all_tensors(), self.generator.get_state()]
-        return hashlib.sha256(b"".join(_bytes_of(tensor) for tensor in tensors)).hexdigest()[:16]
-
-    def _hash(self, weights: Sequence[Weight]) -> str:
-        tensors = [weight.values for weight in weights]
-        tensors += [tensor for weight in weights if weight in self.owned for tensor in self._state(weight).values()]
-        return hashlib.sha256(b"".join(map(_bytes_of, tensors))).hexdigest()[:16]
+        return hash_of(tensors)
 
     def _state(self, weight: Weight) -> dict[str, torch.Tensor]:
         moments = self.adam.state[weight.master]
@@ -561,7 +557,7 @@ def _clip(gradients: ReadyGradients) -> float:
     return 1.0 / max(1.0, gradients.total_norm or 0.0)
 
 
-def _operators(shape: Shape, stage: int) -> list[OperatorId]:
+def operators_of(shape: Shape, stage: int) -> list[OperatorId]:
     edges = [OperatorId(kind=OperatorKind.EMBEDDING)] if stage == 0 else []
     inside = [OperatorId(kind=kind, layer=stage) for kind in (OperatorKind.BLOCK, OperatorKind.GATE)]
     experts = [OperatorId(kind=OperatorKind.EXPERT, layer=stage, expert=expert) for expert in range(shape.experts)]
@@ -574,5 +570,9 @@ def _found(parts: Mapping[PartKey, torch.Tensor], key: PartKey) -> torch.Tensor:
     return parts[key]
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def hash_of(tensors: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(map(bytes_of, tensors))).hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ckpt.collectives import Ranks, gather_results
@@ -14,17 +14,13 @@ from tests.engine.model import Model
 
 
 class ModelFiles:
-    """Layouts cannot change. `before_load` is called with each directory to load from.
-
-    Files are written at once; a save that `is_slow` is complete when it is waited for.
-    """
+    """Layouts cannot change. Files are written at once; a save that `is_slow` is complete when it is waited for."""
 
     def __init__(self, model: Model, ranks: Ranks, *, is_slow: bool = False) -> None:
         self._is_slow = is_slow
         self._model = model
         self._ranks = ranks
         self._written: list[FileRecord] | None = None
-        self.before_load: Callable[[Path], None] = lambda _: None
 
     @property
     def _name(self) -> str:
@@ -49,7 +45,6 @@ class ModelFiles:
 
     def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
         assert resharded_from is None, "the layout of thread ranks is fixed"
-        self.before_load(directory)
         return gather_results(self._ranks, lambda: self._read(directory), CheckpointLoadError)[0]
 
     def _write(self, directory: Path, iteration: int) -> list[FileRecord]:

@@ -31,12 +31,6 @@ def job_of(folder: Path, iteration: int = 11, phase: str = "forward", stage: int
     return ThreadJob(folder, config("moevement", **{"window": 3} | settings), PAIR, iterations=12, losses=losses)
 
 
-def stores_of(job: ThreadJob, rank: int) -> TierStores:
-    sparse = job.sessions[rank].sparse
-    assert sparse is not None
-    return sparse.stores
-
-
 def recovered_from(job: ThreadJob, rank: int = 1) -> list[int]:
     return [event.window_start for event in job.events(StageRecovered, rank)]
 
@@ -73,7 +67,7 @@ def test_a_damaged_window_is_refused_and_an_older_one_used(
     inflict: Callable[[TierStores], None], reason: str, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path, keep_windows=2)
-    job.upsets[1, 11] = lambda _: inflict(stores_of(job, 1))
+    job.upsets[1, 11] = lambda _: inflict(job.stores(1))
     exact(job)
     (skipped,) = job.events(CheckpointSkipped, 1)
     assert re.search("window.*7", skipped.source)
@@ -83,7 +77,7 @@ def test_a_damaged_window_is_refused_and_an_older_one_used(
 
 def test_with_nothing_left_the_error_says_what_was_looked_for(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    job.upsets[1, 11] = lambda _: flip_a_byte(stores_of(job, 1))
+    job.upsets[1, 11] = lambda _: flip_a_byte(job.stores(1))
     wanted = r"stages \[1\] cannot be rebuilt at iteration 10: looked for a compl"
     with pytest.raises(CheckpointLoadError, match=wanted):
         job.run()
@@ -111,7 +105,7 @@ def _have_no_memory_for_the_boundary_log(stores: TierStores) -> None:
 )
 def test_a_gap_in_boundary_logs_rolls_all_back(at: int, inflict: Callable[[TierStores], None], tmp_path: Path) -> None:
     job = job_of(tmp_path, window=4)  # windows 1 to 4 and 5 to 8
-    job.upsets[0, at] = lambda _: inflict(stores_of(job, 0))
+    job.upsets[0, at] = lambda _: inflict(job.stores(0))
     exact(job)
     assert [event.first_stage for event in job.events(StageRecovered)] == [0]
 
@@ -154,9 +148,9 @@ def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
         job = ThreadJob(folder, config("moevement", window=2), PAIR, iterations=iterations)
         job.on_worker.append(lambda rank, _: _let_copies_fail(job.models[rank], 2, 999) if rank == 1 else None)
         job.run()
-        boundary = stores_of(job, 1).boundary
+        boundary = job.stores(1).boundary
         assert boundary is not None
-        return [boundary.size_bytes, stores_of(job, 1).steps.size_bytes]
+        return [boundary.size_bytes, job.stores(1).steps.size_bytes]
 
     assert logged_after(24) == logged_after(30)
 
@@ -179,7 +173,7 @@ def test_a_snapshot_that_the_loss_tears_is_taken_again(phase: str, number: int, 
         def pieces(*arguments: Any) -> Any:
             nonlocal num_taken
             num_taken += 1
-            engine = stores_of(job, 1).engine
+            engine = job.stores(1).engine
             while num_taken == number and engine._capture is not None and not lost.wait(0.001):
                 pass  # until the capture is discarded, or the state under it is gone
             return take(*arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,16 +15,17 @@ from moe_ckpt.durable.checkpoint_folder import MARKER, CheckpointFolder, is_comm
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResharded, StateResumed
 from moe_ckpt.types import CheckpointRef, ParallelLayout, Phase, RunIdentity
-from tests.engine.job import Fault, ThreadJob, exact, uninterrupted
+from tests.engine.job import Fault, ThreadJob, exact
 from tests.engine.model import PAIR
 from tests.engine.thread_ranks import run_threads
-from tests.engine.tiers import IDENTITY, LAYOUT, OneFileEach, events_of, open_tier
+from tests.engine.tiers import IDENTITY, LAYOUT, OneFileEach, open_tier
 from tests.policies.profiles import config
+from tests.training import events_of
 
 
 def _save(folder: Path, *iterations: int, keep: int = 9) -> None:
     def save(ranks: Ranks) -> None:
-        tier, _ = open_tier(folder, OneFileEach(ranks), keep=keep)
+        tier = open_tier(folder, OneFileEach(ranks), keep=keep)
         for iteration in iterations:
             tier.save(iteration)
 
@@ -64,7 +64,7 @@ def test_a_file_that_changes_before_the_commit_is_not_accepted(tmp_path: Path) -
     def save_and_load(ranks: Ranks) -> None:
         state = OneFileEach(ranks)
         state.spoils = ranks.rank == 1
-        tier, _ = open_tier(tmp_path, state)
+        tier = open_tier(tmp_path, state)
         tier.save(1)
         tier.resume(CheckpointRef(iteration=1, directory=str(_directory(tmp_path, 1))))
 
@@ -81,7 +81,7 @@ class OnDiskOfItsOwn(OneFileEach):
 
 
 def test_a_file_that_rank_zero_does_not_see_fails_the_save_everywhere(tmp_path: Path) -> None:
-    reasons = _reasons(lambda ranks: open_tier(tmp_path, OnDiskOfItsOwn(ranks))[0].save(1), CheckpointSaveError)
+    reasons = _reasons(lambda ranks: open_tier(tmp_path, OnDiskOfItsOwn(ranks)).save(1), CheckpointSaveError)
     assert all("iter_0000001: rank1: written, and not there" in reason for reason in reasons)
     assert not is_committed(_directory(tmp_path, 1))
     for rank in range(2):
@@ -89,16 +89,9 @@ def test_a_file_that_rank_zero_does_not_see_fails_the_save_everywhere(tmp_path: 
         assert failed.iteration == 1
 
 
-def test_a_folder_that_cannot_be_made_fails_the_save_everywhere(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000001").write_text("in the way")
-    reasons = _reasons(lambda ranks: open_tier(tmp_path, OneFileEach(ranks))[0].save(1), CheckpointSaveError)
-    assert all("Not a directory" in reason for reason in reasons)
-    assert [len(events_of(tmp_path, CheckpointFailed, rank)) for rank in range(2)] == [1, 1]
-
-
 def test_a_save_is_committed_once_it_is_written_everywhere(tmp_path: Path) -> None:
     def save(ranks: Ranks) -> list[bool]:
-        tier, _ = open_tier(tmp_path, OneFileEach(ranks, is_slow=True))
+        tier = open_tier(tmp_path, OneFileEach(ranks, is_slow=True))
         seen = []
         for step in (lambda: tier.save(1), lambda: tier.poll(wait=False), lambda: tier.poll(wait=True)):
             step()
@@ -112,7 +105,7 @@ def test_a_save_is_committed_once_it_is_written_everywhere(tmp_path: Path) -> No
 def test_an_abandoned_save_is_never_committed(tmp_path: Path) -> None:
     def save(ranks: Ranks) -> list[int]:
         state = OneFileEach(ranks, is_slow=True)
-        tier, _ = open_tier(tmp_path, state)
+        tier = open_tier(tmp_path, state)
         tier.save(1)
         tier.abandon()
         tier.poll(wait=True)
@@ -130,7 +123,7 @@ def test_no_save_starts_while_any_rank_writes_an_abandoned_one(tmp_path: Path) -
 
     def save(ranks: Ranks) -> None:
         state = OneFileEach(ranks, is_slow=True)
-        tier, _ = open_tier(tmp_path, state)
+        tier = open_tier(tmp_path, state)
         tier.save(1)
         tier.abandon()
         if ranks.rank == 0:
@@ -153,43 +146,20 @@ def test_older_checkpoints_are_dropped_and_later_ones_stay(keep: int, tmp_path: 
     assert _directory(tmp_path, 8).exists()
 
 
-def test_a_torn_directory_is_emptied_before_it_is_written_again(tmp_path: Path) -> None:
-    _directory(tmp_path, 1).mkdir()
-    (_directory(tmp_path, 1) / "left over").touch()
-    _save(tmp_path, 1)
-    assert [file.name for file in read_manifest(_directory(tmp_path, 1)).files] == ["metadata", "rank0", "rank1"]
-
-
 def _edit(directory: Path, **changes: Any) -> None:
     marker = json.loads((directory / MARKER).read_text())
     (directory / MARKER).write_text(json.dumps(marker | changes))
 
 
-def _number_another(directory: Path) -> None:
-    """Let rank 0's file be of another iteration, and the marker describe it."""
+def test_a_state_of_another_iteration_than_the_marker_names_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    directory = _directory(tmp_path, 1)
     (directory / "rank0").write_text("2")
     files = seal_files(directory, ["metadata", "rank0", "rank1"])
     _edit(directory, files=[{"name": f.name, "size_bytes": f.size_bytes, "crc32": f.crc32} for f in files])
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda directory: (directory / "metadata").write_bytes(b"Names"), "metadata: got 5 bytes with CRC-32"),
-        (lambda directory: (directory / MARKER).unlink(), f"no readable {MARKER}"),
-        (_number_another, "wanted 1"),
-    ],
-    ids=["flipped bit", "no marker", "another iteration"],
-)
-def test_only_what_the_marker_describes_is_loaded(
-    damage: Callable[[Path], object], reason: str, tmp_path: Path
-) -> None:
-    _save(tmp_path, 1)
-    directory = _directory(tmp_path, 1)
-    damage(directory)
     ref = CheckpointRef(iteration=1, directory=str(directory))
-    reasons = _reasons(lambda ranks: open_tier(tmp_path, OneFileEach(ranks))[0].resume(ref), CheckpointLoadError)
-    assert all(reason in each for each in reasons), reasons
+    reasons = _reasons(lambda ranks: open_tier(tmp_path, OneFileEach(ranks)).resume(ref), CheckpointLoadError)
+    assert all("wanted 1" in each for each in reasons), reasons
 
 
 OTHER_RUN, OTHER_MODEL = replace(IDENTITY, run_id="run-2"), replace(IDENTITY, model="f00d")
@@ -211,7 +181,7 @@ def test_a_checkpoint_of_another_run_is_loaded_by_its_path_only(
     directory = _directory(tmp_path, 3)
 
     def load(ranks: Ranks) -> int:
-        tier, _ = open_tier(tmp_path, OneFileEach(ranks), identity)
+        tier = open_tier(tmp_path, OneFileEach(ranks), identity)
         if by_path:
             return tier.resume_from(directory)
         tier.resume(CheckpointRef(iteration=3, directory=str(directory)))
@@ -231,7 +201,7 @@ def test_a_state_of_another_layout_is_loaded_as_such_and_reported(tmp_path: Path
 
     def load(ranks: Ranks) -> list[tuple[str, ParallelLayout | None]]:
         state = OneFileEach(ranks)
-        tier, _ = open_tier(tmp_path, state, replace(IDENTITY, layout=wanted))
+        tier = open_tier(tmp_path, state, replace(IDENTITY, layout=wanted))
         tier.resume(CheckpointRef(iteration=3, directory=str(_directory(tmp_path, 3))))
         return state.loaded
 
@@ -314,12 +284,3 @@ def test_strict_ends_the_job_when_a_save_fails(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointSaveError, match="Not a directory"):
         _job(tmp_path, strict=True).run()
-
-
-def test_the_next_start_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    _job(tmp_path).run()
-    shutil.rmtree(tmp_path / "memory")
-    shutil.rmtree(tmp_path / "checkpoints" / "iter_0000006")
-    job = _job(tmp_path)
-    assert job.run().digests == uninterrupted(PAIR, 6).digests
-    assert [event.iteration for event in job.events(StateResumed)] == [4]

@@ -13,7 +13,7 @@ from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, Us
 from moe_ckpt.events import EventLog, LossNotFinite
 from moe_ckpt.types import Phase
 from tests.engine.job import Fault, ThreadJob, uninterrupted
-from tests.engine.model import Shape
+from tests.engine.model import PAIR
 from tests.engine.thread_ranks import run_threads
 from tests.engine.tiers import OneFileEach, open_tier
 from tests.policies.profiles import config
@@ -23,7 +23,7 @@ SIX, FOUR = (Source(place=HOST_MEMORY, iteration=iteration) for iteration in (6,
 
 def _fallback(folder: Path, ranks: Ranks) -> Fallback:
     """Return a fallback over checkpoints of iterations 1, 2 and 3."""
-    tier, _ = open_tier(folder, OneFileEach(ranks), keep=3)
+    tier = open_tier(folder, OneFileEach(ranks), keep=3)
     for iteration in (1, 2, 3):
         tier.save(iteration)
     events = EventLog(folder / "events" / f"fallback{ranks.rank}.jsonl", global_rank=0, clock_origin_unix_s=0.0)
@@ -77,9 +77,8 @@ def test_a_source_is_suspected_for_so_many_iterations(iteration: int, is_blamed:
 
 def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:
     """All go back to memory at 3; the losses of 4 and 5 are infinite."""
-    shape = Shape(pp=2, dp=1)
     fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=5)
-    job = ThreadJob(tmp_path, config("gemini", every_iters=3), shape, faults=[fault])
+    job = ThreadJob(tmp_path, config("gemini", every_iters=3), PAIR, faults=[fault])
     job.on_worker.append(lambda *_: job.diverging.update({4: 1, 5: 1}) if job.struck else None)
-    assert job.run().digests == uninterrupted(shape, 8).digests
+    assert job.run().digests == uninterrupted(PAIR, 8).digests
     assert [event.iteration for event in job.events(LossNotFinite)] == [4]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,56 +12,22 @@ import pytest
 from moe_ckpt import run_elastic
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import StateResumed
 from moe_ckpt.replication.final_save import SaveTarget, save_last, windows_in, write_save_target
 from moe_ckpt.run_elastic import RankPlace
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
-from tests.engine.job import TICKET, StoppedError, ThreadJob, uninterrupted
-from tests.engine.model import PAIR, Model, Shape
+from tests.engine.job import TICKET, ThreadJob
+from tests.engine.model import PAIR, Shape
+from tests.engine.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
-
-WAIT_S = 20.0
-
-
-class _Stop:
-    """Stops all ranks after an iteration, once none of them writes: no hook of the session runs any more."""
-
-    def __init__(self, job: ThreadJob, iteration: int) -> None:
-        self._job = job
-        self._iteration = iteration
-        self._all_write_nothing = threading.Barrier(job.shape.world_size)
-
-    def started(self, iteration: int, rank: int, model: Model) -> None:
-        """Nothing to do."""
-
-    def committed(self, iteration: int, rank: int, model: Model) -> None:
-        if iteration == self._iteration:
-            self._job.settle(rank)
-            self._all_write_nothing.wait(WAIT_S)
-            raise StoppedError
 
 
 def stopped(folder: Path, policy: str, *, after: int = 5, shape: Shape = PAIR, **settings: Any) -> ThreadJob:
     """Return a job that was stopped after an iteration; its ranks' memory is there."""
     job = ThreadJob(folder, config(policy, **settings), shape, settles=True)
-    job.observers.append(_Stop(job, after))
+    At(job, after, ends=True)
     with pytest.raises(StoppedError):
         job.run()
     return job
-
-
-def started_again(job: ThreadJob) -> list[tuple[str, int]]:
-    """Start the job again once all memory is gone, and let it come to its end; return the load of each rank."""
-    shutil.rmtree(job.folder / "memory")
-    before = [len(job.events(StateResumed, rank)) for rank in job.ranks]
-    again = ThreadJob(job.folder, job.config, job.shape)
-    assert again.run().digests == uninterrupted(job.shape, again.iterations).digests
-    loads = [event for rank in again.ranks for event in again.events(StateResumed, rank)[before[rank] :]]
-    return [(load.source, load.iteration) for load in loads]
-
-
-def disk_of(job: ThreadJob, rank: int) -> BlobFolder:
-    return BlobFolder(job.folder / "snapshots" / f"rank{rank:04d}")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +62,8 @@ def test_where_one_rank_was_too_late_all_go_on_from_the_save_before(tmp_path: Pa
         save_last(job.memory(rank))
     shutil.rmtree(job.folder / "memory")
     again = stopped(tmp_path, "moevement", after=7, **settings)
-    assert list(windows_in(disk_of(again, 1))), "a start keeps the window that it has loaded"
-    assert len(list(windows_in(disk_of(again, 1)))) == 1, "and no other: saves would fill the disk"
+    assert list(windows_in(BlobFolder(again.disk(1)))), "a start keeps the window that it has loaded"
+    assert len(list(windows_in(BlobFolder(again.disk(1))))) == 1, "and no other: saves would fill the disk"
     assert save_last(again.memory(0))[-1] > 5
     assert started_again(again) == [("local disk", 5)] * 2
 
@@ -109,12 +74,12 @@ def test_where_a_rank_never_saved_all_begin_anew(fails: bool, tmp_path: Path) ->
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     assert save_last(job.memory(0))[-1] == 5
     if fails:
-        target = SaveTarget(path=str(disk_of(job, 1).path), limit_bytes=1, global_rank=1)
+        target = SaveTarget(path=str(job.disk(1)), limit_bytes=1, global_rank=1)
         write_save_target(job.memory(1), target)
         with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.disk_budget_bytes=1"):
             save_last(job.memory(1))
     assert started_again(job) == []
-    assert list(windows_in(disk_of(job, 0))) == [], "a later start would take it for a state of this one"
+    assert list(windows_in(BlobFolder(job.disk(0)))) == [], "a later start would take it for a state of this one"
 
 
 @pytest.mark.parametrize("lose", [shutil.rmtree, lambda path: BlobFolder(path).clear()], ids=["disk", "files"])
@@ -122,10 +87,10 @@ def test_where_a_ranks_saved_state_is_lost_none_begins_anew(lose: Callable[[Path
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     for rank in job.ranks:
         save_last(job.memory(rank))
-    lose(disk_of(job, 1).path)
+    lose(job.disk(1))
     with pytest.raises(CheckpointLoadError, match=r"snapshots up to iteration \(rank 0: 5, rank 1: None\)"):
         started_again(job)
-    assert windows_in(disk_of(job, 0))
+    assert windows_in(BlobFolder(job.disk(0)))
 
 
 def test_a_rank_whose_memory_is_being_replaced_saves_none_of_it(tmp_path: Path) -> None:
@@ -133,17 +98,6 @@ def test_a_rank_whose_memory_is_being_replaced_saves_none_of_it(tmp_path: Path) 
     (own_path(job.memory(0)) / "unfinished").touch()
     assert save_last(job.memory(0)) == []
     assert save_last(job.memory(1))[-1] == 4
-
-
-def test_a_full_disk_fails_the_save_and_keeps_what_is_there(tmp_path: Path) -> None:
-    job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
-    assert [save_last(job.memory(rank))[-1] for rank in job.ranks] == [5, 5]
-    shutil.rmtree(job.folder / "memory")
-    again = stopped(tmp_path, "moevement", after=7, window=1, pause_iters=1, disk_budget_bytes=1000)
-    there = disk_of(again, 0).keys()
-    with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.disk_budget_bytes=1000"):
-        save_last(again.memory(0))
-    assert disk_of(again, 0).keys() == there
 
 
 def test_a_window_without_its_steps_is_not_saved(tmp_path: Path) -> None:
@@ -167,7 +121,7 @@ def place_of(job: ThreadJob, rank: int) -> RankPlace:
 
 def test_a_last_save_that_a_disk_ends_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
-    target = SaveTarget(path=str(disk_of(job, 1).path), limit_bytes=1, global_rank=1)
+    target = SaveTarget(path=str(job.disk(1)), limit_bytes=1, global_rank=1)
     write_save_target(job.memory(1), target)
     assert run_elastic._save_last(place_of(job, 1)) == 1
     said = capsys.readouterr().err

@@ -201,17 +201,13 @@ def test_a_torn_snapshot_is_passed_over(place: str, is_gone: Callable[[int], Cho
     torn = {"own": 4, "held": 4, "disk": 3}[place]
 
     def tear(job: ThreadJob) -> None:
-        path = {"own": own_path(job.memory(1)), "held": held_path(job.memory(0), 1), "disk": _on_disk(job, 1)}[place]
+        path = {"own": own_path(job.memory(1)), "held": held_path(job.memory(0), 1), "disk": job.disk(1)}[place]
         drop_snapshots(path, is_gone(torn))
 
     policy = "moetion" if place == "held" else "moc"
     fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, loses_memory=place != "own", before_restart=tear)
     job = exact(_whole(tmp_path, policy, APART, [fault]))
     assert _back_to(job) == [torn - 1]
-
-
-def _on_disk(job: ThreadJob, rank: int) -> Path:
-    return job.folder / "snapshots" / f"rank{rank:04d}"
 
 
 @pytest.mark.parametrize(("policy", "elsewhere"), [("moc", "local disk"), ("moetion", "memory of rank 0")])
@@ -304,8 +300,8 @@ def test_after_a_checkpoint_nothing_on_disks_is_of_the_epoch(tmp_path: Path) -> 
     left: set[int] = set()
 
     def lose_a_disk(job: ThreadJob) -> None:
-        shutil.rmtree(_on_disk(job, 1))
-        left.update(header.iteration for header in snapshots_in(_on_disk(job, 0)).values())
+        shutil.rmtree(job.disk(1))
+        left.update(header.iteration for header in snapshots_in(job.disk(0)).values())
 
     fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, also=(0,), loses_memory=True, before_restart=lose_a_disk)
     job = _partial(tmp_path, "moc", APART, [fault], durable_every_iters=2)

@@ -14,30 +14,14 @@ from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.types import Phase
 from tests.engine.job import Fault, ThreadJob, exact
-from tests.engine.model import PAIR, Model, Shape
+from tests.engine.model import PAIR, Shape
+from tests.engine.stops import At
 from tests.policies.profiles import config
 
 
 def made(folder: Path, *faults: Fault, shape: Shape = PAIR, iterations: int = 9, **settings: Any) -> ThreadJob:
     policy = config("flowcheck", **{"max_lag_iters": 0, "servers": "hosts", "server_wait_s": 0.0} | settings)
     return ThreadJob(folder, policy, shape, iterations=iterations, faults=faults)
-
-
-class AtIteration:
-    """Does something once, as soon as rank 0 has committed an iteration."""
-
-    def __init__(self, job: ThreadJob, iteration: int, act: Any) -> None:
-        self._iteration = iteration
-        self._act = act
-        job.observers.append(self)
-
-    def started(self, iteration: int, rank: int, model: Model) -> None:
-        pass
-
-    def committed(self, iteration: int, rank: int, model: Model) -> None:
-        if rank == 0 and iteration == self._iteration:
-            act, self._act = self._act, lambda: None
-            act()
 
 
 def states_on(job: ThreadJob, started: int) -> Mapping[int, set[int]]:
@@ -89,7 +73,7 @@ def test_a_lost_server_is_replaced_and_gets_a_whole_snapshot(tmp_path: Path) -> 
         job.hosts.numbers.lose(0)  # as the first rank that misses it does; else the successor would be a spare
         job.hosts.start()
 
-    AtIteration(job, 3, replace)
+    At(job, 3, replace, settles=False)
     exact(job)
     for rank in job.ranks:
         taken = [event.iteration for event in job.events(SnapshotTaken, rank)]
@@ -104,7 +88,7 @@ def test_training_nodes_take_over_when_all_servers_are_gone(tmp_path: Path, capl
     settings: dict[str, Any] = {"capture": "mirror", "mirror_interface": "e0"}
     fault = Fault(rank=1, phase=Phase.FORWARD, iteration=8, loses_memory=True)
     job = made(tmp_path, fault, shape=Shape(pp=1, dp=2), **settings)
-    AtIteration(job, 3, lambda: job.hosts.end(0) if job.hosts else None)
+    At(job, 3, lambda: job.hosts and job.hosts.end(0), settles=False)
     exact(job)
     assert "all checkpoint servers are gone" in caplog.text
     for rank in job.ranks:
@@ -118,7 +102,7 @@ def test_training_nodes_take_over_when_all_servers_are_gone(tmp_path: Path, capl
 
 def test_the_other_server_takes_over_the_ranks_of_a_lost_one(tmp_path: Path) -> None:
     job = made(tmp_path, Fault(rank=0, phase=Phase.FORWARD, iteration=8, loses_memory=True), server_hosts=2, replicas=0)
-    AtIteration(job, 3, lambda: job.hosts.end(0) if job.hosts else None)
+    At(job, 3, lambda: job.hosts and job.hosts.end(0), settles=False)
     exact(job)
     assert job.events(Rejoined, 0)[0].iteration in (6, 7)
     assert all(max(states) >= 8 for states in states_on(job, 2).values()), "the last one may be under way"
@@ -137,7 +121,7 @@ def test_a_server_that_holds_a_rank_no_more_drops_its_states(tmp_path: Path) -> 
     """Rank 0 moves to server 1 as server 0 is lost, and back to its successor, which comes later, after a fault."""
     fault = Fault(rank=1, phase=Phase.FORWARD, iteration=7, before_restart=lambda job: job.hosts and job.hosts.start())
     job = made(tmp_path, fault, server_hosts=2, replicas=0)
-    AtIteration(job, 3, lambda: job.hosts.end(0) if job.hosts else None)
+    At(job, 3, lambda: job.hosts and job.hosts.end(0), settles=False)
     exact(job)
     assert job.events(Rejoined, 0)[0].iteration in (5, 6), "from server 1"
     assert not states_on(job, 2)[0], "they may be states that all ranks have left, by the next fault"

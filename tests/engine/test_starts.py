@@ -29,11 +29,6 @@ def start(folder: Path, policy: str, iterations: int, *, run_id: str = "run", **
     return ThreadJob(folder, made, PAIR, iterations=iterations, run_id=run_id, settles=True)
 
 
-def disk_of(folder: Path, rank: int) -> Path:
-    (disk,) = (folder / "snapshots").glob(f"**/rank{rank:04d}")
-    return disk
-
-
 def cut_entries(disk: Path) -> None:
     for entry in (disk / "index").glob("snapshot-*"):
         entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
@@ -45,9 +40,10 @@ def test_a_local_disk_is_loaded_unless_it_is_damaged(
     policy: str, damage: Callable[[Path], object] | None, tmp_path: Path
 ) -> None:
     """The checkpoint of iteration 5 is older than what disks have."""
-    start(tmp_path, policy, 9, durable_every_iters=5).run()
+    job = start(tmp_path, policy, 9, durable_every_iters=5)
+    job.run()
     if damage:
-        damage(disk_of(tmp_path, 1))
+        damage(job.disk(1))
     job = start(tmp_path, policy, 12, durable_every_iters=5)
     assert job.run().digests == uninterrupted(PAIR, 12).digests
     for rank in job.ranks:

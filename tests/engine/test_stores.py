@@ -12,12 +12,12 @@ from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.types import Phase
 from tests.engine.damage import snapshots_in
-from tests.engine.job import Fault, ThreadJob, exact
+from tests.engine.job import Fault, Observer, ThreadJob, exact
 from tests.engine.model import PIPE, Model, Shape
 from tests.policies.profiles import config
 
 
-class Keeping:
+class Keeping(Observer):
     """Checks the stores of every rank where all go on from a state, and after each iteration."""
 
     def __init__(self, job: ThreadJob) -> None:
@@ -26,7 +26,7 @@ class Keeping:
         job.observers.append(self)
 
     def started(self, iteration: int, rank: int, model: Model) -> None:
-        stores = self._stores(rank)
+        stores = self._job.stores(rank)
         self._check(stores, iteration)
         if iteration == 0:
             self.began_anew += 1
@@ -35,7 +35,7 @@ class Keeping:
             assert stores.steps.has_start(iteration + 1)
 
     def committed(self, iteration: int, rank: int, model: Model) -> None:
-        stores = self._stores(rank)
+        stores = self._job.stores(rank)
         self._check(stores, iteration)
         assert stores.boundary is not None
         logged_bytes = stores.boundary.size_bytes
@@ -49,11 +49,6 @@ class Keeping:
     def _check(self, stores: TierStores, iteration: int) -> None:
         assert not any(stores.steps.has_start(later) for later in range(iteration + 2, self._job.iterations + 2))
         assert max(stores.steps.gradients, default=0) <= iteration
-
-    def _stores(self, rank: int) -> TierStores:
-        sparse = self._job.sessions[rank].sparse
-        assert sparse is not None
-        return sparse.stores
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -73,13 +68,12 @@ def test_of_windows_on_the_local_disk_old_ones_are_dropped(tmp_path: Path) -> No
     job = ThreadJob(tmp_path, config("moevement", window=2, disk_every_iters=2), Shape(pp=2, dp=1), iterations=12)
     job.run()
     for rank in job.ranks:
-        (disk,) = (tmp_path / "snapshots").glob(f"**/rank{rank:04d}")
-        starts = {header.window_start for header in snapshots_in(disk).values()}
+        starts = {header.window_start for header in snapshots_in(job.disk(rank)).values()}
         assert len(starts) in (1, 2)
         assert max(starts) >= 8
 
 
-class Copied:
+class Copied(Observer):
     """Checks that the newest window that counts is in the memory of the rank's peer."""
 
     def __init__(self, job: ThreadJob) -> None:
@@ -87,12 +81,8 @@ class Copied:
         self.num_seen = 0
         job.observers.append(self)
 
-    def started(self, iteration: int, rank: int, model: Model) -> None: ...
-
     def committed(self, iteration: int, rank: int, model: Model) -> None:
-        sparse = self._job.sessions[rank].sparse
-        assert sparse is not None
-        windows = sparse.stores.memory.windows()
+        windows = self._job.stores(rank).memory.windows()
         if windows:
             # keys alone: the peer may drop an older snapshot while it is read
             keys = BlobFolder(self._job.memory(1 - rank) / "held" / f"rank{rank:04d}").keys()

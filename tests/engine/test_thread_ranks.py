@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from moe_ckpt.collectives import Ranks, TorchRanks, broadcast_result, gather_results, receive_buffers, send_buffers
 from moe_ckpt.errors import CheckpointLoadError, PeersLostError
-from tests.engine.thread_ranks import ThreadGroup, ThreadRanks, WorkerKilled, run_threads
+from tests.engine.thread_ranks import run_threads
 from tests.ranks import rank_store, run_ranks
 
 
@@ -84,38 +83,6 @@ def test_a_gathered_value_is_a_copy() -> None:
     shared: list[int] = []
     gathered = run_threads(2, lambda ranks: ranks.gather(shared))
     assert all(value is not shared for values in gathered for value in values)
-
-
-def test_a_group_that_is_cut_ends_all_its_operations() -> None:
-    group, waits = ThreadGroup(2), threading.Event()
-    ranks = ThreadRanks(0)
-    ranks.use(group)
-    reasons: list[str] = []
-
-    def wait() -> None:
-        waits.set()
-        with pytest.raises(PeersLostError) as error:
-            ranks.receive(torch.zeros(1), 1)
-        reasons.append(str(error.value))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert waits.wait(10)
-    group.cut("rank 1 died")
-    thread.join()
-    with pytest.raises(PeersLostError, match="rank 1 died"):
-        ranks.barrier()
-    assert reasons == ["rank 1 died"]
-
-
-def test_a_killed_worker_ends_in_its_next_operation() -> None:
-    killed = threading.Event()
-    ranks = ThreadRanks(0, killed)
-    ranks.use(ThreadGroup(1))
-    ranks.barrier()
-    killed.set()
-    with pytest.raises(WorkerKilled):
-        ranks.barrier()
 
 
 def test_ranks_in_different_collectives_are_reported() -> None:

@@ -26,7 +26,7 @@ from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.copies import answer_copies
 from tests.engine.covering import fault_of, rows_of, shape_of
 from tests.engine.damage import flip_a_bit, rewrite_headers
-from tests.engine.job import MOMENTS, Fault, ThreadJob, exact, uninterrupted
+from tests.engine.job import MOMENTS, Fault, Observer, ThreadJob, exact, uninterrupted
 from tests.engine.model import MICRO_BATCHES, PAIR, PIPE, Model, Shape
 from tests.policies.profiles import config
 
@@ -51,7 +51,7 @@ def _is_possible(row: Mapping[str, Any]) -> bool:
 ROWS = rows_of(AXES, _is_possible)
 
 
-class _PageIterations:
+class _PageIterations(Observer):
     """The iteration in each rank's page as all ranks go on from a state."""
 
     def __init__(self, job: ThreadJob) -> None:
@@ -59,9 +59,6 @@ class _PageIterations:
 
     def started(self, iteration: int, rank: int, model: Model) -> None:
         self.found.append((iteration, self.job.pages[rank].iteration))
-
-    def committed(self, iteration: int, rank: int, model: Model) -> None:
-        """Nothing to note."""
 
 
 def test_an_error_after_a_recovery_counts_for_its_iteration(tmp_path: Path) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed, seal_files
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.events import EventLog, read_events
+from moe_ckpt.events import EventLog
 from moe_ckpt.types import FileRecord, ParallelLayout, RunIdentity
-
-E = TypeVar("E")
 
 LAYOUT = ParallelLayout(pp=1, dp=2, ep=1, tp=1)
 IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=LAYOUT)
@@ -65,17 +62,7 @@ class OneFileEach:
         return gather_results(self.ranks, read, CheckpointLoadError)[0]
 
 
-def open_tier(
-    folder: Path, state: OneFileEach, identity: RunIdentity = IDENTITY, *, keep: int = 1
-) -> tuple[DurableTier, EventLog]:
+def open_tier(folder: Path, state: OneFileEach, identity: RunIdentity = IDENTITY, *, keep: int = 1) -> DurableTier:
     rank = state.ranks.rank
-    events = EventLog(event_path(folder, rank), global_rank=rank, clock_origin_unix_s=0.0)
-    return DurableTier(state, CheckpointFolder(folder), identity, state.ranks, events, keep=keep), events
-
-
-def event_path(folder: Path, rank: int) -> Path:
-    return folder / "events" / f"{rank}.jsonl"
-
-
-def events_of(folder: Path, kind: type[E], rank: int = 0) -> list[E]:
-    return [entry.event for entry in read_events(event_path(folder, rank)) if isinstance(entry.event, kind)]
+    events = EventLog(folder / "events" / f"rank{rank:04d}.jsonl", global_rank=rank, clock_origin_unix_s=0.0)
+    return DurableTier(state, CheckpointFolder(folder), identity, state.ranks, events, keep=keep)

@@ -63,9 +63,11 @@ def is_of_store(segment: TcpSegment) -> bool:
     return _STORE_PORT in (segment.stream.source_port, segment.stream.target_port)
 
 
-def watch(segments: Iterable[TcpSegment | None], captures: int = NUM_RANKS) -> Watcher:
-    """Return a watcher that has seen these segments, of which no more come."""
-    watcher = Watcher(captures)
+def watch(
+    segments: Iterable[TcpSegment | None], captures: int = NUM_RANKS, loss: float = 0.0, seed: int = 0
+) -> Watcher:
+    """Return a watcher that has seen these segments but for a share that each capture loses; no more come."""
+    watcher = Watcher(captures, loss=loss, seed=seed)
     for segment in segments:
         if segment is not None:
             watcher.see_segment(segment)
@@ -73,8 +75,8 @@ def watch(segments: Iterable[TcpSegment | None], captures: int = NUM_RANKS) -> W
     return watcher
 
 
-def watch_frames(frames: Iterable[bytes], captures: int = NUM_RANKS) -> Watcher:
-    return watch(map(segment_of, frames), captures)
+def watch_frames(frames: Iterable[bytes], captures: int = NUM_RANKS, loss: float = 0.0) -> Watcher:
+    return watch(map(segment_of, frames), captures, loss)
 
 
 def whole_iterations(watcher: Watcher) -> list[int]:

@@ -6,8 +6,7 @@ import pytest
 
 from moe_ckpt.mirror.frames import segment_of
 from moe_ckpt.mirror.redundancy import failure_probability
-from moe_ckpt.mirror.watcher import Watcher
-from tests.mirror.captured import BUCKETS, NUM_RANKS, frames, wanted
+from tests.mirror.captured import BUCKETS, NUM_RANKS, frames, wanted, watch
 
 
 @pytest.mark.parametrize(("captures", "at_most", "at_least"), [(2, 4.1e-3, 3.9e-3), (3, 6.1e-12, 5.9e-12)])
@@ -32,13 +31,9 @@ def test_more_captures_lose_less() -> None:
 def _failed_share(captures: int, loss: float) -> float:
     """Return how often the first iteration is incomplete where each capture loses segments by itself."""
     rounds, failed = 300, 0
-    segments = [segment for frame in frames() if (segment := segment_of(frame))]
+    segments = [segment_of(frame) for frame in frames()]
     for seed in range(rounds):
-        watcher = Watcher(captures, loss=loss, seed=seed)
-        for each in segments:
-            watcher.see_segment(each)
-        watcher.flush()
-        failed += watcher.sums(wanted(0)) is None
+        failed += watch(segments, captures, loss, seed).sums(wanted(0)) is None
     return failed / rounds
 
 

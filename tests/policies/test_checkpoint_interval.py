@@ -27,16 +27,6 @@ def test_no_interval_is_better_than_the_best(iteration_s: float, checkpoint_s: f
     assert all(ettr(best) >= ettr(other) - 1e-12 for other in others)
 
 
-def test_what_costs_nothing_is_done_in_every_iteration() -> None:
-    assert best_interval(iteration_s=0.5, checkpoint_s=0.0, mtbf_s=600.0) == 1
-
-
-@given(mtbf_s=st.floats(10.0, 1e5))
-def test_the_rarer_the_faults_the_longer_the_interval(mtbf_s: float) -> None:
-    intervals = [best_interval(iteration_s=1.0, checkpoint_s=0.3, mtbf_s=factor * mtbf_s) for factor in (1, 2, 8)]
-    assert intervals == sorted(intervals)
-
-
 @given(iteration_s=SECONDS, checkpoint_s=SECONDS, overhead=st.floats(0.001, 0.5))
 def test_a_capped_interval_is_the_shortest_there_is(iteration_s: float, checkpoint_s: float, overhead: float) -> None:
     fewest = capped_interval(iteration_s=iteration_s, checkpoint_s=checkpoint_s, overhead=overhead)

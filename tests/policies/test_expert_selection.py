@@ -134,17 +134,6 @@ def test_every_expert_gets_to_storage_in_time() -> None:
                 assert max(waits) <= bound
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param((4, 8, 4, 2), id="two of eight"), pytest.param((8, 16, 8, 4), id="four of sixteen")],
-)
-def test_what_goes_to_storage_is_spread_over_ranks_too(model: tuple[int, int, int, int]) -> None:
-    num_layers, num_experts, ep, _ = model
-    for chosen in persisted(model, 1, turns=4 * num_experts):
-        on_rank = Counter(expert // (num_experts // ep) for expert in chain.from_iterable(chosen))
-        assert max(on_rank.values()) == num_layers // ep
-
-
 def literal_sequential(other: IntArray, expert: IntArray, ep: int, k: int) -> int:
     _, num_layers, num_experts = expert.shape
     sizes = {"num_layers": num_layers, "num_experts": num_experts, "ep": ep, "k": k}
@@ -206,16 +195,3 @@ def test_k_is_doubled_where_it_has_cost_too_much(k: int, plt_since: float, expec
 )
 def test_every_k_below_all_experts_has_an_equal_share_of_the_limit(first_k: int, num_experts: int, shares: int) -> None:
     assert limit_per_k(0.0375, first_k=first_k, num_experts=num_experts) == 0.0375 / shares
-
-
-@given(costs=st.lists(st.floats(0.0, 0.002), min_size=100, max_size=200), num_experts=st.integers(2, 64))
-def test_dynamic_k_keeps_the_sum_near_the_limit(costs: list[float], num_experts: int) -> None:
-    """A fault costs the less the more is saved; what the sum may exceed the limit by is one fault of every k."""
-    k, total, plt_since = 1, 0.0, 0.0
-    limit = limit_per_k(0.0375, first_k=1, num_experts=num_experts)
-    for cost in costs:
-        plt = cost * (1 - k / num_experts)
-        total, plt_since = total + plt, plt_since + plt
-        if (doubled := next_k(k, num_experts=num_experts, plt_since=plt_since, limit=limit)) != k:
-            k, plt_since = doubled, 0.0
-    assert total <= 0.0375 + 0.002 * math.ceil(math.log2(num_experts)) + 1e-12

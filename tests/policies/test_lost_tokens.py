@@ -1,8 +1,6 @@
-"""Lost tokens: tables, and against sets of single tokens that are lost one by one."""
+"""Lost tokens: counts by hand. Counts of whole jobs: tests/engine/test_partial_recovery.py."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +27,16 @@ def test_an_expert_that_is_ahead_of_the_rest_loses_nothing_and_repeats() -> None
     assert ledger.processed.tolist() == [[100, 100]]
 
 
+def test_an_older_expert_loses_each_token_once() -> None:
+    at_10 = TokenLedger.at_start(1, 2).after(tokens([100, 100]))
+    at_20 = at_10.after(tokens([7, 9]))
+    ledger, loss = at_20.restored(np.where([[True, False]], at_10.seen, at_20.seen))
+    assert (loss.lost.tolist(), loss.repeated.tolist()) == ([[7, 0]], [[0, 0]])
+    assert (ledger.processed.tolist(), ledger.seen.tolist()) == ([[107, 109]], [[100, 109]])
+    _, again = ledger.restored(at_10.seen)
+    assert again.lost.tolist() == [[0, 9]]
+
+
 @given(st.lists(st.lists(st.integers(0, 2**62), min_size=3, max_size=3), min_size=4, max_size=4))
 def test_an_array_holds_all_of_a_ledger(rows: list[list[int]]) -> None:
     array = np.array(rows, np.int64).reshape(2, 2, 3)
@@ -43,55 +51,6 @@ def test_an_array_holds_all_of_a_ledger(rows: list[list[int]]) -> None:
 def test_counts_of_other_shapes_or_types_are_our_own_bug(seen: IntArray) -> None:
     with pytest.raises(AssertionError):
         TokenLedger(processed=np.zeros((1, 2), np.int64), seen=seen)
-
-
-@dataclass
-class SingleTokens:
-    """One expert by brute force: the tokens of the line of iterations, and those in its state, by name."""
-
-    given: list[set[int]] = field(default_factory=lambda: [set()])
-    state: list[set[int]] = field(default_factory=lambda: [set()])
-
-    def train(self, names: set[int]) -> None:
-        self.given.append(self.given[-1] | names)
-        self.state.append(self.state[-1] | names)
-
-    def snapshots(self, iteration: int) -> list[int]:
-        """Return the iterations with a state of which that after `iteration` has every token."""
-        return [taken for taken in range(iteration + 1) if self.state[taken] <= self.state[iteration]]
-
-    def roll_back(self, iteration: int, snapshot: int) -> int:
-        """Go on after `iteration` with the state after `snapshot`; return how many tokens that loses."""
-        lost = self.state[iteration] - self.state[snapshot]
-        self.given[iteration + 1 :] = []
-        self.state[iteration:] = [self.state[snapshot]]
-        return len(lost)
-
-
-@given(data=st.data())
-def test_counts_agree_with_single_tokens(data: st.DataObject) -> None:
-    """Any faults, any iterations to roll back to, any older snapshots of the experts."""
-    experts = [SingleTokens() for _ in range(3)]
-    line = [TokenLedger.at_start(1, 3)]
-    name = 0
-    for _ in range(data.draw(st.integers(1, 12))):
-        if data.draw(st.booleans()):
-            counts = data.draw(st.lists(st.integers(0, 4), min_size=3, max_size=3))
-            line.append(line[-1].after(tokens(counts)))
-            for expert, count in zip(experts, counts, strict=True):
-                expert.train(set(range(name, name + count)))
-                name += count
-        else:
-            iteration = data.draw(st.integers(0, len(line) - 1))
-            snapshots = [data.draw(st.sampled_from(expert.snapshots(iteration))) for expert in experts]
-            seen = tokens([int(line[snapshot].seen[0, expert]) for expert, snapshot in enumerate(snapshots)])
-            restored, loss = line[iteration].restored(seen)
-            line[iteration:] = [restored]
-            lost = [expert.roll_back(iteration, snapshot) for expert, snapshot in zip(experts, snapshots, strict=True)]
-            assert loss.lost.tolist() == [lost]
-            assert not loss.repeated.any()
-        assert line[-1].seen.tolist() == [[len(expert.state[-1]) for expert in experts]]
-        assert line[-1].processed.tolist() == [[len(expert.given[-1]) for expert in experts]]
 
 
 @pytest.mark.parametrize(

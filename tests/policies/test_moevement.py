@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -148,23 +147,6 @@ def test_auto_does_not_profile_again_after_a_fault() -> None:
     assert policy.plan(40, meter).sparse is not None
     first = policy.plan(41, unasked)
     assert first.window == TRIAL
-
-
-@given(stages=stages(), data=st.data())
-def test_a_fixed_window_takes_every_operator_once_on_every_stage(
-    stages: list[StageProfile], data: st.DataObject
-) -> None:
-    num_slots = data.draw(st.integers(1, max(len(stage.table.operators) for stage in stages)))
-    own_stage, start = data.draw(st.integers(0, len(stages) - 1)), data.draw(st.integers(0, 50))
-    own = stages[own_stage]
-    policy, twin = (SparseWindows(moevement(window=num_slots), stages, own_stage) for _ in range(2))
-    assert policy.plan(start, nothing_yet) == twin.plan(start, nothing_yet)
-    for number in range(3):
-        begin = start + 1 + number * num_slots
-        choice, slots = next_window(policy, begin, Measurements(1.0, popularity=[popularity_for(own, number)]))
-        assert (choice.num_slots, choice.fitting) == (num_slots, num_slots)
-        assert_is_window(slots, begin, num_slots, len(own.table.operators))
-        assert next_window(twin, begin, Measurements(1.0, popularity=[popularity_for(own, number)])) == (choice, slots)
 
 
 @given(
@@ -333,22 +315,6 @@ def test_the_papers_window_changes_by_more_than_the_drift(drift: float, num_slot
     first, _ = next_window(policy, 6, Measurements(33))
     second, _ = next_window(policy, 9, Measurements(43))
     assert (first.num_slots, second.num_slots, second.fitting, second.pause_iters) == (3, num_slots, 2, 0)
-
-
-@given(counts=st.lists(st.integers(0, 9), min_size=2, max_size=12), ranks=st.integers(1, 4), data=st.data())
-def test_a_ranks_more_popular_expert_is_in_no_earlier_slot(counts: list[int], ranks: int, data: st.DataObject) -> None:
-    homes = [expert % ranks for expert in range(len(counts))]
-    parameters = [[int(rank == 0), *(int(home == rank) for home in homes)] for rank in range(ranks)]
-    num_slots = data.draw(st.integers(1, len(counts) + 1))
-    policy = begun(profile(parameters, num_experts=len(counts)), window=num_slots)
-    _, slots = next_window(policy, 1, Measurements(1.0, popularity=[counts]))
-    place = slot_of_each(slots)
-    for rank in range(ranks):
-        mine = [expert for expert in range(len(counts)) if homes[expert] == rank]
-        ascending = sorted(mine, key=lambda expert: counts[expert])
-        assert all(place[1 + before] <= place[1 + after] for before, after in pairwise(ascending))
-        if rank == 0:
-            assert all(place[1 + expert] <= place[0] for expert in mine)
 
 
 @pytest.mark.parametrize(

@@ -93,27 +93,6 @@ def test_experts_ascend_and_equals_keep_their_order(popularity: list[int]) -> No
     assert ordered == sorted(range(len(popularity)), key=lambda expert: (popularity[expert], expert))
 
 
-@pytest.mark.parametrize(
-    ("full", "num_slots", "slot_of"),
-    [
-        pytest.param([[10, 10, 20]], 2, [0, 0, 1], id="the middles of 40 bytes"),
-        pytest.param([[12] * 6], 3, [0, 0, 1, 1, 2, 2], id="equal operators"),
-        pytest.param([[12] * 5], 5, [0, 1, 2, 3, 4], id="one a slot"),
-        pytest.param([[1, 1, 1, 97]], 4, [0, 0, 0, 2], id="one that dwarfs the others"),
-        pytest.param([[10, 0, 10, 0, 0]], 2, [0, 1, 1, 1, 1], id="operators without bytes"),
-        pytest.param([[0, 0, 0]], 3, [0, 0, 0], id="nothing at all"),
-        pytest.param([[6, 0, 6, 0], [0, 6, 0, 6]], 2, [0, 0, 1, 1], id="every rank has both slots"),
-        pytest.param([[6, 3, 0, 5], [0, 3, 6, 0]], 2, [0, 1, 1, 1], id="equals go to the lowest rank"),
-        pytest.param([[2, 2, 2, 2], [9, 9, 1, 1]], 2, [0, 1, 0, 1], id="the home counts its own bytes"),
-    ],
-)
-def test_slots_follow_the_bytes_of_each_home(full: list[list[int]], num_slots: int, slot_of: list[int]) -> None:
-    table = make_table(full)
-    schedule = cut_slots(np.arange(len(full[0])), table, num_slots)
-    assert schedule.num_slots == num_slots
-    assert schedule.slot_of.tolist() == slot_of
-
-
 @pytest.mark.parametrize("num_slots", [-1, 0])
 def test_a_window_without_slots_is_refused(num_slots: int) -> None:
     with pytest.raises(ConfigError, match=rf"^ckpt\.window: got {num_slots}, wanted at least 1$"):
@@ -156,21 +135,6 @@ def test_bytes_are_those_of_what_a_slot_takes(case: tuple[OperatorTable, IntArra
     assert got.dtype == np.int64
     assert got.tolist() == literal_slot_bytes(table, schedule)
     assert window_bytes(table, schedule).tolist() == [sum(column) for column in zip(*got.tolist(), strict=True)]
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("in_each", [1, 4])
-def test_equal_slots_of_equal_operators_follow_the_formula(num_slots: int, in_each: int) -> None:
-    """Slot i of W holds 12 a + 2 (1 - (i + 1) a) bytes a parameter, a = 1 / W; the window 12 + (W - 1)."""
-    parameters = 7
-    num_operators = num_slots * in_each
-    table = make_table([[12 * parameters] * num_operators])
-    schedule = cut_slots(np.arange(num_operators), table, num_slots)
-    all_parameters = parameters * num_operators
-    times_slots = [all_parameters * (12 + 2 * (num_slots - (slot + 1))) for slot in range(num_slots)]
-    assert slot_bytes(table, schedule)[:, 0].tolist() == [size // num_slots for size in times_slots]
-    assert all(size % num_slots == 0 for size in times_slots)
-    assert window_bytes(table, schedule).tolist() == [all_parameters * (12 + num_slots - 1)]
 
 
 @pytest.mark.parametrize(

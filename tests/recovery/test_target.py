@@ -1,4 +1,4 @@
-"""Where all ranks are to be, over random standings. Jobs that stop anywhere: modelled.py."""
+"""Where all ranks are to be, over random standings. Jobs that stop anywhere: tests/engine/test_windows.py."""
 
 from __future__ import annotations
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from moe_ckpt.replication import retrying_client
 from moe_ckpt.replication.admission import open_connection
@@ -32,6 +34,12 @@ def closed_address() -> Address:
     """Return an address where no server listens."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return Address(host="127.0.0.1", port=listening.getsockname()[1])
+
+
+def frame(body: bytes, *, length: int | None = None) -> bytes:
+    """Return the frame of a body; its head fits, but for a `length` that is given."""
+    size = len(body) if length is None else length
+    return struct.pack(">IIQ", size, size ^ 0xFFFFFFFF, xxhash.xxh3_64_intdigest(body)) + body
 
 
 class Counted:

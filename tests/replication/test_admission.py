@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, replace
-from pathlib import Path
 
 import pytest
 
@@ -16,28 +15,28 @@ from moe_ckpt.replication.admission import admit, open_connection
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Challenge, Hello, Message, Ticket, Welcome, message_to_json
 from tests.elastic.workers import wait_until
-from tests.replication.peers import TICKET, Ranks, ranks_in
+from tests.replication.peers import TICKET, Ranks
 from tests.waits import WAIT_S
 
 
 class Server:
-    """One connection's server end, in a thread: it keeps the messages that it gets."""
+    """One connection's server end, in a thread."""
 
     def __init__(self, listening: socket.socket) -> None:
         host, port = listening.getsockname()
         self.address = Address(host=host, port=port)
-        self.got: list[Message] = []
         self._listening = listening
 
     def admit(self, ticket: Ticket) -> str | None:
         with self._accepted() as link:
             return admit(link, ticket)
 
-    def pretend(self, proof: str) -> None:
+    def pretend(self, proof: str) -> Message:
         with self._accepted() as link:
             link.send(Challenge(nonce="00"))
-            self.got.append(link.receive())
+            got = link.receive()
             link.send(Welcome(proof=proof))
+        return got
 
     @contextmanager
     def _accepted(self) -> Iterator[Connection]:
@@ -45,12 +44,6 @@ class Server:
         link.allow(WAIT_S)
         yield link
         link.close()
-
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    with ranks_in(tmp_path) as ranks:
-        yield ranks
 
 
 @pytest.fixture
@@ -68,6 +61,15 @@ def outcome_of(server: Server, client: Ticket, wanted: Ticket) -> str | None:
         return admitted.result(WAIT_S)
 
 
+def heard_by(server: Server) -> Message:
+    """Let a client meet a server that guesses the token, and refuse it; return what the server was sent."""
+    with ThreadPoolExecutor() as threads:
+        pretending = threads.submit(server.pretend, "guess")
+        with pytest.raises(RefusedError, match="the server has another token than that of run run-1"):
+            open_connection(server.address, TICKET, WAIT_S)
+        return pretending.result(WAIT_S)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -81,22 +83,12 @@ def test_only_a_client_with_the_token_is_admitted(server: Server, changes: dict[
 
 
 def test_a_server_without_the_token_is_refused_and_does_not_learn_it(server: Server) -> None:
-    with ThreadPoolExecutor() as threads:
-        pretending = threads.submit(server.pretend, "guess")
-        with pytest.raises(RefusedError, match="the server has another token than that of run run-1"):
-            open_connection(server.address, TICKET, WAIT_S)
-        pretending.result(WAIT_S)
-    assert TICKET.token.encode() not in message_to_json(server.got[0])
+    assert TICKET.token.encode() not in message_to_json(heard_by(server))
     assert TICKET.token not in repr(TICKET)
 
 
 def test_a_hello_that_was_heard_admits_no_second_connection(server: Server, ranks: Ranks) -> None:
-    with ThreadPoolExecutor() as threads:
-        pretending = threads.submit(server.pretend, "guess")
-        with pytest.raises(RefusedError):
-            open_connection(server.address, TICKET, WAIT_S)
-        pretending.result(WAIT_S)
-    heard = server.got[0]
+    heard = heard_by(server)
     assert isinstance(heard, Hello)
     link = Connection(socket.create_connection(astuple(ranks.serve(1).address), WAIT_S))
     link.allow(WAIT_S)

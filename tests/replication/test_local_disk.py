@@ -11,9 +11,9 @@ import pytest
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.replication.local_disk import persist, restore
 from moe_ckpt.snapshot.blobs import BlobFolder
-from moe_ckpt.snapshot.token_bucket import Throttle
 from tests.ranks import RankFailedError, run_ranks
 from tests.replication.blobs import buffers_of, content_of, publish
+from tests.snapshot.copiers import Asked
 
 FIRST, SECOND = ("start-4", "snapshot-3"), ("start-7", "snapshot-6")
 
@@ -76,14 +76,9 @@ def test_blobs_on_disk_and_new_ones_have_to_fit_together(own: BlobFolder, disk: 
 
 
 def test_writes_take_a_token_for_every_byte(own: BlobFolder, tmp_path: Path) -> None:
-    asked: list[int] = []
-
-    class Asked(Throttle):
-        def wait(self, nbytes: int, sleep: object = None) -> None:
-            asked.append(nbytes)
-
-    persist(own, tmp_path / "disk", FIRST, (), None, Asked(1.0))
-    assert sum(asked) == len("start-4" + "snapshot-3") + 5000
+    throttle = Asked()
+    persist(own, tmp_path / "disk", FIRST, (), None, throttle)
+    assert sum(throttle.asked) == len("start-4" + "snapshot-3") + 5000
 
 
 def test_a_blob_that_was_withdrawn_is_not_kept_and_the_window_before_stays(own: BlobFolder, disk: BlobFolder) -> None:

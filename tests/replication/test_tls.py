@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from moe_ckpt.replication.tls import open_tls
 from tests.elastic.workers import wait_until
 from tests.replication.blobs import content_of, publish
 from tests.replication.certificates import Authority
-from tests.replication.peers import TICKET, Ranks, copy, ranks_in
+from tests.replication.peers import TICKET, Ranks, copy
 from tests.waits import WAIT_S
 
 CONTENT = bytes(range(250)) * (3 * CHUNK_BYTES // 250)
@@ -36,12 +36,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("tls") / "stranger")
-
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    with ranks_in(tmp_path) as ranks:
-        yield ranks
 
 
 @pytest.fixture

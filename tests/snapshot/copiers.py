@@ -12,6 +12,7 @@ from moe_ckpt.snapshot.bubbles import PipelineBubbles
 from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
 from moe_ckpt.snapshot.codec import Snapshot, verify
 from moe_ckpt.snapshot.copier import HostCopier
+from moe_ckpt.snapshot.token_bucket import Throttle
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 from tests.snapshot.samples import HEADER, IDENTITY, SHARD, Piece, pool
 from tests.waits import WAIT_S
@@ -62,6 +63,17 @@ def _waits_for_a_future(thread_id: int) -> bool:
     while frame is not None and frame.f_code is not Future.result.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+class Asked(Throttle):
+    """A cap that lets all bytes pass at once, and keeps how many were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.asked: list[int] = []
+
+    def wait(self, nbytes: int, sleep: object = None) -> None:
+        self.asked.append(nbytes)
 
 
 class Engine:

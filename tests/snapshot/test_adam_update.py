@@ -188,23 +188,23 @@ def test_a_copy_that_was_damaged_is_not_built_upon(owner: Owner, caplog: pytest.
     assert "got a state with checksum" in caplog.text
 
 
+def _following(before: SnapshotHeader, target: str, **fields: Any) -> Update:
+    """Return the update that leads to the iteration after a state, as a rank hands it over to a server."""
+    header = replace(before, iteration=before.iteration + 1, window_start=before.iteration + 1, checksum=0)
+    steps = before.iteration + 1.0
+    step = AdamStep(
+        learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, steps=steps, scale=0.5
+    )
+    return Update(target=target, steps=(step,) * len(SIZES), header=header, seals=True, **fields)
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_server_seals_no_state_that_it_made_of_damage(owner: Owner, is_damaged: bool, tmp_path: Path) -> None:
     """A checkpoint server computes the checksum of the state that it makes: it must not start from a damaged one."""
     key, folder = owner.train(), BlobFolder(tmp_path / "server")
     copy_blobs(owner.peer, folder, [key])
     before = header_from_json(folder.get(key).header)
-    header = replace(before, iteration=before.iteration + 1, window_start=before.iteration + 1, checksum=0)
-    step = AdamStep(
-        learning_rate=1e-2,
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        weight_decay=0.0,
-        decoupled=True,
-        steps=before.iteration + 1.0,
-    )
-    update = Update(base=key, target="snapshot-next", steps=(step,) * len(SIZES), header=header, seals=True)
+    update = _following(before, "snapshot-next", base=key)
     if is_damaged:
         payload_of(folder.get(key))[100] ^= 1
     gradients = folder.allocate(update.payload_bytes)
@@ -243,16 +243,6 @@ def test_updates_that_a_process_could_not_send_end_with_it(tmp_path: Path) -> No
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     with pytest.raises(CheckpointLoadError):
         update_from_bytes(data)
-
-
-def _following(before: SnapshotHeader, target: str, **fields: Any) -> Update:
-    """Return the update that leads to the iteration after a state, as a rank hands it over to a server."""
-    header = replace(before, iteration=before.iteration + 1, window_start=before.iteration + 1, checksum=0)
-    steps = before.iteration + 1.0
-    step = AdamStep(
-        learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, steps=steps, scale=0.5
-    )
-    return Update(target=target, steps=(step,) * len(SIZES), header=header, seals=True, **fields)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,6 +11,7 @@ import torch
 
 from moe_ckpt.snapshot.copier import HostCopier
 from moe_ckpt.snapshot.token_bucket import BURST_S, Throttle, TokenBucket
+from tests.snapshot.copiers import Asked
 from tests.waits import WAIT_S
 
 RATE = 1000.0
@@ -120,15 +121,10 @@ def test_a_capped_copier_copies_the_same_and_ends_at_once() -> None:
 
 
 def test_a_capped_copy_takes_a_token_for_every_byte() -> None:
-    asked: list[int] = []
-
-    class Asked(Throttle):
-        def wait(self, nbytes: int, sleep: object = None) -> None:
-            asked.append(nbytes)
-
-    copier = HostCopier(Asked(1.0))
+    throttle = Asked()
+    copier = HostCopier(throttle)
     source = torch.ones(700_000)
     copier.run(lambda: copier.copy_now([(torch.zeros_like(source), source)])).result(WAIT_S)
     copier.close()
-    assert sum(asked) == source.nbytes
-    assert max(asked) <= 1 << 20
+    assert sum(throttle.asked) == source.nbytes
+    assert max(throttle.asked) <= 1 << 20

@@ -15,7 +15,7 @@ from moe_ckpt.snapshot.codec import Snapshot, UnitTag
 from moe_ckpt.snapshot.units import StorageLevel, compose, needed_for, without_torn
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
 from moe_ckpt.types import CORE, Version
-from tests.snapshot.samples import HEADER, pool, snapshot_of
+from tests.snapshot.samples import HEADER, pool, snapshot_of, starts_of
 
 NAMES = (CORE, "a", "b", "c")
 
@@ -79,9 +79,6 @@ class Rank:
     def composed(self, iteration: int, lineage: int = 0) -> set[str]:
         return all_said(compose(self.memory.snapshots(), at(iteration, lineage)))
 
-    def starts(self) -> list[int]:
-        return [window.start for window in self.memory.windows()]
-
 
 @pytest.fixture
 def rank() -> Rank:
@@ -114,15 +111,15 @@ def test_an_unfinished_snapshot_makes_no_checkpoint(rank: Rank) -> None:
     rank.memory.begin(at(1), 2)
     rank.memory.add(unit(CORE, 1, payload=rank.buffers.acquire(8)))
     rank.memory.keep_complete()
-    assert (rank.memory.in_flight(), rank.dropped, rank.starts()) == (None, ["core@1"], [0])
+    assert (rank.memory.in_flight(), rank.dropped, starts_of(rank.memory)) == (None, ["core@1"], [0])
 
 
 def test_a_complete_snapshot_is_kept_beside_the_one_before_until_the_next(rank: Rank) -> None:
     rank.begin(1, {CORE: "", "a": ""})
     rank.memory.keep_complete()
-    assert rank.starts() == [1, 0]
+    assert starts_of(rank.memory) == [1, 0]
     rank.base(2)
-    assert rank.starts() == [2]
+    assert starts_of(rank.memory) == [2]
 
 
 def test_a_unit_of_the_version_that_is_missing_makes_no_checkpoint() -> None:
@@ -161,7 +158,7 @@ def test_a_unit_that_is_there_twice_does_not_stand_for_another() -> None:
 def test_a_snapshot_that_an_earlier_process_tore_is_given_up() -> None:
     rank = Rank()
     rank.memory.adopt([*FIRST, unit(CORE, 1, taken_with=TAKEN_WITH)])
-    assert rank.starts() == [0]
+    assert starts_of(rank.memory) == [0]
 
 
 PLACES = st.sampled_from(["", "p", "d", "pd"])

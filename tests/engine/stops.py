@@ -1,0 +1,58 @@
+"""Moments between iterations at which a test acts on a job of thread ranks, and the start after its end."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+
+from moe_ckpt.events import StateResumed
+from tests.engine.job import Observer, ThreadJob, uninterrupted
+from tests.engine.model import Model
+from tests.waits import WAIT_S
+
+
+class StoppedError(Exception):
+    """An observer, in place of a scheduler, stops the job."""
+
+
+class At(Observer):
+    """Acts after an iteration while no rank trains, nor saves if it `settles`; `ends` lets the job end there."""
+
+    def __init__(
+        self,
+        job: ThreadJob,
+        iteration: int,
+        act: Callable[[], object] = lambda: None,
+        *,
+        settles: bool = True,
+        ends: bool = False,
+    ) -> None:
+        self._job = job
+        self._iteration = iteration
+        self._act = act
+        self._settles = settles
+        self._ends = ends
+        self._all_are_here = threading.Barrier(job.shape.world_size)
+        job.observers.append(self)
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        if iteration != self._iteration:
+            return
+        if self._settles:
+            self._job.settle(rank)
+        if self._all_are_here.wait(WAIT_S) == 0:
+            self._act()
+        self._all_are_here.wait(WAIT_S)
+        if self._ends:
+            raise StoppedError
+
+
+def started_again(job: ThreadJob) -> list[tuple[str, int]]:
+    """Start the job again once all memory is gone, and let it come to its end; return the load of each rank."""
+    shutil.rmtree(job.folder / "memory")
+    before = [len(job.events(StateResumed, rank)) for rank in job.ranks]
+    again = ThreadJob(job.folder, job.config, job.shape, iterations=job.iterations)
+    assert again.run().digests == uninterrupted(job.shape, job.iterations).digests
+    loads = [event for rank in again.ranks for event in again.events(StateResumed, rank)[before[rank] :]]
+    return [(load.source.rpartition("/")[2], load.iteration) for load in loads]
