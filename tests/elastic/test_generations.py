@@ -20,7 +20,7 @@ from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.types import Phase
-from tests.elastic.workers import GRACE_S, meet, open_membership, open_store, own_rank
+from tests.elastic.workers import GRACE_S, caused, meet, open_membership, open_store, own_rank
 from tests.ranks import run_ranks
 from tests.waits import WAIT_S
 
@@ -235,18 +235,13 @@ def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(tmp_path
     assert found == [(2, 3.0, [death_of(1)], True)] * 2
 
 
-def caused(text: str, cause: BaseException) -> ValueError:
-    error = ValueError(text)
-    error.__cause__ = cause
-    return error
-
-
 def judge_errors(folder: str) -> list[bool]:
     """Return what is taken for the loss of others, before one was found, as it is, and after."""
     generations, membership = open_first_life(folder, 1)
     membership.join()
     before = [membership.lost(ValueError("its own")), generations.has_ended(1)]
-    lost = [membership.lost(caused("its own", PeersLostError("a connection was closed"))), generations.has_ended(1)]
+    of_peers = caused(ValueError("its own"), PeersLostError("a connection was closed"))
+    lost = [membership.lost(of_peers), generations.has_ended(1)]
     after = [membership.lost(ValueError("made of what was cut off"))]
     assert generations.wait_for_end(1) == "rank 0: its own"
     return before + lost + after
@@ -376,13 +371,17 @@ def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
     assert member.exit_status() == STORE_LOST
 
 
-def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
-    store, page = dist.HashStore(), StatusPage(tmp_path / "page")
+def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membership]:
+    """Return the membership of a job's only rank, which has no process groups."""
     generations = Generations(store)
     generations.set_life(0, 0)
     member = Member(global_rank=0, world_size=1, life=0)
     groups: Any = SimpleNamespace(**dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None))
-    membership = Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
+    return generations, Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
+
+
+def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
+    generations, membership = only_member(dist.HashStore(), StatusPage(tmp_path / "page"))
     ends = [threading.Event(), threading.Event()]
     remaining = iter(ends)
     membership.at_end(lambda: next(remaining).set())
@@ -421,10 +420,7 @@ class SlowStore(dist.HashStore):
 
 def test_a_worker_that_asks_the_store_counts_as_waiting(tmp_path: Path) -> None:
     store, page = SlowStore(), StatusPage(tmp_path / "page")
-    Generations(store).set_life(0, 0)
-    member = Member(global_rank=0, world_size=1, life=0)
-    groups: Any = SimpleNamespace(**dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None))
-    membership = Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
+    _, membership = only_member(store, page)
     store.page = page
     membership.join()
     assert membership.lost(PeersLostError("connections were lost"))

@@ -76,6 +76,12 @@ def open_membership(
     return Membership(member, connect(folder), connect(folder), groups, page, join_s=join_s, grace_s=grace_s)
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    """Return `error` as if it was raised from `cause`."""
+    error.__cause__ = cause
+    return error
+
+
 def wait_until(look: Callable[[], bool]) -> bool:
     """Return whether something that no other process announces came to be in time."""
     deadline_s = time.monotonic() + WAIT_S

@@ -24,8 +24,6 @@ from tests.megatron.stage import (
 )
 from tests.ranks import run_ranks
 
-PHASES = ("forward", "backward")
-
 
 def _state_and_gradients(state: TrainingState) -> Tensors:
     parameters = state.model[0].named_parameters()
@@ -94,7 +92,7 @@ def _calls(recompute: str) -> list[list[str]]:
         found[-1].append(f"{what} in {'backward' if in_backward else 'forward'}")
 
     layer.register_forward_hook(lambda *_: note("layer ran"))
-    for iteration, phase in enumerate((None, PHASES[0], None, PHASES[1], None), start=1):
+    for iteration, phase in enumerate((None, "forward", None, "backward", None), start=1):
         if phase:
             StateWiper(state).arm(phase, lambda: note("called"))
         worker.run_iteration(iteration)

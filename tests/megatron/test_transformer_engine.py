@@ -68,7 +68,6 @@ def test_values_are_rounded_with_the_scale_of_earlier_passes() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_layer_put_back_computes_the_same_again() -> None:
     """Two passes of Transformer Engine's layer from the same scales and histories are the same, bit for bit."""
     te: Any = pytest.importorskip("transformer_engine.pytorch")
