@@ -29,14 +29,9 @@ from tests.waits import WAIT_S
 
 
 @pytest.fixture
-def pair(stack: ExitStack) -> Callable[[], tuple[socket.socket, socket.socket]]:
-    """Return what opens two sockets that are connected."""
-
-    def make() -> tuple[socket.socket, socket.socket]:
-        left, right = socket.socketpair()
-        return stack.enter_context(left), stack.enter_context(right)
-
-    return make
+def pair(stack: ExitStack) -> Callable[[], tuple[socket.socket, ...]]:
+    """Return a function that opens two connected sockets."""
+    return lambda: tuple(map(stack.enter_context, socket.socketpair()))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +61,7 @@ def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: 
     transport.begin()
     during = pair()
     transport.formed()
-    later: list[tuple[socket.socket, socket.socket]] = []
+    later: list[Any] = []
 
     def close_and_dup(fd: int, *, dup: Callable[[int], int] = os.dup) -> int:
         if not later:

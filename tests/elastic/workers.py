@@ -90,6 +90,31 @@ def wait_until(look: Callable[[], bool]) -> bool:
     return look()
 
 
+class NotingStore(dist.HashStore):
+    """Notes of each request of the main thread whether the worker with this page counts as waiting then."""
+
+    def __init__(self, page: StatusPage) -> None:
+        super().__init__()
+        self._page = page
+        self.seen: list[tuple[str, bool]] = []
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        self._note("compare_set")
+        return super().compare_set(key, expected_value, desired_value)
+
+    def add(self, key: str, value: int) -> int:
+        self._note("add")
+        return super().add(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)) -> None:
+        self._note("wait")
+        super().wait(keys, timeout)
+
+    def _note(self, request: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.seen.append((request, self._page.waiting))
+
+
 class DevicePoint:
     """A point in the work of a device, which the test lets it reach."""
 

@@ -116,23 +116,19 @@ def test_a_kill_that_cannot_be_is_refused(settings: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize(
-    ("kill", "words"),
+    ("fault", "words"),
     [
         (Kill(rank=2, after_s=0.0), "SIGKILL to rank 2 at once"),
         (Kill(rank=2, signal="STOP", after_s=12.34), "SIGSTOP to rank 2 after 12.3 s"),
         (Kill(rank=0, iteration=7, scope="node"), "SIGKILL to the node of rank 0 in iteration 7, forward"),
         (Kill(rank=1, phase="recovery"), "SIGKILL to rank 1 the next time, recovery"),
         (Kill(rank=1, iteration=7, phase="step"), "SIGKILL to rank 1 in iteration 7, step"),
+        (Strike(after_s=1.0, ranks=(2, 3), signal="TERM", scope="process"), "SIGTERM to ranks 2, 3 after 1.0 s"),
+        (Strike(after_s=0.0, ranks=(2,), signal="KILL", scope="node"), "SIGKILL to rank 2 at once"),
     ],
 )
-def test_a_kill_can_be_read(kill: Kill, words: str) -> None:
-    assert str(kill) == words
-
-
-def test_a_strike_can_be_read() -> None:
-    strike = Strike(after_s=1.0, ranks=(2, 3), signal="TERM", scope="process")
-    assert str(strike) == "SIGTERM to ranks 2, 3 after 1.0 s"
-    assert str(Strike(after_s=0.0, ranks=(2,), signal="KILL", scope="node")) == "SIGKILL to rank 2 at once"
+def test_a_fault_can_be_read(fault: Kill | Strike, words: str) -> None:
+    assert str(fault) == words
 
 
 SEEDS = st.integers(0, 2**32)

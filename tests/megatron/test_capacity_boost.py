@@ -22,8 +22,9 @@ from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.policies.capacity_boost import boosted_capacity
-from tests.megatron.stage import BIAS, Tensors, build_stage, differing, runner_of, stage_number
+from tests.megatron.stage import Tensors, build_stage, differing, runner_of, stage_number
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS
 
 IntArray = npt.NDArray[np.int64]
 

@@ -12,8 +12,9 @@ from launcher.run import _check_determinism
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.determinism import differing_gradients
 from moe_ckpt.megatron.state import digest_of
-from tests.megatron.stage import BIAS, FP16, build_stage, runner_of
+from tests.megatron.stage import FP16, build_stage, runner_of
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS
 from tests.training import small_settings
 
 

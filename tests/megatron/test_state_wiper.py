@@ -12,17 +12,9 @@ import torch
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, named_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
-from tests.megatron.stage import (
-    BIAS,
-    FP16,
-    UNSHARDED,
-    Tensors,
-    build_stage,
-    differing,
-    first_parameter,
-    trained_stage,
-)
+from tests.megatron.stage import FP16, Tensors, build_stage, differing, first_parameter, trained_stage
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS, UNSHARDED
 
 
 def _state_and_gradients(state: TrainingState) -> Tensors:
@@ -53,7 +45,7 @@ def _wipe_after_training(overrides: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [(*FP16, *BIAS), (UNSHARDED,), ("precision=fp32", "model.tied_embeddings=true")],
+    [(*FP16, *BIAS), UNSHARDED, ("precision=fp32", "model.tied_embeddings=true")],
     ids=", ".join,
 )
 def test_nothing_is_left_of_the_state(overrides: tuple[str, ...]) -> None:
