@@ -237,10 +237,10 @@ def copies_fail(*beginnings: str) -> None:
     """Let no blob whose key begins like this reach a peer; in a setup."""
     put = sender._Lane._put
 
-    def put_others(self: sender._Lane, link: Connection, key: str) -> ServerWork:
+    def put_others(self: sender._Lane, key: str, link: Connection) -> ServerWork:
         if key.startswith(beginnings):
             raise CheckpointSaveError("a test lets this copy fail")
-        return put(self, link, key)
+        return put(self, key, link)
 
     sender._Lane._put = put_others
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import settings
 
 import tests.preload  # noqa: F401
@@ -40,7 +41,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked `full` out without --full."""
+    """Skip tests marked `gpu` where there is no CUDA device, and leave those marked `full` out without --full."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]

@@ -70,11 +70,8 @@ def test_the_wheel_has_the_door_and_records_every_file(tmp_path: Path) -> None:
     for name, digest, size in rows:
         content = (site / name).read_bytes()
         recorded = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        assert (name, digest, size) == (
-            name,
-            f"sha256={recorded}",
-            str(len(content)),
-        ) or name == f"{record.parent.name}/RECORD"
+        is_recorded = (digest, size) == (f"sha256={recorded}", str(len(content)))
+        assert is_recorded or name == f"{record.parent.name}/RECORD", name
     at_top = {name for name in names if "/" not in name}
     assert at_top == {"moe_ckpt_door.pth"}, "Python reads a .pth file at the top of site-packages only"
     assert (site / "moe_ckpt_door.pth").read_text() == (ROOT / "moe_ckpt_door.pth").read_text()

@@ -85,14 +85,14 @@ def test_a_mistake_is_one_error_that_names_it(words: list[str], message: str) ->
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("text", ["- 1", "ckpt: 3", "ckpt: {"])
-def test_a_file_without_sections_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, r"^--config: ") for text in ("- 1", "ckpt: 3", "ckpt: {")),
+        ("ckp: {window: 3}", r"^ckp: got 'a value', wanted ckpt\?"),
+    ],
+)
+def test_a_file_without_the_known_sections_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "ft.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"^--config: "):
-        parse_run(["--config", str(tmp_path / "ft.yaml"), *SCRIPT])
-
-
-def test_a_file_with_an_unknown_section_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ft.yaml").write_text("ckp: {window: 3}")
-    with pytest.raises(ConfigError, match=r"^ckp: got 'a value', wanted ckpt\?"):
+    with pytest.raises(ConfigError, match=message):
         parse_run(["--config", str(tmp_path / "ft.yaml"), *SCRIPT])

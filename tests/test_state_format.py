@@ -18,25 +18,20 @@ def format_of(row: str) -> StateFormat:
 
 
 @pytest.mark.parametrize(
-    ("row", "compute_bytes", "as_the_paper_counts", "full_bytes"),
+    ("row", "sizes"),
     [
-        ("FP16/FP16/FP16+FP16", 2, 6, 8),
-        ("FP8/FP32/FP32+FP32", 1, 12, 12),
-        ("FP8/FP16/FP32+FP32", 1, 10, 11),
-        ("FP8/FP16/FP8+FP16", 1, 5, 6),
-        ("FP8/FP8/FP8+FP16", 1, 4, 4),
-        ("BF16/FP32/FP32+FP32", 2, 12, 12),
-        ("BF16/REMAINDER/FP32+FP32", 2, 10, 12),
-        ("BF16/REMAINDER/FP8+FP16", 2, 5, 7),
+        ("FP16/FP16/FP16+FP16", (2, 6, 8)),
+        ("FP8/FP32/FP32+FP32", (1, 12, 12)),
+        ("FP8/FP16/FP32+FP32", (1, 10, 11)),
+        ("FP8/FP16/FP8+FP16", (1, 5, 6)),
+        ("FP8/FP8/FP8+FP16", (1, 4, 4)),
+        ("BF16/FP32/FP32+FP32", (2, 12, 12)),
+        ("BF16/REMAINDER/FP32+FP32", (2, 10, 12)),
+        ("BF16/REMAINDER/FP8+FP16", (2, 5, 7)),
     ],
 )
-def test_a_full_part_has_compute_weights_unless_masters_give_them(
-    row: str, compute_bytes: int, as_the_paper_counts: int, full_bytes: int
-) -> None:
+def test_a_full_part_has_compute_weights_unless_masters_give_them(row: str, sizes: tuple[int, int, int]) -> None:
+    """Bytes of compute weights, of the state as the paper counts it, and of a full part."""
     stored = format_of(row)
     assert str(stored) == row
-    assert (stored.compute_bytes, stored.state_bytes, stored.full_bytes) == (
-        compute_bytes,
-        as_the_paper_counts,
-        full_bytes,
-    )
+    assert (stored.compute_bytes, stored.state_bytes, stored.full_bytes) == sizes

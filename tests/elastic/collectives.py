@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from tests.elastic.workers import own_rank
+from tests.elastic.workers import meet, open_groups, open_store, own_rank
 from tests.ranks import rank_store
 from tests.waits import WAIT_S
 
@@ -193,6 +193,22 @@ def make_groups(backend: str) -> list[tuple[Any, list[int]]]:
 def with_plain_gloo() -> dict[str, Any]:
     dist.init_process_group("gloo", store=rank_store(), rank=own_rank(), world_size=3)
     return call_all(make_groups("gloo"))
+
+
+def over_generations(
+    folder: str, backend: str, generations: Sequence[int], transport: Any = None
+) -> list[dict[str, Any]]:
+    """Return what each collective gives on this rank of three, generation by generation."""
+    groups = open_groups(own_rank(), 3, transport=transport)
+    places, store = make_groups(backend), open_store(folder)
+    results = []
+    for generation in generations:
+        groups.form(open_store(folder), generation)
+        results.append(call_all(places))
+        assert places[0][0] is dist.group.WORLD
+        meet(store, f"the end of {generation}", 3)
+        groups.leave()
+    return results
 
 
 def outcome_of(call: Callable[[], object]) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import StoreLostError
+from tests.elastic.workers import NotingStore
 
 REQUESTS: dict[str, Callable[[dist.Store], object]] = {
     "set": lambda store: store.set("there", "1"),
@@ -42,27 +43,15 @@ def test_each_request_is_answered_as_by_the_client(request_of: Callable[[dist.St
     assert answers[0] == answers[1]
 
 
-class SeesThePage(dist.HashStore):
-    """Notes at each request whether the worker counts as waiting."""
-
-    def __init__(self, page: StatusPage) -> None:
-        super().__init__()
-        self._page = page
-        self.seen: list[bool] = []
-
-    def add(self, key: str, value: int) -> int:
-        self.seen.append(self._page.waiting)
-        return super().add(key, value)
-
-
 def test_a_request_counts_as_a_wait_while_it_lasts(page: StatusPage) -> None:
-    client = SeesThePage(page)
+    client = NotingStore(page)
     store = CheckedStore(client, page.waits)
     store.add("number", 1)
-    assert (client.seen, page.waiting) == ([True], False)
+    assert (client.seen, page.waiting) == ([("add", True)], False)
     page.wait_for_copies(True)
     store.add("number", 1)
-    assert (client.seen, page.waiting, page.communicates) == ([True, True], True, False), "the wait around it goes on"
+    assert client.seen == [("add", True)] * 2
+    assert (page.waiting, page.communicates) == (True, False), "the wait around it goes on"
 
 
 def test_a_failed_request_ends_its_wait(page: StatusPage) -> None:

@@ -30,15 +30,8 @@ from tests.elastic.collectives import (
     outcome_of,
     plain,
 )
-from tests.elastic.transports import HeldTransport
-from tests.elastic.workers import (
-    PATIENT,
-    meet,
-    open_groups,
-    open_store,
-    own_rank,
-    wait_until,
-)
+from tests.elastic.transports import HeldTransport, passes
+from tests.elastic.workers import PATIENT, DevicePoint, meet, open_groups, open_store, own_rank, wait_until
 from tests.ranks import RankFailedError, run_ranks
 from tests.waits import WAIT_S
 
@@ -186,14 +179,6 @@ def test_a_handle_answers_whether_it_batches_transfers(tmp_path: Path) -> None:
     assert run_ranks(2, abilities_before_and_after_forming, str(tmp_path)) == [[False] * 3] * 2
 
 
-class Point:
-    """A point in the work of a device, which the test lets it reach."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.query = self.reached.is_set
-
-
 class Launching:
     """A group whose operations are launched only: the device does them later, and the host waits for none."""
 
@@ -214,13 +199,13 @@ class LaunchingTransport(HeldTransport):
         super().__init__()
         self.held.set()
         self.can_forget = False
-        self.points: list[Point] = []
+        self.points: list[DevicePoint] = []
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
         return Launching()
 
-    def mark(self) -> Point:
-        self.points.append(Point())
+    def mark(self) -> DevicePoint:
+        self.points.append(DevicePoint())
         return self.points[-1]
 
 
@@ -286,14 +271,7 @@ class DeviceTransport(HeldTransport):
         self.sockets.append(socket.socketpair())
 
     def cut(self, insides: Sequence[Any]) -> None:
-        self.worked_at_the_cut += [self.passes(pair) for pair in self.sockets]
-
-    @staticmethod
-    def passes(pair: tuple[socket.socket, socket.socket]) -> bool:
-        try:
-            return pair[0].send(b"x") == 1 and pair[1].recv(1) == b"x"
-        except OSError:
-            return False
+        self.worked_at_the_cut += [passes(pair) for pair in self.sockets]
 
 
 class HostTransport(GlooBackend):
@@ -318,7 +296,7 @@ def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
     groups.form(open_store(folder), 1)
     meet(open_store(folder), "both have formed", 2)
     groups.cut()
-    return transport.worked_at_the_cut, [transport.passes(pair) for pair in transport.sockets]
+    return transport.worked_at_the_cut, [passes(pair) for pair in transport.sockets]
 
 
 def test_a_cut_leaves_a_devices_sockets_to_its_abort(tmp_path: Path) -> None:

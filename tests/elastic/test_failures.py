@@ -9,11 +9,7 @@ import pytest
 from moe_ckpt.config import require_patterns
 from moe_ckpt.elastic.failures import Failure, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.errors import ConfigError
-
-
-def caused(error: Exception, cause: Exception) -> Exception:
-    error.__cause__ = cause
-    return error
+from tests.elastic.workers import caused
 
 
 @pytest.mark.parametrize(

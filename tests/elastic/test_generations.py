@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.types import Phase
-from tests.elastic.workers import GRACE_S, meet, open_membership, open_store, own_rank
+from tests.elastic.workers import GRACE_S, NotingStore, caused, meet, open_membership, open_store, own_rank
 from tests.ranks import run_ranks
 from tests.waits import WAIT_S
 
@@ -235,18 +234,13 @@ def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(tmp_path
     assert found == [(2, 3.0, [death_of(1)], True)] * 2
 
 
-def caused(text: str, cause: BaseException) -> ValueError:
-    error = ValueError(text)
-    error.__cause__ = cause
-    return error
-
-
 def judge_errors(folder: str) -> list[bool]:
     """Return what is taken for the loss of others, before one was found, as it is, and after."""
     generations, membership = open_first_life(folder, 1)
     membership.join()
     before = [membership.lost(ValueError("its own")), generations.has_ended(1)]
-    lost = [membership.lost(caused("its own", PeersLostError("a connection was closed"))), generations.has_ended(1)]
+    of_peers = caused(ValueError("its own"), PeersLostError("a connection was closed"))
+    lost = [membership.lost(of_peers), generations.has_ended(1)]
     after = [membership.lost(ValueError("made of what was cut off"))]
     assert generations.wait_for_end(1) == "rank 0: its own"
     return before + lost + after
@@ -376,13 +370,17 @@ def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
     assert member.exit_status() == STORE_LOST
 
 
-def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
-    store, page = dist.HashStore(), StatusPage(tmp_path / "page")
+def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membership]:
+    """Return the membership of a job's only rank, which has no process groups."""
     generations = Generations(store)
     generations.set_life(0, 0)
     member = Member(global_rank=0, world_size=1, life=0)
     groups: Any = SimpleNamespace(**dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None))
-    membership = Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
+    return generations, Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
+
+
+def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
+    generations, membership = only_member(dist.HashStore(), StatusPage(tmp_path / "page"))
     ends = [threading.Event(), threading.Event()]
     remaining = iter(ends)
     membership.at_end(lambda: next(remaining).set())
@@ -394,42 +392,16 @@ def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> No
         membership.leave()
 
 
-class SlowStore(dist.HashStore):
-    """Notes whether a worker counts as waiting while it asks: a store that is cut off answers much later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.page: StatusPage | None = None
-        self.seen: set[tuple[str, bool]] = set()
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        self._note("compare_set")
-        return super().compare_set(key, expected_value, desired_value)
-
-    def add(self, key: str, value: int) -> int:
-        self._note("add")
-        return super().add(key, value)
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)) -> None:
-        self._note("wait")
-        super().wait(keys, timeout)
-
-    def _note(self, request: str) -> None:
-        if self.page and threading.current_thread() is threading.main_thread():
-            self.seen.add((request, self.page.waiting))
-
-
 def test_a_worker_that_asks_the_store_counts_as_waiting(tmp_path: Path) -> None:
-    store, page = SlowStore(), StatusPage(tmp_path / "page")
-    Generations(store).set_life(0, 0)
-    member = Member(global_rank=0, world_size=1, life=0)
-    groups: Any = SimpleNamespace(**dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None))
-    membership = Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
-    store.page = page
+    """A store that is cut off answers much later."""
+    page = StatusPage(tmp_path / "page")
+    store = NotingStore(page)
+    _, membership = only_member(store, page)
+    store.seen.clear()  # of a supervisor
     membership.join()
     assert membership.lost(PeersLostError("connections were lost"))
     membership.leave()
     membership.join()
     membership.finish()
-    assert store.seen == {("compare_set", True), ("add", True), ("wait", True)}
+    assert set(store.seen) == {("compare_set", True), ("add", True), ("wait", True)}
     assert not page.waiting

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,6 @@ from moe_ckpt.config import parse_endpoints
 from moe_ckpt.elastic import etcd_client, etcd_store
 from moe_ckpt.elastic.etcd_client import EtcdClient
 from moe_ckpt.elastic.etcd_store import EtcdStore
-from moe_ckpt.elastic.generations import Generations
 from moe_ckpt.replication.messages import Address
 from moe_ckpt.run_settings import runtime_config
 from tests.elastic.etcd_server import EtcdServer
@@ -134,42 +134,17 @@ def test_a_wait_ends_with_another_connections_write(
 
 def test_each_sum_is_seen_by_one_connection_only(connect: Connect, part: str) -> None:
     """The last rank to arrive begins a generation: two last ones, or none, would be two generations, or none."""
-    sums: list[int] = []
     stores = [connect(part) for _ in range(4)]
-    adding = [
-        threading.Thread(target=lambda store=store: sums.extend(store.add("n", 1) for _ in range(5)))
-        for store in stores
-    ]
-    for thread in adding:
-        thread.start()
-    for thread in adding:
-        thread.join()
-    assert sorted(sums) == list(range(1, 21))
+    with ThreadPoolExecutor(4) as threads:
+        sums = threads.map(lambda store: [store.add("n", 1) for _ in range(5)], stores)
+    assert sorted(itertools.chain(*sums)) == list(range(1, 21))
 
 
 def test_one_connection_wins_a_swap(connect: Connect, part: str) -> None:
     stores = [connect(part) for _ in range(4)]
-    seen: list[bytes] = []
-    swapping = [
-        threading.Thread(target=lambda n=n, store=store: seen.append(store.compare_set("a", "", str(n))))
-        for n, store in enumerate(stores)
-    ]
-    for thread in swapping:
-        thread.start()
-    for thread in swapping:
-        thread.join()
-    assert set(seen) == {stores[0].get("a")}
-
-
-def test_generations_end_once_and_finish_once(connect: Connect, part: str) -> None:
-    one, other = Generations(connect(part)), Generations(connect(part))
-    assert (one.current(), other.end(1, "lost"), one.end(1, "late"), one.current()) == (1, True, True, 2)
-    assert one.wait_for_end(1) == "lost"
-    for number, generations in enumerate((one, other)):
-        generations.arrive(2, 2)
-        generations.done(2, 2)
-        assert generations.has_finished(2) == bool(number)
-    assert (one.goes(2, WAIT_S), other.end(2, "late"), one.finishes(2), one.current()) == (True, False, True, 2)
+    with ThreadPoolExecutor(4) as threads:
+        seen = set(threads.map(lambda store, n: store.compare_set("a", "", n), stores, "1234"))
+    assert seen == {stores[0].get("a")}
 
 
 # On etcd only: a cluster of which members are lost, and requests that are sent again.
@@ -267,9 +242,8 @@ def test_a_cluster_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_all_keys_end_with_the_jobs_lease(etcd: EtcdServer, part: str) -> None:
     """Two processes find one lease."""
     with ExitStack() as stack:
-        clients = [EtcdClient([("127.0.0.1", etcd.port)], f"{part}/lease") for _ in range(2)]
-        for client in clients:
-            stack.callback(client.close)
+        to_etcd = [("127.0.0.1", etcd.port)]
+        clients = [stack.enter_context(closing(EtcdClient(to_etcd, f"{part}/lease"))) for _ in range(2)]
         one, other = (EtcdStore(client, f"{part}/", WAIT_S) for client in clients)
         one.set("a", "1")
         other.add("b", 1)

@@ -31,41 +31,20 @@ from tests.elastic.collectives import (
     call_all,
     make_groups,
     outcome_of,
+    over_generations,
     plain,
     with_plain_gloo,
 )
 from tests.elastic.transports import HeldTransport
-from tests.elastic.workers import (
-    PATIENT,
-    meet,
-    open_groups,
-    open_store,
-    own_rank,
-    wait_until,
-)
+from tests.elastic.workers import PATIENT, meet, open_groups, open_store, own_rank, wait_until
 from tests.ranks import run_ranks
 from tests.waits import WAIT_S
-
-
-def over_generations(folder: str) -> list[dict[str, Any]]:
-    groups = open_groups(own_rank(), 3)
-    places, store = make_groups(CPU_BACKEND), open_store(folder)
-    results = []
-    for generation in (1, 2, 5):
-        groups.form(open_store(folder), generation)
-        results.append(call_all(places))
-        assert places[0][0] is dist.group.WORLD
-        meet(store, f"the end of {generation}", 3)
-        groups.leave()
-    return results
 
 
 def test_one_handle_computes_the_same_as_gloo_in_every_generation(tmp_path: Path) -> None:
     wanted = run_ranks(3, with_plain_gloo)
     assert [result["all_reduce"][0] for result in wanted] == [[111.0, 222.0, 333.0]] * 3
-    for results, want in zip(run_ranks(3, over_generations, str(tmp_path)), wanted, strict=True):
-        for result in results:
-            assert result == want
+    assert run_ranks(3, over_generations, str(tmp_path), CPU_BACKEND, (1, 2, 5)) == [[want] * 3 for want in wanted]
 
 
 def open_sockets() -> set[str]:

@@ -12,39 +12,23 @@ import torch.distributed as dist
 from moe_ckpt.elastic.process_groups import BACKEND
 from moe_ckpt.elastic.staged import register_staged, staged_backend
 from moe_ckpt.elastic.staged_group import STAGED
-from tests.elastic.collectives import call_all, make_groups, ones, outcome_of, with_plain_gloo
-from tests.elastic.workers import (
-    WAIT_S,
-    meet,
-    open_groups,
-    open_store,
-    own_rank,
-    wait_until,
-)
+from tests.elastic.collectives import call_all, make_groups, ones, outcome_of, over_generations, with_plain_gloo
+from tests.elastic.workers import meet, open_groups, open_store, own_rank, wait_until
 from tests.ranks import rank_store, run_ranks
+from tests.waits import WAIT_S
 
 CPU = torch.device("cpu")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def over_generations(folder: str, device: str) -> list[dict[str, Any]]:
+def staged_over_generations(folder: str, device: str) -> list[dict[str, Any]]:
     torch.set_default_device(device)
-    groups = open_groups(own_rank(), 3, transport=staged_backend(torch.device(device)))
-    places, store = make_groups(BACKEND), open_store(folder)
-    results = []
-    for generation in (1, 2):
-        groups.form(open_store(folder), generation)
-        results.append(call_all(places))
-        meet(store, f"the end of {generation}", 3)
-        groups.leave()
-    return results
+    return over_generations(folder, BACKEND, (1, 2), staged_backend(torch.device(device)))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_staged_groups_compute_the_same_as_gloo_in_every_generation(tmp_path: Path, device: str) -> None:
     wanted = run_ranks(3, with_plain_gloo)
-    for results, want in zip(run_ranks(3, over_generations, str(tmp_path), device), wanted, strict=True):
-        assert results == [want, want]
+    assert run_ranks(3, staged_over_generations, str(tmp_path), device) == [[want] * 2 for want in wanted]
 
 
 def without_generations(device: str) -> dict[str, Any]:
@@ -56,7 +40,7 @@ def without_generations(device: str) -> dict[str, Any]:
     return call_all(make_groups(STAGED))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_staged_is_a_backend_of_torch(device: str) -> None:
     assert run_ranks(3, without_generations, device) == run_ranks(3, with_plain_gloo)
 

@@ -73,9 +73,8 @@ def test_a_wait_before_the_silence_is_no_excuse() -> None:
     process = Process()
     silence = Silence(LIMIT_S, process.read)
     assert not silence.exceeds_limit(100.0, 100.3)
-    process.main = reading(
-        5.0, 61.0
-    )  # the kernel adds a wait of a minute, of which the silence had a third of a second
+    # the kernel adds a wait of a minute, of which the silence had a third of a second
+    process.main = reading(5.0, 61.0)
     assert not silence.exceeds_limit(100.0, 100.35)
     assert not silence.exceeds_limit(100.0, 101.3)
     assert silence.exceeds_limit(100.0, 101.4)

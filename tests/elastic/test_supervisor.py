@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -16,19 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from moe_ckpt.elastic.generations import STORE_LOST, Generations
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.elastic.supervisor import (
-    REQUEUE,
-    Supervisor,
-    SupervisorHooks,
-    SupervisorLimits,
-    die_with_parent,
-)
+from moe_ckpt.elastic.supervisor import REQUEUE, Supervisor, SupervisorHooks, SupervisorLimits, die_with_parent
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import is_alive
 from moe_ckpt.types import Phase
@@ -42,13 +37,16 @@ Act = Callable[[StatusPage], int | None]
 
 
 def supervisor_main(
-    connection: Connection, folder: str, limits: SupervisorLimits, hooks: SupervisorHooks | None = None
+    connection: Connection,
+    folder: str,
+    limits: SupervisorLimits,
+    hooks: SupervisorHooks | None = None,
+    kind: Callable[[dist.Store], Generations] = Generations,
 ) -> None:
     """Supervise the only rank of a job; supervisor and workers write to a file."""
     fd = os.open(Path(folder) / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, sys.stderr.fileno())
-    page = StatusPage(Path(folder) / "page")
-    generations = Generations(open_store(folder))
+    page, generations = StatusPage(Path(folder) / "page"), kind(open_store(folder))
     sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits, hooks).run())
 
 
@@ -165,36 +163,38 @@ def test_an_exit_status_is_passed_on_and_not_repaired(supervised, act: Act, stat
     assert ("ValueError: the user's own error" in rank.said()) == (act is fail)
 
 
-def test_too_many_deaths_without_progress_are_given_up(supervised) -> None:
-    rank = supervised(max_deaths=3)
-    for life in range(3):
+@pytest.mark.parametrize(
+    ("limits", "iterations", "says"),
+    [
+        (
+            {},
+            (4, 4, 4),
+            "error: rank 0 died 3 times in a row without progress (runtime.max_deaths=3), giving up; the",
+        ),
+        (
+            {"sick": SickPlaceRules(deaths=3, within_s=1000.0)},
+            (1, 2, 4),
+            "the place of rank 0, is sick, no worker is started there again: 3 deaths within",
+        ),
+    ],
+    ids=["without progress", "at one place"],
+)
+def test_many_deaths_are_given_up(supervised, limits: dict[str, Any], iterations: Sequence[int], says: str) -> None:
+    rank = supervised(**limits)
+    for life, iteration in enumerate(iterations):
         assert rank.life == life
-        rank.do(methodcaller("enter", Phase.STEP, 4))
+        rank.do(methodcaller("enter", Phase.STEP, iteration))
         rank.kill_worker()
         if life < 2:
             rank.meet_worker()
     assert rank.exit_status() == 1
     assert rank.has_no_successor
-    wanted = "error: rank 0 died 3 times in a row without progress (runtime.max_deaths=3), giving up; the last time: "
-    assert f"{wanted}rank 0 (pid {rank.worker_pid}) died of SIGKILL in step of iteration 4" in rank.said()
-
-
-def test_many_deaths_at_one_place_are_given_up_in_spite_of_progress(supervised) -> None:
-    rank = supervised(sick=SickPlaceRules(deaths=3, within_s=1000.0))
-    for life in range(3):
-        assert rank.life == life
-        rank.do(methodcaller("enter", Phase.STEP, life + 1))
-        rank.kill_worker()
-        if life < 2:
-            rank.meet_worker()
-    assert rank.exit_status() == 1
-    assert rank.has_no_successor
-    assert "the place of rank 0, is sick, no worker is started there again: 3 deaths within" in rank.said()
+    assert says in rank.said()
+    assert f"the last time: rank 0 (pid {rank.worker_pid}) died of SIGKILL in step of iteration 4" in rank.said()
 
 
 def test_a_place_that_is_well_is_left_by_no_end_of_a_job(supervised) -> None:
-    rank = supervised(supervisor_that_saves, max_deaths=1, stop_save_s=WAIT_S)
-    begin_to_save(rank)
+    rank = begin_to_save(supervised(supervisor_that_saves, max_deaths=1, stop_save_s=WAIT_S))
     rank.kill_worker()
     assert rank.exit_status() == 1
     assert ((rank.folder / "saved").exists(), (rank.folder / "left").exists()) == (True, False)
@@ -340,14 +340,8 @@ class FinishesMeanwhile(Generations):
         return before
 
 
-def supervisor_of_a_job_that_finishes(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
-    page = StatusPage(Path(folder) / "page")
-    generations = FinishesMeanwhile(open_store(folder))
-    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits).run())
-
-
 def test_a_worker_that_dies_as_the_job_finishes_is_replaced_by_none(supervised) -> None:
-    rank = supervised(supervisor_of_a_job_that_finishes)
+    rank = supervised(functools.partial(supervisor_main, kind=FinishesMeanwhile))
     rank.do(join_first_generation)
     rank.do(methodcaller("enter", Phase.DONE, 9))
     rank.kill_worker()
@@ -386,23 +380,38 @@ def supervisor_that_saves(connection: Connection, folder: str, limits: Superviso
     )
 
 
-def begin_to_save(rank: Guarded) -> None:
+def begin_to_save(rank: Guarded) -> Guarded:
     (rank.folder / "worker").write_text(str(rank.worker_pid))
+    return rank
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_with_notice_saves_without_the_worker(supervised, number: signal.Signals) -> None:
-    rank = supervised(supervisor_that_saves, stop_save_s=WAIT_S)
-    begin_to_save(rank)
-    rank.kill_worker(signal.SIGSTOP)
-    os.kill(rank.supervisor_pid, number)
-    assert rank.exit_status() == REQUEUE
-    assert (rank.folder / "saved").read_text() == "worker is dead"
+@pytest.mark.parametrize(
+    ("end", "status", "is_saved"),
+    [
+        (signal.SIGTERM, REQUEUE, True),
+        (signal.SIGUSR1, REQUEUE, True),
+        (signal.SIGINT, 128 + signal.SIGINT, False),
+        (return_three, 3, True),
+        (return_zero, 0, False),
+    ],
+)
+def test_a_job_that_has_to_end_saves_without_the_worker(
+    supervised, end: Act | signal.Signals, status: int, is_saved: bool
+) -> None:
+    """An interrupted job ends at once, and one that is done has nothing to save."""
+    rank = begin_to_save(supervised(supervisor_that_saves, stop_save_s=WAIT_S))
+    if isinstance(end, signal.Signals):
+        rank.kill_worker(signal.SIGSTOP)
+        os.kill(rank.supervisor_pid, end)
+    else:
+        rank.tell(end)
+    assert rank.exit_status() == status
+    saved = rank.folder / "saved"
+    assert (saved.exists() and saved.read_text()) == ("worker is dead" if is_saved else False)
 
 
 def test_a_file_of_a_maintenance_notice_stops_the_job(supervised) -> None:
-    rank = supervised(supervisor_that_saves, stop_save_s=WAIT_S)
-    begin_to_save(rank)
+    rank = begin_to_save(supervised(supervisor_that_saves, stop_save_s=WAIT_S))
     (rank.folder / "notice").touch()
     assert rank.exit_status() == REQUEUE
     assert (rank.folder / "saved").exists()
@@ -410,29 +419,11 @@ def test_a_file_of_a_maintenance_notice_stops_the_job(supervised) -> None:
 
 
 def test_a_save_that_takes_too_long_is_cut_off(supervised) -> None:
-    rank = supervised(supervisor_that_saves, stop_save_s=HANG_S)
-    begin_to_save(rank)
+    rank = begin_to_save(supervised(supervisor_that_saves, stop_save_s=HANG_S))
     (rank.folder / "slow").touch()
     os.kill(rank.supervisor_pid, signal.SIGTERM)
     assert rank.exit_status() == REQUEUE
     assert "not saved within runtime.stop_save_s=1 seconds: the next start uses an older state" in rank.said()
-    assert not (rank.folder / "saved").exists()
-
-
-@pytest.mark.parametrize(("act", "status", "is_saved"), [(return_three, 3, True), (return_zero, 0, False)])
-def test_a_job_that_fails_saves_and_keeps_its_status(supervised, act: Act, status: int, is_saved: bool) -> None:
-    rank = supervised(supervisor_that_saves, stop_save_s=WAIT_S)
-    begin_to_save(rank)
-    rank.tell(act)
-    assert rank.exit_status() == status
-    assert (rank.folder / "saved").exists() is is_saved
-
-
-def test_an_interrupted_job_ends_at_once(supervised) -> None:
-    rank = supervised(supervisor_that_saves, stop_save_s=WAIT_S)
-    begin_to_save(rank)
-    os.kill(rank.supervisor_pid, signal.SIGINT)
-    assert rank.exit_status() == 128 + signal.SIGINT
     assert not (rank.folder / "saved").exists()
 
 
@@ -462,41 +453,24 @@ def test_nothing_outlives_a_killed_agent(supervised, stack: ExitStack) -> None:
     supervisor.wait_for_end()
 
 
-def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(supervised) -> None:
-    earlier = supervised()
-    earlier.generations.current()
-    os.kill(earlier.supervisor_pid, signal.SIGTERM)
-    assert earlier.exit_status() == 128 + signal.SIGTERM
-    later = supervised(folder=earlier.folder)
-    assert (later.life, later.generations.life(0), later.generations.current()) == (1, 1, 2)
-    assert later.generations.wait_for_end(1) == "supervisor of rank 0 was started again"
-
-
 class NotesTheLife(Generations):
     """Writes down which life may join when a generation ends."""
 
     def end(self, generation: int, reason: str) -> bool:
-        open_store(os.environ[FOLDER]).set("life at the end", str(self.life(0)))
+        self._store.set("life at the end", str(self.life(0)))
         return super().end(generation, reason)
 
 
-FOLDER = "FOLDER_OF_TEST"
-
-
-def supervisor_that_notes(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
-    os.environ[FOLDER] = folder
-    page = StatusPage(Path(folder) / "page")
-    generations = NotesTheLife(open_store(folder))
-    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits).run())
-
-
-def test_a_supervisor_announces_its_worker_before_it_ends_a_generation(supervised) -> None:
-    """An earlier worker that is cut off would join the generation that begins then."""
-    earlier = supervised(supervisor_that_notes)
+def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(supervised) -> None:
+    """It announces it before it ends the generation: an earlier worker that is cut off would join the next one."""
+    notes = functools.partial(supervisor_main, kind=NotesTheLife)
+    earlier = supervised(notes)
     earlier.generations.current()
     os.kill(earlier.supervisor_pid, signal.SIGTERM)
     assert earlier.exit_status() == 128 + signal.SIGTERM
-    later = supervised(supervisor_that_notes, folder=earlier.folder)
+    later = supervised(notes, folder=earlier.folder)
+    assert (later.life, later.generations.life(0), later.generations.current()) == (1, 1, 2)
+    assert later.generations.wait_for_end(1) == "supervisor of rank 0 was started again"
     assert open_store(str(later.folder)).get("life at the end") == b"1"
 
 
@@ -541,12 +515,8 @@ class CutOff(Generations):
 
 
 def supervisor_that_is_cut_off(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
-    page, place = StatusPage(Path(folder) / "page"), Path(folder)
-    fd = os.open(place / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, sys.stderr.fileno())
-    hooks = SupervisorHooks(save_last=lambda: (place / "saved").write_bytes(b""))
-    generations = CutOff(open_store(folder))
-    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits, hooks).run())
+    hooks = SupervisorHooks(save_last=lambda: (Path(folder) / "saved").write_bytes(b""))
+    supervisor_main(connection, folder, limits, hooks, CutOff)
 
 
 def test_a_supervisor_that_is_cut_off_saves_and_ends(supervised) -> None:

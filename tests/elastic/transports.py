@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,15 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic.backends import Mark
 from tests.waits import WAIT_S
+
+
+def passes(ends: tuple[socket.socket, socket.socket]) -> bool:
+    """Return whether what is sent at one end arrives at the other."""
+    try:
+        ends[0].send(b"x")
+        return ends[1].recv(1) == b"x"
+    except OSError:
+        return False
 
 
 class HeldTransport:

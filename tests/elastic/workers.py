@@ -76,12 +76,43 @@ def open_membership(
     return Membership(member, connect(folder), connect(folder), groups, page, join_s=join_s, grace_s=grace_s)
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    """Return `error` as if it was raised from `cause`."""
+    error.__cause__ = cause
+    return error
+
+
 def wait_until(look: Callable[[], bool]) -> bool:
     """Return whether something that no other process announces came to be in time."""
     deadline_s = time.monotonic() + WAIT_S
     while not look() and time.monotonic() < deadline_s:
         time.sleep(0.001)
     return look()
+
+
+class NotingStore(dist.HashStore):
+    """Notes of each request of the main thread whether the worker with this page counts as waiting then."""
+
+    def __init__(self, page: StatusPage) -> None:
+        super().__init__()
+        self._page = page
+        self.seen: list[tuple[str, bool]] = []
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        self._note("compare_set")
+        return super().compare_set(key, expected_value, desired_value)
+
+    def add(self, key: str, value: int) -> int:
+        self._note("add")
+        return super().add(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)) -> None:
+        self._note("wait")
+        super().wait(keys, timeout)
+
+    def _note(self, request: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.seen.append((request, self._page.waiting))
 
 
 class DevicePoint:

@@ -48,15 +48,8 @@ def test_a_loss_fires_at_its_iteration_and_phase() -> None:
     assert schedule.due(7, "step") == (loss(phase="step"),)
 
 
-def test_an_iteration_that_runs_again_is_spared() -> None:
-    schedule = FaultSchedule([loss(), loss(iteration=8)])
-    assert schedule.due(7, "backward") == (loss(),)
-    assert schedule.due(7, "backward") == ()
-    assert schedule.due(8, "backward") == (loss(iteration=8),)
-
-
 @given(losses=st.lists(LOSSES, max_size=10))
-def test_every_loss_fires_once(losses: list[StateLoss]) -> None:
+def test_every_loss_fires_once_though_iterations_run_again(losses: list[StateLoss]) -> None:
     schedule = FaultSchedule(losses)
     asked = [(iteration, phase) for iteration in range(1, 5) for phase in PHASES]
     fired = [fault for iteration, phase in asked for fault in schedule.due(iteration, phase)]
@@ -76,11 +69,6 @@ def test_every_loss_fires_once(losses: list[StateLoss]) -> None:
 def test_a_loss_that_cannot_be_is_refused(field: str, got: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^fault\.at: {field}: {message}$"):
         loss(**{field: got})
-
-
-def test_the_least_of_everything_is_a_loss() -> None:
-    least = loss(iteration=1, stage=0, dp_rank=0)
-    assert (least.iteration, least.stage, least.dp_rank) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -128,23 +116,19 @@ def test_a_kill_that_cannot_be_is_refused(settings: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize(
-    ("kill", "words"),
+    ("fault", "words"),
     [
         (Kill(rank=2, after_s=0.0), "SIGKILL to rank 2 at once"),
         (Kill(rank=2, signal="STOP", after_s=12.34), "SIGSTOP to rank 2 after 12.3 s"),
         (Kill(rank=0, iteration=7, scope="node"), "SIGKILL to the node of rank 0 in iteration 7, forward"),
         (Kill(rank=1, phase="recovery"), "SIGKILL to rank 1 the next time, recovery"),
         (Kill(rank=1, iteration=7, phase="step"), "SIGKILL to rank 1 in iteration 7, step"),
+        (Strike(after_s=1.0, ranks=(2, 3), signal="TERM", scope="process"), "SIGTERM to ranks 2, 3 after 1.0 s"),
+        (Strike(after_s=0.0, ranks=(2,), signal="KILL", scope="node"), "SIGKILL to rank 2 at once"),
     ],
 )
-def test_a_kill_can_be_read(kill: Kill, words: str) -> None:
-    assert str(kill) == words
-
-
-def test_a_strike_can_be_read() -> None:
-    strike = Strike(after_s=1.0, ranks=(2, 3), signal="TERM", scope="process")
-    assert str(strike) == "SIGTERM to ranks 2, 3 after 1.0 s"
-    assert str(Strike(after_s=0.0, ranks=(2,), signal="KILL", scope="node")) == "SIGKILL to rank 2 at once"
+def test_a_fault_can_be_read(fault: Kill | Strike, words: str) -> None:
+    assert str(fault) == words
 
 
 SEEDS = st.integers(0, 2**32)
@@ -250,12 +234,7 @@ def test_kills_of_one_time_are_one_strike_that_hits_each_rank_once() -> None:
 @pytest.mark.parametrize(
     ("point", "seen", "come"),
     [
-        ((7, "backward"), (7, "forward"), False),
-        ((7, "backward"), (7, "backward"), True),
-        ((7, "backward"), (7, "step"), True),
-        ((7, "backward"), (8, "forward"), True),
         ((7, "backward"), (8, "join"), True),
-        ((7, "backward"), (6, "snapshot"), False),
         ((7, "backward"), (7, "join"), False),
         ((7, "backward"), (7, "recovery"), False),
         ((7, "backward"), (7, "between"), False),  # the iteration is written before the phase

@@ -85,11 +85,8 @@ def run_jobs(folder: Path, *jobs: Job, timeout_s: float = 150.0, sources: Path |
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
     path = os.pathsep.join(map(str, (ROOT, *([sources] if sources else []), FOLDER)))
     command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder)]
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }  # no compiler to import
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # no compiler to import
     with (folder / "log").open("w") as log:
         subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=timeout_s, check=True, cwd=folder)
     _require_no_process(folder)

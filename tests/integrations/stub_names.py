@@ -1,7 +1,13 @@
-"""Stand-ins for names of packages that a CPU cannot have, or that a test does not need."""
+"""Stand-ins for names of packages that a CPU cannot have, or that a test does not need, and what imports them."""
 
 from __future__ import annotations
 
+import builtins
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -18,3 +24,34 @@ class Stub(type):
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
+
+
+def stub_imports(stubbed: Sequence[str], importer: str) -> Mapping[str, Any]:
+    """Let the modules of the package `importer` find stand-ins where they import these; return the stand-ins."""
+    stubs: dict[str, Any] = {name: Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in stubbed}
+    real = builtins.__import__
+
+    def load(name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        root = next((each for each in stubs if f"{name}.".startswith(f"{each}.")), None)
+        if level or root is None or not f"{(scope or {}).get('__name__')}.".startswith(f"{importer}."):
+            return real(name, scope, local, fromlist, level)
+        if not fromlist and "." in root:
+            return real(name.partition(".")[0], scope, local, fromlist, level)
+        found: Any = stubs[root]
+        for part in name.removeprefix(root).split(".")[1:] if fromlist else ():
+            found = getattr(found, part)
+        return found
+
+    builtins.__import__ = load
+    return stubs
+
+
+def enter(name: str, folder: Path) -> Any:
+    """Return a package without its first lines, as imported."""
+    package: Any = ModuleType(name)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(importlib.import_module(parent), child, package)
+    return package

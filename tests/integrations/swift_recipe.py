@@ -70,35 +70,37 @@ def collate(samples, padding_to=None):
     }
 
 
+NOT_GIVEN = """
+new_special_tokens mcore_model mcore_adapter model_dir vit_lr aligner_lr lr_decay_iters lr_wsd_decay_iters
+lr_warmup_fraction virtual_pipeline_model_parallel_size fp8_recipe mtp_num_layers dsa_indexer_loss_coeff save_steps
+save_total_limit metric_for_best_model num_train_epochs dataloader_prefetch_factor freeze_parameters_regex
+trainable_parameters_regex
+"""
+OFF = """
+padding_free check_model tp_comm_overlap async_save use_persistent_ckpt_worker is_multimodal fp16 overlap_grad_reduce
+overlap_param_gather overlap_param_gather_with_optimizer_step data_parallel_random_init te_rng_tracker
+apply_wd_to_qk_layernorm sequence_parallel manual_gc manual_gc_eval save_safetensors no_save_optim add_version
+streaming nccl_comm_warmup enable_dft_loss enable_channel_loss data_sharding group_by_length dataloader_pin_memory
+dataloader_persistent_workers
+"""
+"""Arguments of ms-swift that are None, and those that are False."""
+
+
 def arguments(folder, num_iters, eval_interval):
     return SimpleNamespace(
+        **dict.fromkeys(NOT_GIVEN.split()),
+        **dict.fromkeys(OFF.split(), False),
         router_replay_mode="disabled",
-        padding_free=False,
         train_iters=num_iters,
-        new_special_tokens=None,
         task_type="causal_lm",
         finetune=True,
-        mcore_model=None,
-        mcore_adapter=None,
-        check_model=False,
         callbacks=["default_flow"],
-        tp_comm_overlap=False,
-        async_save=False,
-        use_persistent_ckpt_worker=False,
-        model_dir=None,
         tuner_type="full",
-        is_multimodal=False,
-        fp16=False,
         bf16=True,
         torch_dtype=torch.bfloat16,
         params_dtype=torch.bfloat16,
         accumulate_allreduce_grads_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-        overlap_param_gather_with_optimizer_step=False,
-        data_parallel_random_init=False,
-        te_rng_tracker=False,
         seed=1234,
         optimizer="adam",
         lr=1e-3,
@@ -108,12 +110,6 @@ def arguments(folder, num_iters, eval_interval):
         adam_beta1=0.9,
         adam_beta2=0.999,
         adam_eps=1e-8,
-        apply_wd_to_qk_layernorm=False,
-        vit_lr=None,
-        aligner_lr=None,
-        lr_decay_iters=None,
-        lr_wsd_decay_iters=None,
-        lr_warmup_fraction=None,
         lr_warmup_iters=2,
         lr_warmup_init=0.0,
         lr_decay_style="cosine",
@@ -123,51 +119,26 @@ def arguments(folder, num_iters, eval_interval):
         lr_wsd_decay_style="exponential",
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1,
         expert_model_parallel_size=2,
         expert_tensor_parallel_size=1,
-        sequence_parallel=False,
         ddp_backend="gloo",
         ddp_timeout=600,
         model_info=SimpleNamespace(is_moe_model=True),
-        fp8_recipe=None,
         attention_backend="unfused",
         seq_length=SEQUENCE,
         micro_batch_size=2,
         global_batch_size=8,
         num_microbatches=2,
-        mtp_num_layers=None,
-        dsa_indexer_loss_coeff=None,
-        manual_gc=False,
-        manual_gc_eval=False,
         logging_steps=2,
         eval_steps=eval_interval,
         eval_iters=1,
-        save_steps=None,
-        save_safetensors=False,
-        no_save_optim=False,
-        save_total_limit=None,
-        metric_for_best_model=None,
         output_dir=str(folder),
-        add_version=False,
-        streaming=False,
-        num_train_epochs=None,
-        nccl_comm_warmup=False,
-        enable_dft_loss=False,
-        enable_channel_loss=False,
-        data_sharding=False,
         train_dataloader_shuffle=True,
-        group_by_length=False,
         dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        dataloader_persistent_workers=False,
-        dataloader_prefetch_factor=None,
         freeze_parameters=[],
         freeze_parameters_ratio=0.0,
-        freeze_parameters_regex=None,
         trainable_parameters=[],
-        trainable_parameters_regex=None,
     )
 
 

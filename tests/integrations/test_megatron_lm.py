@@ -23,11 +23,16 @@ from tests.integrations.exact_jobs import (
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
 
 
-def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
-    killed = Job(name="killed", options=(*OPTIONS["moevement"], *PATIENT), kills=KILLS)
-    ended = run_jobs(tmp_path, PLAIN, killed)
+def require_exact_under_kills(folder: Path, plain: Job) -> None:
+    """Require that the job with kills in each phase leaves the state of this one."""
+    killed = replace(plain, name="killed", options=(*OPTIONS["moevement"], *PATIENT), kills=KILLS)
+    ended = run_jobs(folder, plain, killed)
     require_equal(ended["killed"], ended["plain"])
     assert ended["killed"].num_processes == [1, 2, 2, 2], "rank 0 has kept its process"
+
+
+def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
+    require_exact_under_kills(tmp_path, PLAIN)
 
 
 @pytest.mark.full
@@ -101,22 +106,12 @@ RECIPES = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arguments", RECIPES.values(), ids=RECIPES)
-def test_recipes_are_exact_under_kills(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    plain = replace(PLAIN, arguments=arguments, script=CLIENT)
-    options = (*OPTIONS["moevement"], *PATIENT)
-    killed = Job(name="killed", options=options, kills=KILLS, arguments=arguments, script=CLIENT)
-    ended = run_jobs(tmp_path, plain, killed)
-    require_equal(ended["killed"], ended["plain"])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("arguments", OPTIONS_TOGETHER.values(), ids=OPTIONS_TOGETHER)
-def test_options_of_recipes_are_exact(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    plain = replace(PLAIN, arguments=arguments)
-    killed = Job(name="killed", options=(*OPTIONS["moevement"], *PATIENT), kills=KILLS, arguments=arguments)
-    ended = run_jobs(tmp_path, plain, killed)
-    require_equal(ended["killed"], ended["plain"])
+@pytest.mark.parametrize("name", {**RECIPES, **OPTIONS_TOGETHER})
+def test_recipes_are_exact_under_kills(tmp_path: Path, name: str) -> None:
+    plain = replace(PLAIN, arguments=OPTIONS_TOGETHER.get(name, ()))
+    if name in RECIPES:
+        plain = replace(PLAIN, arguments=RECIPES[name], script=CLIENT)
+    require_exact_under_kills(tmp_path, plain)
 
 
 @pytest.mark.full

@@ -6,7 +6,6 @@ import importlib
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -101,39 +100,21 @@ def loop_module(tried: str = "0.19") -> ModuleType:
     return module
 
 
-def without_function(module: Any) -> None:
-    del module.load_checkpoint
-
-
-def without_parameter(module: Any) -> None:
-    module.train_step = lambda forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config: None
-
-
-def without_call(module: Any) -> None:
-    module.pretrain = lambda: module.train()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without_function, "load_checkpoint: got nothing, wanted the function"),
-        (without_parameter, "train_step: got another function than expected, wanted one with the parameters forward_b"),
-        (without_call, "pretrain: got another function than expected, wanted one with calls of initialize_megatron"),
-    ],
-)
-def test_a_seam_that_moved_is_named(change: Callable[[Any], None], message: str) -> None:
-    module = loop_module()
+def test_a_seam_without_its_calls_is_named() -> None:
+    """Missing functions: test_bridge_refusals.py; missing parameters: the next test."""
+    module: Any = loop_module()
     seams.require_training(module, "0.19")
-    change(module)
-    with pytest.raises(ConfigError) as error:
+    module.pretrain = lambda: module.train()
+    wanted = r"^megatron\.training\.training\.pretrain: got another .* wanted one with calls of initialize_megatron"
+    with pytest.raises(ConfigError, match=wanted):
         seams.require_training(module, "0.19")
-    assert str(error.value).startswith(f"megatron.training.training.{message}")
 
 
 def test_the_parameters_of_another_version_are_not_enough() -> None:
     module = loop_module("0.18")
     seams.require_training(module, "0.18")
-    with pytest.raises(ConfigError, match=r"train: .*p2p_communicator, pg_collection, as in megatron-core 0\.19"):
+    wanted = r"train: got another .* wanted one with the parameters .*p2p_communicator, pg_collection, as in .* 0\.19"
+    with pytest.raises(ConfigError, match=wanted):
         seams.require_training(module, "0.19")
 
 

@@ -26,9 +26,7 @@ from moe_ckpt.types import ParallelLayout, ReadyGradients
 from tests.ranks import rank_store
 from tests.training import small_settings
 
-BIAS = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")
 FP16 = ("precision=fp16", "precision.initial_loss_scale=1024.0")
-UNSHARDED = "train.distributed_optimizer=false"
 
 Parts = dict[PartKey, torch.Tensor]
 Tensors = dict[str, torch.Tensor]

@@ -22,8 +22,9 @@ from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.policies.capacity_boost import boosted_capacity
-from tests.megatron.stage import BIAS, Tensors, build_stage, differing, runner_of, stage_number
+from tests.megatron.stage import Tensors, build_stage, differing, runner_of, stage_number
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS
 
 IntArray = npt.NDArray[np.int64]
 
@@ -40,22 +41,18 @@ def _routers(state: TrainingState) -> list[BoostedRouter]:
     return [module for module in bare_model(state.model[0]).modules() if isinstance(module, BoostedRouter)]
 
 
-def _train(overrides: tuple[str, ...]) -> tuple[str, list[str], list[float]]:
+def _train(overrides: tuple[str, ...], is_boosted: bool) -> tuple[str, list[str], list[float]]:
     """Return digest, names in the model's state and losses of two iterations, with an evaluation in between."""
-    state, loop = build_stage(*overrides)
-    losses = [loss for iteration in (1, 2) for loss in (loop.run_iteration(iteration).loss, loop.evaluate(1))]
-    return digest_of(state), list(state.model[0].state_dict()), losses
-
-
-def _train_boosted(overrides: tuple[str, ...]) -> tuple[str, list[str], list[float]]:
+    state, loop, boost = _boosted_stage(*overrides) if is_boosted else (*build_stage(*overrides), None)
     losses: list[float] = []
-    state, loop, boost = _boosted_stage(*overrides)
     for iteration in (1, 2):
-        boost.recover(np.zeros_like(boost.deficit))
-        boost.begin_iteration()
+        if boost:
+            boost.recover(np.zeros_like(boost.deficit))
+            boost.begin_iteration()
         losses += [loop.run_iteration(iteration).loss, loop.evaluate(1)]
-        boost.make_up(boost.end_iteration())
-        assert boost.boosted(iteration) is None
+        if boost:
+            boost.make_up(boost.end_iteration())
+            assert boost.boosted(iteration) is None
     return digest_of(state), list(state.model[0].state_dict()), losses
 
 
@@ -69,7 +66,7 @@ def _train_boosted(overrides: tuple[str, ...]) -> tuple[str, list[str], list[flo
     ids=str,
 )
 def test_training_without_deficit_is_megatrons(world_size: int, overrides: tuple[str, ...]) -> None:
-    assert run_ranks(world_size, _train_boosted, overrides) == run_ranks(world_size, _train, overrides)
+    assert run_ranks(world_size, _train, overrides, True) == run_ranks(world_size, _train, overrides, False)
 
 
 def _route(router: BoostedRouter, logits: torch.Tensor, factor: float | None = None) -> Tensors:

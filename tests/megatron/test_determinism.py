@@ -12,11 +12,10 @@ from launcher.run import _check_determinism
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.determinism import differing_gradients
 from moe_ckpt.megatron.state import digest_of
-from tests.megatron.stage import BIAS, FP16, build_stage, runner_of
+from tests.megatron.stage import FP16, build_stage, runner_of
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS
 from tests.training import small_settings
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def train_two_stages(checks: bool) -> tuple[list[str], str]:
@@ -50,7 +49,7 @@ def check_a_stage_with_noise(device: str) -> tuple[list[str], str]:
     return differing, str(error.value)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_gradient_that_does_not_repeat_itself_is_named_on_all_ranks(device: str) -> None:
     first, second = run_ranks(2, check_a_stage_with_noise, device)
     assert (first[0], len(second[0])) == ([], 1)

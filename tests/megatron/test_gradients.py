@@ -11,8 +11,9 @@ from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import MOMENTS, PartKey
 from moe_ckpt.types import ReadyGradients
-from tests.megatron.stage import UNSHARDED, NoHooks, Parts, build_stage, copied, everything, full_parts, runner_of
+from tests.megatron.stage import NoHooks, Parts, build_stage, copied, everything, full_parts, runner_of
 from tests.ranks import run_ranks
+from tests.scenarios import UNSHARDED
 
 LAST = 3
 
@@ -61,7 +62,7 @@ def _step_as_a_peer(overrides: tuple[str, ...]) -> None:
     assert operators.gradients(everything(operators), LAST - 1) is None, "an older step is still told"
 
 
-@pytest.mark.parametrize("overrides", [(), ("precision=fp32", UNSHARDED)], ids=", ".join)
+@pytest.mark.parametrize("overrides", [(), ("precision=fp32", *UNSHARDED)], ids=", ".join)
 def test_a_peer_that_takes_the_step_comes_to_the_same_state(overrides: tuple[str, ...]) -> None:
     run_ranks(2, _step_as_a_peer, overrides)
 

@@ -6,8 +6,9 @@ from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.router import RouterCounts
 from moe_ckpt.megatron.state import buffers
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
-from tests.megatron.stage import BIAS, build_stage, runner_of
+from tests.megatron.stage import build_stage, runner_of
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS
 
 
 def count_transfers() -> tuple[int, int, int, int]:

@@ -27,9 +27,7 @@ from moe_ckpt.megatron.step import apply_update, clear_gradients, unscale_gradie
 from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey
 from moe_ckpt.types import OperatorId, OperatorKind, ReadyGradients
 from tests.megatron.stage import (
-    BIAS,
     FP16,
-    UNSHARDED,
     Tensors,
     build_stage,
     compute_parts,
@@ -44,12 +42,12 @@ from tests.megatron.stage import (
     trained_stage,
 )
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS, TIED, UNSHARDED
 
 NUM_LAYERS, NUM_EXPERTS = 4, 4
 SIZE = (f"model.num_layers={NUM_LAYERS}", f"model.num_experts={NUM_EXPERTS}")
 EP2_DP2 = ("parallel.pp=2", "parallel.ep=2", "parallel.dp=2")
 EP2_DP4 = ("parallel.pp=1", "parallel.ep=2", "parallel.dp=4")  # each expert on two ranks
-TIED = "model.tied_embeddings=true"
 FP8_PARAMETERS = ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true")
 
 
@@ -96,18 +94,18 @@ ONE_STAGE = (["embedding", *_moe_layers(0, 1, 2, 3), "final norm", "output"],)
 TWO_STAGES = (["embedding", *_moe_layers(0, 1)], [*_moe_layers(2, 3), "final norm", "output"])
 SHAPES = {
     "experts on 2 of 4 ranks": Shape(4, (*EP2_DP2, *BIAS), TWO_STAGES),
-    "experts on 2 of 4 ranks, not sharded": Shape(4, (*EP2_DP2, UNSHARDED), TWO_STAGES),
+    "experts on 2 of 4 ranks, not sharded": Shape(4, (*EP2_DP2, *UNSHARDED), TWO_STAGES),
     "experts on 4 of 4 ranks": Shape(4, EP2_DP4, ONE_STAGE),
-    "experts on 4 of 4 ranks, not sharded": Shape(4, (*EP2_DP4, UNSHARDED, "precision=fp16"), ONE_STAGE),
-    "3 ranks, which divide no parameter": Shape(3, ("parallel.dp=3", UNSHARDED, "precision=fp32"), ONE_STAGE, 4),
+    "experts on 4 of 4 ranks, not sharded": Shape(4, (*EP2_DP4, *UNSHARDED, "precision=fp16"), ONE_STAGE),
+    "3 ranks, which divide no parameter": Shape(3, ("parallel.dp=3", *UNSHARDED, "precision=fp32"), ONE_STAGE, 4),
     "a dense layer, shared experts": Shape(
         2,
         ("parallel.pp=2", "model.num_dense_layers=1", "model.shared_expert_ffn_hidden_size=32", "precision=fp32"),
         (["embedding", "layer 0", *_moe_layers(1)], TWO_STAGES[1]),
         4,
     ),
-    "tied embeddings on two stages": Shape(2, ("parallel.pp=2", TIED, "precision=fp16"), TWO_STAGES),
-    "tied embeddings on one stage": Shape(1, (TIED,), (ONE_STAGE[0][:-1],)),
+    "tied embeddings on two stages": Shape(2, ("parallel.pp=2", *TIED, "precision=fp16"), TWO_STAGES),
+    "tied embeddings on one stage": Shape(1, TIED, (ONE_STAGE[0][:-1],)),
     "dense, learned positions": Shape(
         1,
         ("model.num_experts=0", "model.position_embedding=learned"),
@@ -250,14 +248,14 @@ def _make_round_trips(overrides: tuple[str, ...]) -> None:
     [
         (*EP2_DP2, *BIAS),
         (*EP2_DP4, *BIAS),
-        (*EP2_DP4, UNSHARDED, *BIAS),
-        (*EP2_DP4, UNSHARDED, "precision=fp32"),
+        (*EP2_DP4, *UNSHARDED, *BIAS),
+        (*EP2_DP4, *UNSHARDED, "precision=fp32"),
         (*EP2_DP4, *FP8_PARAMETERS, "precision.fp8_recipe=blockwise"),
         (*EP2_DP4, *FP8_PARAMETERS, "precision.fp8_recipe=delayed"),
         pytest.param((*EP2_DP4, *FP8_PARAMETERS), marks=pytest.mark.full),
         pytest.param((*EP2_DP4, "precision=fp8_fp32_fp32", "precision.fp8_recipe=blockwise"), marks=pytest.mark.full),
         (*EP2_DP4, "precision=fp32"),
-        (*EP2_DP2, *FP16, TIED),
+        (*EP2_DP2, *FP16, *TIED),
     ],
     ids=", ".join,
 )
@@ -408,6 +406,10 @@ NAMES = {
     "decoder.layers.0.mlp.experts.linear_fc1.weight0": "layer 2 expert 2",
     "decoder.layers.1.mlp.experts.linear_fc2.weight1": "layer 3 expert 3",
     "decoder.layers.1.mlp.experts.linear_fc2.bias0": "layer 3 expert 2",
+    "decoder.layers.0.self_attention.linear_qkv.scaling_fwd.scale": "layer 2",
+    "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.scaling_fwd.scale": "layer 2 expert 3",
+    # experts of a grouped layer share one tensor of scales
+    "decoder.layers.0.mlp.experts.linear_fc1.scaling_fwd.scale": "layer 2",
     "decoder.final_layernorm.weight": "final norm",
     "output_layer.weight": "output",
     "mtp.layers.1.eh_proj.weight": "mtp 1 layer 0",

@@ -58,7 +58,7 @@ def test_weights_that_are_gathered_later_are_no_part_of_a_digest() -> None:
     assert min(run_ranks(2, _hash_before_and_after_gathering)) > 0
 
 
-def _train_three_iterations(*, is_cut: bool) -> str:
+def _train_three_iterations(is_cut: bool) -> str:
     """Return the digest after iteration 3, whose first attempt may be cut off."""
     state, loop = build_overlapped()
     for iteration in (1, 2):
@@ -77,16 +77,8 @@ def _train_three_iterations(*, is_cut: bool) -> str:
     return digest_of(state)
 
 
-def _train_plain() -> str:
-    return _train_three_iterations(is_cut=False)
-
-
-def _train_cut() -> str:
-    return _train_three_iterations(is_cut=True)
-
-
 def test_a_pass_that_was_cut_off_leaves_no_collective_behind() -> None:
-    assert run_ranks(2, _train_cut) == run_ranks(2, _train_plain)
+    assert run_ranks(2, _train_three_iterations, True) == run_ranks(2, _train_three_iterations, False)
 
 
 def _gather_twice() -> int:

@@ -27,9 +27,7 @@ from moe_ckpt.snapshot.step_log import StepRecord
 from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory
 from moe_ckpt.types import ReadyGradients
 from tests.megatron.stage import (
-    BIAS,
     FP16,
-    UNSHARDED,
     NoHooks,
     Parts,
     Tensors,
@@ -41,6 +39,7 @@ from tests.megatron.stage import (
     stage_number,
 )
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS, TIED, UNSHARDED
 
 LAST = 3
 OVERFLOWING = ("precision=fp16", "precision.initial_loss_scale=1.0e+15", "precision.loss_scale_hysteresis=1")
@@ -186,7 +185,6 @@ def _expected_transfers(stage: int, first: int, last: int) -> set[str]:
 
 PP2 = ("parallel.pp=2", "train.clip_grad=0.1")
 PP3 = ("parallel.pp=3", "model.num_layers=3")
-TIED = "model.tied_embeddings=true"
 
 
 @pytest.mark.parametrize(
@@ -196,13 +194,13 @@ TIED = "model.tied_embeddings=true"
         (2, (*PP2, *FP16), 0, 0),
         (2, (*PP2, *OVERFLOWING, *BIAS), 1, 1),
         pytest.param(2, (*PP2, *OVERFLOWING), 0, 1, marks=pytest.mark.full),
-        (2, (*PP2, TIED, UNSHARDED), 0, 0),
-        (2, (*PP2, TIED), 0, 1),
-        (4, (*PP2, TIED, *BIAS), 0, 0),
-        (2, (*PP2, TIED, "model.position_embedding=learned"), 1, 1),
+        (2, (*PP2, *TIED, *UNSHARDED), 0, 0),
+        (2, (*PP2, *TIED), 0, 1),
+        (4, (*PP2, *TIED, *BIAS), 0, 0),
+        (2, (*PP2, *TIED, "model.position_embedding=learned"), 1, 1),
         pytest.param(3, PP3, 0, 1, marks=pytest.mark.full),
         (3, PP3, 1, 1),
-        (3, (*PP3, TIED), 1, 2),
+        (3, (*PP3, *TIED), 1, 2),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -221,7 +219,7 @@ CHANGES: dict[str, Callable[[LoggedEnds, StepRecord], tuple[LoggedEnds, StepReco
 
 def _replay_changed() -> set[str]:
     """Return the changes to its logs that led stage 1 elsewhere than training did."""
-    job = _Job(*PP2, TIED)
+    job = _Job(*PP2, *TIED)
     live, ends = job.train(1, 1)
     seen = set[str]()
     for name, change in CHANGES.items() if job.stage == 1 else ():

@@ -10,7 +10,6 @@ import torch
 
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, restore_small_state, small_state
 from tests.megatron.stage import (
-    BIAS,
     FP16,
     differing,
     double_loss_scale,
@@ -20,6 +19,7 @@ from tests.megatron.stage import (
     trained_stage,
 )
 from tests.ranks import run_ranks
+from tests.scenarios import BIAS
 
 
 def _raise(tensor: torch.Tensor) -> None:

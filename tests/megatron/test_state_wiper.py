@@ -12,19 +12,9 @@ import torch
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, named_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
-from tests.megatron.stage import (
-    BIAS,
-    FP16,
-    UNSHARDED,
-    Tensors,
-    build_stage,
-    differing,
-    first_parameter,
-    trained_stage,
-)
+from tests.megatron.stage import FP16, Tensors, build_stage, differing, first_parameter, trained_stage
 from tests.ranks import run_ranks
-
-PHASES = ("forward", "backward")
+from tests.scenarios import BIAS, UNSHARDED
 
 
 def _state_and_gradients(state: TrainingState) -> Tensors:
@@ -55,7 +45,7 @@ def _wipe_after_training(overrides: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [(*FP16, *BIAS), (UNSHARDED,), ("precision=fp32", "model.tied_embeddings=true")],
+    [(*FP16, *BIAS), UNSHARDED, ("precision=fp32", "model.tied_embeddings=true")],
     ids=", ".join,
 )
 def test_nothing_is_left_of_the_state(overrides: tuple[str, ...]) -> None:
@@ -94,7 +84,7 @@ def _calls(recompute: str) -> list[list[str]]:
         found[-1].append(f"{what} in {'backward' if in_backward else 'forward'}")
 
     layer.register_forward_hook(lambda *_: note("layer ran"))
-    for iteration, phase in enumerate((None, PHASES[0], None, PHASES[1], None), start=1):
+    for iteration, phase in enumerate((None, "forward", None, "backward", None), start=1):
         if phase:
             StateWiper(state).arm(phase, lambda: note("called"))
         worker.run_iteration(iteration)

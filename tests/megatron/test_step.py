@@ -9,8 +9,9 @@ import pytest
 from moe_ckpt.megatron import step as megatron_step
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.megatron.step import ReadyGradients
-from tests.megatron.stage import UNSHARDED, trained_stage
+from tests.megatron.stage import trained_stage
 from tests.ranks import run_ranks
+from tests.scenarios import UNSHARDED
 
 CLIPPED = "train.clip_grad=0.01"
 
@@ -38,7 +39,7 @@ def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
         (4, (CLIPPED,)),  # two stages of two ranks
         (2, ("train.clip_grad=0",)),
         (2, ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true", "precision.fp8_recipe=delayed")),
-        (2, (CLIPPED, UNSHARDED, "precision=fp32")),
+        (2, (CLIPPED, *UNSHARDED, "precision=fp32")),
         (4, ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")),
     ],
     ids=str,

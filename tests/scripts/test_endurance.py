@@ -31,10 +31,8 @@ def endured(sample_at: Callable[[int], Sample], **changes: Any) -> Endured:
 
 
 def test_a_run_that_uses_now_more_and_now_less_breaks_no_promise() -> None:
-    assert (
-        broken_promises(endured(lambda number: sample(files=40 + number % 3, memory_files=80 + number % 5)), END, 12)
-        == []
-    )
+    run = endured(lambda number: sample(files=40 + number % 3, memory_files=80 + number % 5))
+    assert broken_promises(run, END, 12) == []
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,9 @@ LOST_NODE = [at(95.0, rank=4, scope="node")]
 LOST_IN_RECOVERY = [at(95.0, rank=4), Kill(rank=0, phase="recovery")]
 AUTO = plan_saving(ckpt("ckpt=moevement", "ckpt.replicas=1"), SETUP)
 THIRD = (range(2, 3), 7, 3)
+(ALONE,) = recoveries(run(LOCAL, [at(95.0, rank=4)]))
+WHILE_IT_REPLAYS = [at(95.0, rank=4), at(ALONE.since_s + ALONE.detect_s + ALONE.rebuild_s + 1.0, rank=2)]
+AGAIN: dict[str, object] = {"faults": [(4,), (2,)], "detect_s": 2.0, "rebuild_s": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,7 @@ THIRD = (range(2, 3), 7, 3)
         case("only the base while iterations are profiled", AUTO, [at(45.0)], (range(1), 0, 1), replayed_iters=4),
         case("at once: one fault, neighbours together", LOCAL, LOST_AT_ONCE, (range(3), 7, 3), faults=[(2, 4, 0)]),
         case("before all met again", LOCAL, [at(95.0, rank=4), at(97.0, rank=2)], (range(1, 3), 7, 3), rebuild_s=3.0),
+        case("while a stage replays: all plan again", LOCAL, WHILE_IT_REPLAYS, (range(1, 3), 7, 3), **AGAIN),
         case("hung, found late", LOCAL, [at(95.0, signal="STOP")], (range(1), 7, 3), detect_s=9.0, rebuild_s=2.0),
         case("copies of another node", LOCAL, LOST_NODE, THIRD, iteration=9, fetches=[(4, 6), (5, 7)]),
         case("in a recovery", LOCAL, LOST_IN_RECOVERY, (range(1), 7, 3), THIRD, faults=[(4,), (0,)]),
@@ -142,9 +146,8 @@ def test_whoever_lives_takes_the_step_that_all_were_ready_for() -> None:
 
 
 def test_after_a_recovery_windows_begin_with_a_new_base() -> None:
-    first = recoveries(run(LOCAL, [at(95.0, rank=4)]))[0]
-    soon_s = first.since_s + first.seconds + 25.0  # two iterations later
-    second = recoveries(run(LOCAL, [at(95.0, rank=4), at(soon_s, rank=0)]))[1]
+    soon_s = ALONE.since_s + ALONE.seconds + 25.0  # two iterations later
+    first, second = recoveries(run(LOCAL, [at(95.0, rank=4), at(soon_s, rank=0)]))
     assert (first.iteration, second.iteration) == (9, 11)
     assert [window[1:] for window in windows_of(second)] == [(9, 1)]
 
@@ -153,17 +156,6 @@ def test_the_store_serves_ranks_that_enter_a_generation_one_by_one() -> None:
     of = replace(SETUP, cluster=replace(SETUP.cluster, store_operation_s=0.01))
     (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=4)], of=of))
     assert recovered.rebuild_s == pytest.approx(2.0 + 10 * 8 * 0.01), "ten operations of each of eight ranks"
-
-
-def test_a_further_loss_makes_all_plan_again() -> None:
-    alone = recoveries(run(LOCAL, [at(95.0, rank=4)]))[0]
-    again_s = alone.since_s + alone.detect_s + alone.rebuild_s + 1.0  # the stage replays
-    outcome = run(LOCAL, [at(95.0, rank=4), at(again_s, rank=2)])
-    (recovered,) = recoveries(outcome)
-    assert outcome.num_faults == len(recovered.faults) == 2
-    assert [stages for stages, _, _ in windows_of(recovered)] == [range(1, 3)]
-    assert (recovered.detect_s, recovered.rebuild_s) == (2.0, 4.0)
-    assert recovered.seconds > alone.seconds
 
 
 def test_stages_that_were_on_their_way_back_have_no_state() -> None:

@@ -46,18 +46,11 @@ def test_a_moment_is_after_what_was_done_and_before_the_next(at_s: float) -> Non
     assert first == 1 or 100.0 + of.elapsed_s(first - 1) < at_s
 
 
-@pytest.mark.parametrize(
-    ("iterations", "kept"),
-    [(0, (0, 0)), (1, (0, 0)), (3, (0, 0)), (4, (1, 3)), (6, (1, 3)), (7, (4, 6))],
-)
-def test_a_window_is_kept_when_the_iteration_after_it_is_done(iterations: int, kept: tuple[int, int]) -> None:
-    (window,) = generation(LOCAL).kept(after(iterations))
-    assert (window.start, window.end) == kept
-
-
-def test_a_window_is_kept_as_soon_as_the_gradients_after_it_are_there() -> None:
-    (window,) = generation(LOCAL).kept(Moment(iterations=3, into_s=9.9, ready=True))
-    assert (window.start, window.end) == (1, 3)
+def test_a_window_is_kept_when_the_iteration_after_it_is_done() -> None:
+    """Or as soon as the gradients of that iteration are there."""
+    moments = [*map(after, (0, 1, 3, 4, 6, 7)), Moment(iterations=3, into_s=9.9, ready=True)]
+    spans = [[(window.start, window.end) for window in generation(LOCAL).kept(moment)] for moment in moments]
+    assert spans == [[(0, 0)], [(0, 0)], [(0, 0)], [(1, 3)], [(1, 3)], [(4, 6)], [(1, 3)]]
 
 
 def test_several_windows_are_kept_and_those_from_before_until_then() -> None:

@@ -99,22 +99,6 @@ def test_lost_nodes_are_planned_for_as_by_all_ranks(nodes: set[int], before: set
     assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(lost, boundary_log=logs)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "segments"),
-    [
-        ((5,), [(1, 1)]),
-        ((5, 9), [(1, 2)]),  # neighbours recover together
-        ((1, 13), [(0, 0), (3, 3)]),  # others each on their own
-        (tuple(range(16)), [(0, 3)]),
-    ],
-)
-def test_the_fewest_stages_roll_back(ranks: tuple[int, ...], segments: list[tuple[int, int]]) -> None:
-    plan = plan_after(SETUP, LOCAL, KEPT, losses(*ranks), REACHED)
-    found = [(rollback.segment.first_stage, rollback.segment.last_stage) for rollback in plan.rollbacks]
-    assert found == segments
-    assert plan.target_iteration == (8 if len(ranks) == 16 else REACHED)
-
-
 def test_a_stage_on_its_way_back_is_lost_with_what_is_lost_then() -> None:
     lost = replace(losses(5), rolling={2: None})
     plan = plan_after(SETUP, LOCAL, KEPT, lost, REACHED)

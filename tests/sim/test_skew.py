@@ -26,8 +26,3 @@ def test_popularity_is_on_average_as_uneven_as_asked_for(skewness: float) -> Non
     drawn = [skewed_popularity(64, skewness, seed=seed) for seed in range(400)]
     assert all(np.isclose(shares.sum(), 1.0) and (shares >= 0).all() for shares in drawn)
     assert np.mean([skewness_of(shares) for shares in drawn]) == pytest.approx(skewness, abs=0.04)
-
-
-def test_skewness_is_the_normalized_herfindahl_index() -> None:
-    assert skewness_of(np.array([0.25] * 4)) == 0.0
-    assert skewness_of(np.array([1.0, 0.0, 0.0, 0.0])) == 1.0

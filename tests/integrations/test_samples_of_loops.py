@@ -1,0 +1,166 @@
+"""Samples and generators of attachments to Megatron-Bridge and ms-swift are a plain run's, from any iteration on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import num_microbatches_calculator as calculator
+from torch.utils.data import DataLoader
+
+import tests.preload  # noqa: F401 - imports Megatron without its warnings
+from moe_ckpt.integrations.consumed_samples import ReplayedSamples
+from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
+from moe_ckpt.integrations.ms_swift_data import SwiftBatches
+
+NUM_ITERS = 9
+DATASET = list(range(99))
+Readers = tuple[Iterator[Any], Iterator[Any]]
+
+
+def cyclic(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """Megatron-Bridge's loop: loaders start after the consumed samples; that of validation is endless."""
+
+    changes: dict[str, Any]
+    num_read = 4
+
+    @property
+    def settings(self) -> Any:
+        fine = {"eval_interval": 3, "eval_iters": 1, "start_eval_at_iter": None, "eval_global_batch_size": 2}
+        return SimpleNamespace(**fine | self.changes)
+
+    @staticmethod
+    def build(dataset: list[int], consumed: int, kind: str) -> DataLoader[int]:
+        assert kind in ("single", "cyclic")
+        return DataLoader(dataset[consumed:], batch_size=None)  # type: ignore[arg-type]
+
+    def readers(self) -> Readers:
+        return iter(self.build(DATASET, 0, "single")), cyclic(self.build(DATASET, 0, "cyclic"))
+
+    def num_validated_after(self, iteration: int) -> int:
+        """Return the samples of the evaluation after an iteration, by the condition of Bridge's loop."""
+        every, start = self.settings.eval_interval, self.settings.start_eval_at_iter
+        is_due = self.settings.eval_iters and every and (start is None or iteration >= start) and iteration % every == 0
+        return 2 if is_due else 0
+
+    def batches(self) -> BridgeBatches:
+        batches = BridgeBatches(self.build)
+        for kind in ("single", "cyclic"):
+            batches.build_loader(DATASET, 0, kind)
+        batches.validates_as(self.settings)
+        return batches
+
+
+class Sampler:
+    """Passes of so many micro-batches of one sample, in another order each time; `consumed` is kept between passes."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.consumed = length, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.consumed
+        for index in range(self.length):
+            self.consumed += 1
+            yield [(first + index * 3) % 97]
+
+
+@dataclass(frozen=True)
+class Swift:
+    """ms-swift's loop, which reads the passes of its samplers one after another."""
+
+    changes: dict[str, Any]
+    num_read = 2
+
+    @property
+    def settings(self) -> Any:
+        return SimpleNamespace(**{"eval_steps": 3, "eval_iters": 1, "num_microbatches": self.num_read} | self.changes)
+
+    @staticmethod
+    def create(dataset: Any, indices: Any) -> Any:
+        return DataLoader(dataset, batch_sampler=indices)
+
+    def loaders(self) -> tuple[Any, Any]:
+        return self.create(DATASET, Sampler(5)), self.create(DATASET, Sampler(3))
+
+    def readers(self) -> Readers:
+        training, validating = self.loaders()
+        return cyclic(training), cyclic(validating)
+
+    def num_validated_after(self, iteration: int) -> int:
+        every = self.settings.eval_steps
+        return self.settings.eval_iters * self.num_read if every and iteration % every == 0 else 0
+
+    def batches(self) -> SwiftBatches:
+        return SwiftBatches(self.create, self.settings, *self.loaders())
+
+
+Loop = Bridge | Swift
+STARTS = ({}, {"start_eval_at_iter": 4}, {"start_eval_at_iter": 6})
+LOOPS = [
+    *map(Bridge, (*STARTS, {"eval_iters": 0}, {"eval_interval": None})),
+    *map(Swift, ({}, {"eval_iters": 3}, {"eval_iters": 0}, {"eval_steps": None}, {"eval_steps": 1})),
+]
+Iteration = tuple[list[int], list[int], torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(params=LOOPS, ids=repr)
+def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
+    """Initialize Megatron's global calculator of batch sizes; yield a loop."""
+    calculator.init_num_microbatches_calculator(0, None, Bridge.num_read, 1, 1)
+    yield request.param
+    calculator.destroy_num_microbatches_calculator()
+
+
+def read(samples: Any, count: int) -> list[int]:
+    return [int(next(samples)) for _ in range(count)]
+
+
+def plain_run(loop: Loop) -> list[Iteration]:
+    """Return of each iteration its samples, those of the evaluation after it, and the generator before and after it."""
+    torch.manual_seed(7)
+    training, validating = loop.readers()
+    done: list[Iteration] = []
+    before = torch.get_rng_state()
+    for iteration in range(1, NUM_ITERS + 1):
+        samples = read(training, loop.num_read)
+        torch.rand(3)
+        after = torch.get_rng_state()
+        done.append((samples, read(validating, loop.num_validated_after(iteration)), before, after))
+        before = after  # a snapshot is taken before the evaluation
+    return done
+
+
+@pytest.mark.parametrize("done", range(NUM_ITERS))
+def test_iterations_read_and_draw_as_in_a_plain_run(loop: Loop, done: int) -> None:
+    wanted, batches = plain_run(loop), loop.batches()
+    torch.set_rng_state(wanted[done][2])
+    training, validating = batches.training_after(done), batches.validation_after(done)
+    for iteration, (samples, validated, _, after) in enumerate(wanted[done:], start=done + 1):
+        batches.draw_seeds(iteration)
+        assert read(training, loop.num_read) == samples
+        torch.rand(3)
+        assert torch.equal(torch.get_rng_state(), after), iteration
+        assert read(validating, len(validated)) == validated
+
+
+def test_replays_read_and_draw_as_in_a_plain_run(loop: Loop) -> None:
+    wanted, batches = plain_run(loop), loop.batches()
+    replayed = ReplayedSamples(batches.training_after)
+    for iteration in (3, 4, 5, 4, 7):
+        samples, _, before, after = wanted[iteration - 1]
+        torch.set_rng_state(before)
+        batches.draw_seeds(iteration)
+        with replayed.of(iteration) as training:
+            assert read(training, loop.num_read) == samples
+        torch.rand(3)
+        assert torch.equal(torch.get_rng_state(), after), iteration
