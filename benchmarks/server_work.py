@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from moe_ckpt.replication.copy_server import CopyServer, HoldingRules  # noqa: E
 from moe_ckpt.replication.messages import Ticket  # noqa: E402
 from moe_ckpt.replication.sender import Replicator  # noqa: E402
 from moe_ckpt.snapshot.adam_update import AdamStep, Update, update_key, update_to_bytes  # noqa: E402
-from moe_ckpt.snapshot.arriving_update import apply_update  # noqa: E402
+from moe_ckpt.snapshot.arriving_update import ArrivingUpdate  # noqa: E402
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path  # noqa: E402
 from moe_ckpt.snapshot.codec import (  # noqa: E402
     MASTER,
@@ -109,7 +110,7 @@ class Rank:
 
 def measure_tap(layers: int, size: int, bytes_per_s: float, iterations: int) -> tuple[float, float, float]:
     """Return the median seconds after the last byte in one go and as a pipeline, and the pipeline's of work."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ThreadPoolExecutor(max_workers=1) as executor:
         memory, rules = Path(folder) / "rank", HoldingRules(serves_itself=True)
         rank = Rank(memory, layers, size)
         server = CopyServer(Path(folder) / "server", -1, _TICKET, host="127.0.0.1", timeout_s=_DEADLINE_S, rules=rules)
@@ -128,7 +129,10 @@ def measure_tap(layers: int, size: int, bytes_per_s: float, iterations: int) -> 
             payload = alone.allocate(rank.gradients.numel())
             payload.copy_(rank.gradients)
             began_s = time.monotonic()
-            apply_update(alone, key, head, payload, payload.numel())
+            update = ArrivingUpdate(alone, key, head, payload, payload.numel())
+            update.arrived(payload.numel())
+            update.start(executor)
+            update.keep()
             in_one_go.append(time.monotonic() - began_s)
             sender.forget([_key(iteration - 1)])
             alone.discard(_key(iteration - 1))

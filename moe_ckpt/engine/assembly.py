@@ -26,7 +26,7 @@ from moe_ckpt.config import (
 )
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
-from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace, Training
+from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.partial_recovery import PartialPolicy, PartialRecovery
@@ -52,7 +52,6 @@ from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.ports import Policy
 from moe_ckpt.replication.final_save import SaveTarget, write_save_target
-from moe_ckpt.replication.gradient_stream import GradientStream
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.replication.placement import placement_lines
 from moe_ckpt.replication.publisher import NoCopies, Publisher
@@ -142,27 +141,27 @@ class InMemoryAssembly:
         num_copies = self._elastic.replicas if self._elastic else 0
         stages = self._gather_profiles()
         self._require_time_for_copies(stages, num_copies)
-        self._policy, partial = _make_policy(self._config, stages, self._place, num_copies)
+        self._policy = _make_policy(self._config, stages, self._place, num_copies)
+        partial = self._policy if isinstance(self._policy, PartialExperts | PopularExperts) else None
         if self._elastic:
-            self._agree_on_hosts(self._elastic)
+            hosts = self._elastic.hosts
+            if hosts and hosts.agree(self._place.ranks):
+                self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
             self._elastic.use_peers()
         self._stores = self._stores or self._open_stores()
         if partial:
             self._account = self._account or TokenAccount(self._attached.operators.table)
         if self._config.asks_popularity:
             self._counts = self._counts or self._attached.counts()
-        training = Training(
-            stage=self._attached.stage,
-            operators=self._attached.operators,
-            counts=self._counts,
-            boost=self._attached.boost,
-        )
         self._meter = self._meter or Measurements(
             sum(op.kind is OperatorKind.EXPERT for op in self._attached.operators.table.operators)
         )
         rank = RankParts(
             place=self._place,
-            training=training,
+            stage=self._attached.stage,
+            operators=self._attached.operators,
+            counts=self._counts,
+            boost=self._attached.boost,
             stores=self._stores,
             meter=self._meter,
             events=self._events,
@@ -183,19 +182,11 @@ class InMemoryAssembly:
         )
         return Parts(policy=self._policy, sparse=parts)
 
-    def _agree_on_hosts(self, elastic: ElasticContext) -> None:
-        hosts = elastic.hosts
-        if hosts and hosts.agree(self._place.ranks):
-            self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
-
     def _server_states(self, rank: RankParts) -> ServerStates | None:
-        servers, publisher = self._config.served, rank.stores.publisher
-        if servers is None:
+        if self._config.served is None:
             return None
-        assert publisher is not None, "checkpoint servers live beside supervised ranks"
-        assert self._elastic is not None
-        stream = GradientStream(publisher, servers.max_lag_iters)
-        return ServerStates(rank, self._attached.mirror, stream, self._elastic)
+        assert self._elastic is not None, "checkpoint servers live beside supervised ranks"
+        return ServerStates(rank, self._attached.mirror, self._config.served.max_lag_iters, self._elastic)
 
     def _rejoin(
         self, rank: RankParts, store: SnapshotStore, partial: PartialPolicy | None, recovery: StageRecovery | None
@@ -233,15 +224,16 @@ class InMemoryAssembly:
 
     def _open_stores(self) -> TierStores:
         """Open host memory: logs take what they need, and snapshots get the rest of the budget."""
-        pinned = torch.cuda.is_available()
-        private = PrivateMemory(pinned=pinned)
-        publisher = self._open_publisher(pinned=pinned)
+        private = PrivateMemory(pinned=torch.cuda.is_available())
         # two copiers: a copy to peers must not wait behind a snapshot, and has no cap, since it waits in device memory
         copier, log_copier = HostCopier(Throttle(self._config.max_bytes_per_s.host)), HostCopier()
-        if self._elastic:
-            self._elastic.at_end(copier.throttle.lift)  # else survivors would join late, after the rest of a copy
+        publisher, disk = self._open_surviving(self._elastic, copier) if self._elastic else (None, None)
+        limit_bytes = self._config.memory_budget_bytes
+        if limit_bytes is not None:
+            forecast = self._policy.own_forecast()
+            limit_bytes += forecast.snapshots_bytes - forecast.total_bytes
         log_buffers = HostBuffers(private)
-        snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=self._limit())
+        snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=limit_bytes)
         keeps_log = self._config.logs_boundaries and self._place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
         bubbles = PipelineBubbles() if self._config.copies_in_bubbles else None
@@ -254,34 +246,23 @@ class InMemoryAssembly:
             boundary=boundary,
             buffers=(log_buffers, snapshot_buffers),
             publisher=publisher,
-            disk=self._open_disk(),
+            disk=disk,
             bubbles=bubbles,
         )
-        if self._elastic and stores.disk and not self._config.loses_tokens:
-            disk, rank = stores.disk, self._place.shard.global_rank
-            target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
-            write_save_target(self._elastic.memory, target)
         stores.adopt_kept()
         return stores
 
-    def _open_publisher(self, *, pinned: bool) -> Publisher | None:
-        if self._elastic is None:
-            return None
-        elastic = self._elastic
-        folder = BlobFolder(own_path(elastic.memory), pinned=pinned)
-        return Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
-
-    def _open_disk(self) -> LocalDisk | None:
-        if self._elastic is None:
-            return None
+    def _open_surviving(self, elastic: ElasticContext, copier: HostCopier) -> tuple[Publisher, LocalDisk]:
+        """Open the memory that outlives this process, and the local disk, where its supervisor saves it at the end."""
+        elastic.at_end(copier.throttle.lift)  # else survivors would join late, after the rest of a copy
+        folder = BlobFolder(own_path(elastic.memory), pinned=torch.cuda.is_available())
+        publisher = Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
         rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
-        return LocalDisk(self._disk_folder, rank, self._elastic.daemon, limit_bytes)
-
-    def _limit(self) -> int | None:
-        if self._config.memory_budget_bytes is None:
-            return None
-        forecast = self._policy.own_forecast()
-        return self._config.memory_budget_bytes - forecast.total_bytes + forecast.snapshots_bytes
+        disk = LocalDisk(self._disk_folder, rank, elastic.daemon, limit_bytes)
+        if not self._config.loses_tokens:
+            target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
+            write_save_target(elastic.memory, target)
+        return publisher, disk
 
     def _require_time_for_copies(self, stages: Sequence[StageProfile], num_copies: int) -> None:
         """Raise ConfigError on all ranks if the cap lets no full snapshot through within `runtime.copy_s`."""
@@ -313,20 +294,17 @@ class InMemoryAssembly:
 
 def _make_policy(
     config: InMemoryConfig, stages: Sequence[StageProfile], place: StagePlace, num_copies: int
-) -> tuple[InMemoryPolicy, PartialPolicy | None]:
-    """Return the policy, and the same again where its recoveries lose tokens, of which they inform it."""
+) -> InMemoryPolicy:
     match config:
         case MoevementConfig():
-            return SparseWindows(config, stages, place.stage, num_copies), None
+            return SparseWindows(config, stages, place.stage, num_copies)
         case GeminiConfig() | CheckfreqConfig():
-            return WholeSnapshots(config, stages, place.stage, num_copies), None
+            return WholeSnapshots(config, stages, place.stage, num_copies)
         case MocConfig():
-            moc = PartialExperts(config, stages, place.stage, place.identity.layout.ep)
-            return moc, moc
+            return PartialExperts(config, stages, place.stage, place.identity.layout.ep)
         case MoetionConfig():
-            moetion = PopularExperts(config, stages, place.stage, num_copies)
-            return moetion, moetion
+            return PopularExperts(config, stages, place.stage, num_copies)
         case FlowcheckConfig():
-            return ServerSnapshots(config, stages, place.stage, num_copies), None
+            return ServerSnapshots(config, stages, place.stage, num_copies)
         case _:
             assert_never(config)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum
 
 from moe_ckpt.errors import CheckpointSaveError
@@ -32,12 +31,6 @@ class Role(Enum):
     RECOVERY = "recovery"  # complete on disk, the newest such window
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Written:
-    since_s: float
-    done: Future[None]
-
-
 class DiskWindows:
     """The windows of one rank that go to its disk, by their starts. `newest` is on disk from an earlier process.
 
@@ -46,7 +39,7 @@ class DiskWindows:
 
     def __init__(self, newest: int | None, publisher: Publisher | None, events: EventLog, *, strict: bool) -> None:
         self._starts = {} if newest is None else {Role.RECOVERY: newest}
-        self._written: _Written | None = None
+        self._written: tuple[Future[None], float] | None = None  # with the time at which the write began
         self._publisher = publisher
         self._events = events
         self._strict = strict
@@ -63,7 +56,7 @@ class DiskWindows:
     @property
     def is_writing(self) -> bool:
         """Whether a window is being written."""
-        return self._written is not None and not self._written.done.done()
+        return self._written is not None and not self._written[0].done()
 
     def begin(self, window_start: int, *, to_disk: bool) -> None:
         """A window begins, which goes to disk or not. A selected window whose write has not begun is dropped."""
@@ -75,7 +68,7 @@ class DiskWindows:
         """The write of the selected window has begun and ends with `done`. The write before it has ended or failed."""
         assert self._written is None, self._starts
         self._starts[Role.PERSIST] = self._starts.pop(Role.SNAPSHOT)
-        self._written = _Written(since_s=time.monotonic(), done=done)
+        self._written = done, time.monotonic()
 
     def finish(self) -> None:
         """Wait for the write in progress; its window is then the one to recover from. A failed write changes nothing.
@@ -85,9 +78,10 @@ class DiskWindows:
         written, self._written = self._written, None
         if written is None or self._publisher is None:
             return
+        done, since_s = written
         window_start = self._starts.pop(Role.PERSIST)
         try:
-            self._publisher.wait_for(written.done)
+            self._publisher.wait_for(done)
         except CheckpointSaveError as error:
             self._events.append(CheckpointFailed(iteration=window_start, reason=str(error)))
             _log.warning("not on disk, training goes on (ckpt.strict=%s): %s", self._strict, error)
@@ -95,5 +89,4 @@ class DiskWindows:
                 raise
             return
         self._starts[Role.RECOVERY] = window_start
-        seconds = time.monotonic() - written.since_s
-        self._events.append(WindowPersisted(window_start=window_start, seconds=seconds))
+        self._events.append(WindowPersisted(window_start=window_start, seconds=time.monotonic() - since_s))

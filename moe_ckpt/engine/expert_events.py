@@ -6,11 +6,13 @@ run only some windows are reported, or these events would outgrow those of itera
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.events import EventLog, ExpertPopularity, ExpertsOrdered
-from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, SlotPlan
+from moe_ckpt.types import OperatorKind, OperatorTable, SlotPlan
 
 _SPACING = 1000  # one window in a thousandth of the run so far: 6000 of a run of 100,000 iterations
 
@@ -21,7 +23,7 @@ class ExpertEvents:
     def __init__(self, table: OperatorTable, events: EventLog, *, tells: bool) -> None:
         experts = [(op, i) for i, op in enumerate(table.operators) if op.kind is OperatorKind.EXPERT]
         self._number = {position: number for number, (_, position) in enumerate(experts)}
-        self._layers = [_layer(op) for op, _ in experts if op.expert == 0]
+        self._layers = [str(replace(op, kind=OperatorKind.BLOCK, expert=None)) for op, _ in experts if op.expert == 0]
         self._tells = tells and bool(experts)
         self._events = events
         self._counted_by_all = False
@@ -51,8 +53,14 @@ class ExpertEvents:
             self._begin(plan.window_start)
         taken = [self._number[position] for position in plan.full if position in self._number]
         self._slots[taken] = plan.slot
-        if self._is_told and plan.is_last and plan.num_slots > 1:
-            self._tell_order(plan)
+        if not (self._is_told and plan.is_last and plan.num_slots > 1):
+            return
+        before, self._told_slots = self._told_slots, (plan.num_slots, self._slots.tolist())
+        if before != self._told_slots:
+            slots = self._slots.reshape(len(self._layers), -1).tolist()
+            self._events.append(
+                ExpertsOrdered(iteration=plan.window_start, num_slots=plan.num_slots, layers=self._layers, slots=slots)
+            )
 
     def _begin(self, iteration: int) -> None:
         popularity, self._popularity = self._popularity, None
@@ -63,17 +71,3 @@ class ExpertEvents:
             short = [int(count) if count == int(count) else float(f"{count:.6g}") for count in popularity]
             tokens = np.array(short, object).reshape(len(self._layers), -1).tolist()
             self._events.append(ExpertPopularity(iteration=iteration, layers=self._layers, tokens=tokens))
-
-    def _tell_order(self, plan: SlotPlan) -> None:
-        found = plan.num_slots, self._slots.tolist()
-        if found == self._told_slots:
-            return
-        self._told_slots = found
-        slots = self._slots.reshape(len(self._layers), -1).tolist()
-        self._events.append(
-            ExpertsOrdered(iteration=plan.window_start, num_slots=plan.num_slots, layers=self._layers, slots=slots)
-        )
-
-
-def _layer(expert: OperatorId) -> str:
-    return str(OperatorId(kind=OperatorKind.BLOCK, layer=expert.layer, mtp_depth=expert.mtp_depth))

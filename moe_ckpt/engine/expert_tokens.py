@@ -13,24 +13,27 @@ from moe_ckpt.engine.expert_events import ExpertEvents
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.policies.expert_popularity import accumulate, carried_over
 from moe_ckpt.policies.lost_tokens import IntArray
-from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients, SlotPlan
+from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients
 
 
 class ExpertTokens:
-    """The counts of one generation; without counts, boost and account it does nothing. Collective in the stage."""
+    """The counts of one generation; without counts, boost and account it does nothing. Collective in the stage.
+
+    `events` reports their popularity and their order.
+    """
 
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
         self._kind, self._decay = config.popularity, config.popularity_decay
         self._place = parts.place
-        self._counts = parts.training.counts
-        self._boost = parts.training.boost
+        self._counts = parts.counts
+        self._boost = parts.boost
         self._account = parts.account
         self._meter = parts.meter
-        self._events = parts.events
+        self._log = parts.events
         self._counted: ExpertCounts | None = None
         self._made_up: IntArray | None = None
-        tells = parts.place.stage_ranks.rank == 0 and parts.training.counts is not None
-        self._expert_events = ExpertEvents(parts.training.operators.table, parts.events, tells=tells)
+        tells = parts.place.stage_ranks.rank == 0 and parts.counts is not None
+        self.events = ExpertEvents(parts.operators.table, parts.events, tells=tells)
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -67,7 +70,7 @@ class ExpertTokens:
         self._account.deficit = self._boost.deficit.copy()
         boosted = self._boost.boosted(iteration)
         if boosted:
-            self._events.append(boosted)
+            self._log.append(boosted)
 
     def of_stage(self) -> np.ndarray:
         """Return the popularity over all ranks of the stage, float64 [experts]."""
@@ -78,16 +81,8 @@ class ExpertTokens:
 
     def measured(self, measured: Measured) -> None:
         """The policy has received these measurements: enter the tokens into the account, and count anew."""
-        self._expert_events.measured(measured.popularity)
+        self.events.measured(measured.popularity)
         if self._account:
             self._account.count(measured.popularity)
         if self._counts:
             self._meter.popularity = carried_over(self._kind, self._meter.popularity)
-
-    def took(self, plan: SlotPlan) -> None:
-        """A snapshot begins."""
-        self._expert_events.took(plan)
-
-    def interrupted(self) -> None:
-        """A rank has lost its counts."""
-        self._expert_events.interrupted()

@@ -139,7 +139,12 @@ class Fallback:
                 self._events.append(CheckpointSkipped(source=source.place, reason=str(error)))
                 reasons.append(str(error) if str(error).startswith(source.place) else f"{source}: {error}")
                 continue
-            self._tell(source, time.monotonic() - started_s, reasons)
+            seconds = time.monotonic() - started_s
+            self._events.append(
+                StateResumed(iteration=source.iteration, source=source.place, seconds=seconds, passed_over=reasons)
+            )
+            if reasons and self._ranks.rank == 0:
+                _log.warning("all ranks go on from %s; passed over: %s", source, "; ".join(reasons))
             return source
         if len(reasons) > len(passed_over):
             tried = "\n  ".join(reasons)
@@ -158,14 +163,6 @@ class Fallback:
         iteration = rejoin.load_from_disk()
         if iteration != source.iteration:
             raise CheckpointLoadError(f"got the state after iteration {iteration}, wanted {source.iteration}")
-
-    def _tell(self, source: Source, seconds: float, passed_over: Sequence[str]) -> None:
-        event = StateResumed(
-            iteration=source.iteration, source=source.place, seconds=seconds, passed_over=list(passed_over)
-        )
-        self._events.append(event)
-        if passed_over and self._ranks.rank == 0:
-            _log.warning("all ranks go on from %s; passed over: %s", source, "; ".join(passed_over))
 
 
 def _nothing_common(disks: OnDisks) -> str:

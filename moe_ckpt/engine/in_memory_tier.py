@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
+from moe_ckpt.collectives import reduce_extremes
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.engine.expert_tokens import ExpertTokens
 from moe_ckpt.engine.iteration_logs import IterationLogs
@@ -46,7 +45,8 @@ class InMemoryTier:
         self._strict = config.strict
         self._logs_all = config.recovers_locally
         self._place = parts.place
-        self._training = parts.training
+        self._stage = parts.stage
+        self._operators = parts.operators
         self._stores = parts.stores
         self._store = store
         self._servers = servers
@@ -54,7 +54,7 @@ class InMemoryTier:
         self._meter = parts.meter
         self._experts = ExpertTokens(config, parts)
         self._agreement = WindowAgreement(config, parts, store, self.logs, self._experts)
-        self._dense_bytes = int(parts.training.operators.table.full_bytes[parts.place.stage_ranks.rank].sum())
+        self._dense_bytes = parts.dense_bytes
         self._newest: SlotPlan | None = None
         self._pauses = False
         parts.stores.engine.apply_cap()  # which the end of the generation before this one has lifted
@@ -76,7 +76,7 @@ class InMemoryTier:
         self.stop_observing()
         if self._stores.bubbles:
             self._meter.bubbles_s.append(self._stores.bubbles.take_seconds())
-        self._training.operators.note_step(iteration, gradients)
+        self._operators.note_step(iteration, gradients)
         self._experts.note_extra(gradients)
         if self._logs_all:
             self.logs.add(iteration, gradients)
@@ -115,7 +115,7 @@ class InMemoryTier:
         if self._agreement.awaits:
             self._confirm(wait=True)  # else the window in flight, which is about to be dropped, was taken for nothing
         self._collect(wait=True)
-        self._experts.took(plan)
+        self._experts.events.took(plan)
         if plan.slot == 0:
             self._meter.snapshot_began()
             self._agreement.disk.begin(plan.window_start, to_disk=to_disk)
@@ -140,9 +140,8 @@ class InMemoryTier:
         if oldest is not None:  # windows of the last generation were this long: theirs may be the only one for a while
             self.logs.window_takes(plan.window_start - oldest)
         self.take(plan, to_disk=to_disk)
-        num_kept = torch.tensor([len(self._stores.memory.windows())], device=self._place.device)
-        self._place.ranks.reduce(num_kept, "min")
-        if not num_kept.item():
+        num_kept = {"kept": len(self._stores.memory.windows())}
+        if not reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=num_kept)["kept"]:
             self._confirm(wait=True)
             self._meter.forget_snapshot()  # no other has training wait for all of it
 
@@ -179,8 +178,8 @@ class InMemoryTier:
         """Abandon the iteration: stop observing, finish copies, drop an incomplete window."""
         self.stop_observing()
         self._meter.forget_snapshot()
-        self._training.stage.abandon_pass()
-        self._training.operators.freeze(())
+        self._stage.abandon_pass()
+        self._operators.freeze(())
         if self._servers:
             self._servers.clear()
         self.settle()
@@ -199,7 +198,7 @@ class InMemoryTier:
 
     def retake(self, iteration: int) -> None:
         """The state is again that after `iteration` steps: take the snapshots that the fault tore."""
-        self._experts.interrupted()
+        self._experts.events.interrupted()
         plan, window = self._newest, self._stores.memory.in_flight()
         if plan is None or window is None or plan.iteration != iteration:
             return

@@ -221,19 +221,6 @@ class Boost(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Training:
-    """One rank's training, as the in-memory tier sees it.
-
-    `counts` is None if the policy does not use popularity, `boost` if lost tokens are not made up.
-    """
-
-    stage: Stage
-    operators: Operators
-    counts: Counts | None
-    boost: Boost | None = None
-
-
 class FaultInjector(Protocol):
     """Overwrites this rank's training state on purpose."""
 

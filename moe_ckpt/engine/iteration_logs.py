@@ -16,7 +16,7 @@ class IterationLogs:
 
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
         self._config = config
-        self._stage = parts.training.stage
+        self._stage = parts.stage
         self._stores = parts.stores
         self._noted: int | None = None
         self._longest_iters = 0
@@ -25,7 +25,11 @@ class IterationLogs:
         """The iteration begins: log its start and what neighbours send; drop what no recovery needs."""
         if self._noted != iteration:
             self.note_start(iteration)
-        self._drop_up_to(iteration - self._most_iters())
+        # logs of this age are dropped even if no window is ever complete: no recovery needs older ones
+        kept = (window.snapshots[0].header.num_slots for window in self._stores.memory.windows())
+        longest_iters = max([self._longest_iters, *kept])
+        most_iters = 2 * ((self._config.keep_windows + 1) * longest_iters + self._config.profile_iters)
+        self._drop_up_to(iteration - most_iters)
         if self._stores.boundary:
             self._stores.boundary.begin(iteration)
 
@@ -69,12 +73,3 @@ class IterationLogs:
         self._stores.steps.drop_up_to(iteration)
         if self._stores.boundary:
             self._stores.boundary.drop_up_to(iteration)
-
-    def _most_iters(self) -> int:
-        """Return the age in iterations at which logs are dropped even if no window is ever complete.
-
-        No recovery needs older logs.
-        """
-        kept = (window.snapshots[0].header.num_slots for window in self._stores.memory.windows())
-        longest = max([self._longest_iters, *kept])
-        return 2 * ((self._config.keep_windows + 1) * longest + self._config.profile_iters)

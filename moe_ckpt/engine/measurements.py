@@ -27,7 +27,8 @@ class Measurements:
 
     `popularity` is by expert of its stage; `copy_rates` are bytes a second; `bubbles_s` are the seconds of an iteration
     in which this rank waited for other stages; `iters_since_quiet` is the age of the newest quiet iteration: the time
-    of iterations may have changed since. The first iterations of a process, which are slower, do not count.
+    of iterations may have changed since; `added` are the seconds that snapshots add beside waits for copies. The first
+    iterations of a process, which are slower, do not count.
     """
 
     def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +44,7 @@ class Measurements:
         self._wait_s = 0.0
         self._counts = False
         self._costs: deque[float] = deque(maxlen=_RECENT)
-        self._added = SnapshotCost()
+        self.added = SnapshotCost()
         self._replayed_s: deque[float] = deque(maxlen=_RECENT)
         self._since_s = 0.0
         self._so_far_s = 0.0
@@ -76,7 +77,7 @@ class Measurements:
             return
         self._recent.append(self._so_far_s)
         (self._quiet if self._is_quiet else self._busy).append(self._so_far_s)
-        self._added.iteration_finished(self._so_far_s, is_quiet=self._is_quiet)
+        self.added.iteration_finished(self._so_far_s, is_quiet=self._is_quiet)
         self.iters_since_quiet = 0 if self._is_quiet else self.iters_since_quiet + 1
 
     @contextlib.contextmanager
@@ -87,7 +88,7 @@ class Measurements:
             yield
         finally:
             self._stall_s += self._now() - since_s
-            self._added.stalled(self._now() - since_s)
+            self.added.stalled(self._now() - since_s)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -100,7 +101,7 @@ class Measurements:
 
     def copied(self, size_bytes: int, seconds: float) -> None:
         """A snapshot has reached host memory."""
-        self._added.copied(size_bytes)
+        self.added.copied(size_bytes)
         if size_bytes:
             self.copy_rates.append(size_bytes / max(seconds, 1e-9))
 
@@ -114,7 +115,7 @@ class Measurements:
         if self._counts and self._quiet:
             quiet_s = statistics.fmean(self._quiet)
             self._costs.append(self._stall_s + self._wait_s + sum(seconds - quiet_s for seconds in self._busy))
-        self._added.snapshot_began()
+        self.added.snapshot_began()
         self._counts = True
         self._stall_s = self._wait_s = 0.0
         self._busy.clear()
@@ -122,7 +123,7 @@ class Measurements:
     def forget_snapshot(self) -> None:
         """Leave the last snapshot out of the cost statistics: it does not recur."""
         self._counts = False
-        self._added.forget()
+        self.added.forget()
 
     def forget_counts(self) -> None:
         """Drop the counts: the state is that of an earlier iteration, or of another run."""
@@ -145,18 +146,6 @@ class Measurements:
     def snapshot_cost_s(self) -> float | None:
         """Return the mean seconds that a snapshot adds to training; None before enough have been measured."""
         return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= _ENOUGH_SNAPSHOTS else None
-
-    def snapshot_costs_s(self, dense_bytes: int) -> tuple[float, float] | None:
-        """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add beside waits for copies.
-
-        None before a first window has been measured.
-        """
-        return self._added.fit(dense_bytes)
-
-    @property
-    def costs_are_settled(self) -> bool:
-        """Whether enough windows have been measured for `snapshot_costs_s` to choose by."""
-        return self._added.is_settled
 
     def replayed_iteration_s(self) -> float | None:
         """Return the median of replayed iterations; None before there was one."""

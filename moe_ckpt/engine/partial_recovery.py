@@ -29,7 +29,6 @@ from moe_ckpt.engine.token_account import LostShares, TokenRate, lost_shares
 from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, TokensLost
 from moe_ckpt.policies.lost_tokens import IntArray
-from moe_ckpt.recovery.target import plan_target
 from moe_ckpt.recovery.units import UnitInventory, UnitRecovery, newest_line, plan_units
 from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.publisher import read_units
@@ -40,6 +39,7 @@ from moe_ckpt.types import CORE, Version
 
 _log = logging.getLogger(__name__)
 _MEMORY, _DISK = "memory", "local disk"
+_LEVELS = {_MEMORY: StorageLevel.IN_MEMORY, _DISK: StorageLevel.ON_DISK}
 
 
 class PartialPolicy(Protocol):
@@ -80,7 +80,9 @@ class PartialRecovery:
         assert parts.account is not None, "units go with an account of lost tokens"
         self.copies = copies
         self._place = parts.place
-        self._training = parts.training
+        self._stage = parts.stage
+        self._operators = parts.operators
+        self._boost = parts.boost
         self._stores = parts.stores
         self._memory = parts.stores.memory
         self._store = store
@@ -92,9 +94,9 @@ class PartialRecovery:
         self._rate = rate
 
     def run(self, state: StepState) -> RecoveredState:
-        reports = self.copies.stop_copying(state)
-        target = plan_target([report.standing for report in reports])
-        begins_anew = target.iteration == 0 if target else not any(report.has_progress for report in reports)
+        progress = self.copies.stop_copying(state)
+        target = progress.target
+        begins_anew = target.iteration == 0 if target else not progress.has_left_start
         if begins_anew:
             self._begin_anew(state)
             return RecoveredState(iteration=None)
@@ -104,7 +106,9 @@ class PartialRecovery:
         if plan_units(_with_held(stocks)) is None:
             stocks = self._take_stock(_MEMORY, _DISK, held=True)
         with self._units(stocks) as (plan, units):
-            fetch_s, fetched_bytes = time.monotonic() - started_s, self._fetched_bytes(plan, units)
+            fetch_s, places = time.monotonic() - started_s, plan.sources[self._place.shard.global_rank]
+            fetched = [unit.header for name, unit in units.items() if places[name] not in (_MEMORY, _DISK)]
+            fetched_bytes = sum(header.payload_bytes for header in fetched)
             shares = self._load(plan, units)
         self._begin_line(stocks)
         state.be_at(plan.version.iteration)
@@ -120,13 +124,13 @@ class PartialRecovery:
         """Undo the first iteration if it was begun: a surviving rank has drawn random numbers in it."""
         steps = self._stores.steps
         if state.reached == 0 and steps.has_start(1):
-            self._training.stage.restore_start(steps.start(1), undo=1)
+            self._stage.restore_start(steps.start(1), undo=1)
             state.withdraw()
         self._stores.clear()
         self._account.begin()
         self._meter.forget_counts()
-        if self._training.boost:
-            self._training.boost.recover(self._account.deficit)
+        if self._boost:
+            self._boost.recover(self._account.deficit)
 
     def look_at_disks(self) -> OnDisks:
         stocks = self._take_stock(_DISK)
@@ -159,8 +163,7 @@ class PartialRecovery:
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
         mine = self._place.shard.global_rank
-        counted = {_MEMORY: StorageLevel.IN_MEMORY, _DISK: StorageLevel.ON_DISK}
-        whole = {place: without_torn(self._found_in(place), counted[place]) for place in places}
+        whole = {place: without_torn(self._found_in(place), _LEVELS[place]) for place in places}
         found = {place: list(self._intact(units, mine)) for place, units in whole.items()}
         held = {owner: dict(self._held_for(owner)) for owner in owners}
         return _Stock(
@@ -255,25 +258,21 @@ class PartialRecovery:
             for name, where in sources.items()
         }
 
-    def _fetched_bytes(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> int:
-        sources = plan.sources[self._place.shard.global_rank]
-        return sum(unit.header.payload_bytes for name, unit in units.items() if sources[name] not in (_MEMORY, _DISK))
-
     def _load(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> LostShares:
         """Load all units, and account for the tokens that are lost. Collective."""
         parts = {part.key: unit.part(part) for unit in units.values() for part in unit.header.parts}
-        names = {str(operator) for operator in self._training.operators.table.operators}
+        names = {str(operator) for operator in self._operators.table.operators}
         core = units[CORE].header
-        self._training.operators.load(parts, names, set(), core.adam_steps)
-        self._training.stage.restore_start(_facts(parts, START))
+        self._operators.load(parts, names, set(), core.adam_steps)
+        self._stage.restore_start(_facts(parts, START))
         mine = {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
         told = gather_results(self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError)
         of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
         seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
         self._meter.forget_counts()
-        if self._training.boost:
-            self._training.boost.recover(self._account.deficit)
+        if self._boost:
+            self._boost.recover(self._account.deficit)
         lost = gather_results(self._place.ranks, lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
         of_stages: dict[int, IntArray] = dict(lost)
         shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.engine.interfaces import StagePlace, Training
+from moe_ckpt.engine.interfaces import Boost, Counts, Operators, Stage, StagePlace
 from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.token_account import TokenAccount
 from moe_ckpt.events import EventLog
@@ -65,12 +65,21 @@ class TierStores:
 class RankParts:
     """The parts of one rank that its tier and its recoveries share.
 
-    `account` is that of policies whose recoveries lose tokens.
+    `counts` is None if the policy does not use popularity, `boost` if lost tokens are not made up; `account` is that of
+    policies whose recoveries lose tokens.
     """
 
     place: StagePlace
-    training: Training
+    stage: Stage
+    operators: Operators
+    counts: Counts | None
+    boost: Boost | None
     stores: TierStores
     meter: Measurements
     events: EventLog
     account: TokenAccount | None = None
+
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes of this rank's whole state."""
+        return int(self.operators.table.full_bytes[self.place.stage_ranks.rank].sum())

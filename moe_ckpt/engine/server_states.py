@@ -16,8 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
+from moe_ckpt.collectives import reduce_extremes
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.interfaces import Mirror
 from moe_ckpt.engine.rank_parts import RankParts
@@ -39,19 +38,18 @@ class ServerStates:
     With a `mirror` servers capture gradients, unless all servers with mirror ports are gone.
     """
 
-    def __init__(
-        self, parts: RankParts, mirror: Mirror | None, stream: GradientStream, elastic: ElasticContext
-    ) -> None:
+    def __init__(self, parts: RankParts, mirror: Mirror | None, max_lag_iters: int, elastic: ElasticContext) -> None:
         assert parts.stores.publisher is not None, "checkpoint servers live beside supervised ranks"
         self._place = parts.place
-        self._operators = parts.training.operators
+        self._operators = parts.operators
         self._mirror_port = mirror
         self._sums: tuple[MirroredSums, ...] = ()
-        self._stream = stream
+        self._stream = GradientStream(parts.stores.publisher, max_lag_iters)
         self._memory = parts.stores.memory
         self._steps = parts.stores.steps
         self._publisher = parts.stores.publisher
         self._events = parts.events
+        self._dense_bytes = parts.dense_bytes
         self._elastic = elastic
         self._ready_s: float | None = None
         self.goes_on = False
@@ -66,10 +64,13 @@ class ServerStates:
         self._stream.tap(reduced, sum(tensor.nbytes for _, tensor, _ in buffers))
         progress = self._stream.progress()
         self._note_works()
-        # one reduction for both: the least progress is the largest of the negative ones
-        mine = torch.tensor([-progress.completed, bool(progress.lost)], device=self._place.device)
-        self._place.ranks.reduce(mine, "max")
-        completed, is_cut = -int(mine[0]), bool(mine[1])
+        agreed = reduce_extremes(
+            self._place.ranks,
+            self._place.device,
+            largest={"lost": bool(progress.lost)},
+            smallest={"completed": progress.completed},
+        )
+        completed, is_cut = int(agreed["completed"]), bool(agreed["lost"])
         self.goes_on = not is_cut
         if is_cut:
             reason = progress.lost or "the servers of another rank lack some"
@@ -125,9 +126,9 @@ class ServerStates:
     def adopt(self, iteration: int) -> bool:
         """Return whether all ranks have a snapshot of `iteration` in memory to continue from; then none is taken."""
         base = next((window for window in self._memory.windows() if window.start == iteration), None)
-        has_base = torch.tensor([base is not None], dtype=torch.int64, device=self._place.device)
-        self._place.ranks.reduce(has_base, "min")
-        if base is None or not has_base.item():
+        has_base = {"base": base is not None}
+        agreed = reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=has_base)
+        if base is None or not agreed["base"]:
             return False
         self._stream.clear()
         self._mark()
@@ -181,23 +182,20 @@ class ServerStates:
     def _drop_before(self, completed: int) -> None:
         """Drop states older than `completed`, which all servers have, there, and all states in own memory."""
         old = [window.start for window in self._memory.windows() if window.start < completed]
-        if old:
-            self._events.append(self._memory_used())
+        if old:  # memory then is that of this rank's states on one server, and of the gradients on their way to it
+            states_bytes = self._stream.num_states * self._dense_bytes
+            self._events.append(
+                HostMemoryUsed(
+                    full_bytes=states_bytes,
+                    compute_bytes=0,
+                    buffer_bytes=0,
+                    boundary_log_bytes=0,
+                    step_log_bytes=self._steps.size_bytes,
+                    allocated_bytes=states_bytes + self._stream.packed_bytes + self._steps.size_bytes,
+                    double_buffered_dense_bytes=2 * self._dense_bytes,
+                )
+            )
         self._stream.drop_before(completed)
         for start in old:
             self._memory.drop(start)
         self._steps.drop_up_to(completed)
-
-    def _memory_used(self) -> HostMemoryUsed:
-        """Return the bytes of this rank's states on one server, and of the gradients on their way to it."""
-        state_bytes = int(self._operators.table.full_bytes[self._place.stage_ranks.rank].sum())
-        states_bytes = self._stream.num_states * state_bytes
-        return HostMemoryUsed(
-            full_bytes=states_bytes,
-            compute_bytes=0,
-            buffer_bytes=0,
-            boundary_log_bytes=0,
-            step_log_bytes=self._steps.size_bytes,
-            allocated_bytes=states_bytes + self._stream.packed_bytes + self._steps.size_bytes,
-            double_buffered_dense_bytes=2 * state_bytes,
-        )

@@ -15,17 +15,17 @@ from pathlib import Path
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects
+from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.job_recovery import JobRecovery, RecoveredState
 from moe_ckpt.engine.rank_parts import TierStores
-from moe_ckpt.engine.stage_recovery import Loss, StageRecovery
+from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointSaveError, NothingLeftError, RolledBackError
 from moe_ckpt.events import EventLog, ExpertsChosen, IntervalChosen, LossNotFinite, WindowChosen
 from moe_ckpt.ports import Policy
-from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan, WindowChoice
+from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
 
 _log = logging.getLogger(__name__)
 
@@ -149,10 +149,8 @@ class Session:
             iteration = self._durable.resume_from(source)
             self._suspects.loaded(Source(place=str(source), iteration=iteration))
             return iteration
-        loaded = self._fallback.load(self._fallback.look(self._rejoin), self._rejoin)
-        if loaded:
-            self._went_on_from(loaded)
-        elif self._rejoin:
+        loaded = self._load_best(self._fallback.look(self._rejoin))
+        if loaded is None and self._rejoin:
             self._rejoin.begin_on_disks()
         if self._rejoin:
             self._rejoin.copies.resume_copying()
@@ -238,10 +236,9 @@ class Session:
         """Load the newest state on disk; return its iteration. Raises `error` on all ranks if there is none."""
         found = self._fallback.look(self._rejoin)
         self._state.lose()
-        loaded = self._fallback.load(found, self._rejoin, [f"{HOST_MEMORY}: {error}"])
+        loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
         if loaded is None:
             raise error
-        self._went_on_from(loaded)
         return loaded.iteration
 
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
@@ -260,18 +257,20 @@ class Session:
         elif self.sparse:
             self.sparse.stores.clear()
         self._state.lose()
-        loaded = self._fallback.load(found, self._rejoin, [f"{bad}: {reason}"])
+        loaded = self._load_best(found, f"{bad}: {reason}")
         assert loaded is not None, found
-        self._went_on_from(loaded)
         self.begin_at(loaded.iteration)
         if self._rejoin:
             self._rejoin.copies.resume_copying()
         return loaded
 
-    def _went_on_from(self, loaded: Source) -> None:
-        self._suspects.loaded(loaded)
-        if self.sparse:
-            self.sparse.tier.logs.note_start(loaded.iteration + 1)
+    def _load_best(self, found: UsableState, *passed_over: str) -> Source | None:
+        loaded = self._fallback.load(found, self._rejoin, passed_over)
+        if loaded:
+            self._suspects.loaded(loaded)
+            if self.sparse:
+                self.sparse.tier.logs.note_start(loaded.iteration + 1)
+        return loaded
 
     def _vote(self, sparse: InMemoryParts, iteration: int, gradients: ReadyGradients) -> None:
         """Return once every rank has complete gradients: then all surviving ranks can take the step.
@@ -300,19 +299,15 @@ class Session:
     def _take(self, sparse: InMemoryParts, iteration: int, plan: SnapshotPlan) -> None:
         if plan.window:
             self._events.append(WindowChosen(iteration=iteration, **asdict(plan.window)))
-            self._log_choice(iteration, plan.window)
+            before, self._logged_window = self._logged_window, (plan.window.num_slots, plan.window.pause_iters)
+            if self._ranks.rank == 0 and plan.window.snapshot_share is not None and before != self._logged_window:
+                _log.info("iteration %d: ckpt.window=auto is %s", iteration, plan.window.describe())
         if plan.interval:
             self._events.append(IntervalChosen(iteration=iteration, **asdict(plan.interval)))
         if plan.experts:
             self._events.append(ExpertsChosen(iteration=iteration, **asdict(plan.experts)))
         if plan.sparse:
             sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
-
-    def _log_choice(self, iteration: int, chosen: WindowChoice) -> None:
-        """Log a window and its expected costs if it differs from the last one."""
-        before, self._logged_window = self._logged_window, (chosen.num_slots, chosen.pause_iters)
-        if self._ranks.rank == 0 and chosen.snapshot_share is not None and before != self._logged_window:
-            _log.info("iteration %d: ckpt.window=auto is %s", iteration, chosen.describe())
 
     def _recover(self, sparse: InMemoryParts, target_iteration: int, *, undo: bool) -> bool:
         """Recover lost state; return whether any was lost.
@@ -325,9 +320,8 @@ class Session:
         if undo:
             sparse.tier.stop_observing()
         sparse.tier.settle()
-        loss = Loss(stages=lost.stages, mine=lost.mine, target_iteration=target_iteration, undo=undo)
         assert sparse.recovery is not None, lost
-        sparse.recovery.recover(loss)
+        sparse.recovery.recover(lost, target_iteration, undo=undo)
         sparse.tier.retake(target_iteration)
         return True
 

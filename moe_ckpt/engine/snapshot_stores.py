@@ -40,8 +40,8 @@ class SnapshotStore:
 
     def __init__(self, parts: RankParts) -> None:
         self._place = parts.place
-        self._stage = parts.training.stage
-        self._operators = parts.training.operators
+        self._stage = parts.stage
+        self._operators = parts.operators
         self._account = parts.account
         self._memory = parts.stores.memory
         self._publisher = parts.stores.publisher
@@ -75,7 +75,11 @@ class SnapshotStore:
             return self._publisher.persist(self._disk, window.snapshots, keep=on_all_disks)
         self._last_for_disk = window.start
         units = [unit for unit in window.snapshots if unit.header.version == window.version and _is_for_disk(unit)]
-        there = None if on_all_disks is None else self._on_disk_at(self._version(on_all_disks))
+        there = None
+        if on_all_disks is not None:  # the units on disk of that checkpoint, and all that were written after it
+            version = self._version(on_all_disks)
+            for_disk = [unit for unit in self._memory.snapshots() if _is_for_disk(unit)]
+            there = [*compose(for_disk, version), *(unit for unit in for_disk if version < unit.header.version)]
         return self._publisher.persist_units(self._disk, units, also=there)
 
     def newest_on_disk(self) -> int | None:
@@ -84,11 +88,6 @@ class SnapshotStore:
             return None  # units on disk belong to the epoch before
         windows = group_windows(read_kept(BlobFolder(self._disk.path)).snapshots)
         return max((window.start for window in windows if window.complete), default=None)
-
-    def _on_disk_at(self, version: Version) -> list[Snapshot]:
-        """Return the units on disk of a version's checkpoint, and all units that were written after it."""
-        for_disk = [unit for unit in self._memory.snapshots() if _is_for_disk(unit)]
-        return [*compose(for_disk, version), *(unit for unit in for_disk if version < unit.header.version)]
 
     def _request(self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int) -> SnapshotRequest:
         names = self._operators.table.operators

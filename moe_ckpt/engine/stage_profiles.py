@@ -11,6 +11,8 @@ stage, and not with ranks x operators. Must not: decide anything.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 import xxhash
@@ -31,26 +33,20 @@ def share_profiles(place: StagePlace, mine: StageProfile) -> list[StageProfile]:
     heads = torch.zeros((place.num_stages, 3), dtype=torch.int64)
     if describes:
         heads[place.stage] = torch.tensor([_kind(packed), len(packed), origin])
-    heads = _summed(place, heads)
-    first_of = {kind: stage for stage, (kind, _, _) in reversed(list(enumerate(heads.tolist())))}
-    starts = _starts(heads, first_of)
-    content = torch.zeros(sum(int(heads[stage, 1]) for stage in first_of.values()), dtype=torch.uint8)
-    if describes and first_of[_kind(packed)] == place.stage:
+    stages = _summed(place, heads).tolist()
+    lengths = {kind: length for kind, length, _ in stages}
+    starts = dict(zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False))
+    content = torch.zeros(sum(lengths.values()), dtype=torch.uint8)
+    if describes and _kind(packed) not in [kind for kind, _, _ in stages[: place.stage]]:
         start = starts[_kind(packed)]
         content[start : start + len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     received = _summed(place, content).numpy().tobytes()
-    described = {kind: received[starts[kind] :][: int(heads[stage, 1])] for kind, stage in first_of.items()}
-    return [_unpack(described[kind], layer) for kind, _, layer in heads.tolist()]
+    return [_unpack(received[starts[kind] : starts[kind] + length], layer) for kind, length, layer in stages]
 
 
 def _kind(packed: bytes) -> int:
     """Return a hash of the description that fits into int64 and is not 0: ranks that describe no stage add 0."""
     return (xxhash.xxh3_64_intdigest(packed) >> 1) or 1
-
-
-def _starts(heads: torch.Tensor, first_of: dict[int, int]) -> dict[int, int]:
-    ends = np.cumsum([int(heads[stage, 1]) for stage in first_of.values()])
-    return {kind: int(end) - int(heads[stage, 1]) for (kind, stage), end in zip(first_of.items(), ends, strict=True)}
 
 
 def _summed(place: StagePlace, tensor: torch.Tensor) -> torch.Tensor:

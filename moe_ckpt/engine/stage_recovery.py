@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from moe_ckpt.collectives import gather_results, receive_buffers, send_buffers
 from moe_ckpt.config import DIVERGENCES
 from moe_ckpt.engine.rank_parts import RankParts
+from moe_ckpt.engine.state_loss import LostStages
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
@@ -36,18 +36,8 @@ _log = logging.getLogger(__name__)
 WINDOW, END = DIVERGENCES
 CORRUPT, NOT_DETERMINISTIC = "corrupt memory", "training that is not deterministic"
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
-    """A loss to recover from: `stages` lost their state, and this rank did if `mine`; `target` is that of all ranks.
-
-    `undo`: an iteration had begun and is abandoned; healthy ranks restore what it changed.
-    """
-
-    stages: frozenset[int]
-    mine: bool
-    target_iteration: int
-    undo: bool
+Progress = Callable[[ReplayedState | None], None]
+"""Called with each state from which a replay can go on if it is cut off, and with None before that state changes."""
 
 
 class StageRecovery:
@@ -56,30 +46,30 @@ class StageRecovery:
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
         self._place = parts.place
         self._meter = parts.meter
-        self._stage = parts.training.stage
-        self._operators = parts.training.operators
+        self._stage = parts.stage
+        self._operators = parts.operators
         self._stores = parts.stores
         self._memory = parts.stores.memory
         self._events = parts.events
         self._on_divergence = on_divergence
 
-    def recover(self, loss: Loss) -> None:
+    def recover(self, lost: LostStages, target: int, *, undo: bool) -> None:
         """Bring all ranks to the state after the target iteration, in processes that live but have lost state.
+
+        `undo`: an iteration had begun and is abandoned; healthy ranks restore what it changed.
 
         Raises CheckpointLoadError on all ranks if the remaining sources do not lead there, or, with
         `on_divergence=end`, if a replay shows that a healthy rank's state differs from the result of its own steps.
         """
-        if loss.undo and not loss.mine:
-            undo = loss.target_iteration + 1
-            self._stage.restore_start(self._stores.steps.start(undo), undo=undo)
-        target = loss.target_iteration
+        if undo and not lost.mine:
+            self._stage.restore_start(self._stores.steps.start(target + 1), undo=target + 1)
         inventories = gather_results(self._place.ranks, lambda: self.inventory(target), CheckpointLoadError)
         plan = plan_recovery(
-            loss.stages, inventories, target_iteration=target, boundary_log=self._stores.boundary is not None
+            lost.stages, inventories, target_iteration=target, boundary_log=self._stores.boundary is not None
         )
         if plan.target_iteration != target:
             raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
-        self.carry_out(plan, live=not loss.mine)
+        self.carry_out(plan, live=not lost.mine)
         if self._place.shard.global_rank == 0:
             _log.warning("%s", "; ".join(plan.lines()))
 
@@ -103,25 +93,21 @@ class StageRecovery:
 
     def require(self, plan: RecoveryPlan) -> None:
         """Raise CheckpointLoadError unless this rank has the intact window to which the plan rolls it back."""
-        for rollback in plan.rollbacks:
-            if self._place.stage in rollback.segment.stages:
-                target = plan.target_iteration
-                found = [window for window in self.inventory(target).windows if window.states == rollback.states]
-                if not any(window.steps_to >= target for window in found):
-                    raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
+        rollback, target = plan.rollback_of(self._place.stage), plan.target_iteration
+        if rollback is None:
+            return
+        found = [window for window in self.inventory(target).windows if window.states == rollback.states]
+        if not any(window.steps_to >= target for window in found):
+            raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
 
-    def carry_out(
-        self, plan: RecoveryPlan, *, live: bool, progress: Callable[[ReplayedState | None], None] = lambda _: None
-    ) -> int:
+    def carry_out(self, plan: RecoveryPlan, *, live: bool, progress: Progress = lambda _: None) -> int:
         """Bring this rank to the plan's target; return the number of iterations that it executed.
 
         `live`: the rank's state is whole and at the target already. If its stage rolls back all the same, the replay
         must reproduce that state. If it does not on one rank, all ranks replay once more and go on from there, or raise
-        CheckpointLoadError, as `on_divergence` says. `progress` is called with each state from which a replay can go on
-        if it is cut off, and with None before that state changes.
+        CheckpointLoadError, as `on_divergence` says.
         """
-        target = plan.target_iteration
-        mine = next((rollback for rollback in plan.rollbacks if self._place.stage in rollback.segment.stages), None)
+        target, mine = plan.target_iteration, plan.rollback_of(self._place.stage)
         before = self._operators.digests() if mine is not None and live else None
         self._execute(plan, mine, progress)
         differing = gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
@@ -129,25 +115,43 @@ class StageRecovery:
             self._replay_again(plan, mine, differing, progress)
         return 0 if mine is None else target - mine.starts_from
 
-    def _execute(
-        self, plan: RecoveryPlan, mine: Rollback | None, progress: Callable[[ReplayedState | None], None]
-    ) -> None:
+    def _execute(self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress) -> None:
         """Roll this rank's stage back and replay it, or serve the stages that do."""
         started_s, target = time.monotonic(), plan.target_iteration
         if mine is None:
             self._serve(plan.rollbacks, target)
-        else:
-            self._report(mine, target, self._roll_back(mine, target, progress), started_s)
+            return
+        fetched_bytes = self._roll_back(mine, target, progress)
+        seconds = time.monotonic() - started_s
+        self._meter.replayed(target - mine.starts_from, seconds)
+        self._events.append(
+            StageRecovered(
+                iteration=target,
+                window_start=mine.window_start,
+                first_stage=mine.segment.first_stage,
+                last_stage=mine.segment.last_stage,
+                replayed_iters=target - mine.starts_from,
+                fetched_bytes=fetched_bytes,
+                seconds=seconds,
+            )
+        )
 
     def _replay_again(
-        self,
-        plan: RecoveryPlan,
-        mine: Rollback | None,
-        differing: Sequence[list[str]],
-        progress: Callable[[ReplayedState | None], None],
+        self, plan: RecoveryPlan, mine: Rollback | None, differing: Sequence[list[str]], progress: Progress
     ) -> None:
-        """Find out by a second replay which of two states is the odd one; all ranks go on from the last replay."""
-        verdict = self._second_replay(plan, mine, progress)
+        """Find out by a second replay which of two states is the odd one; all ranks go on from the last replay.
+
+        Two replays that agree: the live memory was corrupt. Two that differ: a kernel is not deterministic, so that no
+        state is wrong, and all are a valid result of training. A replay that went on from an earlier one cannot be
+        repeated: its first iterations' logs may be gone.
+        """
+        verdict = f"{CORRUPT}, or {NOT_DETERMINISTIC}"
+        if all(rollback.resumed_at is None for rollback in plan.rollbacks):
+            first = self._operators.digests() if mine is not None else {}
+            self._execute(plan, mine, progress)
+            agrees = mine is None or self._operators.digests() == first
+            all_agree = all(gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError))
+            verdict = CORRUPT if all_agree else NOT_DETERMINISTIC
         own = differing[self._place.shard.global_rank]
         if own:
             self._events.append(ReplayDiffered(iteration=plan.target_iteration, operators=own, verdict=verdict))
@@ -160,23 +164,6 @@ class StageRecovery:
                 verdict,
             )
 
-    def _second_replay(
-        self, plan: RecoveryPlan, mine: Rollback | None, progress: Callable[[ReplayedState | None], None]
-    ) -> str:
-        """Return what a second replay shows.
-
-        Two that agree: the live memory was corrupt. Two that differ: a kernel is not deterministic, so that no state is
-        wrong, and all are a valid result of training. A replay that went on from an earlier one cannot be repeated: its
-        first iterations' logs may be gone.
-        """
-        if any(rollback.resumed_at is not None for rollback in plan.rollbacks):
-            return f"{CORRUPT}, or {NOT_DETERMINISTIC}"
-        first = self._operators.digests() if mine is not None else {}
-        self._execute(plan, mine, progress)
-        agrees = mine is None or self._operators.digests() == first
-        all_agree = all(gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError))
-        return CORRUPT if all_agree else NOT_DETERMINISTIC
-
     def _usable(self, window: Window) -> WindowRef | None:
         try:
             steps_to = self._stores.steps.reaches(window.start + 1)
@@ -187,7 +174,7 @@ class StageRecovery:
             self._memory.drop(window.start)
             return None
 
-    def _roll_back(self, rollback: Rollback, target: int, progress: Callable[[ReplayedState | None], None]) -> int:
+    def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
         """Load and replay, or go on with a replay; return the bytes received from neighbours."""
         window = next(window for window in self._memory.windows() if window.start == rollback.window_start)
         contents = [_contents(snapshot) for snapshot in window.snapshots]
@@ -226,51 +213,47 @@ class StageRecovery:
     def _run_again(
         self, step: ReplayStep, iteration: int, rollback: Rollback, before_update: Callable[[], None]
     ) -> int:
-        segment, steps, boundary = rollback.segment, self._stores.steps, self._stores.boundary
-        last_stage = self._place.num_stages - 1
-        before = self._place.stage == segment.first_stage and segment.first_stage > 0
-        after = self._place.stage == segment.last_stage and segment.last_stage < last_stage
+        place, segment = self._place, rollback.segment
+        steps, boundary = self._stores.steps, self._stores.boundary
         ends = LoggedEnds(
-            from_previous=self._receive(self._place.previous_rank, iteration) if before else None,
-            from_next=self._receive(self._place.next_rank, iteration) if after else None,
+            from_previous=self._receive(place.previous_rank) if place.stage == segment.first_stage else None,
+            from_next=self._receive(place.next_rank) if place.stage == segment.last_stage else None,
         )
         self._operators.freeze(step.frozen)
         if boundary:
             boundary.begin(iteration)  # log again what this stage sent then: its neighbours may be the next to fail
-        whole_model = (segment.first_stage, segment.last_stage) == (0, last_stage)
+        whole_model = segment.stages == range(place.num_stages)
         record, start = steps.record(iteration), steps.start(iteration)
         self._stage.replay(record, start, ends, whole_model=whole_model, before_update=before_update)
         if boundary:
             boundary.end()
         return sum(tensor.nbytes for end in (ends.from_previous, ends.from_next) for tensor in end or ())
 
-    def _serve(self, rollbacks: Iterable[Rollback], target: int) -> None:
-        """Send neighbours what this stage sent them in the iterations that they replay."""
-        for iteration, rank, direction in sorted(self._requests(rollbacks, target), key=lambda request: request[0]):
-            self._send(rank, iteration, direction)
-
-    def _requests(self, rollbacks: Iterable[Rollback], target: int) -> list[tuple[int, int, Direction]]:
-        requests = []
-        for rollback in rollbacks:
-            for iteration in range(rollback.starts_from + 1, target + 1):
-                if self._place.stage == rollback.segment.first_stage - 1 and self._place.next_rank is not None:
-                    requests.append((iteration, self._place.next_rank, Direction.ACTIVATION))
-                if self._place.stage == rollback.segment.last_stage + 1 and self._place.previous_rank is not None:
-                    requests.append((iteration, self._place.previous_rank, Direction.GRADIENT))
-        return requests
-
-    def _send(self, rank: int, iteration: int, direction: Direction) -> None:
-        """Send a neighbour the log of an iteration from host memory, a micro-batch at a time.
+    def _serve(self, rollbacks: Sequence[Rollback], target: int) -> None:
+        """Send neighbours what this stage sent them in the iterations that they replay, a micro-batch at a time.
 
         Both ends of a log are host memory: on the devices all micro-batches of an iteration would need room at once,
         beside a whole training, and the transfer would take turns with all others of the job's communicator.
         """
+        first = 1 + min((rollback.starts_from for rollback in rollbacks), default=target)
+        for iteration in range(first, target + 1):
+            for rollback in rollbacks:
+                if iteration <= rollback.starts_from:
+                    continue
+                if self._place.stage == rollback.segment.first_stage - 1:
+                    self._send(self._place.next_rank, iteration, Direction.ACTIVATION)
+                if self._place.stage == rollback.segment.last_stage + 1:
+                    self._send(self._place.previous_rank, iteration, Direction.GRADIENT)
+
+    def _send(self, rank: int | None, iteration: int, direction: Direction) -> None:
+        assert rank is not None, iteration
         assert self._stores.boundary is not None
         send_buffers(self._place.host_ranks, self._stores.boundary.sent(iteration, direction), rank)
 
-    def _receive(self, rank: int | None, iteration: int) -> tuple[torch.Tensor, ...]:
-        """Return a neighbour's log of an iteration by micro-batch, on the host."""
-        assert rank is not None, iteration
+    def _receive(self, rank: int | None) -> tuple[torch.Tensor, ...] | None:
+        """Return a neighbour's log of an iteration by micro-batch, on the host; None at an end of the pipeline."""
+        if rank is None:
+            return None
         pinned = self._place.device.type == "cuda"  # the replay copies each to the device
         return receive_buffers(self._place.host_ranks, rank, pinned=pinned)
 
@@ -292,44 +275,28 @@ class StageRecovery:
             "(runtime.on_divergence=window goes on)"
         )
 
-    def _report(self, rollback: Rollback, target: int, fetched_bytes: int, started_s: float) -> None:
-        seconds = time.monotonic() - started_s
-        self._meter.replayed(target - rollback.starts_from, seconds)
-        self._events.append(
-            StageRecovered(
-                iteration=target,
-                window_start=rollback.window_start,
-                first_stage=rollback.segment.first_stage,
-                last_stage=rollback.segment.last_stage,
-                replayed_iters=target - rollback.starts_from,
-                fetched_bytes=fetched_bytes,
-                seconds=seconds,
-            )
-        )
-
 
 def verified_window(
     snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity, steps_to: int | None
 ) -> WindowRef | None:
-    """Return the reference of the complete window of these snapshots, with steps up to `steps_to`, or None.
+    """Return the reference of the complete window of these snapshots, by slot, with steps up to `steps_to`, or None.
 
     None: the steps do not reach the window's end. Raises CheckpointLoadError if the window is damaged, incomplete, or
     of another run or shard.
     """
     for snapshot in snapshots:
         verify(snapshot, identity=identity, shard=shard)
-    contents = sorted(map(_contents, snapshots), key=lambda snapshot: snapshot.slot)
+    contents = [_contents(snapshot) for snapshot in snapshots]
     last = contents[-1].iteration
     plan_conversion(contents, last)
-    start, num_slots = contents[0].window_start, len(contents)
     if steps_to is None or steps_to < last:
         return None
-    return WindowRef(start=start, num_slots=num_slots, steps_to=steps_to, cut=_cut(contents))
+    start = contents[0].window_start
+    return WindowRef(start=start, num_slots=len(contents), steps_to=steps_to, cut=_cut(contents))
 
 
-def _cut(contents: Iterable[SnapshotContents]) -> str:
-    """Return the identity of the assignment of operators to the slots of a window."""
-    slots = sorted(contents, key=lambda snapshot: snapshot.slot)
+def _cut(slots: Sequence[SnapshotContents]) -> str:
+    """Return the identity of the assignment of operators to the slots of a window, which are in order."""
     return hashlib.sha256(repr([(slot.full, slot.compute) for slot in slots]).encode()).hexdigest()[:12]
 
 

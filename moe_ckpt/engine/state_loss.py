@@ -6,7 +6,7 @@ schedule, so every rank knows of every loss; real deaths are detected elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moe_ckpt.engine.interfaces import FaultInjector, StagePlace
@@ -46,26 +46,28 @@ class StateLosses:
     def arm(self, iteration: int) -> None:
         """Prepare losses in the middle of this iteration's forward or backward pass."""
         for phase in ("forward", "backward"):
-            due = self._schedule.due(iteration, phase)
-            self._pending += due
-            if self._strikes_me(due):
+            if self._is_due_here(iteration, phase):
                 self._injector.arm(phase, lambda phase=phase: self._lose(iteration, phase))
 
     def strike(self, iteration: int, phase: str) -> None:
         """Execute the losses that fall between passes."""
-        due = self._schedule.due(iteration, phase)
-        self._pending += due
-        if self._strikes_me(due):
+        if self._is_due_here(iteration, phase):
             self._lose(iteration, phase)
 
     def take(self) -> LostStages | None:
         """Return the losses since the last call, or None."""
-        pending, self._pending = tuple(self._pending), []
+        pending, self._pending = self._pending, []
         if not pending:
             return None
         return LostStages(stages=frozenset(loss.stage for loss in pending), mine=self._strikes_me(pending))
 
-    def _strikes_me(self, losses: tuple[StateLoss, ...]) -> bool:
+    def _is_due_here(self, iteration: int, phase: str) -> bool:
+        """Note the losses that are due in any stage, and return whether this rank's state is among them."""
+        due = self._schedule.due(iteration, phase)
+        self._pending += due
+        return self._strikes_me(due)
+
+    def _strikes_me(self, losses: Iterable[StateLoss]) -> bool:
         shard = self._place.shard
         return any(loss.stage == shard.pp_rank and loss.dp_rank in (None, shard.dp_rank) for loss in losses)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moe_ckpt.recovery.inventory import ReplayedState
-from moe_ckpt.recovery.target import Standing
 from moe_ckpt.types import ReadyGradients
 
 
@@ -16,10 +15,6 @@ class StepState:
         self.torn = False
         self.gradients: ReadyGradients | None = None
         self.replayed: ReplayedState | None = None
-
-    def standing(self, stage: int) -> Standing:
-        """Return the progress in the form that recovery plans use."""
-        return Standing(stage=stage, reached=self.reached, prepared=self.gradients is not None, whole=self.whole)
 
     def be_at(self, iteration: int) -> None:
         """The whole state is that after `iteration` steps."""

@@ -6,7 +6,7 @@ Owns: one survey with all ranks. Must not: decide which copies a recovery uses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_ckpt.collectives import gather_results
@@ -15,40 +15,31 @@ from moe_ckpt.engine.interfaces import StagePlace
 from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.recovery.target import Standing
+from moe_ckpt.recovery.target import Standing, Target, plan_target
 from moe_ckpt.replication.fetch import clear_held, list_held
 from moe_ckpt.replication.publisher import holds_records, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder, held_paths
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
-_Values = tuple[tuple[int, int | None, bool, bool], bool, dict[int, frozenset[str]], dict[int, ReadyGradients]]
+_Found = tuple[tuple[int, int | None, bool, bool], bool, dict[int, frozenset[str]], dict[int, ReadyGradients]]
+"""A rank's report: its standing, whether it has progress, the keys of copies in its memory by owner, and its gradients.
 
-
-def report_of(values: _Values) -> Report:
-    """Return the report that `as_values` describes."""
-    (stage, reached, prepared, whole), has_progress, held, gradients = values
-    standing = Standing(stage=stage, reached=reached, prepared=prepared, whole=whole)
-    return Report(standing=standing, has_progress=has_progress, held=held, gradients=gradients)
+Without class names, which would be most of the bytes of a small report.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """A rank's first report. `has_progress`: its memory or its state has left the start of the run.
+class Progress:
+    """The progress of all ranks as a generation starts. `target` is None if no rank has state.
 
-    `held`: the keys of the copies in its memory, by owner.
+    `has_left_start`: the memory or the state of a rank has left the start of the run. `gradients`: the facts that all
+    ranks share, of the iterations that any rank has logged.
     """
 
-    standing: Standing
-    has_progress: bool
-    held: Mapping[int, frozenset[str]]
+    target: Target | None
+    has_left_start: bool
     gradients: Mapping[int, ReadyGradients]
-
-    def as_values(self) -> _Values:
-        """Return the report without class names, which would be most of the bytes of a small report."""
-        standing = self.standing
-        where = (standing.stage, standing.reached, standing.prepared, standing.whole)
-        return where, self.has_progress, dict(self.held), dict(self.gradients)
 
 
 class CopySurvey:
@@ -58,20 +49,33 @@ class CopySurvey:
         self._place = place
         self._stores = stores
         self._elastic = elastic
-        self._reports: Sequence[Report] = ()
+        self._held: Mapping[int, frozenset[str]] = {}
         self._dropped_of_servers = False
         self.on_hosts: Mapping[int, frozenset[str]] = {}
         """The keys of this rank's blobs on servers of other hosts, by the server's number among holders."""
 
-    def stop_copying(self, state: StepState) -> Sequence[Report]:
-        """Stop changes of copies in all ranks' memory, and return the existing blobs by rank. Collective."""
+    def stop_copying(self, state: StepState) -> Progress:
+        """Stop changes of copies in all ranks' memory, note which of this rank exist, and return the progress of all.
+
+        Collective.
+        """
         if self._stores.publisher:
             self._stores.publisher.stop_copying()
         self._flush()
         self.on_hosts = self._list_hosts()
-        told = gather_results(self._place.ranks, lambda: self._report(state).as_values(), CheckpointLoadError)
-        self._reports = [report_of(values) for values in told]
-        return self._reports
+        found = gather_results(self._place.ranks, lambda: self._find(state), CheckpointLoadError)
+        mine = self._place.shard.global_rank
+        in_ranks = {rank: held.get(mine, frozenset()) for rank, (_, _, held, _) in enumerate(found)}
+        self._held = {**in_ranks, **self.on_hosts}
+        standings = [
+            Standing(stage=stage, reached=reached, prepared=prepared, whole=whole)
+            for (stage, reached, prepared, whole), *_ in found
+        ]
+        return Progress(
+            target=plan_target(standings),
+            has_left_start=any(has_progress for _, has_progress, _, _ in found),
+            gradients={iteration: facts for *_, gradients in found for iteration, facts in gradients.items()},
+        )
 
     def resume_copying(self) -> None:
         """Send this rank's blobs to peers again. Peers keep blobs that the rank has lost, for later requests.
@@ -94,12 +98,7 @@ class CopySurvey:
 
     def held_for_me(self) -> list[frozenset[str]]:
         """Return the keys of this rank's blobs that each peer reported."""
-        return [self._held_at(holder) for holder in self._elastic.holders]
-
-    def _held_at(self, holder: int) -> frozenset[str]:
-        if holder >= len(self._reports):
-            return self.on_hosts.get(holder, frozenset())
-        return self._reports[holder].held.get(self._place.shard.global_rank, frozenset())
+        return [self._held.get(holder, frozenset()) for holder in self._elastic.holders]
 
     def _list_hosts(self) -> dict[int, frozenset[str]]:
         """Return this rank's keys on all servers of other hosts, also on those that do not hold its states any more."""
@@ -116,9 +115,7 @@ class CopySurvey:
     def _clear_other_hosts(self) -> None:
         """Let servers that are no holders of this rank drop its older states, which all ranks may leave later."""
         elastic, mine = self._elastic, self._place.shard.global_rank
-        for holder in set(self.on_hosts).difference(elastic.holders):
-            if not self.on_hosts[holder]:
-                continue
+        for holder in [holder for holder, keys in self.on_hosts.items() if keys and holder not in elastic.holders]:
             try:
                 clear_held(elastic.address(holder), elastic.ticket, mine, timeout_s=elastic.copy_s)
             except CheckpointLoadError as error:  # a server that cannot be reached is left for good at the next fault
@@ -137,16 +134,15 @@ class CopySurvey:
         finally:
             self._elastic.page.wait_for_copies(False)
 
-    def _report(self, state: StepState) -> Report:
+    def _find(self, state: StepState) -> _Found:
         paths = held_paths(self._elastic.memory)
         held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in paths.items()}
-        windows, gradients = self._stores.memory.windows(), self._stores.steps.gradients
-        return Report(
-            standing=state.standing(self._place.stage),
-            has_progress=state.torn
+        windows, gradients = self._stores.memory.windows(), dict(self._stores.steps.gradients)
+        has_progress = (
+            state.torn
             or bool(gradients)
             or any(window.start for window in windows)
-            or any(holds_records(keys) or newest_snapshot(keys) for keys in (*held.values(), *self.on_hosts.values())),
-            held=held,
-            gradients=gradients,
+            or any(holds_records(keys) or newest_snapshot(keys) for keys in (*held.values(), *self.on_hosts.values()))
         )
+        standing = (self._place.stage, state.reached, state.gradients is not None, state.whole)
+        return standing, has_progress, held, gradients

@@ -57,7 +57,7 @@ class WindowAgreement:
         self._store = store
         self._logs = logs
         self._experts = experts
-        self._dense_bytes = int(parts.training.operators.table.full_bytes[parts.place.stage_ranks.rank].sum())
+        self._dense_bytes = parts.dense_bytes
         self._on_all_disks: int | None = None
         self._measured: Measured | None = None
 
@@ -118,8 +118,9 @@ class WindowAgreement:
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is complete, on all ranks alike."""
         found = self._find(wait=wait)  # first: what is on disk may be more then
-        meter = self._meter
-        empty_s, dense_s = meter.snapshot_costs_s(self._dense_bytes) or (None, None)
+        meter, caps = self._meter, self._config.max_bytes_per_s
+        host_bytes_per_s = statistics.median(meter.copy_rates) if meter.copy_rates else math.inf
+        empty_s, dense_s = meter.added.fit(self._dense_bytes) or (None, None)
         # one reduction, where ranks have just met for the norm: each small collective waits for the slowest rank
         agreed = reduce_extremes(
             self._place.ranks,
@@ -132,11 +133,11 @@ class WindowAgreement:
                 "dense_snapshot_s": _known_or(dense_s),
                 "replayed_iteration_s": _known_or(meter.replayed_iteration_s()),
                 "is_persisting": self.disk.is_writing,
-                "costs_are_settled": meter.costs_are_settled,
+                "costs_are_settled": meter.added.is_settled,
                 "newest_on_disk": _known_or(self.disk.start_of(Role.RECOVERY)),
             },
             smallest={
-                "host_bytes_per_s": self._host_bytes_per_s(),
+                "host_bytes_per_s": min(host_bytes_per_s, caps.host or math.inf),
                 "peer_bytes_per_s": self._peer_bytes_per_s(),
                 "overlap_s": meter.overlap_s(),
                 "found": found,
@@ -146,12 +147,13 @@ class WindowAgreement:
         on_disk, newest_on_disk = (_if_known(agreed[name]) for name in ("on_disk", "newest_on_disk"))
         if on_disk == newest_on_disk:  # else writes failed: the window before is on all disks still
             self._on_all_disks = None if on_disk is None else int(on_disk)
-        host_bytes_per_s, peer_bytes_per_s = agreed["host_bytes_per_s"], agreed["peer_bytes_per_s"]
+        # where every snapshot goes to disk before the next one is taken, the disk's cap counts, too
+        disk_bytes_per_s = caps.disk if self._config.waits_for_disk else None
         self._measured = Measured(
             iteration_s=agreed["iteration_s"],
-            copy_bytes_per_s=min(host_bytes_per_s, peer_bytes_per_s, self._disk_bytes_per_s()),
-            host_bytes_per_s=host_bytes_per_s,
-            peer_bytes_per_s=peer_bytes_per_s,
+            copy_bytes_per_s=min(agreed["host_bytes_per_s"], agreed["peer_bytes_per_s"], disk_bytes_per_s or math.inf),
+            host_bytes_per_s=agreed["host_bytes_per_s"],
+            peer_bytes_per_s=agreed["peer_bytes_per_s"],
             is_persisting=bool(agreed["is_persisting"]),
             popularity=self._experts.of_stage(),
             snapshot_cost_s=_if_known(agreed["snapshot_cost_s"]),
@@ -192,20 +194,12 @@ class WindowAgreement:
             double_buffered_dense_bytes=2 * self._dense_bytes,
         )
 
-    def _host_bytes_per_s(self) -> float:
-        measured = statistics.median(self._meter.copy_rates) if self._meter.copy_rates else math.inf
-        return min(measured, self._config.max_bytes_per_s.host or math.inf)
-
     def _peer_bytes_per_s(self) -> float:
         """Return the rate to each peer. The cap is for all peers together."""
         publisher = self._stores.publisher
         if publisher is None or not publisher.num_peers:
             return math.inf
         return min(publisher.copy_bytes_per_s(), (self._config.max_bytes_per_s.peers or math.inf) / publisher.num_peers)
-
-    def _disk_bytes_per_s(self) -> float:
-        """Return the cap of the disk if every snapshot goes there before the next one is taken."""
-        return (self._config.max_bytes_per_s.disk if self._config.waits_for_disk else None) or math.inf
 
 
 def _known_or(number: float | None) -> float:

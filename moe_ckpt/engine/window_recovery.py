@@ -25,7 +25,7 @@ from moe_ckpt.engine.window_sources import WindowSources
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
-from moe_ckpt.recovery.target import Target, plan_target
+from moe_ckpt.recovery.target import Target
 from moe_ckpt.replication.publisher import belongs_to
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class WindowRecovery:
         recovers_locally: bool,
     ) -> None:
         self._place = parts.place
-        self._stage = parts.training.stage
+        self._stage = parts.stage
         self._stores = parts.stores
         self._memory = parts.stores.memory
         self._sources = sources
@@ -62,23 +62,26 @@ class WindowRecovery:
 
         Raises NothingLeftError on all ranks if the remaining sources lead to no common state.
         """
-        reports = self.copies.stop_copying(state)
-        target = plan_target([report.standing for report in reports])
+        progress = self.copies.stop_copying(state)
+        target = progress.target
         begins_anew = target is not None and target.iteration == 0
         all_go_back = target is not None and not begins_anew and not self._recovers_locally
         if all_go_back:
             target = None
-        self._sources.fill_records({i: facts for report in reports for i, facts in report.gradients.items()})
+        self._sources.fill_records(progress.gradients)
         live = self._settle(state, target) if target else False
-        if begins_anew or not (all_go_back or any(report.has_progress for report in reports)):
-            self._begin_anew()
+        if begins_anew or not (all_go_back or progress.has_left_start):
+            if self._sources.servers_lead:
+                self.copies.drop_all()
+            else:
+                self._stores.clear()
             return RecoveredState(iteration=None)
         started_s = time.monotonic()
         brought_bytes = self._bring_from_hosts()
         inventories = self._take_stock(target, state.replayed)
         plan, fetched_bytes = self._plan_and_fetch(target, inventories)
         fetch_s = time.monotonic() - started_s
-        if any(self._place.stage in rollback.segment.stages for rollback in plan.rollbacks):
+        if plan.rollback_of(self._place.stage):
             state.lose()  # a fault during the replay must not find this state live, at no iteration
         is_there = live and target is not None and plan.target_iteration == target.iteration
         executed_iters = self._recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
@@ -94,12 +97,6 @@ class WindowRecovery:
             fetched_bytes=fetched_bytes + brought_bytes,
             executed_iters=executed_iters,
         )
-
-    def _begin_anew(self) -> None:
-        if self._sources.servers_lead:
-            self.copies.drop_all()
-        else:
-            self._stores.clear()
 
     def look_at_disks(self) -> OnDisks:
         """Wait for writes in progress; then return the iterations that all ranks' local disks lead to, verified."""

@@ -14,7 +14,7 @@ from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.stage_recovery import StageRecovery, verified_window
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
-from moe_ckpt.recovery.plan import RecoveryPlan
+from moe_ckpt.recovery.plan import Fetch, RecoveryPlan
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
 from moe_ckpt.replication.publisher import Publisher, belongs_to, newest_snapshot, read_kept
@@ -72,11 +72,9 @@ class WindowSources:
     def held(self, owners: Sequence[int], goal: int | None) -> dict[int, tuple[WindowRef, ...]]:
         """Return the usable windows that this rank's memory holds for other ranks."""
         mine = self._place.shard.global_rank
-        held = {owner: self._windows_of(owner, goal) for owner in owners if owner != mine}
+        folders = {owner: BlobFolder(held_path(self._elastic.memory, owner)) for owner in owners if owner != mine}
+        held = {owner: self._usable(folder, owner, goal) for owner, folder in folders.items()}
         return {owner: windows for owner, windows in held.items() if windows}
-
-    def _windows_of(self, owner: int, goal: int | None) -> tuple[WindowRef, ...]:
-        return self._usable(BlobFolder(held_path(self._elastic.memory, owner)), owner, goal)
 
     def _usable(self, folder: BlobFolder, owner: int, goal: int | None) -> tuple[WindowRef, ...]:
         kept = read_kept(folder)
@@ -112,36 +110,35 @@ class WindowSources:
     def fetch(self, plan: RecoveryPlan) -> int | None:
         """Fetch this rank's memory if the plan says so; return its bytes, or None if that failed."""
         mine, publisher = self._place.shard.global_rank, self._stores.publisher
-        source = next((fetch.source_rank for fetch in plan.fetches if fetch.global_rank == mine), None)
-        start = self._start_on_own_server(plan) if source is None else None
-        if publisher is None or (source is None and start is None):
+        fetch = next((fetch for fetch in plan.fetches if fetch.global_rank == mine), None)
+        start = self._start_on_own_server(plan) if fetch is None else None
+        if publisher is None or (fetch is None and start is None):
             return 0
         facts = dict(self._stores.steps.gradients)
         self._memory.clear()
         self._stores.steps.clear()
         try:
-            if source is None:
-                publisher.replace(lambda folder: self._read_own_server(start, folder))
-                size_bytes = 0
+            if fetch is not None:
+                size_bytes = publisher.replace(lambda folder: self._fetch_from(fetch, folder))
             else:
-                size_bytes = publisher.replace(lambda folder: self._fetch_from(source, folder, plan))
+                publisher.replace(lambda folder: self._read_own_server(start, folder))
+                size_bytes = 0  # nothing crosses the network
             self._stores.adopt_kept()
             self.fill_records(facts)
             self._recovery.require(plan)
         except CheckpointLoadError as error:
-            holder = mine if source is None else source
+            holder = mine if fetch is None else fetch.source_rank
             _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, holder, error)
             return None
         return size_bytes
 
-    def _fetch_from(self, source: int, folder: BlobFolder, plan: RecoveryPlan) -> int:
+    def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:
         """Fetch a peer's copies of this rank's blobs; of a server's states only the one that the plan needs."""
         elastic, mine = self._elastic, self._place.shard.global_rank
-        address, timeout_s, keys = elastic.address_of(source), elastic.copy_s, None
+        address, timeout_s, keys = elastic.address_of(fetch.source_rank), elastic.copy_s, None
         if self.servers_lead:
-            start = next(fetch.window_start for fetch in plan.fetches if fetch.global_rank == mine)
             there = list_held(address, elastic.ticket, mine, timeout_s=timeout_s)
-            keys = [key for key in there if belongs_to(key, start)]
+            keys = [key for key in there if belongs_to(key, fetch.window_start)]
         return fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
 
     def starts(self, on_hosts: Mapping[int, frozenset[str]]) -> frozenset[int]:
@@ -179,10 +176,11 @@ class WindowSources:
 
     def _start_on_own_server(self, plan: RecoveryPlan) -> int | None:
         """Return the start of the window that this rank rolls back to if only its own node's server has it."""
-        starts = [each.window_start for each in plan.rollbacks if self._place.stage in each.segment.stages]
+        rollback = plan.rollback_of(self._place.stage)
+        if rollback is None or not self.servers_lead:
+            return None
         kept = {window.start for window in self._memory.windows()}
-        missing = [start for start in starts if self.servers_lead and start not in kept]
-        return missing[0] if missing else None
+        return None if rollback.window_start in kept else rollback.window_start
 
     def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:
         """Copy the window with this start from the server of this rank's own node; return its bytes."""

@@ -35,12 +35,10 @@ class ReplayStep:
     """Load a snapshot, then train one iteration.
 
     `load_iteration` is None once all snapshots are loaded; `run_iteration` is None in a last step that only loads.
-    `activate` names the operators whose whole state is in the snapshot, `frozen` those with compute weights only; all
-    other operators are active already.
+    `frozen` names the operators of which only compute weights are loaded so far; all others are active.
     """
 
     load_iteration: int | None
-    activate: tuple[str, ...]
     frozen: tuple[str, ...]
     run_iteration: int | None
 
@@ -61,21 +59,16 @@ def plan_conversion(snapshots: Sequence[SnapshotContents], target_iteration: int
         raise CheckpointLoadError(
             f"conversion: got target iteration {target_iteration}, wanted at least {last}, the window's last snapshot"
         )
-    replay = [_load(snapshot, target_iteration) for snapshot in window]
+    replay = [
+        ReplayStep(
+            load_iteration=snapshot.iteration,
+            frozen=snapshot.compute,
+            run_iteration=snapshot.iteration + 1 if snapshot.iteration < target_iteration else None,
+        )
+        for snapshot in window
+    ]
     beyond = range(last + 2, target_iteration + 1)
-    return (
-        *replay,
-        *(ReplayStep(load_iteration=None, activate=(), frozen=(), run_iteration=iteration) for iteration in beyond),
-    )
-
-
-def _load(snapshot: SnapshotContents, target_iteration: int) -> ReplayStep:
-    return ReplayStep(
-        load_iteration=snapshot.iteration,
-        activate=snapshot.full,
-        frozen=snapshot.compute,
-        run_iteration=snapshot.iteration + 1 if snapshot.iteration < target_iteration else None,
-    )
+    return (*replay, *(ReplayStep(load_iteration=None, frozen=(), run_iteration=iteration) for iteration in beyond))
 
 
 def _check_window(window: Sequence[SnapshotContents]) -> None:
@@ -105,15 +98,10 @@ def _check_operators(window: Sequence[SnapshotContents]) -> None:
     still_to_come = set(times)
     for snapshot in window:
         still_to_come -= set(snapshot.full)
-        _check_compute(snapshot, whole=set(times), still_to_come=still_to_come)
-
-
-def _check_compute(snapshot: SnapshotContents, *, whole: set[str], still_to_come: set[str]) -> None:
-    got, where = set(snapshot.compute), f"the snapshot of iteration {snapshot.iteration}"
-    if never := sorted(got - whole):
-        raise CheckpointLoadError(f"conversion: got operators {never} whole in no slot, wanted each whole in one")
-    if got != still_to_come or len(snapshot.compute) != len(got):
-        raise CheckpointLoadError(
-            f"conversion: got compute weights of {sorted(snapshot.compute)} in {where}, "
-            f"wanted those of the operators still to come, {sorted(still_to_come)}"
-        )
+        if never := sorted(set(snapshot.compute) - set(times)):
+            raise CheckpointLoadError(f"conversion: got operators {never} whole in no slot, wanted each whole in one")
+        if sorted(snapshot.compute) != sorted(still_to_come):
+            raise CheckpointLoadError(
+                f"conversion: got compute weights of {sorted(snapshot.compute)} in the snapshot of iteration "
+                f"{snapshot.iteration}, wanted those of the operators still to come, {sorted(still_to_come)}"
+            )

@@ -39,21 +39,19 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """A segment and the window that it rolls back to.
+    """A segment and the window that it rolls back to: its snapshots were taken after the iterations `states`.
 
     `resumed_at`: the iteration that an earlier replay of this window reached before it was cut off, on all ranks of the
     segment; their states are still there. None: load the window.
     """
 
     segment: Segment
-    window_start: int
-    num_slots: int
+    states: range
     resumed_at: int | None = None
 
     @property
-    def states(self) -> range:
-        """The iterations after which the window's snapshots were taken."""
-        return range(self.window_start, self.window_start + self.num_slots)
+    def window_start(self) -> int:
+        return self.states.start
 
     @property
     def starts_from(self) -> int:
@@ -78,6 +76,10 @@ class RecoveryPlan:
     num_stages: int
     rollbacks: tuple[Rollback, ...]
     fetches: tuple[Fetch, ...]
+
+    def rollback_of(self, stage: int) -> Rollback | None:
+        """Return the rollback in which a stage takes part, or None."""
+        return next((rollback for rollback in self.rollbacks if stage in rollback.segment.stages), None)
 
     def lines(self) -> list[str]:
         """Return a readable description of the plan, one fact a line."""
@@ -152,7 +154,7 @@ def plan_recovery(
         states = _newest(whole)
         # not at the target where the common steps end before it, or the window after it
         target = max(states[-1], min(states[-1] if target is None else target, whole[states]))
-        rollbacks = tuple(_rollback(segment, states) for segment in plan_segments(range(len(stages))))
+        rollbacks = (Rollback(segment=Segment(first_stage=0, last_stage=len(stages) - 1), states=states),)
     fetches = _plan_fetches(ranks, memories, stages, rollbacks, target)
     return RecoveryPlan(target_iteration=target, num_stages=len(stages), rollbacks=rollbacks, fetches=fetches)
 
@@ -172,17 +174,13 @@ def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -
             usable = [states for states in steps_to if states[-1] <= target <= steps_to[states]]
             if not usable:
                 return None
-            rollbacks.append(_resumed(_rollback(segment, _newest(usable)), stages, target))
-            missing |= _missing_logs(rollbacks[-1], stages, target)
+            rollback = _resumed(Rollback(segment=segment, states=_newest(usable)), stages, target)
+            rollbacks.append(rollback)
+            neighbours, first = segment.neighbours(len(stages)), rollback.starts_from + 1
+            missing |= {stage for stage in neighbours if not stages[stage].has_logged(first, target)}
         if not missing:
             return tuple(rollbacks)
         rolling |= missing
-
-
-def _missing_logs(rollback: Rollback, stages: Sequence[StageInventory], target: int) -> set[int]:
-    """Return the neighbouring stages whose logs do not cover the iterations that the segment replays."""
-    neighbours, first = rollback.segment.neighbours(len(stages)), rollback.starts_from + 1
-    return {stage for stage in neighbours if not stages[stage].has_logged(first, target)}
 
 
 def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
@@ -193,10 +191,6 @@ def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
 
 def _newest(windows: Iterable[range]) -> range:
     return max(windows, key=lambda states: (states.start, -len(states)))
-
-
-def _rollback(segment: Segment, states: range) -> Rollback:
-    return Rollback(segment=segment, window_start=states.start, num_slots=len(states))
 
 
 def _resumed(rollback: Rollback, stages: Sequence[StageInventory], target: int) -> Rollback:
@@ -224,22 +218,17 @@ def _plan_fetches(
         if rank.stage not in states:
             continue
         wanted = stages[rank.stage].windows[states[rank.stage]]
-        holders = _holders(wanted, memories[rank.global_rank], target)
+        holders = [
+            holder
+            for holder, windows in memories[rank.global_rank].items()
+            if any(window.is_of(wanted) and window.steps_to >= target for window in windows)
+        ]
         if rank.global_rank in holders:
             continue
         source = min(holders, key=lambda holder: (asked[holder], holder))
         asked[source] += 1
         fetches.append(Fetch(global_rank=rank.global_rank, source_rank=source, window_start=wanted.start))
     return tuple(fetches)
-
-
-def _holders(wanted: WindowRef, memories: Mapping[int, Collection[WindowRef]], target: int) -> list[int]:
-    """Return the ranks whose memory holds the window and the steps up to the target."""
-    return [
-        holder
-        for holder, windows in memories.items()
-        if any(window.is_of(wanted) and window.steps_to >= target for window in windows)
-    ]
 
 
 def _nothing_found(lost: Collection[int], target: int | None, ranks: Iterable[Inventory], memories: Memories) -> str:

@@ -47,7 +47,7 @@ from moe_ckpt.replication.server import ConnectionServer
 from moe_ckpt.replication.server_work import NO_WORK, ServerWork
 from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
-from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
+from moe_ckpt.snapshot.token_bucket import Throttle
 
 _LOOK_EVERY_S = 0.1
 
@@ -142,7 +142,7 @@ class WorkerServer:
     def __init__(
         self, rank_folder: Path, replicator: Replicator, *, timeout_s: float, disk: Throttle | None = None
     ) -> None:
-        self._disk = disk or unlimited()
+        self._disk = disk or Throttle()
         self._path = daemon_socket(rank_folder)
         self._own = BlobFolder(own_path(rank_folder))
         self._replicator = replicator

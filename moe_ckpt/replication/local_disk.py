@@ -23,7 +23,7 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder, sync
-from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
+from moe_ckpt.snapshot.token_bucket import Throttle
 
 _CHUNK_BYTES = 1 << 20
 _NEVER_HELD = "never_held"
@@ -98,7 +98,7 @@ def persist(
         _check_room(disk, blobs, limit_bytes)
         try:
             for key, blob in blobs.items():
-                _copy(key, blob, own, disk, throttle or unlimited())
+                _copy(key, blob, own, disk, throttle or Throttle())
         except CheckpointSaveError:
             for key in set(blobs).difference(before):
                 with contextlib.suppress(OSError):  # the future gets the first error
@@ -133,7 +133,7 @@ def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> i
 
     Raises CheckpointLoadError for the first damaged blob, and CheckpointSaveError if there is no room.
     """
-    return sum(_copy(key, source.get(key), source, target, unlimited()) for key in keys)
+    return sum(_copy(key, source.get(key), source, target, Throttle()) for key in keys)
 
 
 def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle: Throttle) -> int:

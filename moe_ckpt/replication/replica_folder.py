@@ -34,10 +34,9 @@ class ReplicaFolder(BlobFolder):
         Raises CheckpointSaveError if the file system has no room, or the owner may not hold so much more.
         """
         with self._lock:
-            fitting = (tensor for tensor in self._free.values() if tensor.numel() == nbytes and self._has_file(tensor))
-            tensor = next(fitting, None)
-            if tensor is not None:
-                return self._free.pop(id(tensor))
+            for tensor in self._free.values():
+                if tensor.numel() == nbytes and self._buffer_path(self._names[id(tensor)]).exists():
+                    return self._free.pop(id(tensor))
             self._require_allowed(nbytes)
             self._give_back(nbytes)
             return super().allocate(nbytes)

@@ -29,7 +29,7 @@ from moe_ckpt.replication.transfer import send_blob
 from moe_ckpt.snapshot.adam_update import is_update, update_from_bytes
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.step_log import is_step
-from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
+from moe_ckpt.snapshot.token_bucket import Throttle
 
 _LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
 _YIELD_S = 0.001
@@ -61,7 +61,7 @@ class Replicator:
         self._ticket = ticket
         self._may_send = may_send
         self._deadline_s = deadline_s
-        self._throttle = throttle or unlimited()
+        self._throttle = throttle or Throttle()
         self._lock = Lock()
         self._peers: dict[Address, tuple[_Lane, _Lane]] | None = None
 

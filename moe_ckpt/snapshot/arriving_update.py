@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from threading import Condition
 
@@ -57,8 +57,7 @@ class ArrivingUpdate:
     So no step can begin earlier, while ranks still reduce; it begins before the last byte is here. The result is stored
     by `keep` only, once the receiver has compared the hash of all bytes: steps from garbled ones have no effect.
 
-    `payload` is memory of `folder`, which is freed at the end; mirrored gradients come from `captured`. Errors are
-    those of `apply_update`, raised by `keep`.
+    `payload` is memory of `folder`, which is freed at the end; mirrored gradients come from `captured`.
     """
 
     def __init__(
@@ -105,7 +104,8 @@ class ArrivingUpdate:
     def keep(self) -> None:
         """All bytes are here and intact: wait for the last step, and store the copy beside the one before the step.
 
-        Raises CheckpointLoadError; the folder is then unchanged.
+        Raises CheckpointLoadError, naming the iterations, if the copy before the step is missing or the result differs
+        from the owner's state; the folder is then unchanged.
         """
         assert self._running is not None
         self._running.result()
@@ -189,31 +189,6 @@ class _Sums:
         if place.start + numel > bucket.numel():
             raise CheckpointLoadError(f"got {place} for {numel} elements, wanted a place within {bucket.numel()}")
         return bucket[place.start : place.start + numel].float()
-
-
-def apply_update(
-    folder: BlobFolder,
-    key: str,
-    head: bytes,
-    gradients: torch.Tensor | None,
-    gradient_bytes: int,
-    captured: CapturedSums = no_capture,
-) -> None:
-    """Compute the copy that an update leads to, and store it in `folder` beside the copy before the step.
-
-    `gradients` is memory of the folder, which is freed; mirrored ones come from `captured`. Raises CheckpointLoadError,
-    naming the iterations, if the copy before the step is missing or the result differs from the owner's state; the
-    folder is then unchanged.
-    """
-    update = ArrivingUpdate(folder, key, head, gradients, gradient_bytes, captured)
-    update.arrived(gradient_bytes)
-    try:
-        with ThreadPoolExecutor(max_workers=1) as executor:
-            update.start(executor)
-            update.keep()
-    except BaseException:
-        update.abandon()
-        raise
 
 
 def _sealed(made: Snapshot, *, is_new: bool) -> SnapshotHeader:

@@ -69,6 +69,57 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
+class _Index:
+    """The entries of a folder's blobs. `synced`: an entry and its buffer are on the device before it is visible."""
+
+    def __init__(self, path: Path, *, synced: bool) -> None:
+        self._path = path
+        self._synced = synced
+
+    def keys(self) -> list[str]:
+        """Return the keys of all entries, sorted."""
+        return sorted(path.stem for path in _listed(self._path) if path.suffix == _ENTRY and is_key(path.stem))
+
+    def unfinished(self) -> list[Path]:
+        """Return the files of entries that never became visible."""
+        return [path for path in _listed(self._path) if path.suffix == _UNFINISHED]
+
+    def read(self, key: str) -> IndexEntry:
+        """Return an entry. Raises CheckpointLoadError if it is missing or damaged."""
+        path = self._path_of(key)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointLoadError(f"{path}: {error.strerror}") from error
+        return entry_from_bytes(key, data)
+
+    def write(self, entry: IndexEntry, buffer: Path | None) -> None:
+        """Make an entry visible, atomically, in place of one of the same key. Raises CheckpointSaveError."""
+        path = self._path_of(entry.key)
+        unfinished = path.with_suffix(_UNFINISHED)
+        try:
+            if buffer is not None:
+                buffer.stat()  # the folder may have been deleted meanwhile
+            make_private(path.parent)
+            write_private(unfinished, entry_to_bytes(entry))
+            if self._synced:
+                sync(*([buffer, buffer.parent] if buffer else ()), unfinished)
+            unfinished.replace(path)
+            if self._synced:
+                sync(path.parent)
+        except OSError as error:
+            where = self._path.parent
+            raise CheckpointSaveError(f"blob {entry.key} in {where}: got {error}, wanted to write it") from error
+
+    def remove(self, key: str) -> None:
+        """Remove an entry, if it exists."""
+        self._path_of(key).unlink(missing_ok=True)
+
+    def _path_of(self, key: str) -> Path:
+        assert is_key(key), f"not a key: {key!r}"
+        return self._path / f"{key}{_ENTRY}"
+
+
 class BlobFolder:
     """The blobs of one folder, for any thread of a process. Keys pass `is_key`; the folder is created on demand.
 
@@ -80,7 +131,7 @@ class BlobFolder:
     def __init__(self, path: Path, *, pinned: bool = False, synced: bool = False) -> None:
         self.path = path
         self._pinned = pinned and torch.cuda.is_available()
-        self._synced = synced
+        self._index = _Index(path / "index", synced=synced)
         self._lock = RLock()
         self._mapped: dict[str, torch.Tensor] = {}  # by the buffer's name: memory that was allocated or adopted here
         self._names: dict[int, str] = {}  # by the tensor's id
@@ -93,14 +144,20 @@ class BlobFolder:
         """
         with self._lock:
             name = f"{next(self._numbers):06d}"
-            tensor = self._create(self._buffer_path(name), nbytes)
+            try:
+                tensor = _create(self._buffer_path(name), nbytes, pinned=self._pinned)
+            except (OSError, RuntimeError, OverflowError) as error:
+                with contextlib.suppress(OSError):  # also a file system that has become read-only
+                    self._unlink_buffer(name)
+                reason = f"got {error}, wanted room for {nbytes} bytes"
+                raise CheckpointSaveError(f"shared memory in {self.path}: {reason}") from error
             self._hold(name, tensor)
             return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
         """Free memory: the same object that was allocated or adopted. It must not be used afterwards."""
         with self._lock:
-            self._buffer_path(self._let_go(tensor)).unlink(missing_ok=True)
+            self._unlink_buffer(self._let_go(tensor))
 
     def publish(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
         """Make a blob visible, atomically, in place of one of the same key; `payload` was allocated here.
@@ -111,7 +168,8 @@ class BlobFolder:
         with self._lock:
             name = None if payload is None else self._names[id(payload)]
             serial = secrets.token_hex(8)
-            self._write(IndexEntry(key=key, buffer=name, payload_bytes=payload_bytes, serial=serial, header=header))
+            entry = IndexEntry(key=key, buffer=name, payload_bytes=payload_bytes, serial=serial, header=header)
+            self._index.write(entry, None if name is None else self._buffer_path(name))
 
     def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
         """Publish a blob and leave `payload` to it: this process unmaps it, and `discard` or a newer blob frees it.
@@ -127,7 +185,7 @@ class BlobFolder:
 
     def withdraw(self, key: str) -> None:
         """Remove a blob from the index; its memory belongs to the caller that allocated it."""
-        self._entry_path(key).unlink(missing_ok=True)
+        self._index.remove(key)
 
     def discard(self, key: str) -> None:
         """Remove a deposited blob, and free its memory."""
@@ -145,7 +203,7 @@ class BlobFolder:
 
     def keys(self) -> list[str]:
         """Return the keys of all blobs, sorted."""
-        return sorted(path.stem for path in self._index() if path.suffix == _ENTRY and is_key(path.stem))
+        return self._index.keys()
 
     def get(self, key: str) -> Blob:
         """Return a blob. Its payload is mapped from the file, or is the tensor that was allocated or adopted here.
@@ -153,12 +211,12 @@ class BlobFolder:
         Raises CheckpointLoadError if the blob is missing or damaged.
         """
         with self._lock:
-            return self._blob(self._read(key), hold=False)
+            return self._blob(key, hold=False)
 
     def is_current(self, key: str, blob: Blob) -> bool:
         """Return whether a blob is still published, so that its payload has not changed."""
         try:
-            return self._read(key).serial == blob.serial
+            return self._index.read(key).serial == blob.serial
         except CheckpointLoadError:
             return False
 
@@ -166,45 +224,25 @@ class BlobFolder:
         """Take over from a process that died: sweep, and return all blobs; their memory counts as allocated here."""
         with self._lock:
             self.sweep()
-            return {key: self._blob(self._read(key), hold=True) for key in self.keys()}
+            return {key: self._blob(key, hold=True) for key in self.keys()}
 
     def sweep(self) -> None:
         """Remove damaged blobs and unfinished files. Only the one writer may call this."""
         with self._lock:
             for key in self.keys():
-                self._drop_if_damaged(key)
+                try:
+                    self.get(key)
+                except CheckpointLoadError as error:
+                    _log.warning("dropped what is damaged: %s", error)
+                    self.withdraw(key)
             used = {self._buffer_of(key) for key in self.keys()} | self._mapped.keys()
             unused = [path for path in self._buffers() if path.name not in used]
-            for path in unused + [path for path in self._index() if path.suffix == _UNFINISHED]:
+            for path in unused + self._index.unfinished():
                 path.unlink(missing_ok=True)
-
-    def _drop_if_damaged(self, key: str) -> None:
-        try:
-            self.get(key)
-        except CheckpointLoadError as error:
-            _log.warning("dropped what is damaged: %s", error)
-            self.withdraw(key)
-
-    def _create(self, path: Path, nbytes: int) -> torch.Tensor:
-        try:
-            make_private(path.parent)
-            _require_free(path.parent, nbytes)
-            with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-                os.posix_fallocate(fd, 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
-                tensor = _map(fd, pinned=self._pinned)
-        except (OSError, RuntimeError, OverflowError) as error:
-            with contextlib.suppress(OSError):  # also a file system that has become read-only
-                path.unlink(missing_ok=True)
-            reason = f"got {error}, wanted room for {nbytes} bytes"
-            raise CheckpointSaveError(f"shared memory in {self.path}: {reason}") from error
-        return tensor if nbytes else tensor[:0]
 
     def _hold(self, name: str, tensor: torch.Tensor) -> None:
         self._mapped[name] = tensor
         self._names[id(tensor)] = name
-
-    def _has_file(self, tensor: torch.Tensor) -> bool:
-        return self._buffer_path(self._names[id(tensor)]).exists()
 
     def _let_go(self, tensor: torch.Tensor) -> str:
         assert id(tensor) in self._names, "a tensor that was not allocated in this folder"
@@ -214,37 +252,13 @@ class BlobFolder:
             torch.cuda.check_error(int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())))
         return name
 
-    def _write(self, entry: IndexEntry) -> None:
-        path = self._entry_path(entry.key)
-        unfinished = path.with_suffix(_UNFINISHED)
-        try:
-            if entry.buffer is not None:
-                self._buffer_path(entry.buffer).stat()  # the folder may have been deleted meanwhile
-            make_private(path.parent)
-            write_private(unfinished, entry_to_bytes(entry))
-            if self._synced:
-                buffer = [self._buffer_path(entry.buffer)] if entry.buffer else []
-                sync(*buffer, *(path.parent for path in buffer), unfinished)
-            unfinished.replace(path)
-            if self._synced:
-                sync(path.parent)
-        except OSError as error:
-            raise CheckpointSaveError(f"blob {entry.key} in {self.path}: got {error}, wanted to write it") from error
-
-    def _read(self, key: str) -> IndexEntry:
-        path = self._entry_path(key)
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise CheckpointLoadError(f"{path}: {error.strerror}") from error
-        return entry_from_bytes(key, data)
-
-    def _blob(self, entry: IndexEntry, *, hold: bool) -> Blob:
+    def _blob(self, key: str, *, hold: bool) -> Blob:
+        entry = self._index.read(key)
         payload = None if entry.buffer is None else self._payload(entry.buffer, hold=hold)
         num_mapped = 0 if payload is None else payload.numel()
         if num_mapped < entry.payload_bytes:
             reason = f"got {num_mapped} bytes of payload, wanted {entry.payload_bytes}"
-            raise CheckpointLoadError(f"blob {entry.key} in {self.path}: {reason}")
+            raise CheckpointLoadError(f"blob {key} in {self.path}: {reason}")
         return Blob(header=entry.header, payload=payload, payload_bytes=entry.payload_bytes, serial=entry.serial)
 
     def _payload(self, buffer: str, *, hold: bool) -> torch.Tensor:
@@ -263,7 +277,7 @@ class BlobFolder:
     def _buffer_of(self, key: str) -> str | None:
         """Return the name of a blob's buffer; None if the blob has none, is damaged, or does not exist."""
         try:
-            return self._read(key).buffer
+            return self._index.read(key).buffer
         except CheckpointLoadError:
             return None
 
@@ -271,18 +285,20 @@ class BlobFolder:
         if name is not None:
             self._buffer_path(name).unlink(missing_ok=True)
 
-    def _entry_path(self, key: str) -> Path:
-        assert is_key(key), f"not a key: {key!r}"
-        return self.path / "index" / f"{key}{_ENTRY}"
-
     def _buffer_path(self, name: str) -> Path:
         return self.path / "buffers" / name
 
-    def _index(self) -> list[Path]:
-        return _listed(self.path / "index")
-
     def _buffers(self) -> list[Path]:
         return [path for path in _listed(self.path / "buffers") if _BUFFER.fullmatch(path.name)]
+
+
+def _create(path: Path, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    make_private(path.parent)
+    _require_free(path.parent, nbytes)
+    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+        os.posix_fallocate(fd, 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
+        tensor = _map(fd, pinned=pinned)
+    return tensor if nbytes else tensor[:0]
 
 
 def _require_free(directory: Path, nbytes: int) -> None:

@@ -6,11 +6,11 @@ micro-batch; dropping entries that no window needs. Must not: send, or decide wh
 
 from __future__ import annotations
 
+import itertools
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -46,12 +46,7 @@ class _Entry:
     checksum: Future[int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Iteration:
-    sent: dict[Direction, list[_Entry]] = field(default_factory=lambda: {direction: [] for direction in Direction})
-
-    def entries(self) -> list[_Entry]:
-        return [entry for entries in self.sent.values() for entry in entries]
+_Iteration = dict[Direction, list[_Entry]]
 
 
 class BoundaryLog:
@@ -62,17 +57,16 @@ class BoundaryLog:
         self._buffers = buffers
         self._iterations: dict[int, _Iteration] = {}
         self._current: _Iteration | None = None
-        self.spent_s = 0.0
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all logged tensors."""
-        return sum(entry.size_bytes for log in self._iterations.values() for entry in log.entries())
+        return sum(entry.size_bytes for log in self._iterations.values() for entry in _entries(log))
 
     def begin(self, iteration: int) -> None:
         """Log the tensors sent from now on under `iteration`, in place of those of an abandoned pass."""
         self._drop(iteration)
-        self._current = self._iterations[iteration] = _Iteration()
+        self._current = self._iterations[iteration] = {direction: [] for direction in Direction}
 
     def end(self) -> None:
         """Stop logging until the next iteration begins."""
@@ -82,7 +76,6 @@ class BoundaryLog:
         """Log a tensor that is being sent: the next micro-batch in this direction."""
         if self._current is None:
             return
-        started_s = time.monotonic()
         source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron replaces the storage of sent tensors
         try:
             buffer = self._buffers.acquire(source.numel())
@@ -93,8 +86,7 @@ class BoundaryLog:
         copied = self._copier.run(lambda: self._copier.copy_now([(buffer[:size_bytes], source)]))
         hashed = self._copier.then(lambda: checksum(buffer, size_bytes))
         entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied, checksum=hashed)
-        self._current.sent[direction].append(entry)
-        self.spent_s += time.monotonic() - started_s
+        self._current[direction].append(entry)
 
     def sent(self, iteration: int, direction: Direction) -> list[torch.Tensor]:
         """Return the bytes of each micro-batch's tensor, in the order of sending.
@@ -102,8 +94,10 @@ class BoundaryLog:
         Raises CheckpointLoadError if the iteration is not in the log.
         """
         if iteration not in self._iterations:
-            raise CheckpointLoadError(f"boundary log: no iteration {iteration}, got {self._span()}")
-        entries = self._iterations[iteration].sent[direction]
+            logged = self._iterations
+            got = f"{min(logged)} to {max(logged)}" if logged else "an empty log"
+            raise CheckpointLoadError(f"boundary log: no iteration {iteration}, got {got}")
+        entries = self._iterations[iteration][direction]
         for entry in entries:
             entry.copied.result()
         return [entry.buffer[: entry.size_bytes] for entry in entries]
@@ -118,15 +112,12 @@ class BoundaryLog:
     def usable_from(self, last: int) -> int:
         """Return the first iteration from which the log is complete and intact up to `last`; else last + 1."""
         first = last + 1
-        while first - 1 in self._iterations and self._is_intact(first - 1):
+        while first - 1 in self._iterations:
+            if not all(map(_is_as_recorded, _entries(self._iterations[first - 1]))):
+                _log.warning("boundary log: iteration %d is damaged (checksum)", first - 1)
+                break
             first -= 1
         return first
-
-    def _is_intact(self, iteration: int) -> bool:
-        intact = all(map(_is_as_recorded, self._iterations[iteration].entries()))
-        if not intact:
-            _log.warning("boundary log: iteration %d is damaged (checksum)", iteration)
-        return intact
 
     def drop_up_to(self, iteration: int) -> None:
         """Drop `iteration` and all earlier ones."""
@@ -136,17 +127,17 @@ class BoundaryLog:
     def clear(self) -> None:
         """Drop everything."""
         self._current = None
-        for iteration in list(self._iterations):
-            self._drop(iteration)
+        self.drop_up_to(max(self._iterations, default=0))
 
     def _drop(self, iteration: int) -> None:
         log = self._iterations.pop(iteration, None)
-        for entry in log.entries() if log else []:
+        for entry in _entries(log) if log else ():
             entry.checksum.result()
             self._buffers.release(entry.buffer)
 
-    def _span(self) -> str:
-        return f"{min(self._iterations)} to {max(self._iterations)}" if self._iterations else "an empty log"
+
+def _entries(log: _Iteration) -> Iterable[_Entry]:
+    return itertools.chain.from_iterable(log.values())
 
 
 def _is_as_recorded(entry: _Entry) -> bool:

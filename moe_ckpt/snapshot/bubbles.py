@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ class _Mark(Protocol):
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
 
 
 class _HostMark:
@@ -34,8 +35,8 @@ class _HostMark:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, later: _HostMark) -> float:
-        return (later.at_s - self.at_s) * 1000.0
+    def elapsed_time(self, end_event: _HostMark) -> float:
+        return (end_event.at_s - self.at_s) * 1000.0
 
 
 class PipelineBubbles:
@@ -75,7 +76,9 @@ class PipelineBubbles:
     def take_seconds(self) -> float:
         """Return the total length of bubbles since the last call; wait for bubbles that are open on a device."""
         spans, self._spans = self._spans, []
-        return sum(_elapsed_s(began, ended) for began, ended in spans)
+        for _, ended in spans:
+            ended.synchronize()
+        return sum(began.elapsed_time(ended) / 1000.0 for began, ended in spans)
 
     def hurry(self) -> None:
         """End all waits for a bubble."""
@@ -107,8 +110,3 @@ def _mark() -> _Mark:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _elapsed_s(began: _Mark, ended: _Mark) -> float:
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1000.0  # type: ignore[attr-defined]

@@ -43,12 +43,8 @@ class SnapshotRequest(NamedTuple):
     gradients: Gradients | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Unsealed:
-    """A snapshot without its checksum, and the gradients that led to it, in host memory."""
-
-    snapshot: Snapshot
-    gradients: Gradients | None
+_Unsealed = tuple[Snapshot, Gradients | None]
+"""A snapshot without its checksum, and the gradients that led to it, in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,18 +162,22 @@ class SnapshotEngine:
             self._buffers.release(snapshot.payload)
 
     def _take_all(self, wanted: Sequence[SnapshotRequest], bubble_bytes: float) -> tuple[list[_Unsealed], CopiedBytes]:
-        unsealed: list[_Unsealed] = []
+        snapshots: list[Snapshot] = []
         copies: list[Copy] = []
         try:
             for each in wanted:
                 snapshot, of_snapshot = self._lay_out(each.header, [*each.pieces(), *each.changing])
-                unsealed.append(_Unsealed(snapshot=snapshot, gradients=each.gradients))
+                snapshots.append(snapshot)
                 copies += of_snapshot
             copied = self._copy(copies, bubble_bytes)
-            return [replace(each, gradients=_on_host(each.gradients)) for each in unsealed], copied
+            on_host = [
+                each.gradients and {key: (gradient.cpu(), step) for key, (gradient, step) in each.gradients.items()}
+                for each in wanted
+            ]
+            return list(zip(snapshots, on_host, strict=True)), copied
         except _COPY_ERRORS:
-            for each in unsealed:
-                self._buffers.release(each.snapshot.payload)
+            for snapshot in snapshots:
+                self._buffers.release(snapshot.payload)
             raise
 
     def _lay_out(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> tuple[Snapshot, list[Copy]]:
@@ -207,26 +207,18 @@ class SnapshotEngine:
     def _finish_all(self, unsealed: Sequence[_Unsealed], copied: CopiedBytes) -> Captured:
         finished: list[Snapshot] = []
         try:
-            for each in unsealed:
-                finished.append(self._finish(each))  # noqa: PERF401 - it may raise
+            for snapshot, gradients in unsealed:
+                found = checksum(snapshot.payload, snapshot.header.payload_bytes)
+                sealed = replace(snapshot, header=replace(snapshot.header, checksum=found))
+                if self._daemon:
+                    self._daemon.add_snapshot(sealed, gradients)
+                finished.append(sealed)
         except CheckpointSaveError:
             self._drop(finished)
-            for each in unsealed[len(finished) + 1 :]:
-                self._buffers.release(each.snapshot.payload)
+            for snapshot, _ in unsealed[len(finished) :]:
+                self._buffers.release(snapshot.payload)
             raise
         return Captured(snapshots=finished, copied=copied)
-
-    def _finish(self, unsealed: _Unsealed) -> Snapshot:
-        header, payload = unsealed.snapshot.header, unsealed.snapshot.payload
-        found = checksum(payload, header.payload_bytes)
-        snapshot = Snapshot(header=replace(header, checksum=found), payload=payload)
-        try:
-            if self._daemon:
-                self._daemon.add_snapshot(snapshot, unsealed.gradients)
-        except CheckpointSaveError:
-            self._buffers.release(snapshot.payload)
-            raise
-        return snapshot
 
 
 def _kept(pieces: Sequence[Piece]) -> list[Piece]:
@@ -235,7 +227,3 @@ def _kept(pieces: Sequence[Piece]) -> list[Piece]:
 
 def _copied(gradients: Gradients | None) -> Gradients | None:
     return gradients and {key: (gradient.detach().clone(), step) for key, (gradient, step) in gradients.items()}
-
-
-def _on_host(gradients: Gradients | None) -> Gradients | None:
-    return gradients and {key: (gradient.cpu(), step) for key, (gradient, step) in gradients.items()}

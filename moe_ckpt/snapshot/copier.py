@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from moe_ckpt.snapshot.token_bucket import Throttle, unlimited
+from moe_ckpt.snapshot.token_bucket import Throttle
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class HostCopier:
     """One queue of work per rank, executed in order. Copies wait for tokens of `throttle`."""
 
     def __init__(self, throttle: Throttle | None = None) -> None:
-        self.throttle = throttle or unlimited()
+        self.throttle = throttle or Throttle()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copier")
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._stream = None if self._device is None else torch.cuda.Stream()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import xxhash
 
-from moe_ckpt.snapshot.host_transfers import TRANSFERS
+from moe_ckpt.snapshot.host_transfers import TRANSFERS, bytes_of
 
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82A)
 _CHUNK_WORDS = 1 << 22  # 32 MiB of 64-bit words at a time: a recovery finds the device's memory nearly full
@@ -25,7 +25,11 @@ def hashes_of(state: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
     device = next((device for device in devices if device.type != "cpu"), None)
     if device is not None:
         return sums_of(state, device)
-    return {name: _xxh3_of(tensors) for name, tensors in state.items()}
+    hashes = {name: xxhash.xxh3_128() for name in state}
+    for name, tensors in state.items():
+        for tensor in tensors:
+            hashes[name].update(bytes_of(tensor).numpy().data)
+    return {name: total.hexdigest() for name, total in hashes.items()}
 
 
 def sums_of(state: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, str]:
@@ -38,18 +42,14 @@ def sums_of(state: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -
     return dict(zip(state, hexadecimal, strict=True))
 
 
-def _xxh3_of(tensors: Iterable[torch.Tensor]) -> str:
-    total = xxhash.xxh3_128()
-    for tensor in tensors:
-        total.update(_bytes_of(tensor).numpy().data)
-    return total.hexdigest()
-
-
 def _sums_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return two sums, int64 [2] on `device`, over the words of all tensors in their order."""
     total, position = torch.zeros(2, dtype=torch.int64, device=device), 1
     for tensor in tensors:
-        words = _words_of(tensor)
+        flat = bytes_of(tensor)
+        if flat.numel() % 4 or flat.storage_offset() % 4:
+            flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+        words = flat.view(torch.int32)
         total += tensor.nbytes * position  # tensors that differ by zeros at their ends differ
         for start in range(0, words.numel(), _CHUNK_WORDS):
             chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
@@ -59,14 +59,3 @@ def _sums_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Ten
             position += chunk.numel()
         position += 1
     return total
-
-
-def _words_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = _bytes_of(tensor)
-    if flat.numel() % 4 or flat.storage_offset() % 4:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
-    return flat.view(torch.int32)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

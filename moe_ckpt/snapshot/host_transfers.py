@@ -23,11 +23,16 @@ class HostTransfers:
         """Return copies on the host, in order, each in memory of its own. All tensors are on one device."""
         if not tensors:
             return []
-        padded = [_padded_bytes(tensor) for tensor in tensors]
+        flat = [bytes_of(tensor) for tensor in tensors]
+        padded = [torch.nn.functional.pad(each, (0, -each.numel() % _ALIGN_BYTES)) for each in flat]
         self.num_transfers += 1
         packed = torch.cat(padded).to("cpu", copy=True)
         parts = packed.split([part.numel() for part in padded])
-        return [_restored(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        # a clone of each, or the smallest would keep the whole transfer in memory
+        return [
+            part[: tensor.nbytes].view(tensor.dtype).reshape(tensor.shape).clone()
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
 
 
 class PendingCopy:
@@ -48,13 +53,9 @@ class PendingCopy:
         return self._host
 
 
-def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGN_BYTES))
-
-
-def _restored(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return part[: like.nbytes].view(like.dtype).reshape(like.shape).clone()
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as flat bytes, uint8: a view, if they are contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 TRANSFERS = HostTransfers()

@@ -48,7 +48,7 @@ class TokenBucket:
 class Throttle:
     """The waits of copies for tokens, which `lift` ends from another thread; without a cap there are none."""
 
-    def __init__(self, bytes_per_s: float | None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bytes_per_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._bucket = None if bytes_per_s is None else TokenBucket(bytes_per_s, now)
         self._lifted = Event()
 
@@ -78,8 +78,3 @@ class Throttle:
     def apply(self) -> None:
         """Apply the cap again."""
         self._lifted.clear()
-
-
-def unlimited() -> Throttle:
-    """Return a throttle without a cap."""
-    return Throttle(None)

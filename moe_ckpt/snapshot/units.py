@@ -7,7 +7,7 @@ taken then, its last snapshot before, in the same epoch. MoC, section 5.1: modul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from moe_ckpt.snapshot.codec import Snapshot
@@ -32,7 +32,8 @@ def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Sna
     return [
         each
         for each in snapshots
-        if each.header.name != CORE or numbers[each.header.version] >= _taken_with(each)[place]
+        if each.header.name != CORE
+        or (each.header.unit and numbers[each.header.version] >= each.header.unit.taken_with[place])
     ]
 
 
@@ -50,26 +51,17 @@ def needed_for(snapshots: Sequence[Snapshot], version: Version) -> list[Snapshot
     Older units stay for as long as any level needs them: ranks that recover from there and ranks that do not must agree
     on the version of every unit.
     """
-    places: list[Callable[[Snapshot], bool]] = [
-        lambda _: True,
-        lambda each: each.header.unit is None or each.header.unit.on_peers,
-        lambda each: each.header.unit is None or each.header.unit.on_disk,
-    ]
-    return [each for is_there in places for each in _newest(filter(is_there, snapshots), version).values()]
+    on_peers = [each for each in snapshots if each.header.unit is None or each.header.unit.on_peers]
+    on_disk = [each for each in snapshots if each.header.unit is None or each.header.unit.on_disk]
+    return [each for there in (snapshots, on_peers, on_disk) for each in _newest(there, version).values()]
 
 
 def _newest(snapshots: Iterable[Snapshot], version: Version) -> dict[str, Snapshot]:
     """Return by name the newest snapshots that can be part of a version: its own, and older units of its epoch."""
-    fitting = [each for each in snapshots if each.header.version == version or _may_stand_in(each, version)]
-    return {each.header.name: each for each in sorted(fitting, key=lambda each: each.header.iteration)}
-
-
-def _may_stand_in(snapshot: Snapshot, version: Version) -> bool:
-    header = snapshot.header
-    is_of_epoch = header.unit is not None and header.unit.lineage == version.lineage
-    return is_of_epoch and header.iteration <= version.iteration
-
-
-def _taken_with(core: Snapshot) -> tuple[int, int, int]:
-    assert core.header.unit is not None, core.header
-    return core.header.unit.taken_with
+    found: dict[str, Snapshot] = {}
+    for each in sorted(snapshots, key=lambda each: each.header.iteration):
+        header = each.header
+        is_of_epoch = header.unit is not None and header.unit.lineage == version.lineage
+        if header.version == version or (is_of_epoch and header.iteration <= version.iteration):
+            found[header.name] = each
+    return found

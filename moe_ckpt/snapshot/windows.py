@@ -84,7 +84,7 @@ class HostBuffers:
     @property
     def total_bytes(self) -> int:
         with self._lock:
-            return self._total_bytes()
+            return _total(self._in_use.values()) + _total(self._free)
 
     def acquire(self, nbytes: int) -> torch.Tensor:
         """Return a buffer of at least `nbytes` bytes of arbitrary contents.
@@ -95,8 +95,7 @@ class HostBuffers:
         """
         with self._lock:
             buffer = self._take_free(nbytes)
-            if buffer is None:
-                buffer = self._allocate(nbytes)
+            buffer = self._allocate(nbytes) if buffer is None else buffer
             self._use(buffer)
             return buffer
 
@@ -123,9 +122,7 @@ class HostBuffers:
         """
         most_bytes = 1.25 * nbytes + 4096 if self._limit_bytes is None else nbytes
         fitting = [buffer for buffer in self._free if nbytes <= buffer.numel() <= most_bytes]
-        if not fitting:
-            return None
-        best = min(fitting, key=torch.Tensor.numel)
+        best = min(fitting, key=torch.Tensor.numel, default=None)
         self._free = [buffer for buffer in self._free if buffer is not best]
         return best
 
@@ -136,16 +133,9 @@ class HostBuffers:
                 f"host memory for snapshots: got {used_bytes} bytes in use and {nbytes} more to hold, "
                 f"wanted at most ckpt.memory_budget_bytes={self._limit_bytes}"
             )
-        self._drop_free(self._peak_bytes - nbytes)
+        while self._free and used_bytes + _total(self._free) > self._peak_bytes - nbytes:
+            self._memory.free(self._free.pop(0))  # the one that has been free for longest
         return self._memory.allocate(nbytes)
-
-    def _drop_free(self, allowed_bytes: int) -> None:
-        """Drop free buffers, the longest free first, until the pool has the allowed size or all of it is in use."""
-        while self._free and self._total_bytes() > allowed_bytes:
-            self._memory.free(self._free.pop(0))
-
-    def _total_bytes(self) -> int:
-        return _total(self._in_use.values()) + _total(self._free)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,14 +109,14 @@ def test_bubbles_have_room_for_copies() -> None:
 def test_waits_for_copies_are_no_part_of_what_snapshots_add() -> None:
     loop = Loop()
     loop.iterate(1.0, quiet=True)
-    assert loop.meter.snapshot_costs_s(100) is None, "nothing has been measured"
+    assert loop.meter.added.fit(100) is None, "nothing has been measured"
     for _ in range(ENOUGH_BLOCKS):
-        assert not loop.meter.costs_are_settled
+        assert not loop.meter.added.is_settled
         loop.snapshot(stall_s=0.25, busy_s=1.5, wait_s=4.0, sizes=(30, 20))
     loop.meter.snapshot_began()
     assert loop.meter.snapshot_cost_s() == 4.75
-    assert loop.meter.costs_are_settled
-    assert loop.meter.snapshot_costs_s(100) == (0.0, 1.5)  # 50 bytes added 0.75 s
+    assert loop.meter.added.is_settled
+    assert loop.meter.added.fit(100) == (0.0, 1.5)  # 50 bytes added 0.75 s
 
 
 def test_replays_are_measured_by_the_iteration() -> None:

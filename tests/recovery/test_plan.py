@@ -34,7 +34,7 @@ def inventory(
 
 def rollback(first_stage: int, last_stage: int, window_start: int, num_slots: int = 3) -> Rollback:
     segment = Segment(first_stage=first_stage, last_stage=last_stage)
-    return Rollback(segment=segment, window_start=window_start, num_slots=num_slots)
+    return Rollback(segment=segment, states=range(window_start, window_start + num_slots))
 
 
 @pytest.mark.parametrize("stage", [-1, 4])

@@ -160,7 +160,7 @@ def assert_as_expected(job: Job) -> RecoveryPlan | None:
         assert plan is None
         assert expected is None
         return None
-    rollbacks = [(list(r.segment.stages), (r.window_start, r.num_slots)) for r in plan.rollbacks]
+    rollbacks = [(list(r.segment.stages), (r.window_start, len(r.states))) for r in plan.rollbacks]
     assert (plan.target_iteration, rollbacks) == expected
     assert plan.num_stages == job.num_stages
     return plan
@@ -177,7 +177,7 @@ def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
     for rollback in plan.rollbacks:
         for stage in rollback.segment.stages:
             windows = [memories[rank.global_rank][rollback.window_start] for rank in job.ranks(stage)]
-            assert {(window.num_slots, window.cut) for window in windows} == {(rollback.num_slots, windows[0].cut)}
+            assert {(window.num_slots, window.cut) for window in windows} == {(len(rollback.states), windows[0].cut)}
             assert all(window.steps_to >= plan.target_iteration for window in windows)
 
 

@@ -20,7 +20,7 @@ from moe_ckpt.replication.local_disk import copy_blobs
 from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients, Update, is_update, update_from_bytes, update_to_bytes
-from moe_ckpt.snapshot.arriving_update import apply_update, no_capture
+from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
 from moe_ckpt.snapshot.codec import (
@@ -39,6 +39,7 @@ from tests.replication.blobs import buffers_of, content_of, payload_of
 from tests.replication.peers import Ranks, ranks_in
 from tests.snapshot import samples
 from tests.snapshot.samples import SHARD, Piece
+from tests.snapshot.updates import apply_update
 from tests.waits import WAIT_S
 
 UNIT = "layer 0 expert 1"
@@ -209,7 +210,7 @@ def test_a_server_seals_no_state_that_it_made_of_damage(owner: Owner, is_damaged
         payload_of(folder.get(key))[100] ^= 1
     gradients = folder.allocate(update.payload_bytes)
     gradients.zero_()
-    take = lambda: apply_update(folder, "update", update_to_bytes(update), gradients, update.payload_bytes)  # noqa: E731
+    take = lambda: apply_update(folder, update_to_bytes(update), gradients, update.payload_bytes)  # noqa: E731
     if is_damaged:
         with pytest.raises(CheckpointLoadError, match="got a state with checksum"):
             take()
@@ -263,7 +264,7 @@ def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(owner: Owner, 
         payload = folder.allocate(share.nbytes)
         payload.copy_(share.view(torch.uint8))
         captured = lambda wanted: [bytearray(8), bytearray(bucket)] if wanted == sums else []  # noqa: E731
-        apply_update(folder, "update", update_to_bytes(update), payload, share.nbytes, captured)
+        apply_update(folder, update_to_bytes(update), payload, share.nbytes, captured)
         made[target] = content_of(folder, f"snapshot-{target}")
     assert made["tapped"] == made["captured"]
     far = replace(mirrored, places=(None, BucketPlace(group=0, bucket=1, start=6)))
@@ -271,7 +272,7 @@ def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(owner: Owner, 
         update = _following(before, "snapshot-none", base=key, mirrored=places)
         payload = folder.allocate(update.payload_bytes)
         with pytest.raises(CheckpointLoadError, match=says):
-            apply_update(folder, "update", update_to_bytes(update), payload, update.payload_bytes, capture)
+            apply_update(folder, update_to_bytes(update), payload, update.payload_bytes, capture)
     assert "snapshot-none" not in folder.keys()  # noqa: SIM118 - not a mapping
 
 

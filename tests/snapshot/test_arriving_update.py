@@ -14,11 +14,12 @@ import torch
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.snapshot.adam_update import AdamStep, Update, update_to_bytes
-from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, apply_update
+from moe_ckpt.snapshot.arriving_update import ArrivingUpdate
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.codec import MASTER, MOMENTS, PartKey, checksum, header_to_json, layout_parts
 from tests.replication.blobs import buffers_of, content_of
 from tests.snapshot.samples import HEADER
+from tests.snapshot.updates import apply_update
 from tests.waits import WAIT_S
 
 SIZES = {"first": 3000, "second": 70_000}
@@ -96,7 +97,7 @@ def test_a_step_is_taken_while_later_gradients_arrive(
     arriving.folder.discard("next")
     at_once = arriving.payload()
     arriving.fill(at_once, 0, ALL_BYTES)
-    apply_update(arriving.folder, "update", arriving.head, at_once, ALL_BYTES)
+    apply_update(arriving.folder, arriving.head, at_once, ALL_BYTES)
     assert made == content_of(arriving.folder, "next"), "bit for bit as of gradients that were all there"
 
 

@@ -1,0 +1,25 @@
+"""Updates whose bytes are all here before the first step."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, CapturedSums, no_capture
+from moe_ckpt.snapshot.blobs import BlobFolder
+
+
+def apply_update(
+    folder: BlobFolder, head: bytes, gradients: torch.Tensor, nbytes: int, captured: CapturedSums = no_capture
+) -> None:
+    """Compute the copy that an update leads to, and store it in `folder` beside the copy before the step."""
+    update = ArrivingUpdate(folder, "update", head, gradients, nbytes, captured)
+    update.arrived(nbytes)
+    try:
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            update.start(executor)
+            update.keep()
+    except BaseException:
+        update.abandon()
+        raise
