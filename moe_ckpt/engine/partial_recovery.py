@@ -83,7 +83,6 @@ class PartialRecovery:
         self._operators = parts.operators
         self._boost = parts.boost
         self._stores = parts.stores
-        self._memory = parts.stores.memory
         self._store = store
         self._account = parts.account
         self._meter = parts.meter
@@ -177,7 +176,7 @@ class PartialRecovery:
 
     def _found_in(self, place: str) -> list[Snapshot]:
         if place == _MEMORY:
-            return self._memory.snapshots()
+            return self._stores.memory.snapshots()
         disk = self._stores.disk
         if disk is None:
             return []
@@ -250,7 +249,7 @@ class PartialRecovery:
     def _get(self, plan: UnitRecovery, folder: BlobFolder) -> dict[str, Snapshot]:
         """Return this rank's units of the plan, all of them local and verified."""
         sources = plan.sources[self._place.shard.global_rank]
-        places = {_MEMORY: self._memory.snapshots(), _DISK: self._found_in(_DISK) if _DISK in sources.values() else []}
+        places = {place: self._found_in(place) for place in _LEVELS if place in sources.values()}
         fetched = list(read_units(folder).values())
         return {
             name: next(unit for unit in places.get(where, fetched) if _id(unit) == (name, plan.units[name]))

@@ -32,12 +32,7 @@ class SnapshotCost:
 
     def __init__(self) -> None:
         self._blocks: deque[BlockCost] = deque(maxlen=_RECENT_BLOCKS)
-        self._quiet_before: list[float] = []
-        self._quiet_after: list[float] = []
-        self._busy: list[float] = []
-        self._stall_s = 0.0
-        self._num_snapshots = 0
-        self._size_bytes = 0
+        self.forget()
 
     def iteration_finished(self, seconds: float, *, is_quiet: bool) -> None:
         (self._quiet_after if is_quiet else self._busy).append(seconds)
@@ -84,7 +79,9 @@ class SnapshotCost:
         return [BlockCost(num_snapshots=self._num_snapshots, size_bytes=self._size_bytes, seconds=added_s)]
 
     def _begin(self, quiet: list[float]) -> None:
-        self._quiet_before, self._quiet_after, self._busy = quiet, [], []
+        self._quiet_before = quiet
+        self._quiet_after: list[float] = []
+        self._busy: list[float] = []
         self._stall_s, self._num_snapshots, self._size_bytes = 0.0, 0, 0
 
 

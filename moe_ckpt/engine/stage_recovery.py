@@ -49,7 +49,6 @@ class StageRecovery:
         self._stage = parts.stage
         self._operators = parts.operators
         self._stores = parts.stores
-        self._memory = parts.stores.memory
         self._events = parts.events
         self._on_divergence = on_divergence
 
@@ -78,7 +77,7 @@ class StageRecovery:
         boundary = self._stores.boundary
         refs = [
             ref
-            for window in self._memory.windows()
+            for window in self._stores.memory.windows()
             if (ref := self._usable(window)) is not None and (target is None or ref.end <= target)
         ]
         last = 0 if target is None else target
@@ -128,8 +127,8 @@ class StageRecovery:
             StageRecovered(
                 iteration=target,
                 window_start=mine.window_start,
-                first_stage=mine.segment.first_stage,
-                last_stage=mine.segment.last_stage,
+                first_stage=mine.stages[0],
+                last_stage=mine.stages[-1],
                 replayed_iters=target - mine.starts_from,
                 fetched_bytes=fetched_bytes,
                 seconds=seconds,
@@ -171,12 +170,12 @@ class StageRecovery:
         except CheckpointLoadError as error:
             self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
             _log.warning("%s cannot be used: %s", window, error)
-            self._memory.drop(window.start)
+            self._stores.memory.drop(window.start)
             return None
 
     def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
         """Load and replay, or go on with a replay; return the bytes received from neighbours."""
-        window = next(window for window in self._memory.windows() if window.start == rollback.window_start)
+        window = next(window for window in self._stores.memory.windows() if window.start == rollback.window_start)
         contents = [_contents(snapshot) for snapshot in window.snapshots]
         cut = _cut(contents)
 
@@ -213,16 +212,16 @@ class StageRecovery:
     def _run_again(
         self, step: ReplayStep, iteration: int, rollback: Rollback, before_update: Callable[[], None]
     ) -> int:
-        place, segment = self._place, rollback.segment
+        place, segment = self._place, rollback.stages
         steps, boundary = self._stores.steps, self._stores.boundary
         ends = LoggedEnds(
-            from_previous=self._receive(place.previous_rank) if place.stage == segment.first_stage else None,
-            from_next=self._receive(place.next_rank) if place.stage == segment.last_stage else None,
+            from_previous=self._receive(place.previous_rank) if place.stage == segment[0] else None,
+            from_next=self._receive(place.next_rank) if place.stage == segment[-1] else None,
         )
         self._operators.freeze(step.frozen)
         if boundary:
             boundary.begin(iteration)  # log again what this stage sent then: its neighbours may be the next to fail
-        whole_model = segment.stages == range(place.num_stages)
+        whole_model = segment == range(place.num_stages)
         record, start = steps.record(iteration), steps.start(iteration)
         self._stage.replay(record, start, ends, whole_model=whole_model, before_update=before_update)
         if boundary:
@@ -240,9 +239,9 @@ class StageRecovery:
             for rollback in rollbacks:
                 if iteration <= rollback.starts_from:
                     continue
-                if self._place.stage == rollback.segment.first_stage - 1:
+                if self._place.stage == rollback.stages.start - 1:
                     self._send(self._place.next_rank, iteration, Direction.ACTIVATION)
-                if self._place.stage == rollback.segment.last_stage + 1:
+                if self._place.stage == rollback.stages.stop:
                     self._send(self._place.previous_rank, iteration, Direction.GRADIENT)
 
     def _send(self, rank: int | None, iteration: int, direction: Direction) -> None:

@@ -74,7 +74,15 @@ class WindowAgreement:
         if found is _Found.ALL:
             self._keep()
             self._logs.drop_old()
-            self._events.append(self._memory_used())
+            self._events.append(
+                HostMemoryUsed(
+                    **self._stores.memory.bytes_by_role(),
+                    boundary_log_bytes=self._stores.boundary.size_bytes if self._stores.boundary else 0,
+                    step_log_bytes=self._stores.steps.size_bytes,
+                    allocated_bytes=self._stores.allocated_bytes(),
+                    double_buffered_dense_bytes=2 * self._dense_bytes,
+                )
+            )
             return
         self._stores.memory.abandon()
         if self._config.strict:
@@ -184,15 +192,6 @@ class WindowAgreement:
             return _Found.NOT_YET
         with self._meter.waiting():
             return _Found.ALL if publisher.has_copies(window.snapshots) else _Found.NOTHING
-
-    def _memory_used(self) -> HostMemoryUsed:
-        return HostMemoryUsed(
-            **self._stores.memory.bytes_by_role(),
-            boundary_log_bytes=self._stores.boundary.size_bytes if self._stores.boundary else 0,
-            step_log_bytes=self._stores.steps.size_bytes,
-            allocated_bytes=self._stores.allocated_bytes(),
-            double_buffered_dense_bytes=2 * self._dense_bytes,
-        )
 
     def _peer_bytes_per_s(self) -> float:
         """Return the rate to each peer. The cap is for all peers together."""

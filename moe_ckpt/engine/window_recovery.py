@@ -50,7 +50,6 @@ class WindowRecovery:
         self._place = parts.place
         self._stage = parts.stage
         self._stores = parts.stores
-        self._memory = parts.stores.memory
         self._sources = sources
         self._recovery = recovery
         self.copies = copies
@@ -215,12 +214,12 @@ class WindowRecovery:
         common = set(of_each[0]).intersection(*of_each)
         safest = sorted(common, key=lambda start: (min(copies[start] for copies in of_each), start), reverse=True)
         if safest:
-            self._memory.keep_only(safest)
+            self._stores.memory.keep_only(safest)
 
     def _copies_by_start(self) -> dict[int, int]:
         """Return the number of peers that hold a copy of each of this rank's windows."""
         publisher, held = self._stores.publisher, self.copies.held_for_me()
         return {
             window.start: publisher.num_copies(window.snapshots, held) if publisher else 0
-            for window in self._memory.windows()
+            for window in self._stores.memory.windows()
         }

@@ -44,7 +44,6 @@ class WindowSources:
     ) -> None:
         self._place = parts.place
         self._stores = parts.stores
-        self._memory = parts.stores.memory
         self._recovery = recovery
         self._elastic = elastic
         self._logs_tied = logs_tied
@@ -115,7 +114,7 @@ class WindowSources:
         if publisher is None or (fetch is None and start is None):
             return 0
         facts = dict(self._stores.steps.gradients)
-        self._memory.clear()
+        self._stores.memory.clear()
         self._stores.steps.clear()
         try:
             if fetch is not None:
@@ -145,14 +144,14 @@ class WindowSources:
         """Return the starts of all windows of this rank in its memory and, by their keys, on servers of other hosts."""
         keys = frozenset[str]().union(*on_hosts.values())
         there = {start for key in keys if (start := newest_snapshot([key])) is not None}
-        return frozenset(there | {window.start for window in self._memory.windows()})
+        return frozenset(there | {window.start for window in self._stores.memory.windows()})
 
     def bring(self, start: int, on_hosts: Mapping[int, frozenset[str]]) -> int | None:
         """Copy the window with this start from a server of another host to `own_states`, unless memory has it.
 
         Returns its bytes, or None if no server has an intact one.
         """
-        if any(window.start == start for window in self._memory.windows()):
+        if any(window.start == start for window in self._stores.memory.windows()):
             return 0
         elastic, mine = self._elastic, self._place.shard.global_rank
         folder = BlobFolder(elastic.own_states)
@@ -179,7 +178,7 @@ class WindowSources:
         rollback = plan.rollback_of(self._place.stage)
         if rollback is None or not self.servers_lead:
             return None
-        kept = {window.start for window in self._memory.windows()}
+        kept = {window.start for window in self._stores.memory.windows()}
         return None if rollback.window_start in kept else rollback.window_start
 
     def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:

@@ -23,29 +23,16 @@ from moe_ckpt.recovery.inventory import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """Neighbouring pipeline stages that recover together, from `first_stage` to `last_stage` inclusive."""
-
-    first_stage: int
-    last_stage: int
-
-    @property
-    def stages(self) -> range:
-        return range(self.first_stage, self.last_stage + 1)
-
-    def neighbours(self, num_stages: int) -> tuple[int, ...]:
-        return tuple(stage for stage in (self.first_stage - 1, self.last_stage + 1) if 0 <= stage < num_stages)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """A segment and the window that it rolls back to: its snapshots were taken after the iterations `states`.
+    """A segment, which is neighbouring pipeline `stages` that recover together, and the window that it rolls back to.
+
+    The window's snapshots were taken after the iterations `states`.
 
     `resumed_at`: the iteration that an earlier replay of this window reached before it was cut off, on all ranks of the
     segment; their states are still there. None: load the window.
     """
 
-    segment: Segment
+    stages: range
     states: range
     resumed_at: int | None = None
 
@@ -57,6 +44,10 @@ class Rollback:
     def starts_from(self) -> int:
         """The iteration after which the replay starts."""
         return self.window_start if self.resumed_at is None else self.resumed_at
+
+    def neighbours(self, num_stages: int) -> tuple[int, ...]:
+        """Return the stages next to the segment in a pipeline of `num_stages`."""
+        return tuple(stage for stage in (self.stages.start - 1, self.stages.stop) if 0 <= stage < num_stages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,20 +70,20 @@ class RecoveryPlan:
 
     def rollback_of(self, stage: int) -> Rollback | None:
         """Return the rollback in which a stage takes part, or None."""
-        return next((rollback for rollback in self.rollbacks if stage in rollback.segment.stages), None)
+        return next((rollback for rollback in self.rollbacks if stage in rollback.stages), None)
 
     def lines(self) -> list[str]:
         """Return a readable description of the plan, one fact a line."""
-        rolling = {stage for rollback in self.rollbacks for stage in rollback.segment.stages}
+        rolling = {stage for rollback in self.rollbacks for stage in rollback.stages}
         sending = {
             stage
             for rollback in self.rollbacks
             if rollback.starts_from < self.target_iteration
-            for stage in rollback.segment.neighbours(self.num_stages)
+            for stage in rollback.neighbours(self.num_stages)
         }
         waiting = set(range(self.num_stages)) - rolling - sending
         return [
-            *(f"{_span('stage', rollback.segment.stages)}: {self._replay(rollback)}" for rollback in self.rollbacks),
+            *(f"{_span('stage', rollback.stages)}: {self._replay(rollback)}" for rollback in self.rollbacks),
             *([f"{_list(sending)}: wait and send logs"] if sending else []),
             *([f"{_list(waiting)}: wait"] if rolling and waiting else []),
             *(
@@ -111,11 +102,11 @@ class RecoveryPlan:
         return f"replay {_span('iteration', iterations)} from {window}" if iterations else f"load {window}"
 
 
-def plan_segments(stages: Collection[int]) -> tuple[Segment, ...]:
+def _segments(stages: Collection[int]) -> list[range]:
     """Return the runs of neighbours among stages, in order: stages 1, 2 and 5 make the segments 1 to 2 and 5."""
-    firsts = sorted(stage for stage in set(stages) if stage - 1 not in stages)
-    lasts = sorted(stage for stage in set(stages) if stage + 1 not in stages)
-    return tuple(Segment(first_stage=first, last_stage=last) for first, last in zip(firsts, lasts, strict=True))
+    firsts = sorted(stage for stage in stages if stage - 1 not in stages)
+    lasts = sorted(stage for stage in stages if stage + 1 not in stages)
+    return [range(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
 
 
 def plan_recovery(
@@ -154,7 +145,7 @@ def plan_recovery(
         states = _newest(whole)
         # not at the target where the common steps end before it, or the window after it
         target = max(states[-1], min(states[-1] if target is None else target, whole[states]))
-        rollbacks = (Rollback(segment=Segment(first_stage=0, last_stage=len(stages) - 1), states=states),)
+        rollbacks = (Rollback(stages=range(len(stages)), states=states),)
     fetches = _plan_fetches(ranks, memories, stages, rollbacks, target)
     return RecoveryPlan(target_iteration=target, num_stages=len(stages), rollbacks=rollbacks, fetches=fetches)
 
@@ -169,14 +160,14 @@ def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -
     rolling = set(lost)
     while True:
         rollbacks, missing = [], set()
-        for segment in plan_segments(rolling):
-            steps_to = _common_windows([stages[stage] for stage in segment.stages])
+        for segment in _segments(rolling):
+            steps_to = _common_windows([stages[stage] for stage in segment])
             usable = [states for states in steps_to if states[-1] <= target <= steps_to[states]]
             if not usable:
                 return None
-            rollback = _resumed(Rollback(segment=segment, states=_newest(usable)), stages, target)
+            rollback = _resumed(Rollback(stages=segment, states=_newest(usable)), stages, target)
             rollbacks.append(rollback)
-            neighbours, first = segment.neighbours(len(stages)), rollback.starts_from + 1
+            neighbours, first = rollback.neighbours(len(stages)), rollback.starts_from + 1
             missing |= {stage for stage in neighbours if not stages[stage].has_logged(first, target)}
         if not missing:
             return tuple(rollbacks)
@@ -198,7 +189,7 @@ def _resumed(rollback: Rollback, stages: Sequence[StageInventory], target: int) 
 
     So a stage goes on with its recovery when a stage that is no neighbour fails meanwhile. MoEvement, Appendix A.
     """
-    reached = {stages[stage].has_replayed(rollback.states) for stage in rollback.segment.stages}
+    reached = {stages[stage].has_replayed(rollback.states) for stage in rollback.stages}
     resumed_at = reached.pop() if len(reached) == 1 else None
     return rollback if resumed_at is None or resumed_at > target else replace(rollback, resumed_at=resumed_at)
 
@@ -211,7 +202,7 @@ def _plan_fetches(
     target: int,
 ) -> tuple[Fetch, ...]:
     """Return the fetches of ranks that lack their window or steps up to the target, each from the least used holder."""
-    states = {stage: rollback.states for rollback in rollbacks for stage in rollback.segment.stages}
+    states = {stage: rollback.states for rollback in rollbacks for stage in rollback.stages}
     asked: Counter[int] = Counter()
     fetches = []
     for rank in ranks:

@@ -287,11 +287,11 @@ class _Run:
         done, under_way = set[int](), dict[int, ReplayedState | None]()
         for rollback, needed_s in zip(plan.plan.rollbacks, plan.replay_s, strict=True):
             if plan.fetch_s + needed_s <= spent_s:
-                done.update(rollback.segment.stages)
+                done.update(rollback.stages)
                 continue
             replayed_s, target = spent_s - plan.fetch_s, plan.plan.target_iteration
             replayed = replayed_by(self._setup, self._saving, rollback, target, replayed_s)
-            under_way |= dict.fromkeys(rollback.segment.stages, replayed)
+            under_way |= dict.fromkeys(rollback.stages, replayed)
         fetched = spent_s >= plan.fetch_s
         return replace(
             losses,

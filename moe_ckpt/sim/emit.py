@@ -196,12 +196,12 @@ class _Rank:
 
     def _replayed(self, stretch: Recovered, back_s: float) -> Iterator[Timed]:
         for rollback in stretch.plan.rollbacks if stretch.plan else ():
-            if self._stage in rollback.segment.stages:
+            if self._stage in rollback.stages:
                 recovered = StageRecovered(
                     iteration=stretch.iteration,
                     window_start=rollback.window_start,
-                    first_stage=rollback.segment.first_stage,
-                    last_stage=rollback.segment.last_stage,
+                    first_stage=rollback.stages[0],
+                    last_stage=rollback.stages[-1],
                     replayed_iters=stretch.iteration - rollback.window_start,
                     fetched_bytes=0,
                     seconds=stretch.replay_s,
@@ -210,7 +210,7 @@ class _Rank:
 
     def _rejoined(self, stretch: Recovered, deaths: list[str], joined_s: float) -> Rejoined:
         rollbacks = stretch.plan.rollbacks if stretch.plan else ()
-        starts = [rollback.window_start for rollback in rollbacks if self._stage in rollback.segment.stages]
+        starts = [rollback.window_start for rollback in rollbacks if self._stage in rollback.stages]
         return Rejoined(
             generation=self._generation,
             iteration=stretch.iteration,

@@ -106,7 +106,7 @@ def replayed_by(setup: Setup, saving: Saving, rollback: Rollback, target: int, s
     window = Kept(start=rollback.states[0], end=rollback.states[-1])
     whole_s = _rollback_s(setup, saving, rollback, target)
     for iteration in range(target, rollback.starts_from, -1):
-        rest_s = replay_s(setup, saving, rollback.segment.stages, window, target, done=iteration - window.start)
+        rest_s = replay_s(setup, saving, rollback.stages, window, target, done=iteration - window.start)
         if whole_s - rest_s <= spent_s:
             return ReplayedState(states=rollback.states, cut="", iteration=iteration)
     if rollback.resumed_at is None:
@@ -115,7 +115,7 @@ def replayed_by(setup: Setup, saving: Saving, rollback: Rollback, target: int, s
 
 
 def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -> float:
-    stages = rollback.segment.stages
+    stages = rollback.stages
     window = Kept(start=rollback.states[0], end=rollback.states[-1])
     done = rollback.starts_from - window.start
     load_bytes = saving.whole_bytes if rollback.resumed_at is None else 0.0

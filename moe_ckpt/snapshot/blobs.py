@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -266,8 +265,8 @@ class BlobFolder:
             return self._mapped[buffer]
         path = self._buffer_path(buffer)
         try:
-            with _opened(path, os.O_RDWR) as fd:
-                payload = _map(fd, pinned=hold and self._pinned)
+            with open(path, "rb+", buffering=0) as file:
+                payload = _map(file.fileno(), pinned=hold and self._pinned)
         except (OSError, RuntimeError) as error:
             raise CheckpointLoadError(f"{path}: not a payload: {error}") from error
         if hold:
@@ -295,9 +294,9 @@ class BlobFolder:
 def _create(path: Path, nbytes: int, *, pinned: bool) -> torch.Tensor:
     make_private(path.parent)
     _require_free(path.parent, nbytes)
-    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-        os.posix_fallocate(fd, 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
-        tensor = _map(fd, pinned=pinned)
+    with open(path, "xb+", buffering=0, opener=open_private) as file:
+        os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
+        tensor = _map(file.fileno(), pinned=pinned)
     return tensor if nbytes else tensor[:0]
 
 
@@ -318,17 +317,11 @@ def _listed(directory: Path) -> list[Path]:
 def sync(*paths: Path) -> None:
     """Wait until files, or the entries of folders, are on the device. Raises OSError."""
     for path in paths:
-        with _opened(path, os.O_RDONLY) as fd:
+        fd = os.open(path, os.O_RDONLY)  # `open` refuses folders
+        try:
             os.fsync(fd)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = open_private(path, flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+        finally:
+            os.close(fd)
 
 
 def _map(fd: int, *, pinned: bool) -> torch.Tensor:

@@ -259,7 +259,7 @@ class SnapshotMemory:
         assert window is not None, "no window is in flight"
         assert window.complete, f"not complete: {window}"
         before = [older for older in self._persisted if older < window.version]
-        self._land(window, [*[window.version, *before][: self._keep_windows], *also])
+        self._keep([*[window.version, *before][: self._keep_windows], *also], landed=window.snapshots)
 
     def abandon(self) -> None:
         """Drop the window in flight, if there is one."""
@@ -271,12 +271,12 @@ class SnapshotMemory:
         if window is None or not window.complete or window.version in self._persisted:
             self.abandon()
             return
-        self._land(window, [window.version, *self._persisted])
+        self._keep([window.version, *self._persisted], landed=window.snapshots)
 
     def keep_only(self, starts: Sequence[int]) -> None:
         """Keep the first `keep_windows` of the persisted windows with these starts; drop all others."""
         wanted = starts[: self._keep_windows]
-        self._keep([version for version in self._persisted if version.iteration in wanted], self._kept)
+        self._keep([version for version in self._persisted if version.iteration in wanted])
 
     def drop(self, window_start: int) -> None:
         """Drop every window, persisted or in flight, with this start: it is damaged."""
@@ -294,12 +294,10 @@ class SnapshotMemory:
                 totals[BYTES_OF_ROLE[part.key.role]] += part.nbytes
         return totals
 
-    def _land(self, window: Window, versions: Collection[Version]) -> None:
-        """Take the window in flight to the persisted ones, of which these versions stay."""
-        others = [snapshot for snapshot in self._kept if snapshot.header.version != window.version]
-        self._keep(versions, [*others, *window.snapshots])
-
-    def _keep(self, versions: Collection[Version], among: Sequence[Snapshot]) -> None:
+    def _keep(self, versions: Collection[Version], landed: Sequence[Snapshot] = ()) -> None:
+        """Keep these versions. `landed`: the snapshots of the window in flight, in place of others of its version."""
+        replaced = {snapshot.header.version for snapshot in landed}
+        among = [*(snapshot for snapshot in self._kept if snapshot.header.version not in replaced), *landed]
         needed = {id(snapshot) for version in versions for snapshot in needed_for(among, version)}
         self._hold(None, versions, [snapshot for snapshot in among if id(snapshot) in needed])
 

@@ -450,7 +450,7 @@ def plan_of(
     plan = recovery_of(lost, goal, own, held, tuple(logs))
     if plan is None:
         return None
-    rollbacks = [(stage, each.window_start) for each in plan.rollbacks for stage in each.segment.stages]
+    rollbacks = [(stage, each.window_start) for each in plan.rollbacks for stage in each.stages]
     return plan.target_iteration, tuple(rollbacks)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
-from moe_ckpt.recovery.plan import Fetch, RecoveryPlan, Rollback, Segment, plan_recovery
+from moe_ckpt.recovery.plan import Fetch, RecoveryPlan, Rollback, plan_recovery
 
 TARGET = 14
 
@@ -33,8 +33,8 @@ def inventory(
 
 
 def rollback(first_stage: int, last_stage: int, window_start: int, num_slots: int = 3) -> Rollback:
-    segment = Segment(first_stage=first_stage, last_stage=last_stage)
-    return Rollback(segment=segment, states=range(window_start, window_start + num_slots))
+    states = range(window_start, window_start + num_slots)
+    return Rollback(stages=range(first_stage, last_stage + 1), states=states)
 
 
 @pytest.mark.parametrize("stage", [-1, 4])

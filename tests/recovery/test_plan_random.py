@@ -160,7 +160,7 @@ def assert_as_expected(job: Job) -> RecoveryPlan | None:
         assert plan is None
         assert expected is None
         return None
-    rollbacks = [(list(r.segment.stages), (r.window_start, len(r.states))) for r in plan.rollbacks]
+    rollbacks = [(list(r.stages), (r.window_start, len(r.states))) for r in plan.rollbacks]
     assert (plan.target_iteration, rollbacks) == expected
     assert plan.num_stages == job.num_stages
     return plan
@@ -175,7 +175,7 @@ def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
         copies = {window.start: window for window in inventories[fetch.source_rank].held[fetch.global_rank]}
         memories[fetch.global_rank][fetch.window_start] = copies[fetch.window_start]
     for rollback in plan.rollbacks:
-        for stage in rollback.segment.stages:
+        for stage in rollback.stages:
             windows = [memories[rank.global_rank][rollback.window_start] for rank in job.ranks(stage)]
             assert {(window.num_slots, window.cut) for window in windows} == {(len(rollback.states), windows[0].cut)}
             assert all(window.steps_to >= plan.target_iteration for window in windows)
@@ -202,7 +202,7 @@ def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
 def outcome_of(job: Job, plan: RecoveryPlan | None) -> list[str]:
     if plan is None:
         return ["nothing is left"]
-    rolling = {stage for rollback in plan.rollbacks for stage in rollback.segment.stages}
+    rolling = {stage for rollback in plan.rollbacks for stage in rollback.stages}
     names = {
         "only the lost": rolling == job.lost and job.target is not None,
         "some healthy": job.lost < rolling and len(rolling) < plan.num_stages,

@@ -54,7 +54,7 @@ def recoveries(outcome: Outcome) -> list[Recovered]:
 def windows_of(recovered: Recovered) -> list[tuple[range, int, int]]:
     """Return the stages that roll back, each with the start and the slots of its window."""
     assert recovered.plan is not None
-    return [(each.segment.stages, each.window_start, each.num_slots) for each in recovered.plan.rollbacks]
+    return [(each.stages, each.window_start, len(each.states)) for each in recovered.plan.rollbacks]
 
 
 def case(name: str, saving: Saving, kills: Sequence[Kill], *windows: tuple[range, int, int], **facts: object) -> Any:

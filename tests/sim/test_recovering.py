@@ -102,7 +102,7 @@ def test_lost_nodes_are_planned_for_as_by_all_ranks(nodes: set[int], before: set
 def test_a_stage_on_its_way_back_is_lost_with_what_is_lost_then() -> None:
     lost = replace(losses(5), rolling={2: None})
     plan = plan_after(SETUP, LOCAL, KEPT, lost, REACHED)
-    assert [rollback.segment.stages for rollback in plan.rollbacks] == [range(1, 3)]
+    assert [rollback.stages for rollback in plan.rollbacks] == [range(1, 3)]
 
 
 def test_a_cut_off_replay_goes_on_from_its_last_whole_iteration() -> None:
@@ -121,7 +121,7 @@ def test_a_cut_off_replay_goes_on_from_its_last_whole_iteration() -> None:
 
 def test_everybody_goes_back_to_a_whole_snapshot() -> None:
     plan = plan_after(SETUP, GEMINI, (Kept(start=5, end=5),), losses(0), REACHED)
-    assert (plan.target_iteration, plan.rollbacks[0].segment.stages) == (5, range(4))
+    assert (plan.target_iteration, plan.rollbacks[0].stages) == (5, range(4))
 
 
 def test_a_replay_takes_its_iterations_and_its_frozen_operators_less() -> None:
