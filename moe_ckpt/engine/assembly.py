@@ -71,9 +71,11 @@ class InMemoryPolicy(Policy, Protocol):
 
     def own_forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank of this stage can need."""
+        ...
 
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
+        ...
 
 
 class Communicator(Protocol):

@@ -60,18 +60,23 @@ class Operators(Protocol):
 
         Collective in the stage.
         """
+        ...
 
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
         """Return this rank's pieces of these operators: whole state (`full`) or compute weights. Tensors are live."""
+        ...
 
     def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
         """Return the buffers of these operators, which change in the forward pass already."""
+        ...
 
     def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
         """The step of `iteration` follows."""
+        ...
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
         """Return the gradients of these operators' step of `iteration`, live until the next step; None if unknown."""
+        ...
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
         """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
@@ -79,12 +84,15 @@ class Operators(Protocol):
         Keys are those of the master weights; tensors are flat float32, in the order of `pieces`. Pieces that take no
         step are left out.
         """
+        ...
 
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
         """Return Adam's step of `iteration` for each piece, by the same keys; empty if the step was skipped."""
+        ...
 
     def adam_steps(self) -> tuple[float, ...]:
         """Return the step count of each inner optimizer."""
+        ...
 
     def load(
         self,
@@ -94,12 +102,15 @@ class Operators(Protocol):
         adam_steps: Sequence[float],
     ) -> None:
         """Write pieces back, on all ranks of the stage together, and gather the weights."""
+        ...
 
     def digests(self) -> Mapping[str, str]:
         """Return a hash of this rank's pieces of each operator, by the operator's name."""
+        ...
 
     def freeze(self, frozen: Collection[str]) -> None:
         """Skip the weight gradients of these operators, and compute those of all others."""
+        ...
 
 
 class Mirror(Protocol):
@@ -113,9 +124,11 @@ class Mirror(Protocol):
 
         Collective in the groups.
         """
+        ...
 
     def sums(self) -> tuple[MirroredSums, ...]:
         """Return the reductions since the last call, or since the mark: those of one iteration."""
+        ...
 
 
 class Stage(Protocol):
@@ -126,15 +139,18 @@ class Stage(Protocol):
 
         Buffers are remembered internally.
         """
+        ...
 
     def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
         """Restore the state that an iteration started from.
 
         To undo iteration `undo`, also restore its remembered buffers.
         """
+        ...
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
         """Return the facts of an iteration whose gradients are ready."""
+        ...
 
     def replay(
         self,
@@ -149,15 +165,19 @@ class Stage(Protocol):
 
         Calls `before_update` before parameters change; until then `restore_start` can undo the iteration.
         """
+        ...
 
     def abandon_pass(self) -> None:
         """A pass over a batch was cut off: drop everything that it left behind outside the state."""
+        ...
 
     def update(self, gradients: ReadyGradients) -> None:
         """Take the step with complete gradients, on this rank alone."""
+        ...
 
     def gather(self) -> None:
         """Gather the weights after a step. Collective in the stage; may be repeated."""
+        ...
 
 
 class Counts(Protocol):
@@ -165,9 +185,11 @@ class Counts(Protocol):
 
     def begin(self) -> None:
         """Count from zero."""
+        ...
 
     def end(self) -> ExpertCounts:
         """Stop, and return what this rank has counted."""
+        ...
 
 
 class Boost(Protocol):
@@ -176,21 +198,27 @@ class Boost(Protocol):
     @property
     def deficit(self) -> npt.NDArray[np.int64]:
         """The tokens still to be made up, over all ranks of the stage."""
+        ...
 
     def recover(self, deficit: npt.NDArray[np.int64]) -> None:
         """Set the deficit to these tokens."""
+        ...
 
     def begin_iteration(self) -> None:
         """Drop the counts of an abandoned attempt."""
+        ...
 
     def end_iteration(self) -> npt.NDArray[np.int64]:
         """Return the extra tokens that this rank's experts have processed in the iteration."""
+        ...
 
     def make_up(self, extra: npt.NDArray[np.int64]) -> None:
         """Subtract the extra tokens of all ranks of the stage from the deficit."""
+        ...
 
     def boosted(self, iteration: int) -> CapacityBoosted | None:
         """Return the capacities that the last iteration gave to experts, or None."""
+        ...
 
 
 class FaultInjector(Protocol):
@@ -198,6 +226,8 @@ class FaultInjector(Protocol):
 
     def wipe(self) -> None:
         """Overwrite all parameters, optimizer state and counts."""
+        ...
 
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
         """Call back once in the middle of the next forward or backward pass."""
+        ...

@@ -48,18 +48,23 @@ class JobRecovery(Protocol):
 
         Raises NothingLeftError on all ranks if the remaining sources lead to no common state.
         """
+        ...
 
     def look_at_disks(self) -> OnDisks:
         """Wait for writes in progress; then return the iterations that all ranks' local disks lead to, verified."""
+        ...
 
     def begin_on_disks(self) -> None:
         """All ranks start from nothing: empty their local disks."""
+        ...
 
     def load_from_disk(self) -> int:
         """Bring all ranks to the newest state that their local disks lead to; return its iteration.
 
         Peers receive nothing until copying resumes. Raises CheckpointLoadError on all ranks if no such state exists.
         """
+        ...
 
     def forget(self) -> None:
         """Empty the memory, as `copies.drop_all` does: all ranks continue from a state that it does not lead to."""
+        ...

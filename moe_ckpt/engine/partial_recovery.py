@@ -50,6 +50,7 @@ class PartialPolicy(Protocol):
 
         `plt`: the loss of all faults so far.
         """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

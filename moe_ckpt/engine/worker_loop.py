@@ -26,24 +26,31 @@ class Rendezvous(Protocol):
 
     def join(self) -> int:
         """Wait for all ranks, and return the generation that begins."""
+        ...
 
     def entered(self) -> None:
         """All ranks have reached one state in this generation."""
+        ...
 
     def deaths(self) -> Sequence[Death]:
         """Return the deaths since the last generation that all ranks entered."""
+        ...
 
     def num_deaths(self) -> int:
         """Return the number of workers of the job that have died so far."""
+        ...
 
     def lost(self, error: BaseException) -> bool:
         """Return whether an error means that the generation has ended."""
+        ...
 
     def leave(self) -> str:
         """Leave a generation that has ended; return the reason for its end."""
+        ...
 
     def finish(self) -> None:
         """Wait until all ranks have finished. Raises PeersLostError if a rank is lost meanwhile."""
+        ...
 
 
 class TrainingRun(Protocol):
@@ -51,6 +58,7 @@ class TrainingRun(Protocol):
 
     def run(self, done: int, notes: Sequence[str]) -> None:
         """Train from the state after `done` iterations to the last iteration. `notes` go to the log first."""
+        ...
 
 
 class ElasticJob:

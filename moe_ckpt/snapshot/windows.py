@@ -37,9 +37,11 @@ class HostMemory(Protocol):
 
         Raises CheckpointSaveError if there is no such memory.
         """
+        ...
 
     def free(self, tensor: torch.Tensor) -> None:
         """Free memory: the same object that was allocated. Neither it nor a view of it may be used afterwards."""
+        ...
 
 
 class PrivateMemory:
@@ -167,9 +169,11 @@ class SnapshotPublisher(Protocol):
 
         Raises CheckpointSaveError if it cannot be stored.
         """
+        ...
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """The snapshot is not needed any more, and its memory is about to be reused."""
+        ...
 
 
 class SnapshotMemory:
