@@ -37,7 +37,6 @@ from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.stage_profiles import share_profiles
 from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
-from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.token_account import TokenAccount, TokenRate
 from moe_ckpt.engine.window_recovery import WindowRecovery
 from moe_ckpt.engine.window_sources import WindowSources
@@ -177,7 +176,6 @@ class InMemoryAssembly:
             recovery=recovery,
             losses=injected,
             notes=[*self._policy.notes(), *self._attached.notes, *self._placement()],
-            recovers_locally=self._config.recovers_locally,
             rejoin=self._rejoin(rank, store, partial, recovery),
         )
         return Parts(policy=self._policy, sparse=parts)
@@ -193,9 +191,8 @@ class InMemoryAssembly:
     ) -> JobRecovery | None:
         if self._elastic is None:
             return None
-        copies = CopySurvey(self._place, rank.stores, self._elastic)
         if partial:
-            return PartialRecovery(rank, store, partial, copies, self._elastic, self._attached.tokens)
+            return PartialRecovery(rank, store, partial, self._elastic, self._attached.tokens)
         assert recovery is not None, "only units are loaded without a replay"
         sources = WindowSources(
             rank,
@@ -204,9 +201,8 @@ class InMemoryAssembly:
             logs_tied=self._attached.tied_gradient_bytes > 0,
             servers_lead=self._config.served is not None,
         )
-        return WindowRecovery(
-            rank, sources, recovery, copies, self._elastic, recovers_locally=self._config.recovers_locally
-        )
+        recovers_locally = self._config.recovers_locally
+        return WindowRecovery(rank, sources, recovery, self._elastic, recovers_locally=recovers_locally)
 
     def _placement(self) -> list[str]:
         if self._elastic is None:

@@ -32,7 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class InMemoryTier:
-    """Carries out the policy's slot plans. All hooks are collective over all ranks."""
+    """Carries out the policy's slot plans. All hooks are collective over all ranks.
+
+    `recovers_locally`: ranks that survive a fault keep their state, so every iteration is logged.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class InMemoryTier:
     ) -> None:
         self.logs = IterationLogs(config, parts)
         self._strict = config.strict
-        self._logs_all = config.recovers_locally
+        self.recovers_locally = config.recovers_locally
         self._place = parts.place
         self._stage = parts.stage
         self._operators = parts.operators
@@ -62,7 +65,7 @@ class InMemoryTier:
     def started(self, iteration: int) -> None:
         """Before the first forward of `iteration`."""
         self._agreement.forget_measured()
-        if self._logs_all:
+        if self.recovers_locally:
             self.logs.begin(iteration)
         self._experts.begin()
         if self._stores.bubbles:
@@ -78,7 +81,7 @@ class InMemoryTier:
             self._meter.bubbles_s.append(self._stores.bubbles.take_seconds())
         self._operators.note_step(iteration, gradients)
         self._experts.note_extra(gradients)
-        if self._logs_all:
+        if self.recovers_locally:
             self.logs.add(iteration, gradients)
         try:
             with self._meter.waiting():
@@ -86,7 +89,7 @@ class InMemoryTier:
         except CheckpointSaveError as error:
             self._report(error)
         # where the next window follows at once, this one has to reach peers now; whole snapshots and pauses leave time
-        waits = self._logs_all and not self._pauses
+        waits = self.recovers_locally and not self._pauses
         self._collect(wait=self._agreement.awaits and waits)
         self._experts.count()
         if self._agreement.awaits:
@@ -102,7 +105,7 @@ class InMemoryTier:
         """The state is that after `iteration` steps."""
         self._meter.iteration_finished()
         self._experts.make_up(iteration)
-        if self._logs_all:
+        if self.recovers_locally:
             self.logs.note_start(iteration + 1)
 
     def take(self, plan: SlotPlan, *, to_disk: bool = False) -> None:

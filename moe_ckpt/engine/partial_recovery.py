@@ -73,12 +73,11 @@ class PartialRecovery:
         parts: RankParts,
         store: SnapshotStore,
         policy: PartialPolicy,
-        copies: CopySurvey,
         elastic: ElasticContext,
         rate: TokenRate,
     ) -> None:
         assert parts.account is not None, "units go with an account of lost tokens"
-        self.copies = copies
+        self.copies = CopySurvey(parts, elastic)
         self._place = parts.place
         self._stage = parts.stage
         self._operators = parts.operators

@@ -35,7 +35,6 @@ class InMemoryParts:
     """The parts of a session with snapshots in host memory; `notes` forecast its cost, for the log.
 
     `rejoin` is None if the loss of a process ends the job, `recovery` if only the loss of a process can lose state.
-    `recovers_locally`: surviving ranks keep their state.
     """
 
     tier: InMemoryTier
@@ -43,8 +42,23 @@ class InMemoryParts:
     recovery: StageRecovery | None
     losses: StateLosses
     notes: Sequence[str]
-    recovers_locally: bool
     rejoin: JobRecovery | None = None
+
+    def recover(self, target_iteration: int, *, undo: bool) -> bool:
+        """Recover lost state; return whether any was lost.
+
+        Then all ranks are at the state after the target iteration.
+        """
+        lost = self.losses.take()
+        if lost is None:
+            return False
+        if undo:
+            self.tier.stop_observing()
+        self.tier.settle()
+        assert self.recovery is not None, lost
+        self.recovery.recover(lost, target_iteration, undo=undo)
+        self.tier.retake(target_iteration)
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -188,10 +202,10 @@ class Session:
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         if self.sparse is None:
             return True
-        if self._recover(self.sparse, iteration - 1, undo=True):
+        if self.sparse.recover(iteration - 1, undo=True):
             return False
         self.sparse.tier.ready(iteration, gradients)
-        if self._elastic and self.sparse.recovers_locally:
+        if self._elastic and self.sparse.tier.recovers_locally:
             self._vote(self.sparse, iteration, gradients)
         self._enter_phase(Phase.STEP)
         return True
@@ -208,7 +222,7 @@ class Session:
         if self.sparse:
             self.sparse.tier.committed(iteration)
             self.sparse.losses.strike(iteration, "step")
-            self._recover(self.sparse, iteration, undo=False)
+            self.sparse.recover(iteration, undo=False)
         assert self._parts is not None
         plan = self._parts.policy.plan(iteration, self._measure)
         self._attempt(lambda: self._durable.poll(wait=plan.durable))
@@ -217,7 +231,7 @@ class Session:
         if self.sparse:
             self._take(self.sparse, iteration, plan)
             self.sparse.losses.strike(iteration, "between")
-            self._recover(self.sparse, iteration, undo=False)
+            self.sparse.recover(iteration, undo=False)
         self._enter_phase(Phase.BETWEEN)
 
     def wait_for_saves(self) -> None:
@@ -308,22 +322,6 @@ class Session:
             self._events.append(ExpertsChosen(iteration=iteration, **asdict(plan.experts)))
         if plan.sparse:
             sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
-
-    def _recover(self, sparse: InMemoryParts, target_iteration: int, *, undo: bool) -> bool:
-        """Recover lost state; return whether any was lost.
-
-        Then all ranks are at the state after the target iteration.
-        """
-        lost = sparse.losses.take()
-        if lost is None:
-            return False
-        if undo:
-            sparse.tier.stop_observing()
-        sparse.tier.settle()
-        assert sparse.recovery is not None, lost
-        sparse.recovery.recover(lost, target_iteration, undo=undo)
-        sparse.tier.retake(target_iteration)
-        return True
 
     def _measure(self) -> Measured:
         assert self.sparse is not None

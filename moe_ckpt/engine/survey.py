@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.interfaces import StagePlace
-from moe_ckpt.engine.rank_parts import TierStores
+from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.target import Standing, Target, plan_target
@@ -45,9 +44,9 @@ class Progress:
 class CopySurvey:
     """One rank's view of the snapshots of all ranks."""
 
-    def __init__(self, place: StagePlace, stores: TierStores, elastic: ElasticContext) -> None:
-        self._place = place
-        self._stores = stores
+    def __init__(self, parts: RankParts, elastic: ElasticContext) -> None:
+        self._place = parts.place
+        self._stores = parts.stores
         self._elastic = elastic
         self._held: Mapping[int, frozenset[str]] = {}
         self._dropped_of_servers = False

@@ -42,7 +42,6 @@ class WindowRecovery:
         parts: RankParts,
         sources: WindowSources,
         recovery: StageRecovery,
-        copies: CopySurvey,
         elastic: ElasticContext,
         *,
         recovers_locally: bool,
@@ -52,15 +51,11 @@ class WindowRecovery:
         self._stores = parts.stores
         self._sources = sources
         self._recovery = recovery
-        self.copies = copies
+        self.copies = CopySurvey(parts, elastic)
         self._elastic = elastic
         self._recovers_locally = recovers_locally
 
     def run(self, state: StepState) -> RecoveredState:
-        """Bring all ranks to one state. Copies in the ranks' memory stay as they are until copying resumes.
-
-        Raises NothingLeftError on all ranks if the remaining sources lead to no common state.
-        """
         progress = self.copies.stop_copying(state)
         target = progress.target
         begins_anew = target is not None and target.iteration == 0
@@ -98,7 +93,6 @@ class WindowRecovery:
         )
 
     def look_at_disks(self) -> OnDisks:
-        """Wait for writes in progress; then return the iterations that all ranks' local disks lead to, verified."""
         looked = gather_results(self._place.ranks, self._sources.look_at_disk, CheckpointLoadError)
         common = frozenset[int].intersection(*(usable for _, usable, _ in looked))
         return OnDisks(

@@ -114,9 +114,8 @@ def follows_from_gradients(header: SnapshotHeader) -> bool:
     """Return whether all of a snapshot but its buffers is whole FP32 state, which a step of torch's Adam determines."""
     parts = state_parts(header)
     tensors = {(part.key.operator, part.key.tensor) for part in parts}
-    keys = {part.key for part in parts}
     whole = {PartKey(operator=op, tensor=name, role=role) for op, name in tensors for role in (MASTER, *MOMENTS)}
-    return keys == whole and all(part.dtype == torch.float32 for part in parts)
+    return {part.key for part in parts} == whole and all(part.dtype == torch.float32 for part in parts)
 
 
 def buffer_parts(header: SnapshotHeader) -> list[Part]:
@@ -139,9 +138,9 @@ def update_from_bytes(data: bytes) -> Update:
     try:
         fields = json.loads(head)
         steps = tuple(step and AdamStep(**dict(zip(AdamStep.__slots__, step, strict=True))) for step in fields["steps"])
-        keys = {"base": fields["base"], "target": fields["target"]}
         update = Update(
-            **keys,
+            base=fields["base"],
+            target=fields["target"],
             steps=steps,
             header=header_from_json(header),
             seals=fields["seals"] is True,

@@ -79,8 +79,11 @@ class BoundaryLog:
         source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron replaces the storage of sent tensors
         try:
             buffer = self._buffers.acquire(source.numel())
-        except CheckpointSaveError as error:
-            self._give_up(error)
+        except CheckpointSaveError as error:  # a recovery sees the gap in the log, and training continues
+            (iteration,) = (number for number, log in self._iterations.items() if log is self._current)
+            self.end()
+            self._drop(iteration)
+            _log.warning("boundary log: iteration %d is not logged, training goes on: %s", iteration, error)
             return
         size_bytes = source.numel()
         copied = self._copier.run(lambda: self._copier.copy_now([(buffer[:size_bytes], source)]))
@@ -101,13 +104,6 @@ class BoundaryLog:
         for entry in entries:
             entry.copied.result()
         return [entry.buffer[: entry.size_bytes] for entry in entries]
-
-    def _give_up(self, error: CheckpointSaveError) -> None:
-        """Drop this iteration's log and stop logging it: a recovery sees the gap. Training continues."""
-        (iteration,) = (number for number, log in self._iterations.items() if log is self._current)
-        self._current = None
-        self._drop(iteration)
-        _log.warning("boundary log: iteration %d is not logged, training goes on: %s", iteration, error)
 
     def usable_from(self, last: int) -> int:
         """Return the first iteration from which the log is complete and intact up to `last`; else last + 1."""

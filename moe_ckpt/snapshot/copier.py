@@ -6,7 +6,7 @@ Owns: the thread, the stream, and the order of copies. Must not: allocate buffer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -49,37 +49,33 @@ class HostCopier:
         On a device the seconds are its own: the host may be iterations ahead, and would count the wait for the
         computations before the copies as well.
         """
-        started_s = time.monotonic()
-        began, ended = self._timing_event(), self._timing_event()
-        if began is not None:
-            began.record()
-        for target, source in self._throttled(copies):
-            target.copy_(source, non_blocking=True)
-        if began is None or ended is None or self._stream is None:
+        if self._stream is None:
+            started_s = time.monotonic()
+            self._copy(copies)
             return time.monotonic() - started_s
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        self._copy(copies)
         ended.record()
         self._stream.synchronize()
         return began.elapsed_time(ended) / 1e3  # milliseconds
-
-    def _timing_event(self) -> torch.cuda.Event | None:
-        return None if self._stream is None else torch.cuda.Event(enable_timing=True)
 
     def close(self) -> None:
         """Finish the queue, without a cap, and end the thread."""
         self.throttle.lift()
         self._thread.shutdown()
 
-    def _throttled(self, copies: Iterable[Copy]) -> Iterator[Copy]:
-        """Yield copies as tokens admit them, in chunks if there is a cap."""
+    def _copy(self, copies: Iterable[Copy]) -> None:
+        """Copy as tokens admit it, in chunks if there is a cap."""
         for target, source in copies:
             if not self.throttle.has_cap:
-                yield target, source
+                target.copy_(source, non_blocking=True)
                 continue
             length = max(1, _CHUNK_BYTES // target.element_size())
             for start in range(0, target.numel(), length):
                 chunk = target[start : start + length]
                 self.throttle.wait(chunk.nbytes)
-                yield chunk, source[start : start + length]
+                chunk.copy_(source[start : start + length], non_blocking=True)
 
     def _run_on_stream(self, work: Callable[[], T], computed: torch.cuda.Event) -> T:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
