@@ -63,5 +63,5 @@ def _newest(snapshots: Iterable[Snapshot], version: Version) -> dict[str, Snapsh
         header = each.header
         is_of_epoch = header.unit is not None and header.unit.lineage == version.lineage
         if header.version == version or (is_of_epoch and header.iteration <= version.iteration):
-            found[header.name] = each
+            found[header.name] = each  # in place of an older one
     return found
