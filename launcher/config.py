@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -88,7 +88,7 @@ class ModelConfig:
     hidden_dropout: float
     attention_dropout: float
     init_std: float
-    vocab_size: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
+    vocab_size: int | str
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
@@ -130,11 +130,11 @@ class ModelConfig:
 class ParallelConfig:
     """Degrees of parallelism, `auto` where they follow from the number of processes. See conf/parallel/auto.yaml."""
 
-    pp: Union[int, str]  # noqa: UP007
-    dp: Union[int, str]  # noqa: UP007
-    ep: Union[int, str]  # noqa: UP007
-    tp: Union[int, str]  # noqa: UP007
-    ranks_per_node: Union[int, str]  # noqa: UP007
+    pp: int | str
+    dp: int | str
+    ep: int | str
+    tp: int | str
+    ranks_per_node: int | str
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -170,7 +170,13 @@ class PrecisionConfig:
             setting, got = ("precision.fp8", self.fp8) if self.fp8 else ("precision.master", self.master)
             require(self.dtype == "bf16", "precision.dtype", self.dtype, f"bf16 where {setting}={got}".lower())
         if self.fp8_param_gather:
-            self._require_fp8_parameters()
+            setting = "precision.fp8_param_gather=true"
+            require(self.fp8, "precision.fp8", self.fp8, f"true where {setting}")
+            # Megatron accepts FP16 masters, and breaks: see `moe_ckpt.megatron.replay`
+            require(self.master == "fp32", "precision.master", self.master, f"fp32 where {setting}")
+            has_fp32_moments = (self.exp_avg, self.exp_avg_sq) == ("fp32", "fp32")
+            wanted = f"tensorwise or blockwise where {setting} and moments are not fp32"
+            require(has_fp32_moments or self.fp8_recipe != "delayed", "precision.fp8_recipe", self.fp8_recipe, wanted)
         require_at_least("precision.min_loss_scale", self.min_loss_scale, 1.0)
         require_at_least("precision.initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
         require_at_least("precision.loss_scale_window_iters", self.loss_scale_window_iters, 1)
@@ -186,15 +192,6 @@ class PrecisionConfig:
             exp_avg_sq=self.exp_avg_sq,
             has_history=self.fp8_param_gather and is_delayed,
         )
-
-    def _require_fp8_parameters(self) -> None:
-        setting = "precision.fp8_param_gather=true"
-        require(self.fp8, "precision.fp8", self.fp8, f"true where {setting}")
-        # Megatron accepts FP16 masters, and breaks: see `moe_ckpt.megatron.replay`
-        require(self.master == "fp32", "precision.master", self.master, f"fp32 where {setting}")
-        has_fp32_moments = (self.exp_avg, self.exp_avg_sq) == ("fp32", "fp32")
-        wanted = f"tensorwise or blockwise where {setting} and moments are not fp32"
-        require(has_fp32_moments or self.fp8_recipe != "delayed", "precision.fp8_recipe", self.fp8_recipe, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +210,9 @@ class DataConfig:
         require_at_least("data.seed", self.seed, 0)
         if self.source == "stdlib":
             require(self.path is None, "data.path", self.path, "null where data.source=stdlib")
+            require(self.tokenizer is None, "data.tokenizer", self.tokenizer, "null (bytes) where data.source=stdlib")
         else:
             require(bool(self.path), "data.path", self.path, f"a path where data.source={self.source}")
-        if self.source == "stdlib":
-            require(self.tokenizer is None, "data.tokenizer", self.tokenizer, "null (bytes) where data.source=stdlib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +229,8 @@ class TrainConfig:
     lr: float
     min_lr: float
     lr_schedule: str
-    lr_warmup_iters: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
-    lr_decay_iters: Union[int, str]  # noqa: UP007
+    lr_warmup_iters: int | str
+    lr_decay_iters: int | str
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -244,7 +240,7 @@ class TrainConfig:
     eval_every_iters: int
     eval_batches: int
     deterministic: bool
-    check_determinism: Union[bool, str]  # noqa: UP007
+    check_determinism: bool | str
     resume: str
 
     def __post_init__(self) -> None:
@@ -257,10 +253,9 @@ class TrainConfig:
         require_choice("train.lr_schedule", self.lr_schedule, ["constant", "linear", "cosine"])
         require_choice("train.recompute", self.recompute, ["none", "selective", "full"])
         require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
-        if isinstance(self.lr_decay_iters, str):
-            require_choice("train.lr_decay_iters", self.lr_decay_iters, [AUTO, "a number"])
-        if isinstance(self.lr_warmup_iters, str):
-            require_choice("train.lr_warmup_iters", self.lr_warmup_iters, [AUTO, "a number"])
+        for name in ("lr_decay_iters", "lr_warmup_iters"):
+            if isinstance(getattr(self, name), str):
+                require_choice(f"train.{name}", getattr(self, name), [AUTO, "a number"])
         wanted = f"at least 0 and less than the {self.num_decay_iters} iterations that the learning rate decays over"
         valid = 0 <= self.num_warmup_iters < self.num_decay_iters
         require(valid, "train.lr_warmup_iters", self.lr_warmup_iters, wanted)
@@ -403,7 +398,7 @@ def _choice_as_text(argument: str, groups: Sequence[str]) -> str:
 def read_settings(path: Path) -> Settings:
     """Return the settings that a run left as config.yaml. Raises ConfigError for those of another version."""
     config = OmegaConf.load(path)
-    require(isinstance(config, DictConfig), str(path), type(config).__name__, "a composed configuration")
+    require(OmegaConf.is_dict(config), str(path), type(config).__name__, "a composed configuration")
     return to_settings(cast("DictConfig", config))
 
 
@@ -450,7 +445,9 @@ def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
         return cast("T", OmegaConf.to_object(OmegaConf.merge(_schema(kind), config[name])))
     except OmegaConfBaseException as error:
         is_ours = re.split(r"[.\[]", str(error.full_key))[0] in known
-        key = error.full_key if is_ours else f"{_key_of_list(config[name])}: {error.full_key}"
+        # of a value in a list OmegaConf names the inner key only
+        of_list = next((str(key) for key in config[name] if OmegaConf.is_list(config[name][key])), "")
+        key = error.full_key if is_ours else f"{of_list}: {error.full_key}"
         raise ConfigError(f"{name}.{key}: {error.msg or error}".split("\n")[0]) from None
 
 
@@ -463,11 +460,6 @@ def _schema(kind: type[Any]) -> DictConfig:
             schema[name] = OmegaConf.structured(of)
             OmegaConf.set_readonly(schema[name], False)
     return schema
-
-
-def _key_of_list(section: DictConfig) -> str:
-    """Return which key holds a list of values with keys of their own; OmegaConf names only the inner key."""
-    return next((str(key) for key in section if OmegaConf.is_list(section[key])), "")
 
 
 def _explain(message: str, kinds: Kinds) -> str:

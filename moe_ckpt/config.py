@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Union, cast
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 from moe_ckpt.errors import ConfigError
 
@@ -51,7 +51,7 @@ def parse_endpoints(setting: str, text: str) -> list[tuple[str, int]]:
     return endpoints
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """A policy's name, and the answers of most policies to questions of the engine and the launcher."""
 
@@ -61,6 +61,10 @@ class PolicyConfig:
     loses_tokens: ClassVar[bool] = False  # a snapshot has some experts only: after a rollback the others are older
     asks_popularity: ClassVar[bool] = False  # the policy chooses experts by their tokens, which ranks then count
     copies_within_stage: ClassVar[bool] = False  # peers are ranks of the same pipeline stage
+
+    def __post_init__(self) -> None:
+        # for configurations that programs build: the launcher and `moe_ckpt.run` choose the class by the policy
+        require_choice("ckpt.policy", self.policy, [type(self).__name__.removesuffix("Config").lower()])
 
     @property
     def in_memory(self) -> InMemoryConfig | None:
@@ -88,7 +92,7 @@ class PolicyConfig:
         return 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NoneConfig(PolicyConfig):
     """`ckpt=none`: saves nothing; a fault restarts from the beginning."""
 
@@ -96,11 +100,8 @@ class NoneConfig(PolicyConfig):
     async_save: ClassVar[bool] = False
     strict: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["none"])
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SavingConfig(PolicyConfig):
     """The settings of all policies that save: whole checkpoints in Megatron's dist_checkpointing format."""
 
@@ -109,6 +110,7 @@ class SavingConfig(PolicyConfig):
     strict: bool
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("ckpt.keep", self.keep, 1)
 
 
@@ -156,24 +158,48 @@ class TlsConfig:
 NO_TLS = TlsConfig(certificate=None, key=None, authority=None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DenseConfig(SavingConfig):
     """`ckpt=dense`: the whole state, durable, in Megatron's dist_checkpointing format."""
 
     every_iters: int
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["dense"])
-        SavingConfig.__post_init__(self)  # slots: no super() here
+        super().__post_init__()
         require_at_least("ckpt.every_iters", self.every_iters, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoevementConfig(SavingConfig):
+@dataclass(frozen=True, kw_only=True)
+class HostMemoryConfig(SavingConfig):
+    """The settings of all policies that keep snapshots in host memory, and live through the loss of ranks."""
+
+    memory_budget_bytes: int | None
+    durable_every_iters: int
+
+    @property
+    def in_memory(self) -> InMemoryConfig:
+        return cast("InMemoryConfig", self)  # all policies below are among them
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self.in_memory
+        require_at_least("ckpt.durable_every_iters", config.durable_every_iters, 0)
+        require_at_least("ckpt.disk_every_iters", config.disk_every_iters, 0)
+        require_auto("ckpt.replicas", config.replicas, 0, "a number of copies")
+        capped = config.max_bytes_per_s.peers
+        wanted = "null where ckpt.replicas=0: nothing is copied to peers"
+        require(capped is None or config.replicas != 0, "ckpt.max_bytes_per_s.peers", capped, wanted)
+        for name in ("memory_budget_bytes", "disk_budget_bytes"):
+            if getattr(config, name) is not None:
+                require_at_least(f"ckpt.{name}", getattr(config, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoevementConfig(HostMemoryConfig):
     """`ckpt=moevement`: sparse snapshots in host memory every iteration, localized recovery (MoEvement, section 3)."""
 
-    window: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
-    pause_iters: Union[int, str]  # noqa: UP007
+    window: int | str
+    pause_iters: int | str
     mtbf_s: float
     overhead: float
     profile_iters: int
@@ -185,34 +211,19 @@ class MoevementConfig(SavingConfig):
     reorder_share: float
     boundary_log: bool
     keep_windows: int
-    memory_budget_bytes: int | None
-    replicas: Union[int, str]  # noqa: UP007
+    replicas: int | str
     network_interface: str | None
     tls: TlsConfig
     disk_every_iters: int
     disk_path: str | None
     disk_budget_bytes: int | None
-    durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
 
     recovers_locally: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
 
-    @property
-    def in_memory(self) -> MoevementConfig:
-        return self
-
-    @property
-    def logs_boundaries(self) -> bool:
-        return self.boundary_log
-
-    def without_boundary_log(self) -> MoevementConfig:
-        """Return settings under which all stages replay together."""
-        return replace(self, boundary_log=False)
-
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["moevement"])
-        SavingConfig.__post_init__(self)
+        super().__post_init__()
         require_auto("ckpt.window", self.window, 1)
         require_auto("ckpt.pause_iters", self.pause_iters, 0)
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
@@ -224,38 +235,27 @@ class MoevementConfig(SavingConfig):
             require(0.0 <= getattr(self, name) <= 1.0, f"ckpt.{name}", getattr(self, name), "between 0 and 1")
         require_at_least("ckpt.reorder_change", self.reorder_change, 0)
         require_at_least("ckpt.keep_windows", self.keep_windows, 1)
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RollbackConfig(SavingConfig):
+@dataclass(frozen=True, kw_only=True)
+class RollbackConfig(HostMemoryConfig):
     """The settings of policies under which all ranks go back to the newest snapshot after a fault."""
 
-    logs_boundaries: ClassVar[bool] = False
+    boundary_log: ClassVar[bool] = False
     keep_windows: ClassVar[int] = 1
     popularity: ClassVar[str] = "hard"
     popularity_decay: ClassVar[float] = 0.0
 
-    @property
-    def in_memory(self) -> InMemoryConfig:
-        return cast("InMemoryConfig", self)  # all policies below are among them
 
-    def without_boundary_log(self) -> InMemoryConfig:
-        """Return these settings: no stage keeps a log."""
-        return self.in_memory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WholeSnapshotsConfig(RollbackConfig):
     """The settings of policies that take the whole state into host memory every few iterations."""
 
-    every_iters: Union[int, str]  # noqa: UP007
+    every_iters: int | str
     profile_iters: int
     interval_drift: float
-    memory_budget_bytes: int | None
     disk_path: str | None
     disk_budget_bytes: int | None
-    durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
 
     @property
@@ -263,30 +263,28 @@ class WholeSnapshotsConfig(RollbackConfig):
         return self.in_memory.disk_every_iters == 1
 
     def __post_init__(self) -> None:
-        SavingConfig.__post_init__(self)
+        super().__post_init__()
         require_auto("ckpt.every_iters", self.every_iters, 1)
         require_at_least("ckpt.profile_iters", self.profile_iters, 2)
         require_at_least("ckpt.interval_drift", self.interval_drift, 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GeminiConfig(WholeSnapshotsConfig):
     """`ckpt=gemini`: snapshots in own and peers' host memory, as often as is best for an MTBF (Gemini)."""
 
     mtbf_s: float
-    replicas: Union[int, str]  # noqa: UP007
+    replicas: int | str
     network_interface: str | None
     tls: TlsConfig
     disk_every_iters: int
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["gemini"])
-        WholeSnapshotsConfig.__post_init__(self)
+        super().__post_init__()
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckfreqConfig(WholeSnapshotsConfig):
     """`ckpt=checkfreq`: snapshots in host memory and from there on disk, as often as a cap allows (CheckFreq)."""
 
@@ -298,43 +296,34 @@ class CheckfreqConfig(WholeSnapshotsConfig):
     disk_every_iters: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["checkfreq"])
-        WholeSnapshotsConfig.__post_init__(self)
+        super().__post_init__()
         require(0.0 < self.overhead < 1.0, "ckpt.overhead", self.overhead, "more than 0 and less than 1")
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PartialConfig(RollbackConfig):
     """The settings of policies that take some experts into host memory; a rollback loses tokens."""
 
     every_iters: int
-    memory_budget_bytes: int | None
     disk_every_iters: int
     disk_path: str | None
     disk_budget_bytes: int | None
-    durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
 
     loses_tokens: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
     profile_iters: ClassVar[int] = 0
 
-    @property
-    def partial_state(self) -> str:
-        """The part of an expert that a snapshot may leave out, one of policies.partial.PARTIAL_STATE."""
-        return "both"
-
     def __post_init__(self) -> None:
-        SavingConfig.__post_init__(self)
+        super().__post_init__()
         require_at_least("ckpt.every_iters", self.every_iters, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MocConfig(PartialConfig):
     """`ckpt=moc`: some experts of each layer to host memory, some of those to storage (MoC-System)."""
 
-    k_snapshot: Union[int, str]  # noqa: UP007
+    k_snapshot: int | str
     k_persist: int
     selection: str
     partial: str
@@ -345,13 +334,8 @@ class MocConfig(PartialConfig):
     network_interface: ClassVar[None] = None
     tls: ClassVar[TlsConfig] = NO_TLS
 
-    @property
-    def partial_state(self) -> str:
-        return self.partial
-
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["moc"])
-        PartialConfig.__post_init__(self)
+        super().__post_init__()
         require_auto("ckpt.k_snapshot", self.k_snapshot, 1, "a number of experts")
         require_at_least("ckpt.k_persist", self.k_persist, 1)
         wanted = f"at most ckpt.k_snapshot={self.k_snapshot}: what is persisted is some of what is in memory"
@@ -360,23 +344,23 @@ class MocConfig(PartialConfig):
         require_choice("ckpt.selection", self.selection, ["sequential", "load"])
         require_choice("ckpt.partial", self.partial, ["both", "weights", "moments"])
         require(0.0 < self.plt_limit < 1.0, "ckpt.plt_limit", self.plt_limit, "more than 0 and less than 1")
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MoetionConfig(PartialConfig):
     """`ckpt=moetion`: the experts with the most tokens at risk, within budgets of each link (MoEtion)."""
 
-    experts: Union[int, str]  # noqa: UP007
-    remote_experts: Union[int, str]  # noqa: UP007
+    experts: int | str
+    remote_experts: int | str
     send_gradients: bool
     bubble_copies: bool
     boost: float
-    replicas: Union[int, str]  # noqa: UP007
+    replicas: int | str
     network_interface: str | None
     tls: TlsConfig
 
     copies_within_stage: ClassVar[bool] = True
+    partial: ClassVar[str] = "both"  # experts in snapshots are whole
 
     @property
     def copies_in_bubbles(self) -> bool:
@@ -387,18 +371,16 @@ class MoetionConfig(PartialConfig):
         return self.boost
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["moetion"])
-        PartialConfig.__post_init__(self)
+        super().__post_init__()
         for name in ("experts", "remote_experts"):
             require_auto(f"ckpt.{name}", getattr(self, name), 1, "a number of experts a layer")
         if isinstance(self.experts, int) and isinstance(self.remote_experts, int):
             wanted = f"at most ckpt.experts={self.experts}: what peers keep is some of what is in memory"
             require(self.remote_experts <= self.experts, "ckpt.remote_experts", self.remote_experts, wanted)
         require(0.0 <= self.boost <= 1.0, "ckpt.boost", self.boost, "between 0 and 1")
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowcheckConfig(RollbackConfig):
     """`ckpt=flowcheck`: checkpoint servers take the optimizer's steps from gradients, every iteration (FlowCheck)."""
 
@@ -410,16 +392,16 @@ class FlowcheckConfig(RollbackConfig):
     servers: str
     server_hosts: int
     server_wait_s: float
-    replicas: Union[int, str]  # noqa: UP007
+    replicas: int | str
     network_interface: str | None
     tls: TlsConfig
-    memory_budget_bytes: int | None
-    durable_every_iters: int
 
     profile_iters: ClassVar[int] = 0
     disk_every_iters: ClassVar[int] = 0
     disk_path: ClassVar[None] = None
     disk_budget_bytes: ClassVar[None] = None
+    # no caps: a server that receives gradients late gets a whole snapshot instead, which is more bytes
+    max_bytes_per_s: ClassVar[MaxBytesPerS] = NO_CAPS
 
     @property
     def served(self) -> FlowcheckConfig:
@@ -440,14 +422,8 @@ class FlowcheckConfig(RollbackConfig):
         """The servers on such machines that hold each rank's state."""
         return 1 + (min(1, self.server_hosts - 1) if self.replicas == "auto" else int(self.replicas))
 
-    @property
-    def max_bytes_per_s(self) -> MaxBytesPerS:
-        """No caps: a server that receives gradients late gets a whole snapshot instead, which is more bytes."""
-        return NO_CAPS
-
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["flowcheck"])
-        SavingConfig.__post_init__(self)
+        super().__post_init__()
         require_at_least("ckpt.max_lag_iters", self.max_lag_iters, 0)
         require_choice("ckpt.capture", self.capture, ["tap", "mirror"])
         require_at_least("ckpt.captures", self.captures, 2)  # one lacks a share of every gradient
@@ -462,7 +438,6 @@ class FlowcheckConfig(RollbackConfig):
         wanted = "1 where ckpt.servers=peers: every training node has a server"
         require(self.on_hosts or self.server_hosts == 1, "ckpt.server_hosts", self.server_hosts, wanted)
         require_at_least("ckpt.server_wait_s", self.server_wait_s, 0.0)
-        _check_in_memory(self)
         wanted = f"less than ckpt.server_hosts={self.server_hosts} where ckpt.servers=hosts"
         fits = not self.on_hosts or self.server_copies <= self.server_hosts
         require(fits, "ckpt.replicas", self.replicas, wanted)
@@ -470,19 +445,6 @@ class FlowcheckConfig(RollbackConfig):
 
 InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig | MocConfig | MoetionConfig | FlowcheckConfig
 """Policies that keep snapshots in host memory, and live through the loss of ranks."""
-
-
-def _check_in_memory(config: InMemoryConfig) -> None:
-    require_at_least("ckpt.durable_every_iters", config.durable_every_iters, 0)
-    require_at_least("ckpt.disk_every_iters", config.disk_every_iters, 0)
-    require_auto("ckpt.replicas", config.replicas, 0, "a number of copies")
-    capped = config.max_bytes_per_s.peers
-    wanted = "null where ckpt.replicas=0: nothing is copied to peers"
-    require(capped is None or config.replicas != 0, "ckpt.max_bytes_per_s.peers", capped, wanted)
-    for name in ("memory_budget_bytes", "disk_budget_bytes"):
-        if getattr(config, name) is not None:
-            require_at_least(f"ckpt.{name}", getattr(config, name), 1)
-
 
 DIVERGENCES = ("window", "end")
 """If a replay does not reproduce a healthy rank's state, all ranks go on from the window, or end."""
@@ -498,7 +460,7 @@ BACKENDS = ("auto", "nccl", "gloo", "staged")
 class RuntimeConfig:
     """How a job lives through the death of its processes: conf/runtime/default.yaml has the rule for each time."""
 
-    guard: Union[bool, str]  # noqa: UP007
+    guard: bool | str
     backend: str
     heartbeat_s: float
     progress_s: float
