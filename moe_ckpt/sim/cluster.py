@@ -105,15 +105,8 @@ class _Run:
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
         # only the first generation starts before anything is measured
         rhythm = self._saving.later if since_s else self._saving.at_start
-        return Generation(
-            self._setup.costs,
-            self._saving,
-            self._line.rhythm if self._line else rhythm,
-            start=start,
-            since_s=since_s,
-            carried=carried,
-            line=self._line,
-        )
+        rhythm = self._line.rhythm if self._line else rhythm
+        return Generation(self._setup.costs, self._saving, rhythm, start, since_s, carried, self._line)
 
     def _next_fault(self, generation: Generation, until_s: float) -> Fault | None:
         """Return the next fault if it comes before a time; it is then removed from the queue."""
@@ -139,7 +132,7 @@ class _Run:
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
         self._ledger.again_s += moment.into_s
         if moment.iterations or moment.into_s:
-            self._timeline.append(Trained(generation=generation, iterations=moment.iterations, partial_s=moment.into_s))
+            self._timeline.append(Trained(generation=generation, iterations=moment.iterations))
 
     def _live_through(self, generation: Generation, fault: Fault) -> Generation:
         """Recover, including faults during the recovery; return the next generation."""

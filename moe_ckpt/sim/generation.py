@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -35,22 +36,17 @@ class Kept:
         return self.end - self.start + 1
 
 
+@dataclass(frozen=True, eq=False)
 class Generation:
     """Training from the state after `start` on, since a time. `carried`: windows from before, oldest first."""
 
-    def __init__(
-        self,
-        costs: Costs,
-        saving: Saving,
-        rhythm: Rhythm,
-        *,
-        start: int,
-        since_s: float,
-        carried: tuple[Kept, ...],
-        line: Line | None = None,
-    ) -> None:
-        self.costs, self.saving, self.rhythm, self.line = costs, saving, rhythm, line
-        self.start, self.since_s, self.carried = start, since_s, carried
+    costs: Costs
+    saving: Saving
+    rhythm: Rhythm
+    start: int
+    since_s: float
+    carried: tuple[Kept, ...]
+    line: Line | None = None
 
     def stalls_s(self, iterations: int) -> float:
         """Return the seconds that saving has added to this many iterations."""
@@ -66,16 +62,11 @@ class Generation:
 
     def first_commit_after(self, at_s: float) -> int:
         """Return the fewest iterations, at least one, that end at or after a time."""
-        low, high = 1, 1
-        while self.since_s + self.elapsed_s(high) < at_s:
-            low, high = high + 1, 2 * high
-        while low < high:
-            middle = (low + high) // 2
-            if self.since_s + self.elapsed_s(middle) < at_s:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        end_s = lambda iterations: self.since_s + self.elapsed_s(iterations)  # noqa: E731
+        enough = 1
+        while end_s(enough) < at_s:
+            enough *= 2
+        return 1 + bisect.bisect_left(range(1, enough), at_s, key=end_s)
 
     def moment(self, at_s: float) -> Moment:
         """Return the progress of training at a time of this generation."""

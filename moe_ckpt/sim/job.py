@@ -100,17 +100,13 @@ class Job:
     def micro_batch_tokens(self) -> int:
         return self.batch.micro_batch_size * self.batch.sequence_length
 
-    @property
-    def ranks_per_stage(self) -> int:
-        return self.layout.ranks_per_stage
-
     def stage_of_rank(self, global_rank: int) -> int:
         """Megatron's order: the pipeline is the slowest axis."""
-        return global_rank // self.ranks_per_stage
+        return global_rank // self.layout.ranks_per_stage
 
     def ep_rank_of(self, global_rank: int) -> int:
         """Return which of the `ep` kinds of ranks of its stage a rank is."""
-        return global_rank % self.ranks_per_stage // self.layout.tp % self.layout.ep
+        return global_rank % self.layout.ranks_per_stage // self.layout.tp % self.layout.ep
 
     @cached_property
     def is_expert(self) -> npt.NDArray[np.bool_]:
@@ -177,7 +173,7 @@ class Job:
 
     def whole_profile(self) -> StageProfile:
         """Return the whole job as one rank that copies everything: one link for all of it."""
-        ranks, stages = self.ranks_per_stage, range(self.layout.pp)
+        ranks, stages = self.layout.ranks_per_stage, range(self.layout.pp)
         return StageProfile(
             table=self._table(self.shape.operators, self.shape.parameters[np.newaxis].astype(np.float64)),
             boundary_log_bytes=ranks * sum(map(self.boundary_log_bytes, stages)),

@@ -14,11 +14,10 @@ HOST_MEMORY = "host memory"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trained:
-    """A generation trained: `iterations` after its start, then `partial_s` in vain."""
+    """A generation trained: `iterations` after its start, then perhaps a part of one in vain."""
 
     generation: Generation
     iterations: int
-    partial_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
