@@ -70,6 +70,8 @@ def digest_file(rank: int, path: Path) -> RankDigest:
     """Return what reports need of one rank's events."""
     log = read_rank(rank, path)
     tiling = account(log, log.end_us)
+    of_faults = np.isin(tiling.parts, OF_FAULTS)
+    columns = (tiling.starts_us, tiling.ends_us, tiling.parts, tiling.iterations, np.full(len(of_faults), rank))
     peaks = log.memory["allocated_bytes"][np.isfinite(log.memory["allocated_bytes"])]
     return RankDigest(
         rank=log.rank,
@@ -77,7 +79,7 @@ def digest_file(rank: int, path: Path) -> RankDigest:
         has_finished=log.has_finished,
         end_us=log.end_us,
         totals_us=tiling.totals_us(),
-        stretches=_of_faults(tiling, log.rank),
+        stretches=np.stack([column[of_faults] for column in columns], axis=1),
         gained=_gained(tiling),
         iterations=_last_times(log.commits),
         committed=_way(log.commits),
@@ -104,12 +106,6 @@ def _without_most_records(events: Sequence[Noted]) -> tuple[Noted, ...]:
         iterations, places = np.array([event.iteration for event in found.values()], np.int64), list(found)
         left_out |= set(places) - {places[number] for number in in_steps(iterations, _MOST_RECORDS)}
     return tuple(noted for place, noted in enumerate(events) if place not in left_out)
-
-
-def _of_faults(tiling: Tiling, rank: int) -> Stretches:
-    keep = np.isin(tiling.parts, OF_FAULTS)
-    columns = (tiling.starts_us, tiling.ends_us, tiling.parts, tiling.iterations)
-    return np.stack([*(column[keep] for column in columns), np.full(keep.sum(), rank)], axis=1)
 
 
 def _gained(tiling: Tiling) -> Numbers:
