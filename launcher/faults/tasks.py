@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.faults.job import LOOK_EVERY_S, TargetJob
-from launcher.faults.log import InjectedFault, append_faults
-from launcher.faults.strike import signal_number
+from launcher.faults.log import append_faults
+from launcher.faults.strike import fault_of, signal_number
 from moe_ckpt.elastic.live_workers import LiveWorker
 from moe_ckpt.elastic.status_page import ANY_ITERATION, Phase, StatusPage
 from moe_ckpt.faults.schedule import Kill, Strike, has_come
@@ -168,17 +167,7 @@ class _Order:
 
 
 def _give_order(run: Path, kill: Kill, order: _Order) -> None:
-    fault = InjectedFault(
-        unix_s=time.time(),
-        rank=order.worker.global_rank,
-        pid=order.worker.pid,
-        signal=kill.signal,
-        scope=kill.scope,
-        generation=order.page.generation,
-        iteration=kill.iteration,
-        phase=kill.point_phase,
-        ordered=True,
-    )
-    append_faults(run, [fault])
+    now = fault_of(order.worker, order.page, kill.signal, kill.scope)
+    append_faults(run, [replace(now, iteration=kill.iteration, phase=kill.point_phase, ordered=True)])
     iteration = ANY_ITERATION if kill.iteration is None else kill.iteration
     order.page.order(signal_number(kill.signal), Phase[kill.point_phase.upper()], iteration=iteration)
