@@ -19,12 +19,11 @@ from typing import TypeVar
 from launcher.config import CONF_DIR
 from launcher.simulator.config import compose_machine
 from launcher.simulator.real_run import RealRun, facts_of, read_run, recoveries_of, setup_of
-from moe_ckpt.errors import MoeCkptError
+from moe_ckpt.cli import exit_status
 from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, Rejoined, SnapshotTaken, StateResumed
 from moe_ckpt.sim.hardware import ClusterConfig
 
 T = TypeVar("T")
-_FAILED = 1
 _WHAT = "Print the constants of this machine as real runs measured them."
 _OF_A_FAULT = ("detect_s", "rebuild_s", "resume_s", "restart_s")
 _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
@@ -36,18 +35,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a real run on this machine")
     parser.add_argument("--write", type=Path, help="file for the constants (default: standard output)")
     options = parser.parse_args(arguments)
-    try:
+
+    def profile() -> None:
         runs = [read_run(folder) for folder in options.runs]
         cluster, _ = compose_machine(["cluster=local"])
         text = fill_in(_TEMPLATE.read_text(), measure(runs, cluster), options.runs)
-    except MoeCkptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _FAILED
-    if options.write:
-        options.write.write_text(text)
-    else:
-        print(text, end="")
-    return 0
+        if options.write:
+            options.write.write_text(text)
+        else:
+            print(text, end="")
+
+    return exit_status(profile)
 
 
 def constants_of(runs: Sequence[RealRun]) -> ClusterConfig:

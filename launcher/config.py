@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
+from moe_ckpt.cli import exit_status
 from moe_ckpt.config import (
     CKPT_CONFIGS,
     CheckConfig,
@@ -358,12 +359,7 @@ def group_choice_without_plus(argument: str, groups: Sequence[str] = GROUPS) -> 
 def show_with_hydra(name: str, arguments: Sequence[str], groups: Sequence[str]) -> int:
     """Answer `--help`; let Hydra answer `--cfg job`, `--info` and the like; return the exit status."""
     if {"-h", "--help"} & set(arguments):
-        try:
-            print(help_text(name, arguments))
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        return 0
+        return exit_status(lambda: print(help_text(name, arguments)))
     sys.argv[1:] = [group_choice_without_plus(argument, groups) for argument in arguments]
     hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(lambda _: None)()
     return 0

@@ -398,19 +398,13 @@ class EventLog:
         self._num_lost = 0
 
     def append(self, event: Event) -> None:
-        lines = self._line(event)
-        if self._num_lost:
-            lines = self._line(EventsLost(count=self._num_lost)) + lines
-        if self._write_whole(lines):
-            self._num_lost = 0
-        else:
-            self._num_lost += 1
+        lost = [EventsLost(count=self._num_lost)] if self._num_lost else []
+        t_s = time.time() - self._origin
+        logged = (LoggedEvent(t_s=t_s, global_rank=self._global_rank, event=each) for each in (*lost, event))
+        self._num_lost = 0 if self._write_whole(b"".join(map(_encode, logged))) else self._num_lost + 1
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def _line(self, event: Event) -> bytes:
-        return _encode(LoggedEvent(t_s=time.time() - self._origin, global_rank=self._global_rank, event=event))
 
     def _write_whole(self, lines: bytes) -> bool:
         try:

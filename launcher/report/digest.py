@@ -72,7 +72,10 @@ def digest_file(rank: int, path: Path) -> RankDigest:
     tiling = account(log, log.end_us)
     of_faults = np.isin(tiling.parts, OF_FAULTS)
     columns = (tiling.starts_us, tiling.ends_us, tiling.parts, tiling.iterations, np.full(len(of_faults), rank))
-    peaks = log.memory["allocated_bytes"][np.isfinite(log.memory["allocated_bytes"])]
+    snapshots, replicated, memory = (
+        log.tables[kind] for kind in ("SnapshotTaken", "WindowReplicated", "HostMemoryUsed")
+    )
+    peaks = memory["allocated_bytes"][np.isfinite(memory["allocated_bytes"])]
     return RankDigest(
         rank=log.rank,
         num_events=log.num_events,
@@ -84,11 +87,9 @@ def digest_file(rank: int, path: Path) -> RankDigest:
         iterations=_last_times(log.commits),
         committed=_way(log.commits),
         num_commits=len(log.commits),
-        snapshots=_by_iteration(log.snapshots.iteration, log.snapshots["size_bytes"]),
-        replicated=_by_iteration(
-            log.replicated["window_start"], log.replicated["size_bytes"] * log.replicated["num_peers"]
-        ),
-        memory=Columns(names=log.memory.names, rows=log.memory.rows[evenly(len(log.memory), MOST_POINTS)]),
+        snapshots=_by_iteration(snapshots.iteration, snapshots["size_bytes"]),
+        replicated=_by_iteration(replicated["window_start"], replicated["size_bytes"] * replicated["num_peers"]),
+        memory=Columns(names=memory.names, rows=memory.rows[evenly(len(memory), MOST_POINTS)]),
         peak_bytes=float(peaks.max()) if len(peaks) else None,
         window_iters=_last(log.tables["WindowChosen"], "num_slots"),
         interval_iters=_last(log.tables["IntervalChosen"], "every_iters"),

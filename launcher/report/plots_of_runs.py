@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -115,19 +117,11 @@ def _fault_marks(facts: Facts, number: int) -> list[Trace]:
 
 
 def _fault_text(episode: Episode) -> str:
-    causes = "<br>".join(_wrapped(cause) for cause in episode.causes[:4])
+    escaped = (cause.replace("<", "&lt;") for cause in episode.causes[:4])
+    lines = (textwrap.wrap(cause, 60, break_long_words=False, break_on_hyphens=False) for cause in escaped)
+    causes = "<br>".join(itertools.chain.from_iterable(lines))
     took = duration((episode.end_us - episode.start_us) / 1e6)
     return f"{causes}<br>recovered in {took}, cost {duration(episode.cost_us / 1e6)} a rank"
-
-
-def _wrapped(text: str, width: int = 60) -> str:
-    lines, line = [], ""
-    for word in text.replace("<", "&lt;").split():
-        if line and len(line) + len(word) >= width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return "<br>".join([*lines, line])
 
 
 def progress(runs: Sequence[Facts]) -> Plot:

@@ -64,18 +64,6 @@ class RankLog:
         return self.tables["IterationCommitted"]
 
     @property
-    def snapshots(self) -> Columns:
-        return self.tables["SnapshotTaken"]
-
-    @property
-    def memory(self) -> Columns:
-        return self.tables["HostMemoryUsed"]
-
-    @property
-    def replicated(self) -> Columns:
-        return self.tables["WindowReplicated"]
-
-    @property
     def num_events(self) -> int:
         return len(self.events) + sum(map(len, self.tables.values()))
 
