@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
-from moe_ckpt.cli import exit_status
 from moe_ckpt.config import (
     CKPT_CONFIGS,
     CheckConfig,
@@ -31,11 +30,12 @@ from moe_ckpt.config import (
     RunFolderConfig,
     RuntimeConfig,
     require,
+    require_all_at_least,
     require_at_least,
     require_auto,
     require_choice,
 )
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, exit_status
 from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -92,8 +92,8 @@ class ModelConfig:
     vocab_size: int | str
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_all_at_least("model.", self, num_layers=1, hidden_size=1, num_attention_heads=1, num_experts=0)
+        require_all_at_least("model.", self, num_query_groups=1, kv_channels=1)
         require_choice("model.attention", self.attention, ["mha", "mla"])
         balancing = ["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "bias"]
         require_choice("model.moe_balancing", self.moe_balancing, balancing)
@@ -102,7 +102,6 @@ class ModelConfig:
         require_choice("model.normalization", self.normalization, ["RMSNorm", "LayerNorm"])
         require_choice("model.activation", self.activation, ["swiglu", "gelu"])
         require_choice("model.position_embedding", self.position_embedding, ["rope", "learned"])
-        require_at_least("model.num_experts", self.num_experts, 0)
         if self.num_experts:
             wanted = f"between 1 and model.num_experts={self.num_experts}"
             require(1 <= self.moe_topk <= self.num_experts, "model.moe_topk", self.moe_topk, wanted)
@@ -116,8 +115,6 @@ class ModelConfig:
             require_choice("model.vocab_size", self.vocab_size, [AUTO, "a number"])
         else:
             require_at_least("model.vocab_size", self.vocab_size, 1)
-        for name in ("num_query_groups", "kv_channels"):
-            require_at_least(f"model.{name}", 1 if getattr(self, name) is None else getattr(self, name), 1)
         if self.attention == "mla":
             for name in ("mla_kv_lora_rank", "mla_qk_head_dim", "mla_qk_pos_emb_head_dim", "mla_v_head_dim"):
                 require(getattr(self, name) is not None, f"model.{name}", None, "a number where model.attention=mla")
@@ -163,7 +160,8 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         require_choice("precision.dtype", self.dtype, ["fp32", "bf16", "fp16"])
         require_choice("precision.fp8_recipe", self.fp8_recipe, FP8_RECIPES)
-        require_at_least("precision.fp8_amax_history_len", self.fp8_amax_history_len, 1)
+        require_all_at_least("precision.", self, fp8_amax_history_len=1, loss_scale_window_iters=1)
+        require_all_at_least("precision.", self, min_loss_scale=1.0, initial_loss_scale=self.min_loss_scale)
         require_choice("precision.master", self.master, MASTER_FORMATS)
         require_choice("precision.exp_avg", self.exp_avg, MOMENT_FORMATS)
         require_choice("precision.exp_avg_sq", self.exp_avg_sq, MOMENT_FORMATS)
@@ -178,9 +176,6 @@ class PrecisionConfig:
             has_fp32_moments = (self.exp_avg, self.exp_avg_sq) == ("fp32", "fp32")
             wanted = f"tensorwise or blockwise where {setting} and moments are not fp32"
             require(has_fp32_moments or self.fp8_recipe != "delayed", "precision.fp8_recipe", self.fp8_recipe, wanted)
-        require_at_least("precision.min_loss_scale", self.min_loss_scale, 1.0)
-        require_at_least("precision.initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
-        require_at_least("precision.loss_scale_window_iters", self.loss_scale_window_iters, 1)
 
     @property
     def state_format(self) -> StateFormat:
@@ -245,10 +240,9 @@ class TrainConfig:
     resume: str
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "micro_batch_size", "global_batch_size", "sequence_length", "eval_batches"):
-            require_at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("seed", "lr", "min_lr", "weight_decay", "clip_grad", "eval_every_iters"):
-            require_at_least(f"train.{name}", getattr(self, name), 0)
+        require_all_at_least("train.", self, iterations=1, micro_batch_size=1, global_batch_size=1, sequence_length=1)
+        require_all_at_least("train.", self, eval_batches=1, seed=0, lr=0, min_lr=0, weight_decay=0)
+        require_all_at_least("train.", self, clip_grad=0, eval_every_iters=0)
         # SGD's state is saved by Megatron, and cannot be loaded: its `init_state_fn` is None
         require_choice("train.optimizer", self.optimizer, ["adam"])
         require_choice("train.lr_schedule", self.lr_schedule, ["constant", "linear", "cosine"])
@@ -277,26 +271,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Where a run leaves its files and how it shows progress. See conf/config.yaml."""
+class RunConfig(CheckConfig):
+    """Where a run leaves its files, how it shows progress, and what it is compared by. See conf/config.yaml."""
 
     dir: str | None
     name: str
     progress: str
     tensorboard: bool
-    digest_every_iters: int
-    digest_tensors: bool
-    leave_out: str
-
-    @property
-    def checks(self) -> CheckConfig:
-        """The digests of the run's state. Raises ConfigError."""
-        return CheckConfig(
-            digest_every_iters=self.digest_every_iters, digest_tensors=self.digest_tensors, leave_out=self.leave_out
-        )
 
     def __post_init__(self) -> None:
-        assert self.checks
+        super().__post_init__()
         require_choice("run.progress", self.progress, [AUTO, "bar", "lines", "none"])
         require(bool(re.fullmatch(r"[\w.-]+", self.name)), "run.name", self.name, "letters, digits, '_', '-' and '.'")
 

@@ -20,7 +20,7 @@ from launcher.simulator.planning import rank_policies
 from launcher.simulator.published_page import read_cells, write_page
 from launcher.simulator.run_folder import write_run
 from launcher.simulator.runner import Result, Row, run_experiment, run_simulation
-from moe_ckpt.cli import exit_status
+from moe_ckpt.errors import exit_status
 from moe_ckpt.sim.saving import Recovery
 
 _NOTHING = "-"

@@ -44,7 +44,7 @@ class TrainingJob:
         self._folder = folder
         self._log = log
         self._is_supervised = is_supervised
-        self._checks = StateChecks(settings.run.checks, loop.state, log.events)
+        self._checks = StateChecks(settings.run, loop.state, log.events)
         self._is_open = False
         self._display: Display | None = None
         self._scalars: Scalars | None = None

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ckpt import __version__
-from moe_ckpt.errors import MoeCkptError
 
 _PACKAGE = Path(__file__).resolve().parent
 COMMANDS = {
@@ -73,15 +72,6 @@ def run_command(arguments: Sequence[str]) -> list[str]:
 def is_option_of_run(word: str) -> bool:
     """Return whether a word of a command line begins the options or the program of `moe_ckpt.run`."""
     return word == "--" or word.partition("=")[0] in ("--ckpt", "--set", "--config", "--plain")
-
-
-def exit_status(command: Callable[[], int | None], *, failed: int = 1) -> int:
-    """Run a command; return its exit status, or `failed` after one message about an error of the user's."""
-    try:
-        return command() or 0
-    except MoeCkptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,14 @@ def require_at_least(setting: str, got: float, least: float) -> None:
     require(got >= least, setting, got, f"at least {least}")
 
 
+def require_all_at_least(prefix: str, values: object, **least: float) -> None:
+    """Raise ConfigError unless each of these settings is at least so much, or null; `prefix` comes before names."""
+    for name, number in least.items():
+        got = getattr(values, name)
+        if got is not None:
+            require_at_least(f"{prefix}{name}", got, number)
+
+
 def require_auto(setting: str, got: int | str, least: int, what: str = "a number of iterations") -> None:
     """Raise ConfigError unless `got` is auto or a number of at least `least`."""
     valid = got == "auto" or (isinstance(got, int) and got >= least)
@@ -183,15 +191,12 @@ class HostMemoryConfig(SavingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         config = self.in_memory
-        require_at_least("ckpt.durable_every_iters", config.durable_every_iters, 0)
-        require_at_least("ckpt.disk_every_iters", config.disk_every_iters, 0)
+        require_all_at_least("ckpt.", config, durable_every_iters=0, disk_every_iters=0)
+        require_all_at_least("ckpt.", config, memory_budget_bytes=1, disk_budget_bytes=1)
         require_auto("ckpt.replicas", config.replicas, 0, "a number of copies")
         capped = config.max_bytes_per_s.peers
         wanted = "null where ckpt.replicas=0: nothing is copied to peers"
         require(capped is None or config.replicas != 0, "ckpt.max_bytes_per_s.peers", capped, wanted)
-        for name in ("memory_budget_bytes", "disk_budget_bytes"):
-            if getattr(config, name) is not None:
-                require_at_least(f"ckpt.{name}", getattr(config, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,13 +233,10 @@ class MoevementConfig(HostMemoryConfig):
         require_auto("ckpt.pause_iters", self.pause_iters, 0)
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
         require(0.0 < self.overhead <= 1.0, "ckpt.overhead", self.overhead, "more than 0 and at most 1")
-        require_at_least("ckpt.profile_iters", self.profile_iters, 2)
-        require_at_least("ckpt.window_drift", self.window_drift, 0)
+        require_all_at_least("ckpt.", self, profile_iters=2, window_drift=0, reorder_change=0, keep_windows=1)
         require_choice("ckpt.popularity", self.popularity, ["hard", "soft", "decayed"])
         for name in ("popularity_decay", "reorder_share"):
             require(0.0 <= getattr(self, name) <= 1.0, f"ckpt.{name}", getattr(self, name), "between 0 and 1")
-        require_at_least("ckpt.reorder_change", self.reorder_change, 0)
-        require_at_least("ckpt.keep_windows", self.keep_windows, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,8 +267,7 @@ class WholeSnapshotsConfig(RollbackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_auto("ckpt.every_iters", self.every_iters, 1)
-        require_at_least("ckpt.profile_iters", self.profile_iters, 2)
-        require_at_least("ckpt.interval_drift", self.interval_drift, 0)
+        require_all_at_least("ckpt.", self, profile_iters=2, interval_drift=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,9 +425,9 @@ class FlowcheckConfig(RollbackConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("ckpt.max_lag_iters", self.max_lag_iters, 0)
         require_choice("ckpt.capture", self.capture, ["tap", "mirror"])
-        require_at_least("ckpt.captures", self.captures, 2)  # one lacks a share of every gradient
+        # one capture lacks a share of every gradient
+        require_all_at_least("ckpt.", self, captures=2, max_lag_iters=0, server_hosts=1, server_wait_s=0.0)
         require(0.0 <= self.capture_loss < 1.0, "ckpt.capture_loss", self.capture_loss, "at least 0 and less than 1")
         interface = self.mirror_interface
         wanted = "an interface where ckpt.capture=mirror, and null where ckpt.capture=tap"
@@ -434,10 +435,8 @@ class FlowcheckConfig(RollbackConfig):
         wanted = "0 where ckpt.capture=tap"
         require(self.mirrors or self.capture_loss == 0.0, "ckpt.capture_loss", self.capture_loss, wanted)
         require_choice("ckpt.servers", self.servers, ["peers", "hosts"])
-        require_at_least("ckpt.server_hosts", self.server_hosts, 1)
         wanted = "1 where ckpt.servers=peers: every training node has a server"
         require(self.on_hosts or self.server_hosts == 1, "ckpt.server_hosts", self.server_hosts, wanted)
-        require_at_least("ckpt.server_wait_s", self.server_wait_s, 0.0)
         wanted = f"less than ckpt.server_hosts={self.server_hosts} where ckpt.servers=hosts"
         fits = not self.on_hosts or self.server_copies <= self.server_hosts
         require(fits, "ckpt.replicas", self.replicas, wanted)
@@ -488,14 +487,11 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         require(self.guard in (True, False, "auto"), "runtime.guard", self.guard, "auto, true or false")
         require_choice("runtime.backend", self.backend, BACKENDS)
-        for least, names in (
-            (0.5, ["heartbeat_s"]),  # ten beats
-            (self.heartbeat_s, ["progress_s"]),
-            (1, ["form_s", "abort_s", "copy_s", "max_deaths", "health_s"]),
-            (0, ["grace_s", "sick_deaths", "sick_within_s", "stop_save_s", "suspect_iters"]),
-        ):
-            for name in names:
-                require_at_least(f"runtime.{name}", getattr(self, name), least)
+        ten_beats_s = 0.5
+        require_all_at_least("runtime.", self, heartbeat_s=ten_beats_s, progress_s=self.heartbeat_s)
+        require_all_at_least("runtime.", self, form_s=1, abort_s=1, copy_s=1, max_deaths=1, health_s=1)
+        require_all_at_least("runtime.", self, grace_s=0, sick_deaths=0, sick_within_s=0)
+        require_all_at_least("runtime.", self, stop_save_s=0, suspect_iters=0)
         require_choice("runtime.sick_place", self.sick_place, SICK_PLACES)
         if self.etcd:
             parse_endpoints("runtime.etcd", self.etcd)
@@ -532,13 +528,16 @@ class CheckConfig:
     digest of each tensor; `leave_out`: the ingredient that recoveries of a control run lack.
     """
 
-    digest_every_iters: int = 0
-    digest_tensors: bool = False
-    leave_out: str = "nothing"
+    digest_every_iters: int
+    digest_tensors: bool
+    leave_out: str
 
     def __post_init__(self) -> None:
         require_at_least("run.digest_every_iters", self.digest_every_iters, 0)
         require_choice("run.leave_out", self.leave_out, ["nothing", "moments"])
+
+
+NO_CHECKS = CheckConfig(digest_every_iters=0, digest_tensors=False, leave_out="nothing")
 
 
 CkptConfig = NoneConfig | DenseConfig | InMemoryConfig

@@ -23,11 +23,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_ckpt.cli import exit_status
 from moe_ckpt.elastic.job_store import STORE_FILE, connect, part_of
 from moe_ckpt.elastic.network import address_on, route_to
 from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerNumbers, ServerSettings
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, exit_status
 from moe_ckpt.exact_json import decode_exactly
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.daemon import open_mirror

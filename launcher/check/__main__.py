@@ -24,10 +24,9 @@ from launcher.check.compare import Difference, Digests, first_difference, read_d
 from launcher.faults.carry_out import carry_out
 from launcher.output_folder import log_of, make_output_folder
 from launcher.proc import end_job
-from moe_ckpt.cli import exit_status
 from moe_ckpt.config import require
 from moe_ckpt.door import VARIABLE
-from moe_ckpt.errors import ConfigError, MoeCkptError
+from moe_ckpt.errors import ConfigError, MoeCkptError, exit_status
 from moe_ckpt.faults.schedule import Kill, StateLoss
 
 Execute = Callable[[Sequence[str], Path, Sequence[Kill]], None]

@@ -19,12 +19,11 @@ _SLEEP_AT_MOST_S = 0.2
 
 
 class Task(ABC):
-    """One part. Once it `is_over`, `was_done` says whether all of it was carried out."""
+    """One part. `outcome` says whether all of it was carried out; None while it goes on."""
 
     def __init__(self, job: TargetJob) -> None:
         self.job = job
-        self.is_over = False
-        self.was_done = False
+        self.outcome: bool | None = None
 
     @abstractmethod
     def advance(self) -> None:
@@ -36,9 +35,6 @@ class Task(ABC):
 
     @abstractmethod
     def __str__(self) -> str: ...
-
-    def end(self, *, done: bool) -> None:
-        self.is_over, self.was_done = True, done
 
 
 class StrikeAtTime(Task):
@@ -63,7 +59,7 @@ class StrikeAtTime(Task):
             self.job.say(f"rank {rank}: no new life within {self.job.patience_s:g} s, left alone")
         if workers:
             self.job.strike(workers, self._strike)
-        self.end(done=len(workers) == len(ranks))
+        self.outcome = len(workers) == len(ranks)
 
     def look_again_s(self) -> float:
         return min(max(LOOK_EVERY_S, self._strike.after_s - self.job.elapsed_s), _SLEEP_AT_MOST_S)
@@ -88,10 +84,10 @@ class NodeAtPoint(Task):
         elsewhere = self.job.elsewhere([self._rank])
         if elsewhere:
             self.job.leave(elsewhere)
-            self.end(done=False)
+            self.outcome = False
         elif self._has_come() and self.job.strikable([self._rank]):
             self.job.strike(self.job.strikable(self._strike.ranks), self._strike)
-            self.end(done=True)
+            self.outcome = True
 
     def look_again_s(self) -> float:
         return _WATCH_EVERY_S
@@ -138,7 +134,7 @@ class Orders(Task):
         elsewhere = self.job.elsewhere([self._rank])
         if elsewhere:
             self.job.leave(elsewhere)
-            self.end(done=False)
+            self.outcome = False
         for worker in workers:
             page = worker.open_page()
             if not page.has_order:
@@ -151,7 +147,7 @@ class Orders(Task):
         self.job.mark_struck([order.worker])
         self._order = None
         if not self._kills:
-            self.end(done=True)
+            self.outcome = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,8 @@ from launcher.report.markdown import to_markdown
 from launcher.report.page import to_html
 from launcher.report.read import read_runs
 from launcher.report.timeline import to_trace
-from moe_ckpt.cli import exit_status
 from moe_ckpt.elastic.live_workers import LATEST
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, exit_status
 
 _FORMATS: Mapping[str, Callable[[Sequence[Facts]], str]] = {
     "html": to_html,

@@ -94,13 +94,13 @@ class Generation:
         """Return the newest state of this generation on disk: a whole checkpoint, or a window."""
         candidates = [self._durable(moment)]
         if self.rhythm.reaches_disk:
-            now_s, on_disk = self._now_s(moment), (span for span in self._complete(moment) if span.to_disk)
-            written = (span for span in on_disk if self.elapsed_s(span.last) + self.saving.disk_s <= now_s)
+            now_s, on_disk = self._now_s(moment), (span for span in self._complete(moment) if span.first.to_disk)
+            written = (span for span in on_disk if self.elapsed_s(span.last.offset) + self.saving.disk_s <= now_s)
             candidates.append(next(map(self._at, written), None))
         return max((kept for kept in candidates if kept), key=lambda kept: kept.end, default=None)
 
     def _at(self, span: Span) -> Kept:
-        first, last = self.start + span.first, self.start + span.last
+        first, last = self.start + span.first.offset, self.start + span.last.offset
         return Kept(start=first, end=last, is_whole=self.line is None, line=self.line)
 
     def _now_s(self, moment: Moment) -> float:
@@ -129,10 +129,11 @@ class Generation:
         agreed = moment.iterations if moment.ready else moment.iterations - 1
         now_s = self._now_s(moment)
         for span in self.rhythm.spans_back(moment.iterations):
+            last = span.last
             # nothing could be recovered without the base: training begins once it is kept
-            is_first = span.last == 0 and not self.carried
-            is_agreed = agrees and not span.pause_iters and span.last <= agreed
-            copied_s = span.size_bytes / self.saving.kept_bytes_per_s
-            kept_s = self.elapsed_s(span.last) + copied_s + self.saving.served_s
+            is_first = last.offset == 0 and not self.carried
+            is_agreed = agrees and not last.pause_iters and last.offset <= agreed
+            copied_s = last.size_bytes / self.saving.kept_bytes_per_s
+            kept_s = self.elapsed_s(last.offset) + copied_s + self.saving.served_s
             if is_first or is_agreed or kept_s <= now_s:
                 yield span

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.config import require, require_at_least
+from moe_ckpt.config import require, require_all_at_least
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ParallelLayout
 
@@ -52,8 +52,7 @@ class BatchConfig:
     sequence_length: int
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "global_batch_size", "sequence_length"):
-            require_at_least(f"batch.{name}", getattr(self, name), 1)
+        require_all_at_least("batch.", self, micro_batch_size=1, global_batch_size=1, sequence_length=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,11 +40,6 @@ class Estimate:
     fetch_s: float
     replay_s: tuple[float, ...]
 
-    @property
-    def replayed_iters(self) -> int:
-        target = self.plan.target_iteration
-        return max((target - rollback.starts_from for rollback in self.plan.rollbacks), default=0)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
