@@ -71,16 +71,17 @@ def strike_processes(
     run: Path, workers: Sequence[LiveWorker], name: str, scope: str = "process"
 ) -> list[InjectedFault]:
     """Send a signal to each of these workers; return what was written about it."""
-    faults = [fault_of(worker, worker.open_page(), name, scope) for worker in workers]
+    now_s = time.time()
+    faults = [fault_of(worker, worker.open_page(), name, scope, now_s) for worker in workers]
     append_faults(run, faults)
     _signal_all([worker.pid for worker in workers], signal_number(name))
     return faults
 
 
-def fault_of(worker: LiveWorker, page: StatusPage, name: str, scope: str) -> InjectedFault:
-    """Return the fault that a signal of this name, sent now, is to a worker, with what its page shows."""
+def fault_of(worker: LiveWorker, page: StatusPage, name: str, scope: str, unix_s: float) -> InjectedFault:
+    """Return the fault that a signal of this name, sent at a time, is to a worker, with what its page shows."""
     return InjectedFault(
-        unix_s=time.time(),
+        unix_s=unix_s,
         rank=worker.global_rank,
         pid=worker.pid,
         signal=name,

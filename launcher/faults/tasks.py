@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -163,7 +164,7 @@ class _Order:
 
 
 def _give_order(run: Path, kill: Kill, order: _Order) -> None:
-    now = fault_of(order.worker, order.page, kill.signal, kill.scope)
+    now = fault_of(order.worker, order.page, kill.signal, kill.scope, time.time())
     append_faults(run, [replace(now, iteration=kill.iteration, phase=kill.point_phase, ordered=True)])
     iteration = ANY_ITERATION if kill.iteration is None else kill.iteration
     order.page.order(signal_number(kill.signal), Phase[kill.point_phase.upper()], iteration=iteration)
