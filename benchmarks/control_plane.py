@@ -44,11 +44,9 @@ from moe_ckpt.elastic.generations import Member, Membership  # noqa: E402
 from moe_ckpt.elastic.status_page import StatusPage  # noqa: E402
 from moe_ckpt.engine.interfaces import StagePlace  # noqa: E402
 from moe_ckpt.engine.stage_profiles import share_profiles  # noqa: E402
-from moe_ckpt.engine.survey import Report  # noqa: E402
 from moe_ckpt.packed import IntArray, pack_rows  # noqa: E402
 from moe_ckpt.policies.moevement import SparseWindows  # noqa: E402
 from moe_ckpt.policies.stage_profile import StageProfile  # noqa: E402
-from moe_ckpt.recovery.target import Standing  # noqa: E402
 from moe_ckpt.snapshot.codec import ShardIdentity  # noqa: E402
 from moe_ckpt.types import Measured, OperatorTable, ParallelLayout, RunIdentity  # noqa: E402
 
@@ -182,7 +180,7 @@ def measure(num_ranks: int, model: str) -> Row:
         agree_s=agree_s,
         agree_bytes=max(each.nbytes for each in agreeing),
         table_bytes=RANKS_A_STAGE * (max(_own_bytes(each.table) for each in profiles) + 8),
-        report_bytes=num_ranks * (len(pickle.dumps((_report(num_ranks).as_values(), None))) + 8),
+        report_bytes=num_ranks * (len(pickle.dumps((_report(num_ranks), None))) + 8),
         plan_s=time.perf_counter() - started_s,
     )
 
@@ -276,9 +274,9 @@ def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> Sta
     )
 
 
-def _report(num_ranks: int) -> Report:
-    standing = Standing(stage=1, reached=None, prepared=False, whole=False)
-    return Report(standing=standing, has_progress=False, held={num_ranks - 1: frozenset()}, gradients={})
+def _report(num_ranks: int) -> tuple[object, ...]:
+    """Return what a survey gathers from a rank: its standing, its progress, keys that it holds, gradients."""
+    return (1, None, False, False), False, {num_ranks - 1: frozenset[str]()}, {}
 
 
 def _measured(profile: StageProfile) -> Measured:

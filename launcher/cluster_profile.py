@@ -14,17 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 from launcher.config import CONF_DIR
 from launcher.simulator.config import compose_machine
-from launcher.simulator.real_run import RealRun, facts_of, read_run, recoveries_of, setup_of
-from moe_ckpt.errors import MoeCkptError
+from launcher.simulator.real_run import RealRun, events_of, facts_of, read_run, recoveries_of, setup_of
+from moe_ckpt.errors import exit_status
 from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, Rejoined, SnapshotTaken, StateResumed
 from moe_ckpt.sim.hardware import ClusterConfig
 
-T = TypeVar("T")
-_FAILED = 1
 _WHAT = "Print the constants of this machine as real runs measured them."
 _OF_A_FAULT = ("detect_s", "rebuild_s", "resume_s", "restart_s")
 _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
@@ -36,18 +33,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a real run on this machine")
     parser.add_argument("--write", type=Path, help="file for the constants (default: standard output)")
     options = parser.parse_args(arguments)
-    try:
+
+    def profile() -> None:
         runs = [read_run(folder) for folder in options.runs]
         cluster, _ = compose_machine(["cluster=local"])
         text = fill_in(_TEMPLATE.read_text(), measure(runs, cluster), options.runs)
-    except MoeCkptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _FAILED
-    if options.write:
-        options.write.write_text(text)
-    else:
-        print(text, end="")
-    return 0
+        if options.write:
+            options.write.write_text(text)
+        else:
+            print(text, end="")
+
+    return exit_status(profile)
 
 
 def constants_of(runs: Sequence[RealRun]) -> ClusterConfig:
@@ -60,12 +56,13 @@ def constants_of(runs: Sequence[RealRun]) -> ClusterConfig:
 
 def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
     """Return the constants that these runs measured, by name."""
-    snapshots = [event for event in _events(runs, SnapshotTaken) if event.size_bytes]
+    ranks = [rank for run in runs for rank in run.ranks]
+    snapshots = [event for event in events_of(ranks, SnapshotTaken) if event.size_bytes]
     rates, whole = _rates(snapshots), _rates([event for event in snapshots if event.num_slots == 1])
-    stalls = [stall_s for run in runs for rank in run.ranks for stall_s in _stalls_s(rank)]
+    stalls = [stall_s for rank in ranks for stall_s in _stalls_s(rank)]
     recoveries = [_costs_of(run, cluster) for run in runs]
-    saved = [event for event in _events(runs, CheckpointSaved) if event.seconds > 0]
-    loaded = [event for event in _events(runs, StateResumed) if event.seconds > 0 and event.iteration > 0]
+    saved = [event for event in events_of(ranks, CheckpointSaved) if event.seconds > 0]
+    loaded = [event for event in events_of(ranks, StateResumed) if event.seconds > 0 and event.iteration > 0]
     measured = {
         "copy_bytes_per_s": rates,
         "whole_copy_bytes_per_s": whole or rates,
@@ -110,9 +107,9 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
 def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
     """Return what of each fault's cost is which constant; what a replay takes follows from the others."""
     iteration_s = facts_of(run.ranks).iteration_s
-    snapshots = [event for event in _events([run], SnapshotTaken) if event.size_bytes]
+    snapshots = [event for event in events_of(run.ranks, SnapshotTaken) if event.size_bytes]
     load_s = max(event.dense_bytes for event in snapshots) / statistics.median(_rates(snapshots)) if snapshots else 0.0
-    restarts = not any(_events([run], Rejoined))
+    restarts = not events_of(run.ranks, Rejoined)
     found = []
     for recovered in recoveries_of(run.ranks, iteration_s):
         rejoined, again_s = recovered.rejoined, recovered.again * iteration_s
@@ -137,10 +134,6 @@ def _stalls_s(rank: Sequence[LoggedEvent]) -> Iterator[float]:
     stalls = {each.event.iteration: each.event.stall_s for each in rank if isinstance(each.event, IterationCommitted)}
     taken = sorted({each.event.iteration for each in rank if isinstance(each.event, SnapshotTaken)})
     return (sum(stalls.get(number, 0.0) for number in range(first + 1, last + 1)) for first, last in pairwise(taken))
-
-
-def _events(runs: Sequence[RealRun], kind: type[T]) -> Iterator[T]:
-    return (logged.event for run in runs for rank in run.ranks for logged in rank if isinstance(logged.event, kind))
 
 
 if __name__ == "__main__":

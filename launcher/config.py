@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -30,11 +30,12 @@ from moe_ckpt.config import (
     RunFolderConfig,
     RuntimeConfig,
     require,
+    require_all_at_least,
     require_at_least,
     require_auto,
     require_choice,
 )
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, exit_status
 from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -88,11 +89,11 @@ class ModelConfig:
     hidden_dropout: float
     attention_dropout: float
     init_std: float
-    vocab_size: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
+    vocab_size: int | str
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_all_at_least("model.", self, num_layers=1, hidden_size=1, num_attention_heads=1, num_experts=0)
+        require_all_at_least("model.", self, num_query_groups=1, kv_channels=1)
         require_choice("model.attention", self.attention, ["mha", "mla"])
         balancing = ["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "bias"]
         require_choice("model.moe_balancing", self.moe_balancing, balancing)
@@ -101,7 +102,6 @@ class ModelConfig:
         require_choice("model.normalization", self.normalization, ["RMSNorm", "LayerNorm"])
         require_choice("model.activation", self.activation, ["swiglu", "gelu"])
         require_choice("model.position_embedding", self.position_embedding, ["rope", "learned"])
-        require_at_least("model.num_experts", self.num_experts, 0)
         if self.num_experts:
             wanted = f"between 1 and model.num_experts={self.num_experts}"
             require(1 <= self.moe_topk <= self.num_experts, "model.moe_topk", self.moe_topk, wanted)
@@ -115,8 +115,6 @@ class ModelConfig:
             require_choice("model.vocab_size", self.vocab_size, [AUTO, "a number"])
         else:
             require_at_least("model.vocab_size", self.vocab_size, 1)
-        for name in ("num_query_groups", "kv_channels"):
-            require_at_least(f"model.{name}", 1 if getattr(self, name) is None else getattr(self, name), 1)
         if self.attention == "mla":
             for name in ("mla_kv_lora_rank", "mla_qk_head_dim", "mla_qk_pos_emb_head_dim", "mla_v_head_dim"):
                 require(getattr(self, name) is not None, f"model.{name}", None, "a number where model.attention=mla")
@@ -130,11 +128,11 @@ class ModelConfig:
 class ParallelConfig:
     """Degrees of parallelism, `auto` where they follow from the number of processes. See conf/parallel/auto.yaml."""
 
-    pp: Union[int, str]  # noqa: UP007
-    dp: Union[int, str]  # noqa: UP007
-    ep: Union[int, str]  # noqa: UP007
-    tp: Union[int, str]  # noqa: UP007
-    ranks_per_node: Union[int, str]  # noqa: UP007
+    pp: int | str
+    dp: int | str
+    ep: int | str
+    tp: int | str
+    ranks_per_node: int | str
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -162,7 +160,8 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         require_choice("precision.dtype", self.dtype, ["fp32", "bf16", "fp16"])
         require_choice("precision.fp8_recipe", self.fp8_recipe, FP8_RECIPES)
-        require_at_least("precision.fp8_amax_history_len", self.fp8_amax_history_len, 1)
+        require_all_at_least("precision.", self, fp8_amax_history_len=1, loss_scale_window_iters=1)
+        require_all_at_least("precision.", self, min_loss_scale=1.0, initial_loss_scale=self.min_loss_scale)
         require_choice("precision.master", self.master, MASTER_FORMATS)
         require_choice("precision.exp_avg", self.exp_avg, MOMENT_FORMATS)
         require_choice("precision.exp_avg_sq", self.exp_avg_sq, MOMENT_FORMATS)
@@ -170,10 +169,13 @@ class PrecisionConfig:
             setting, got = ("precision.fp8", self.fp8) if self.fp8 else ("precision.master", self.master)
             require(self.dtype == "bf16", "precision.dtype", self.dtype, f"bf16 where {setting}={got}".lower())
         if self.fp8_param_gather:
-            self._require_fp8_parameters()
-        require_at_least("precision.min_loss_scale", self.min_loss_scale, 1.0)
-        require_at_least("precision.initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
-        require_at_least("precision.loss_scale_window_iters", self.loss_scale_window_iters, 1)
+            setting = "precision.fp8_param_gather=true"
+            require(self.fp8, "precision.fp8", self.fp8, f"true where {setting}")
+            # Megatron accepts FP16 masters, and breaks: see `moe_ckpt.megatron.replay`
+            require(self.master == "fp32", "precision.master", self.master, f"fp32 where {setting}")
+            has_fp32_moments = (self.exp_avg, self.exp_avg_sq) == ("fp32", "fp32")
+            wanted = f"tensorwise or blockwise where {setting} and moments are not fp32"
+            require(has_fp32_moments or self.fp8_recipe != "delayed", "precision.fp8_recipe", self.fp8_recipe, wanted)
 
     @property
     def state_format(self) -> StateFormat:
@@ -186,15 +188,6 @@ class PrecisionConfig:
             exp_avg_sq=self.exp_avg_sq,
             has_history=self.fp8_param_gather and is_delayed,
         )
-
-    def _require_fp8_parameters(self) -> None:
-        setting = "precision.fp8_param_gather=true"
-        require(self.fp8, "precision.fp8", self.fp8, f"true where {setting}")
-        # Megatron accepts FP16 masters, and breaks: see `moe_ckpt.megatron.replay`
-        require(self.master == "fp32", "precision.master", self.master, f"fp32 where {setting}")
-        has_fp32_moments = (self.exp_avg, self.exp_avg_sq) == ("fp32", "fp32")
-        wanted = f"tensorwise or blockwise where {setting} and moments are not fp32"
-        require(has_fp32_moments or self.fp8_recipe != "delayed", "precision.fp8_recipe", self.fp8_recipe, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +206,9 @@ class DataConfig:
         require_at_least("data.seed", self.seed, 0)
         if self.source == "stdlib":
             require(self.path is None, "data.path", self.path, "null where data.source=stdlib")
+            require(self.tokenizer is None, "data.tokenizer", self.tokenizer, "null (bytes) where data.source=stdlib")
         else:
             require(bool(self.path), "data.path", self.path, f"a path where data.source={self.source}")
-        if self.source == "stdlib":
-            require(self.tokenizer is None, "data.tokenizer", self.tokenizer, "null (bytes) where data.source=stdlib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +225,8 @@ class TrainConfig:
     lr: float
     min_lr: float
     lr_schedule: str
-    lr_warmup_iters: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
-    lr_decay_iters: Union[int, str]  # noqa: UP007
+    lr_warmup_iters: int | str
+    lr_decay_iters: int | str
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -244,23 +236,21 @@ class TrainConfig:
     eval_every_iters: int
     eval_batches: int
     deterministic: bool
-    check_determinism: Union[bool, str]  # noqa: UP007
+    check_determinism: bool | str
     resume: str
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "micro_batch_size", "global_batch_size", "sequence_length", "eval_batches"):
-            require_at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("seed", "lr", "min_lr", "weight_decay", "clip_grad", "eval_every_iters"):
-            require_at_least(f"train.{name}", getattr(self, name), 0)
+        require_all_at_least("train.", self, iterations=1, micro_batch_size=1, global_batch_size=1, sequence_length=1)
+        require_all_at_least("train.", self, eval_batches=1, seed=0, lr=0, min_lr=0, weight_decay=0)
+        require_all_at_least("train.", self, clip_grad=0, eval_every_iters=0)
         # SGD's state is saved by Megatron, and cannot be loaded: its `init_state_fn` is None
         require_choice("train.optimizer", self.optimizer, ["adam"])
         require_choice("train.lr_schedule", self.lr_schedule, ["constant", "linear", "cosine"])
         require_choice("train.recompute", self.recompute, ["none", "selective", "full"])
         require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
-        if isinstance(self.lr_decay_iters, str):
-            require_choice("train.lr_decay_iters", self.lr_decay_iters, [AUTO, "a number"])
-        if isinstance(self.lr_warmup_iters, str):
-            require_choice("train.lr_warmup_iters", self.lr_warmup_iters, [AUTO, "a number"])
+        for name in ("lr_decay_iters", "lr_warmup_iters"):
+            if isinstance(getattr(self, name), str):
+                require_choice(f"train.{name}", getattr(self, name), [AUTO, "a number"])
         wanted = f"at least 0 and less than the {self.num_decay_iters} iterations that the learning rate decays over"
         valid = 0 <= self.num_warmup_iters < self.num_decay_iters
         require(valid, "train.lr_warmup_iters", self.lr_warmup_iters, wanted)
@@ -281,26 +271,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Where a run leaves its files and how it shows progress. See conf/config.yaml."""
+class RunConfig(CheckConfig):
+    """Where a run leaves its files, how it shows progress, and what it is compared by. See conf/config.yaml."""
 
     dir: str | None
     name: str
     progress: str
     tensorboard: bool
-    digest_every_iters: int
-    digest_tensors: bool
-    leave_out: str
-
-    @property
-    def checks(self) -> CheckConfig:
-        """The digests of the run's state. Raises ConfigError."""
-        return CheckConfig(
-            digest_every_iters=self.digest_every_iters, digest_tensors=self.digest_tensors, leave_out=self.leave_out
-        )
 
     def __post_init__(self) -> None:
-        assert self.checks
+        super().__post_init__()
         require_choice("run.progress", self.progress, [AUTO, "bar", "lines", "none"])
         require(bool(re.fullmatch(r"[\w.-]+", self.name)), "run.name", self.name, "letters, digits, '_', '-' and '.'")
 
@@ -363,12 +343,7 @@ def group_choice_without_plus(argument: str, groups: Sequence[str] = GROUPS) -> 
 def show_with_hydra(name: str, arguments: Sequence[str], groups: Sequence[str]) -> int:
     """Answer `--help`; let Hydra answer `--cfg job`, `--info` and the like; return the exit status."""
     if {"-h", "--help"} & set(arguments):
-        try:
-            print(help_text(name, arguments))
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        return 0
+        return exit_status(lambda: print(help_text(name, arguments)))
     sys.argv[1:] = [group_choice_without_plus(argument, groups) for argument in arguments]
     hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(lambda _: None)()
     return 0
@@ -403,7 +378,7 @@ def _choice_as_text(argument: str, groups: Sequence[str]) -> str:
 def read_settings(path: Path) -> Settings:
     """Return the settings that a run left as config.yaml. Raises ConfigError for those of another version."""
     config = OmegaConf.load(path)
-    require(isinstance(config, DictConfig), str(path), type(config).__name__, "a composed configuration")
+    require(OmegaConf.is_dict(config), str(path), type(config).__name__, "a composed configuration")
     return to_settings(cast("DictConfig", config))
 
 
@@ -450,7 +425,9 @@ def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
         return cast("T", OmegaConf.to_object(OmegaConf.merge(_schema(kind), config[name])))
     except OmegaConfBaseException as error:
         is_ours = re.split(r"[.\[]", str(error.full_key))[0] in known
-        key = error.full_key if is_ours else f"{_key_of_list(config[name])}: {error.full_key}"
+        # of a value in a list OmegaConf names the inner key only
+        of_list = next((str(key) for key in config[name] if OmegaConf.is_list(config[name][key])), "")
+        key = error.full_key if is_ours else f"{of_list}: {error.full_key}"
         raise ConfigError(f"{name}.{key}: {error.msg or error}".split("\n")[0]) from None
 
 
@@ -463,11 +440,6 @@ def _schema(kind: type[Any]) -> DictConfig:
             schema[name] = OmegaConf.structured(of)
             OmegaConf.set_readonly(schema[name], False)
     return schema
-
-
-def _key_of_list(section: DictConfig) -> str:
-    """Return which key holds a list of values with keys of their own; OmegaConf names only the inner key."""
-    return next((str(key) for key in section if OmegaConf.is_list(section[key])), "")
 
 
 def _explain(message: str, kinds: Kinds) -> str:

@@ -58,14 +58,10 @@ class FlatText:
                 raise DataError(
                     f"data.path, data.eval_fraction: {len(tokens)} {part} tokens, wanted at least {length} (a sample)"
                 )
+        self.vocab_size = vocab_size
         self._parts = (train, held_out)
-        self._vocab_size = vocab_size
         self._length = length
         self._seed = seed
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
     def train_sample(self, number: int) -> Tokens:
         return self._window(_TRAIN, number)

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -118,14 +118,9 @@ def _costs(killed: Path) -> Table:
         name = f"{part.removesuffix('_s')}, seconds"
         add_row(name, lambda of_rank, part=part: f"{max(getattr(event, part) for event in of_rank.values()):.2f}")
     add_row("iterations run again", lambda of_rank: str(max(event.executed_iters for event in of_rank.values())))
-    add_row(
-        "ranks that ran them", lambda of_rank: _ranks(event for event in of_rank.items() if event[1].executed_iters)
-    )
+    ran = lambda of_rank: [str(rank) for rank, event in of_rank.items() if event.executed_iters]  # noqa: E731
+    add_row("ranks that ran them", lambda of_rank: ", ".join(ran(of_rank)) or "none")
     return table
-
-
-def _ranks(of_rank: Iterable[tuple[int, Rejoined]]) -> str:
-    return ", ".join(str(rank) for rank, _ in of_rank) or "none"
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def count_faults(ranks: Iterable[Sequence[Event]]) -> dict[str, int]:
         if at not in with_deaths:
             found |= {(name, str(at)) for name in event.classes}
     found |= {each for events in logs for event in events for each in _bad_state(event)}
-    found |= {_error(events[-1]) for events in logs if events and isinstance(events[-1], TrainingFailed)}
+    last = (events[-1] for events in logs if events)
+    found |= {("error", f"{each.iteration} {each.error}") for each in last if isinstance(each, TrainingFailed)}
     counts = Counter(name for name, _ in found)
     return {name: counts[name] for name in (*EXPLAINED, _UNKNOWN) if counts[name]}
 
@@ -78,8 +79,3 @@ def _bad_state(event: Event) -> list[tuple[str, str]]:
             return [("bit flip", str(iteration))]
         case _:
             return []
-
-
-def _error(event: Event) -> tuple[str, str]:
-    assert isinstance(event, TrainingFailed), event
-    return "error", f"{event.iteration} {event.error}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import math
 import random
 import re
@@ -35,6 +37,7 @@ _WRONG_USE = 2
 _INTERRUPTED = 130
 _PATIENCE_S = 60.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
+_say = functools.partial(print, flush=True)  # a program that reads the lines gets each at once
 _EXAMPLES = """examples:
   inject_fault.sh                                       kill one random worker of the newest run
   inject_fault.sh --rank 2 --signal STOP                rank 2 hangs
@@ -67,8 +70,9 @@ def _inject(options: argparse.Namespace, run: Path) -> int:
     live = _wait_for_live(run)
     if not live:
         return _fail(_FAILED, f"no live worker in {run}: the run has ended, or is on other machines")
-    kills = _plan(options, [worker.global_rank for worker in live], read_world_size(run))
-    _check_fit(options, kills, live, read_world_size(run))
+    world_size = read_world_size(run)
+    kills = _plan(options, [worker.global_rank for worker in live], world_size)
+    _check_fit(options, kills, live, world_size)
     if options.dry_run:
         print("\n".join([f"plan for {run}, seed {options.seed}:", *map(str, kills)]))
         return 0
@@ -131,10 +135,6 @@ def _wait_for_live(run: Path) -> list[LiveWorker]:
     return live
 
 
-def _say(message: str) -> None:
-    print(message, flush=True)
-
-
 def _fail(status: int, message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
     return status
@@ -187,14 +187,10 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _above_zero(text: str) -> float:
-    wrong = argparse.ArgumentTypeError(f"got {text!r}, wanted a number above 0")
-    try:
-        number = float(text)
-    except ValueError:
-        raise wrong from None
-    if not 0 < number < math.inf:
-        raise wrong
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number above 0")
 
 
 def _duration_s(text: str) -> float:

@@ -17,9 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from launcher.data import Batches
-from moe_ckpt.config import CheckConfig
-from moe_ckpt.events import EventLog, IterationCommitted
-from moe_ckpt.megatron.checks import StateChecks
+from moe_ckpt.events import IterationCommitted
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import (
@@ -66,11 +64,14 @@ class StageRunner:
         self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False, num_micro_batches: int | None = None
     ) -> list[torch.Tensor]:
         """Run Megatron's schedule over all micro-batches; return their losses on the last stage, else nothing."""
+        # stages in the middle look at no tokens
+        on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        device, count = torch.cuda.current_device(), self.batches.num_micro_batches
         outputs = self._schedule(
             forward_step_func=self._forward_step,
-            data_iterator=self._micro_batches(draw),
+            data_iterator=(draw(number).to(device) if on_edge else None for number in range(count)),
             model=self.state.model if len(self.state.model) > 1 else self.state.model[0],
-            num_microbatches=num_micro_batches or self.batches.num_micro_batches,
+            num_microbatches=num_micro_batches or count,
             seq_length=self.batches.train.sequence_length,
             micro_batch_size=self.batches.train.micro_batch_size,
             forward_only=forward_only,
@@ -86,12 +87,6 @@ class StageRunner:
             output.register_hook(lambda _: self.on_phase(Phase.BACKWARD))
         return output, _mean_loss
 
-    def _micro_batches(self, draw: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor | None]:
-        """Yield the micro-batches in order, on the stages that look at tokens; None elsewhere."""
-        for micro_batch in range(self.batches.num_micro_batches):
-            on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-            yield draw(micro_batch).to(torch.cuda.current_device()) if on_edge else None
-
 
 class MegatronLoop:
     """Runs iterations of one rank's stage. All methods are collective over all ranks.
@@ -102,7 +97,7 @@ class MegatronLoop:
 
     def __init__(self, runner: StageRunner, hooks: TrainingHooks) -> None:
         self._runner = runner
-        self._state = runner.state
+        self.state = runner.state
         self._hooks = hooks
         self._stall_s = 0.0
         self.prepared: IterationCommitted | None = None
@@ -115,11 +110,11 @@ class MegatronLoop:
         started_s, before = time.monotonic(), self._runner.communicator.observed
         self._stall_s = 0.0
         gradients = self._compute_gradients(iteration)
-        apply_update(self._state, gradients)
-        advance_schedule(self._state, gradients)
+        apply_update(self.state, gradients)
+        advance_schedule(self.state, gradients)
         self._timed(lambda: self._hooks.update_applied(iteration))
         # a rank that is cut off in here repeats it after the recovery: its own update is whole already
-        gather_parameters(self._state)
+        gather_parameters(self.state)
         self._timed(lambda: self._hooks.step_committed(iteration))
 
         assert self.prepared is not None, iteration
@@ -136,13 +131,13 @@ class MegatronLoop:
         """Return the reduced gradients once all ranks have them; starts over when a state was rebuilt."""
         while True:
             self._timed(lambda: self._hooks.iteration_started(iteration))
-            clear_gradients(self._state)
+            clear_gradients(self.state)
             losses = self._runner.train_on(iteration)
             self._runner.on_phase(Phase.REDUCE)
-            gradients = finish_gradients(self._state)
+            gradients = finish_gradients(self.state)
             loss = mean_over_job([{"loss": loss} for loss in losses])
             self._timed(lambda loss=loss: self._hooks.loss_known(iteration, loss))
-            self.prepared = describe_step(self._state, iteration, loss, gradients)
+            self.prepared = describe_step(self.state, iteration, loss, gradients)
             # the last moment to back out: gradients are complete on all ranks, and no parameter has changed on any
             if self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients)):
                 return gradients
@@ -151,19 +146,15 @@ class MegatronLoop:
     def evaluate(self, num_batches: int) -> float:
         """Return the mean cross-entropy, nats per token, over the held-out batches. Changes no state."""
         losses: list[torch.Tensor] = []
-        for chunk in self._state.model:
+        for chunk in self.state.model:
             chunk.eval()
         try:
             for batch in range(num_batches):
                 losses += self._runner.evaluate_on(batch)
         finally:
-            for chunk in self._state.model:
+            for chunk in self.state.model:
                 chunk.train()
         return mean_over_job([{"loss": loss} for loss in losses])
-
-    def checks(self, config: CheckConfig, events: EventLog) -> StateChecks:
-        """Return the digests of this rank's state as training goes on."""
-        return StateChecks(config, self._state, events)
 
     def _timed(self, hook: Callable[[], T]) -> T:
         started_s = time.monotonic()

@@ -32,10 +32,15 @@ from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ParallelLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+_STATE_DTYPES = {**_DTYPES, "fp8": torch.uint8}
 """As Megatron names the types of optimizer states: uint8 stands for FP8."""
 
-_ROUTER_DTYPES = {"fp32": "fp32", "fp64": "fp64", "model": None}
+_SAME_IN_MODEL = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "hidden_dropout", "attention_dropout"),
+)
+_SAME_IN_TRAIN = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+"""Settings that Megatron gives the same names."""
 
 
 def build_training(
@@ -102,20 +107,13 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
     return {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
+        **{name: getattr(model, name) for name in _SAME_IN_MODEL},
         "ffn_hidden_size": model.dense_ffn_hidden_size or model.moe_ffn_hidden_size,
-        "normalization": model.normalization,
         "gated_linear_unit": model.activation == "swiglu",
         "activation_func": F.silu if model.activation == "swiglu" else F.gelu,
         # at EP=1 the forward pass of experts with biases fails in Megatron 0.16.1, checkpoints or not
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
         "init_method_std": model.init_std,
     }
 
@@ -134,7 +132,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_router_bias_update_rate": model.moe_bias_update_rate,
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
         "moe_router_score_function": model.moe_score_function,
-        "moe_router_dtype": _ROUTER_DTYPES[model.moe_router_dtype],
+        "moe_router_dtype": None if model.moe_router_dtype == "model" else model.moe_router_dtype,
         "moe_expert_capacity_factor": model.moe_capacity_factor,
         "moe_pad_expert_input_to_capacity": model.moe_pad_to_capacity,
         "moe_token_dispatcher_type": "alltoall",
@@ -237,13 +235,15 @@ def _require_formats(settings: Settings) -> None:
 
 def _optimizer_config(settings: Settings) -> OptimizerConfig:
     """Return Megatron's own configuration. On a CPU the reference of FusedAdam is installed for what is not FP32."""
+    arguments = _optimizer_arguments(settings)
     if settings.precision.state_format.is_plain:
-        return OptimizerConfig(**_optimizer_arguments(settings))
+        return OptimizerConfig(**arguments)
+    arguments |= _stored_as(settings.precision)
     if torch.cuda.is_available():
-        return OptimizerConfig(**_optimizer_arguments(settings), **_stored_as(settings.precision))
+        return OptimizerConfig(**arguments)
     precision_adam.install()
     with precision_adam.importable():
-        return OptimizerConfig(**_optimizer_arguments(settings), **_stored_as(settings.precision))
+        return OptimizerConfig(**arguments)
 
 
 def _stored_as(precision: PrecisionConfig) -> dict[str, Any]:
@@ -260,14 +260,7 @@ def _stored_as(precision: PrecisionConfig) -> dict[str, Any]:
 def _optimizer_arguments(settings: Settings) -> dict[str, Any]:
     train, precision = settings.train, settings.precision
     return {
-        "optimizer": train.optimizer,
-        "lr": train.lr,
-        "min_lr": train.min_lr,
-        "weight_decay": train.weight_decay,
-        "adam_beta1": train.adam_beta1,
-        "adam_beta2": train.adam_beta2,
-        "adam_eps": train.adam_eps,
-        "clip_grad": train.clip_grad,
+        **{name: getattr(train, name) for name in _SAME_IN_TRAIN},
         "bf16": precision.dtype == "bf16",
         "fp16": precision.dtype == "fp16",
         "params_dtype": _DTYPES[precision.dtype],

@@ -76,23 +76,10 @@ class Lines:
         pass
 
 
-class Silent:
-    """Nothing: every rank but 0, and `run.progress=none`."""
-
-    def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def open_display(run: RunConfig, *, global_rank: int, total: int, done: int) -> Display:
-    """Return what shows this rank's progress."""
+def open_display(run: RunConfig, *, global_rank: int, total: int, done: int) -> Display | None:
+    """Return the display of this rank's progress; None on every rank but 0, and for `run.progress=none`."""
     if global_rank != 0 or run.progress == "none":
-        return Silent()
+        return None
     if run.progress == "bar" or (run.progress == AUTO and sys.stderr.isatty()):
         return Bar(total, done)
     return Lines(total)

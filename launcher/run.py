@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -76,8 +77,6 @@ def run(
     training.close()
     session.finish()
     result = _result(training, state, settings, folder, log.faults)
-    if launch.global_rank == 0:
-        folder.write_result(result)
     _say_done(result, log)
     leave_job()
     return result
@@ -113,13 +112,8 @@ def run_supervised(
         _check_determinism(settings, runner)
         return done
 
-    def report(faults: int) -> dict[str, Any]:
-        result = _result(training, state, settings, folder, faults)
-        if launch.global_rank == 0:
-            folder.write_result(result)
-        return result
-
-    result = worker.run(session, training, log.events, start=start, finish=report)
+    finish = functools.partial(_result, training, state, settings, folder)
+    result = worker.run(session, training, log.events, start=start, finish=finish)
     training.close()
     session.finish()
     _say_done(result, log)
@@ -209,22 +203,20 @@ def _open_log(folder: RunFolder, launch: Launch) -> Log:
 
 def _open_source_everywhere(settings: Settings, folder: RunFolder) -> TokenSource:
     opened: list[TokenSource] = []
+    wanted = settings.model.vocab_size
 
     def vocab_size_of_mine() -> int:  # not the source itself: that is the whole text
-        opened.append(_open_source(settings, folder))
-        return opened[0].vocab_size
+        source = open_source(
+            settings.data, settings.train, None if wanted == AUTO else int(wanted), folder.path / "cache"
+        )
+        if wanted != AUTO and source.vocab_size > int(wanted):
+            raise DataError(f"model.vocab_size: got {wanted}, wanted at least the data's {source.vocab_size}")
+        opened.append(source)
+        return source.vocab_size
 
     sizes = gather_results(TorchRanks(), vocab_size_of_mine, DataError)
     require(len(set(sizes)) == 1, "data.path: vocabulary size on each rank", sizes, "the same everywhere")
     return opened[0]
-
-
-def _open_source(settings: Settings, folder: RunFolder) -> TokenSource:
-    wanted = settings.model.vocab_size
-    source = open_source(settings.data, settings.train, None if wanted == AUTO else int(wanted), folder.cache)
-    if wanted != AUTO and source.vocab_size > int(wanted):
-        raise DataError(f"model.vocab_size: got {wanted}, wanted at least the data's {source.vocab_size}")
-    return source
 
 
 def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout) -> int:
@@ -285,9 +277,9 @@ def _checkpoint_at(path: Path) -> Path:
 def _result(
     training: TrainingJob, state: TrainingState, settings: Settings, folder: RunFolder, faults: int
 ) -> dict[str, Any]:
-    """Return what result.json holds. Collective over all ranks."""
+    """Write result.json; return what it holds. Collective over all ranks."""
     digest, digests = job_digest(state)
-    return {
+    result = {
         "iteration": settings.train.iterations,
         "loss": training.loss,
         "eval_loss": training.eval_loss,
@@ -296,6 +288,9 @@ def _result(
         "digest": digest,
         "digest_per_rank": digests,
     }
+    if dist.get_rank() == 0:
+        folder.write_result(result)
+    return result
 
 
 def _say_done(result: dict[str, Any], log: Log) -> None:

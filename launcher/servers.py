@@ -15,11 +15,8 @@ def require_servable(settings: Settings) -> None:
     for name in ("master", "exp_avg", "exp_avg_sq"):
         got = getattr(settings.precision, name)
         require(got == "fp32", f"precision.{name}", got, wanted)
-    if servers.mirrors:
-        _require_mirrorable(settings)
-
-
-def _require_mirrorable(settings: Settings) -> None:
+    if not servers.mirrors:
+        return
     sharded, where = settings.train.distributed_optimizer, "where ckpt.capture=mirror"
     wanted = f"false {where}: a sharded optimizer gathers weights over the network, and not gradients"
     require(not sharded, "train.distributed_optimizer", sharded, wanted)

@@ -20,10 +20,9 @@ from launcher.simulator.planning import rank_policies
 from launcher.simulator.published_page import read_cells, write_page
 from launcher.simulator.run_folder import write_run
 from launcher.simulator.runner import Result, Row, run_experiment, run_simulation
-from moe_ckpt.errors import MoeCkptError
+from moe_ckpt.errors import exit_status
 from moe_ckpt.sim.saving import Recovery
 
-_FAILED = 1
 _NOTHING = "-"
 
 
@@ -31,12 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     """Simulate what the arguments say, or say in one message why not; return the exit status."""
     if any(argument.startswith("-") for argument in arguments):
         return show_with_hydra("simulate", arguments, GROUPS)
-    try:
-        _simulate(arguments)
-    except MoeCkptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _FAILED
-    return 0
+    return exit_status(lambda: _simulate(arguments))
 
 
 def _simulate(arguments: Sequence[str]) -> None:
@@ -54,7 +48,8 @@ def _simulate(arguments: Sequence[str]) -> None:
         print_rows(run_experiment(arguments))
         return
     if general.plan:
-        for line in plan_lines(rank_policies(arguments, report=_log), arguments):
+        log = lambda what: print(f"simulating {what}", file=sys.stderr)  # noqa: E731
+        for line in plan_lines(rank_policies(arguments, report=log), arguments):
             print(line)
         return
     result = run_simulation(compose_simulation(arguments))
@@ -98,10 +93,6 @@ def cadence(result: Result) -> str:
     else:
         snapshots = f"snapshots every {interval} iterations" if interval > 1 else "snapshots every iteration"
     return f"{snapshots}, {durable}" if durable else snapshots
-
-
-def _log(what: str) -> None:
-    print(f"simulating {what}", file=sys.stderr)
 
 
 def print_rows(rows: Iterable[Row]) -> None:

@@ -16,6 +16,7 @@ from launcher.loop import MegatronLoop
 from launcher.progress import Display, Scalars, open_display
 from moe_ckpt.errors import RolledBackError
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted
+from moe_ckpt.megatron.checks import StateChecks
 from moe_ckpt.run_folder import RunFolder
 
 _NEVER = -1
@@ -43,7 +44,8 @@ class TrainingJob:
         self._folder = folder
         self._log = log
         self._is_supervised = is_supervised
-        self._checks = loop.checks(settings.run.checks, log.events)
+        self._checks = StateChecks(settings.run, loop.state, log.events)
+        self._is_open = False
         self._display: Display | None = None
         self._scalars: Scalars | None = None
         self._evaluated = log.evaluated
@@ -62,7 +64,7 @@ class TrainingJob:
     def run(self, done: int, notes: Sequence[str]) -> None:
         """Go on from the state after `done` iterations to the last; `notes` are shown first."""
         train = self._settings.train
-        if self._display is None:
+        if not self._is_open:
             self._open(done)
         for note in notes:
             self._note(note)
@@ -100,8 +102,9 @@ class TrainingJob:
 
     def _open(self, done: int) -> None:
         run, train, rank = self._settings.run, self._settings.train, self._log.global_rank
+        self._is_open = True
         self._display = open_display(run, global_rank=rank, total=train.iterations, done=done)
-        self._scalars = Scalars(self._folder.tensorboard, done + 1) if run.tensorboard and rank == 0 else None
+        self._scalars = Scalars(self._folder.path / "tensorboard", done + 1) if run.tensorboard and rank == 0 else None
         if self._is_supervised and self._log.life:
             return  # others have said it
         self._note(f"run folder {self._folder.path}")

@@ -90,8 +90,8 @@ def attach(
     wanted = "none: only ckpt=moevement recovers what is lost in a living process"
     require(ckpt.recovers_locally or not losses, "fault.at", [str(loss) for loss in losses], wanted)
     if in_memory := ckpt.in_memory:
-        if len(state.model) > 1:
-            in_memory = in_memory.without_boundary_log()  # the last stage sends to the first one, too
+        if len(state.model) > 1 and in_memory.boundary_log:
+            in_memory = replace(in_memory, boundary_log=False)  # the last stage sends to the first one, too
         attached = replace(_attached(in_memory, identity, state, loop, cpu_backend), on_divergence=on_divergence)
         assembly = InMemoryAssembly(in_memory, attached, events, elastic, folder.with_name("snapshots"), losses)
         build = assembly.build_parts

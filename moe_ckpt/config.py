@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Union, cast
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 from moe_ckpt.errors import ConfigError
 
@@ -25,6 +25,14 @@ def require_choice(setting: str, got: str, choices: Sequence[str]) -> None:
 def require_at_least(setting: str, got: float, least: float) -> None:
     """Raise ConfigError unless `got` is at least `least`."""
     require(got >= least, setting, got, f"at least {least}")
+
+
+def require_all_at_least(prefix: str, values: object, **least: float) -> None:
+    """Raise ConfigError unless each of these settings is at least so much, or null; `prefix` comes before names."""
+    for name, number in least.items():
+        got = getattr(values, name)
+        if got is not None:
+            require_at_least(f"{prefix}{name}", got, number)
 
 
 def require_auto(setting: str, got: int | str, least: int, what: str = "a number of iterations") -> None:
@@ -51,7 +59,7 @@ def parse_endpoints(setting: str, text: str) -> list[tuple[str, int]]:
     return endpoints
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """A policy's name, and the answers of most policies to questions of the engine and the launcher."""
 
@@ -61,6 +69,10 @@ class PolicyConfig:
     loses_tokens: ClassVar[bool] = False  # a snapshot has some experts only: after a rollback the others are older
     asks_popularity: ClassVar[bool] = False  # the policy chooses experts by their tokens, which ranks then count
     copies_within_stage: ClassVar[bool] = False  # peers are ranks of the same pipeline stage
+
+    def __post_init__(self) -> None:
+        # for configurations that programs build: the launcher and `moe_ckpt.run` choose the class by the policy
+        require_choice("ckpt.policy", self.policy, [type(self).__name__.removesuffix("Config").lower()])
 
     @property
     def in_memory(self) -> InMemoryConfig | None:
@@ -88,7 +100,7 @@ class PolicyConfig:
         return 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NoneConfig(PolicyConfig):
     """`ckpt=none`: saves nothing; a fault restarts from the beginning."""
 
@@ -96,11 +108,8 @@ class NoneConfig(PolicyConfig):
     async_save: ClassVar[bool] = False
     strict: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["none"])
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SavingConfig(PolicyConfig):
     """The settings of all policies that save: whole checkpoints in Megatron's dist_checkpointing format."""
 
@@ -109,6 +118,7 @@ class SavingConfig(PolicyConfig):
     strict: bool
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("ckpt.keep", self.keep, 1)
 
 
@@ -156,24 +166,45 @@ class TlsConfig:
 NO_TLS = TlsConfig(certificate=None, key=None, authority=None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DenseConfig(SavingConfig):
     """`ckpt=dense`: the whole state, durable, in Megatron's dist_checkpointing format."""
 
     every_iters: int
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["dense"])
-        SavingConfig.__post_init__(self)  # slots: no super() here
+        super().__post_init__()
         require_at_least("ckpt.every_iters", self.every_iters, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoevementConfig(SavingConfig):
+@dataclass(frozen=True, kw_only=True)
+class HostMemoryConfig(SavingConfig):
+    """The settings of all policies that keep snapshots in host memory, and live through the loss of ranks."""
+
+    memory_budget_bytes: int | None
+    durable_every_iters: int
+
+    @property
+    def in_memory(self) -> InMemoryConfig:
+        return cast("InMemoryConfig", self)  # all policies below are among them
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self.in_memory
+        require_all_at_least("ckpt.", config, durable_every_iters=0, disk_every_iters=0)
+        require_all_at_least("ckpt.", config, memory_budget_bytes=1, disk_budget_bytes=1)
+        require_auto("ckpt.replicas", config.replicas, 0, "a number of copies")
+        capped = config.max_bytes_per_s.peers
+        wanted = "null where ckpt.replicas=0: nothing is copied to peers"
+        require(capped is None or config.replicas != 0, "ckpt.max_bytes_per_s.peers", capped, wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoevementConfig(HostMemoryConfig):
     """`ckpt=moevement`: sparse snapshots in host memory every iteration, localized recovery (MoEvement, section 3)."""
 
-    window: Union[int, str]  # noqa: UP007 - OmegaConf reads the annotation
-    pause_iters: Union[int, str]  # noqa: UP007
+    window: int | str
+    pause_iters: int | str
     mtbf_s: float
     overhead: float
     profile_iters: int
@@ -185,77 +216,48 @@ class MoevementConfig(SavingConfig):
     reorder_share: float
     boundary_log: bool
     keep_windows: int
-    memory_budget_bytes: int | None
-    replicas: Union[int, str]  # noqa: UP007
+    replicas: int | str
     network_interface: str | None
     tls: TlsConfig
     disk_every_iters: int
     disk_path: str | None
     disk_budget_bytes: int | None
-    durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
 
     recovers_locally: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
 
-    @property
-    def in_memory(self) -> MoevementConfig:
-        return self
-
-    @property
-    def logs_boundaries(self) -> bool:
-        return self.boundary_log
-
-    def without_boundary_log(self) -> MoevementConfig:
-        """Return settings under which all stages replay together."""
-        return replace(self, boundary_log=False)
-
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["moevement"])
-        SavingConfig.__post_init__(self)
+        super().__post_init__()
         require_auto("ckpt.window", self.window, 1)
         require_auto("ckpt.pause_iters", self.pause_iters, 0)
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
         require(0.0 < self.overhead <= 1.0, "ckpt.overhead", self.overhead, "more than 0 and at most 1")
-        require_at_least("ckpt.profile_iters", self.profile_iters, 2)
-        require_at_least("ckpt.window_drift", self.window_drift, 0)
+        require_all_at_least("ckpt.", self, profile_iters=2, window_drift=0, reorder_change=0, keep_windows=1)
         require_choice("ckpt.popularity", self.popularity, ["hard", "soft", "decayed"])
         for name in ("popularity_decay", "reorder_share"):
             require(0.0 <= getattr(self, name) <= 1.0, f"ckpt.{name}", getattr(self, name), "between 0 and 1")
-        require_at_least("ckpt.reorder_change", self.reorder_change, 0)
-        require_at_least("ckpt.keep_windows", self.keep_windows, 1)
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RollbackConfig(SavingConfig):
+@dataclass(frozen=True, kw_only=True)
+class RollbackConfig(HostMemoryConfig):
     """The settings of policies under which all ranks go back to the newest snapshot after a fault."""
 
-    logs_boundaries: ClassVar[bool] = False
+    boundary_log: ClassVar[bool] = False
     keep_windows: ClassVar[int] = 1
     popularity: ClassVar[str] = "hard"
     popularity_decay: ClassVar[float] = 0.0
 
-    @property
-    def in_memory(self) -> InMemoryConfig:
-        return cast("InMemoryConfig", self)  # all policies below are among them
 
-    def without_boundary_log(self) -> InMemoryConfig:
-        """Return these settings: no stage keeps a log."""
-        return self.in_memory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WholeSnapshotsConfig(RollbackConfig):
     """The settings of policies that take the whole state into host memory every few iterations."""
 
-    every_iters: Union[int, str]  # noqa: UP007
+    every_iters: int | str
     profile_iters: int
     interval_drift: float
-    memory_budget_bytes: int | None
     disk_path: str | None
     disk_budget_bytes: int | None
-    durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
 
     @property
@@ -263,30 +265,27 @@ class WholeSnapshotsConfig(RollbackConfig):
         return self.in_memory.disk_every_iters == 1
 
     def __post_init__(self) -> None:
-        SavingConfig.__post_init__(self)
+        super().__post_init__()
         require_auto("ckpt.every_iters", self.every_iters, 1)
-        require_at_least("ckpt.profile_iters", self.profile_iters, 2)
-        require_at_least("ckpt.interval_drift", self.interval_drift, 0)
+        require_all_at_least("ckpt.", self, profile_iters=2, interval_drift=0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GeminiConfig(WholeSnapshotsConfig):
     """`ckpt=gemini`: snapshots in own and peers' host memory, as often as is best for an MTBF (Gemini)."""
 
     mtbf_s: float
-    replicas: Union[int, str]  # noqa: UP007
+    replicas: int | str
     network_interface: str | None
     tls: TlsConfig
     disk_every_iters: int
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["gemini"])
-        WholeSnapshotsConfig.__post_init__(self)
+        super().__post_init__()
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckfreqConfig(WholeSnapshotsConfig):
     """`ckpt=checkfreq`: snapshots in host memory and from there on disk, as often as a cap allows (CheckFreq)."""
 
@@ -298,43 +297,34 @@ class CheckfreqConfig(WholeSnapshotsConfig):
     disk_every_iters: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["checkfreq"])
-        WholeSnapshotsConfig.__post_init__(self)
+        super().__post_init__()
         require(0.0 < self.overhead < 1.0, "ckpt.overhead", self.overhead, "more than 0 and less than 1")
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PartialConfig(RollbackConfig):
     """The settings of policies that take some experts into host memory; a rollback loses tokens."""
 
     every_iters: int
-    memory_budget_bytes: int | None
     disk_every_iters: int
     disk_path: str | None
     disk_budget_bytes: int | None
-    durable_every_iters: int
     max_bytes_per_s: MaxBytesPerS
 
     loses_tokens: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
     profile_iters: ClassVar[int] = 0
 
-    @property
-    def partial_state(self) -> str:
-        """The part of an expert that a snapshot may leave out, one of policies.partial.PARTIAL_STATE."""
-        return "both"
-
     def __post_init__(self) -> None:
-        SavingConfig.__post_init__(self)
+        super().__post_init__()
         require_at_least("ckpt.every_iters", self.every_iters, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MocConfig(PartialConfig):
     """`ckpt=moc`: some experts of each layer to host memory, some of those to storage (MoC-System)."""
 
-    k_snapshot: Union[int, str]  # noqa: UP007
+    k_snapshot: int | str
     k_persist: int
     selection: str
     partial: str
@@ -345,13 +335,8 @@ class MocConfig(PartialConfig):
     network_interface: ClassVar[None] = None
     tls: ClassVar[TlsConfig] = NO_TLS
 
-    @property
-    def partial_state(self) -> str:
-        return self.partial
-
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["moc"])
-        PartialConfig.__post_init__(self)
+        super().__post_init__()
         require_auto("ckpt.k_snapshot", self.k_snapshot, 1, "a number of experts")
         require_at_least("ckpt.k_persist", self.k_persist, 1)
         wanted = f"at most ckpt.k_snapshot={self.k_snapshot}: what is persisted is some of what is in memory"
@@ -360,23 +345,23 @@ class MocConfig(PartialConfig):
         require_choice("ckpt.selection", self.selection, ["sequential", "load"])
         require_choice("ckpt.partial", self.partial, ["both", "weights", "moments"])
         require(0.0 < self.plt_limit < 1.0, "ckpt.plt_limit", self.plt_limit, "more than 0 and less than 1")
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MoetionConfig(PartialConfig):
     """`ckpt=moetion`: the experts with the most tokens at risk, within budgets of each link (MoEtion)."""
 
-    experts: Union[int, str]  # noqa: UP007
-    remote_experts: Union[int, str]  # noqa: UP007
+    experts: int | str
+    remote_experts: int | str
     send_gradients: bool
     bubble_copies: bool
     boost: float
-    replicas: Union[int, str]  # noqa: UP007
+    replicas: int | str
     network_interface: str | None
     tls: TlsConfig
 
     copies_within_stage: ClassVar[bool] = True
+    partial: ClassVar[str] = "both"  # experts in snapshots are whole
 
     @property
     def copies_in_bubbles(self) -> bool:
@@ -387,18 +372,16 @@ class MoetionConfig(PartialConfig):
         return self.boost
 
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["moetion"])
-        PartialConfig.__post_init__(self)
+        super().__post_init__()
         for name in ("experts", "remote_experts"):
             require_auto(f"ckpt.{name}", getattr(self, name), 1, "a number of experts a layer")
         if isinstance(self.experts, int) and isinstance(self.remote_experts, int):
             wanted = f"at most ckpt.experts={self.experts}: what peers keep is some of what is in memory"
             require(self.remote_experts <= self.experts, "ckpt.remote_experts", self.remote_experts, wanted)
         require(0.0 <= self.boost <= 1.0, "ckpt.boost", self.boost, "between 0 and 1")
-        _check_in_memory(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowcheckConfig(RollbackConfig):
     """`ckpt=flowcheck`: checkpoint servers take the optimizer's steps from gradients, every iteration (FlowCheck)."""
 
@@ -410,16 +393,16 @@ class FlowcheckConfig(RollbackConfig):
     servers: str
     server_hosts: int
     server_wait_s: float
-    replicas: Union[int, str]  # noqa: UP007
+    replicas: int | str
     network_interface: str | None
     tls: TlsConfig
-    memory_budget_bytes: int | None
-    durable_every_iters: int
 
     profile_iters: ClassVar[int] = 0
     disk_every_iters: ClassVar[int] = 0
     disk_path: ClassVar[None] = None
     disk_budget_bytes: ClassVar[None] = None
+    # no caps: a server that receives gradients late gets a whole snapshot instead, which is more bytes
+    max_bytes_per_s: ClassVar[MaxBytesPerS] = NO_CAPS
 
     @property
     def served(self) -> FlowcheckConfig:
@@ -440,17 +423,11 @@ class FlowcheckConfig(RollbackConfig):
         """The servers on such machines that hold each rank's state."""
         return 1 + (min(1, self.server_hosts - 1) if self.replicas == "auto" else int(self.replicas))
 
-    @property
-    def max_bytes_per_s(self) -> MaxBytesPerS:
-        """No caps: a server that receives gradients late gets a whole snapshot instead, which is more bytes."""
-        return NO_CAPS
-
     def __post_init__(self) -> None:
-        require_choice("ckpt.policy", self.policy, ["flowcheck"])
-        SavingConfig.__post_init__(self)
-        require_at_least("ckpt.max_lag_iters", self.max_lag_iters, 0)
+        super().__post_init__()
         require_choice("ckpt.capture", self.capture, ["tap", "mirror"])
-        require_at_least("ckpt.captures", self.captures, 2)  # one lacks a share of every gradient
+        # one capture lacks a share of every gradient
+        require_all_at_least("ckpt.", self, captures=2, max_lag_iters=0, server_hosts=1, server_wait_s=0.0)
         require(0.0 <= self.capture_loss < 1.0, "ckpt.capture_loss", self.capture_loss, "at least 0 and less than 1")
         interface = self.mirror_interface
         wanted = "an interface where ckpt.capture=mirror, and null where ckpt.capture=tap"
@@ -458,11 +435,8 @@ class FlowcheckConfig(RollbackConfig):
         wanted = "0 where ckpt.capture=tap"
         require(self.mirrors or self.capture_loss == 0.0, "ckpt.capture_loss", self.capture_loss, wanted)
         require_choice("ckpt.servers", self.servers, ["peers", "hosts"])
-        require_at_least("ckpt.server_hosts", self.server_hosts, 1)
         wanted = "1 where ckpt.servers=peers: every training node has a server"
         require(self.on_hosts or self.server_hosts == 1, "ckpt.server_hosts", self.server_hosts, wanted)
-        require_at_least("ckpt.server_wait_s", self.server_wait_s, 0.0)
-        _check_in_memory(self)
         wanted = f"less than ckpt.server_hosts={self.server_hosts} where ckpt.servers=hosts"
         fits = not self.on_hosts or self.server_copies <= self.server_hosts
         require(fits, "ckpt.replicas", self.replicas, wanted)
@@ -470,19 +444,6 @@ class FlowcheckConfig(RollbackConfig):
 
 InMemoryConfig = MoevementConfig | GeminiConfig | CheckfreqConfig | MocConfig | MoetionConfig | FlowcheckConfig
 """Policies that keep snapshots in host memory, and live through the loss of ranks."""
-
-
-def _check_in_memory(config: InMemoryConfig) -> None:
-    require_at_least("ckpt.durable_every_iters", config.durable_every_iters, 0)
-    require_at_least("ckpt.disk_every_iters", config.disk_every_iters, 0)
-    require_auto("ckpt.replicas", config.replicas, 0, "a number of copies")
-    capped = config.max_bytes_per_s.peers
-    wanted = "null where ckpt.replicas=0: nothing is copied to peers"
-    require(capped is None or config.replicas != 0, "ckpt.max_bytes_per_s.peers", capped, wanted)
-    for name in ("memory_budget_bytes", "disk_budget_bytes"):
-        if getattr(config, name) is not None:
-            require_at_least(f"ckpt.{name}", getattr(config, name), 1)
-
 
 DIVERGENCES = ("window", "end")
 """If a replay does not reproduce a healthy rank's state, all ranks go on from the window, or end."""
@@ -498,7 +459,7 @@ BACKENDS = ("auto", "nccl", "gloo", "staged")
 class RuntimeConfig:
     """How a job lives through the death of its processes: conf/runtime/default.yaml has the rule for each time."""
 
-    guard: Union[bool, str]  # noqa: UP007
+    guard: bool | str
     backend: str
     heartbeat_s: float
     progress_s: float
@@ -526,14 +487,11 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         require(self.guard in (True, False, "auto"), "runtime.guard", self.guard, "auto, true or false")
         require_choice("runtime.backend", self.backend, BACKENDS)
-        for least, names in (
-            (0.5, ["heartbeat_s"]),  # ten beats
-            (self.heartbeat_s, ["progress_s"]),
-            (1, ["form_s", "abort_s", "copy_s", "max_deaths", "health_s"]),
-            (0, ["grace_s", "sick_deaths", "sick_within_s", "stop_save_s", "suspect_iters"]),
-        ):
-            for name in names:
-                require_at_least(f"runtime.{name}", getattr(self, name), least)
+        ten_beats_s = 0.5
+        require_all_at_least("runtime.", self, heartbeat_s=ten_beats_s, progress_s=self.heartbeat_s)
+        require_all_at_least("runtime.", self, form_s=1, abort_s=1, copy_s=1, max_deaths=1, health_s=1)
+        require_all_at_least("runtime.", self, grace_s=0, sick_deaths=0, sick_within_s=0)
+        require_all_at_least("runtime.", self, stop_save_s=0, suspect_iters=0)
         require_choice("runtime.sick_place", self.sick_place, SICK_PLACES)
         if self.etcd:
             parse_endpoints("runtime.etcd", self.etcd)
@@ -570,13 +528,16 @@ class CheckConfig:
     digest of each tensor; `leave_out`: the ingredient that recoveries of a control run lack.
     """
 
-    digest_every_iters: int = 0
-    digest_tensors: bool = False
-    leave_out: str = "nothing"
+    digest_every_iters: int
+    digest_tensors: bool
+    leave_out: str
 
     def __post_init__(self) -> None:
         require_at_least("run.digest_every_iters", self.digest_every_iters, 0)
         require_choice("run.leave_out", self.leave_out, ["nothing", "moments"])
+
+
+NO_CHECKS = CheckConfig(digest_every_iters=0, digest_tensors=False, leave_out="nothing")
 
 
 CkptConfig = NoneConfig | DenseConfig | InMemoryConfig

@@ -16,7 +16,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.refused_imports import RefusedImports
@@ -36,7 +35,10 @@ def enter() -> None:
     try:
         command = attached_command(os.environ[VARIABLE], sys.orig_argv)
     except ConfigError as error:
-        _end(str(error))
+        if os.environ["RANK"] == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        # no exception: Python would print it and start the program, which would look protected
+        os._exit(_FAILED)
     if os.environ["RANK"] == "0":
         print(f"moe_ckpt: {VARIABLE} attaches to {sys.orig_argv[-1]}", flush=True)
     # the program's own processes, compilers say, are not to be attached
@@ -93,10 +95,3 @@ def unprotected_loop() -> RefusedImports:
     """Return the finder that refuses Megatron-LM's loop in a process that torchrun has not started."""
     wanted = f"one with {', '.join(_LAUNCHED)}; unset the variable for a program that does not train"
     return RefusedImports({_LOOP: f"{VARIABLE}: got a process that torchrun has not started, wanted {wanted}"})
-
-
-def _end(message: str) -> NoReturn:
-    if os.environ["RANK"] == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    # no exception: Python would print it and start the program, which would look protected
-    os._exit(_FAILED)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 
 class MoeCkptError(Exception):
@@ -50,3 +51,12 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def exit_status(command: Callable[[], int | None], *, failed: int = 1) -> int:
+    """Run a command; return its exit status, or `failed` after one message about an error of the user's."""
+    try:
+        return command() or 0
+    except MoeCkptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return failed

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from moe_ckpt.private_files import make_private, open_private, write_private
+from moe_ckpt.types import IntervalChoice, WindowChoice
 
 _log = logging.getLogger(__name__)
 KINDS: dict[str, type[Any]] = {}
@@ -32,7 +33,15 @@ class Event:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:
-        KINDS[cls.__name__] = dataclass(frozen=True, kw_only=True)(cls)  # no slots: they would make another class
+        kind = dataclass(frozen=True, kw_only=True)(cls)  # no slots: they would make another class
+        if not cls.__name__.startswith("_"):
+            KINDS[cls.__name__] = kind
+
+
+class _IterationEvent(Event):
+    """An event of an iteration, which comes first in its line."""
+
+    iteration: int
 
 
 class TrainerStarted(Event):
@@ -44,22 +53,20 @@ class TrainerStarted(Event):
     device: str
 
 
-class StateResumed(Event):
+class StateResumed(_IterationEvent):
     """Training continues after `iteration`, from a source on disk; `passed_over`: better ones, and why not those."""
 
-    iteration: int
     source: str
     seconds: float
     passed_over: list[str]
 
 
-class StateResharded(Event):
+class StateResharded(_IterationEvent):
     """The checkpoint that training continues from was saved at another parallel layout.
 
     All of it was carried over but the states of generators: from here on the run is not bit for bit the one that saved.
     """
 
-    iteration: int
     saved_at: str
     loaded_at: str
 
@@ -71,19 +78,17 @@ class CheckpointSkipped(Event):
     reason: str
 
 
-class LossNotFinite(Event):
+class LossNotFinite(_IterationEvent):
     """Soon after a load of `source` the loss is NaN or infinite; `action`: what is done about it."""
 
-    iteration: int
     loss: str
     source: str
     action: str
 
 
-class IterationCommitted(Event):
+class IterationCommitted(_IterationEvent):
     """One optimizer step. `skipped` is fp16 overflow; `stall_s` is what checkpointing took from training."""
 
-    iteration: int
     loss: float
     grad_norm: float | None
     loss_scale: float
@@ -95,97 +100,67 @@ class IterationCommitted(Event):
     sent_gradient_bytes: int
 
 
-class StateDigest(Event):
+class StateDigest(_IterationEvent):
     """SHA-256 of this rank's whole training state after `iteration`; a rank logs it again after a recovery."""
 
-    iteration: int
     digest: str
 
 
-class TensorDigests(Event):
+class TensorDigests(_IterationEvent):
     """The first 64 bits of a SHA-256, in hex, of each tensor of this rank's state after `iteration`, by its name."""
 
-    iteration: int
     digests: dict[str, str]
 
 
-class Evaluated(Event):
+class Evaluated(_IterationEvent):
     """Mean cross-entropy, nats per token, over the held-out batches."""
 
-    iteration: int
     loss: float
 
 
-class CheckpointSaved(Event):
+class CheckpointSaved(_IterationEvent):
     """A checkpoint was committed. `seconds` from start to commit, `stall_s` of it on the training thread."""
 
-    iteration: int
     directory: str
     size_bytes: int
     seconds: float
     stall_s: float
 
 
-class CheckpointFailed(Event):
+class CheckpointFailed(_IterationEvent):
     """A checkpoint could not be saved; training went on unless `ckpt.strict` forbids it."""
 
-    iteration: int
     reason: str
 
 
-class WindowChosen(Event):
-    """A sparse window begins with the snapshot of `iteration`; `fitting` is the fewest slots that cause no stall.
-
-    Shares of time that snapshots and replays are expected to take; None where the window is not chosen by them.
-    """
-
-    iteration: int
-    num_slots: int
-    fitting: int
-    iteration_s: float
-    copy_bytes_per_s: float
-    reordered: bool
-    pause_iters: int = 0
-    snapshot_share: float | None = None
-    replay_share: float | None = None
+class WindowChosen(WindowChoice, _IterationEvent):
+    """A sparse window begins with the snapshot of `iteration`: the choice with its terms."""
 
 
-class IntervalChosen(Event):
-    """How many iterations lie between whole snapshots from `iteration` on; `best` is by what was measured.
-
-    `snapshot_cost_s`: what a snapshot adds to training, by stopping it and by slowing it down.
-    """
-
-    iteration: int
-    every_iters: int
-    best: int
-    iteration_s: float
-    copy_bytes_per_s: float
-    snapshot_cost_s: float
+class IntervalChosen(IntervalChoice, _IterationEvent):
+    """From `iteration` on whole snapshots are `every_iters` iterations apart: the choice with its measurements."""
 
 
-class ExpertsChosen(Event):
+class ExpertsChosen(_IterationEvent):
     """The contents of an iteration's partial snapshot: experts of each MoE layer of the stage, by destination.
 
     `on_peers` and `on_disk` are some of those in `memory`, or none where the snapshot does not go there. Peers are
     sent the gradients of those in `by_gradient`, all others whole.
     """
 
-    iteration: int
     memory: list[list[int]]
     on_peers: list[list[int]]
     on_disk: list[list[int]]
     by_gradient: list[list[int]]
 
 
-class TokensLost(Event):
+class TokensLost(_IterationEvent):
     """Going back to a partial checkpoint, experts have lost what they were trained with since they were saved.
 
     Of this rank's stage, by its MoE `layers`; `lost_by_expert` [layers][experts]. `plt` and `mlt` are of the whole job
     and all faults so far, as shares of the tokens up to `iteration`. MoC, equation (7); MoEtion, equation (6).
     """
 
-    iteration: int
     layers: list[int]
     lost_by_layer: list[int]
     lost_by_expert: list[list[int]]
@@ -193,13 +168,12 @@ class TokensLost(Event):
     mlt: float
 
 
-class SnapshotTaken(Event):
+class SnapshotTaken(_IterationEvent):
     """A sparse snapshot is in host memory: `size_bytes` on this rank, where a dense one has `dense_bytes`.
 
     Of these, `bubble_bytes` were copied while the rank waited for other stages: some policies let copies wait for that.
     """
 
-    iteration: int
     window_start: int
     slot: int
     num_slots: int
@@ -209,26 +183,24 @@ class SnapshotTaken(Event):
     bubble_bytes: int = 0
 
 
-class GradientsSent(Event):
+class GradientsSent(_IterationEvent):
     """This rank's gradients of `iteration` are on their way to its checkpoint servers: `size_bytes`, buffers included.
 
     Copying them has stopped training for `tap_s`; the slowest server had `lag_iters` iterations to complete then.
     """
 
-    iteration: int
     size_bytes: int
     tap_s: float
     lag_iters: int
 
 
-class ServersWorked(Event):
+class ServersWorked(_IterationEvent):
     """All of this rank's checkpoint servers have made the state of `iteration`.
 
     The slowest worked for `busy_s`, and for `after_s` once the last byte had arrived. An iteration, from gradients to
     gradients, took `iteration_s` when this was found: the servers' deadline (FlowCheck, section 3.1).
     """
 
-    iteration: int
     busy_s: float
     after_s: float
     iteration_s: float
@@ -240,10 +212,9 @@ class ServersChanged(Event):
     addresses: str
 
 
-class GradientsLost(Event):
+class GradientsLost(_IterationEvent):
     """Some rank's checkpoint servers lack gradients up to `iteration`: all ranks take a whole snapshot after it."""
 
-    iteration: int
     reason: str
 
 
@@ -262,26 +233,24 @@ class WindowReplicated(Event):
     ago_s: float
 
 
-class ExpertPopularity(Event):
+class ExpertPopularity(_IterationEvent):
     """How popular experts were when the policy asked, for the window that begins with the snapshot of `iteration`.
 
     Of the rank's whole stage, by its MoE `layers`, as `ckpt.popularity` counts: `tokens` [layers][experts] since the
     window before. Told by one rank of a stage, and of a long run for some windows only.
     """
 
-    iteration: int
     layers: list[str]
     tokens: list[list[float]]
 
 
-class ExpertsOrdered(Event):
+class ExpertsOrdered(_IterationEvent):
     """In which order the window that begins with the snapshot of `iteration` takes the experts of the rank's stage.
 
     `slots` [layers][experts]: whose whole state is taken in which of `num_slots`. Told where that is new, by one rank
     of a stage, and of a long run for some windows only.
     """
 
-    iteration: int
     num_slots: int
     layers: list[str]
     slots: list[list[int]]
@@ -306,21 +275,19 @@ class HostMemoryUsed(Event):
     double_buffered_dense_bytes: int
 
 
-class StateLost(Event):
+class StateLost(_IterationEvent):
     """This rank's training state was lost in a phase of `iteration`."""
 
-    iteration: int
     phase: str
 
 
-class StageRecovered(Event):
+class StageRecovered(_IterationEvent):
     """The state after `iteration` was rebuilt from the window that starts at `window_start`, by replay of stages.
 
     `replayed_iters` were run again by stages `first_stage` to `last_stage` in `seconds`; `fetched_bytes` came from
     neighbours' logs to this rank.
     """
 
-    iteration: int
     window_start: int
     first_stage: int
     last_stage: int
@@ -329,25 +296,23 @@ class StageRecovered(Event):
     seconds: float
 
 
-class ReplayDiffered(Event):
+class ReplayDiffered(_IterationEvent):
     """A healthy rank's replayed state is not the one it had: its memory was corrupt, or a kernel is not deterministic.
 
     `operators` are those that differ, by name. `verdict`: what a second replay has shown; empty if the job ended.
     """
 
-    iteration: int
     operators: list[str]
     verdict: str = ""
 
 
-class CapacityBoosted(Event):
+class CapacityBoosted(_IterationEvent):
     """Some experts of this rank's stage make up for lost tokens, out of capacity that others leave.
 
     By layer, for each of its experts: `capacity` are the tokens that it could take of this rank's batch of `iteration`,
     `deficit` the lost ones that are left after it, over all ranks.
     """
 
-    iteration: int
     layers: list[str]
     capacity: list[list[int]]
     deficit: list[list[int]]
@@ -383,10 +348,9 @@ class Rejoined(Event):
     classes: list[str] = field(default_factory=list[str])
 
 
-class TrainingFailed(Event):
+class TrainingFailed(_IterationEvent):
     """An exception has ended this rank's worker: the job ends unless the worker is replaced."""
 
-    iteration: int
     error: str
 
 
@@ -402,10 +366,9 @@ class EventsLost(Event):
     count: int
 
 
-class RunFinished(Event):
+class RunFinished(_IterationEvent):
     """All iterations are done. Never written on a fault."""
 
-    iteration: int
     digest: str
 
 
@@ -435,19 +398,13 @@ class EventLog:
         self._num_lost = 0
 
     def append(self, event: Event) -> None:
-        lines = self._line(event)
-        if self._num_lost:
-            lines = self._line(EventsLost(count=self._num_lost)) + lines
-        if self._write_whole(lines):
-            self._num_lost = 0
-        else:
-            self._num_lost += 1
+        lost = [EventsLost(count=self._num_lost)] if self._num_lost else []
+        t_s = time.time() - self._origin
+        logged = (LoggedEvent(t_s=t_s, global_rank=self._global_rank, event=each) for each in (*lost, event))
+        self._num_lost = 0 if self._write_whole(b"".join(map(_encode, logged))) else self._num_lost + 1
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def _line(self, event: Event) -> bytes:
-        return _encode(LoggedEvent(t_s=time.time() - self._origin, global_rank=self._global_rank, event=event))
 
     def _write_whole(self, lines: bytes) -> bool:
         try:

@@ -11,10 +11,7 @@ _START_TICKS = 19
 
 def start_ticks(pid: int) -> int:
     """Return the start time of a process: with the pid, a name that is never used again. Raises ProcessLookupError."""
-    fields = _stat(Path(f"/proc/{pid}/stat"))
-    if not fields:
-        raise ProcessLookupError(f"no process has pid {pid}")
-    return int(fields[_START_TICKS])
+    return _number(pid, _START_TICKS)
 
 
 def is_alive(pid: int, *, started: int | None = None) -> bool:
@@ -27,10 +24,7 @@ def is_alive(pid: int, *, started: int | None = None) -> bool:
 
 def parent_of(pid: int) -> int:
     """Return the pid of a process's parent. Raises ProcessLookupError."""
-    fields = _stat(Path(f"/proc/{pid}/stat"))
-    if not fields:
-        raise ProcessLookupError(f"no process has pid {pid}")
-    return int(fields[_PARENT])
+    return _number(pid, _PARENT)
 
 
 def children_of(pid: int) -> list[int]:
@@ -54,3 +48,10 @@ def _stat(path: Path) -> list[str]:
         return path.read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def _number(pid: int, field: int) -> int:
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    if not fields:
+        raise ProcessLookupError(f"no process has pid {pid}")
+    return int(fields[field])

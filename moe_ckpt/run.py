@@ -64,7 +64,9 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
     require_alone(os.environ, sys.modules)
     loop = LOOPS[settings.loop]()
     if settings.is_plain:
-        return _run_plainly(settings, loop)
+        loop.use_cpu()
+        loop.observe(settings)
+        return run_program(settings.command)
     ckpt = settings.ckpt.in_memory
     if ckpt is None:
         raise ConfigError(
@@ -106,12 +108,6 @@ def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
         report_error(str(error))
         return _FAILED
     return status
-
-
-def _run_plainly(settings: RunSettings, loop: Loop) -> int:
-    loop.use_cpu()
-    loop.observe(settings)
-    return run_program(settings.command)
 
 
 def run_program(command: Command) -> int:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 import torch
@@ -78,7 +78,7 @@ class ElasticConfig:
 
     ckpt: InMemoryConfig
     runtime: RuntimeConfig
-    ranks_per_node: Union[int, str] = _AUTO  # noqa: UP007
+    ranks_per_node: int | str = _AUTO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +96,11 @@ class RankPlace:
     @property
     def node(self) -> int:
         return self.launch.global_rank // self.ranks_per_node
+
+    @property
+    def failure(self) -> Path:
+        """The file in which a worker leaves its last error to the supervisor."""
+        return self.memory / "failure"
 
 
 class Worker:
@@ -279,10 +284,11 @@ def run_elastic(
     )
     hooks = SupervisorHooks(
         start_daemon=(lambda: _start_daemon(config, place)) if place.has_daemon else None,
-        take_failure=lambda: take_failure(_failure_path(place)),
+        take_failure=lambda: take_failure(place.failure),
         save_last=(lambda: _save_last(place)) if runtime.stop_save_s else None,
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
-        leave=_leave_job if runtime.sick_place == "leave" else None,
+        # this node's agent ends as if the node were lost: torchrun keeps the rendezvous open for a spare node
+        leave=(lambda: os.kill(agent_pid(), signal.SIGTERM)) if runtime.sick_place == "leave" else None,
     )
     StopBoard(_open_store("stop", runtime), launch.world_size).begin(launch.global_rank)
     return Supervisor(
@@ -302,7 +308,7 @@ def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig)
     except Exception as error:
         if not is_fault(error, replace_on=runtime.replace_on, end_on=runtime.end_on):
             raise
-        write_failure(_failure_path(worker.place), failure_of(error, worker.page.iteration))
+        write_failure(worker.place.failure, failure_of(error, worker.page.iteration))
         return WORKER_FAULT
 
 
@@ -328,11 +334,6 @@ def _save_last(place: RankPlace) -> int:
     return 0
 
 
-def _leave_job() -> None:
-    """Let this node's agent end as if the node were lost: torchrun then keeps the rendezvous open for a spare node."""
-    os.kill(agent_pid(), signal.SIGTERM)
-
-
 def _ask_if_safe(rank: int, world_size: int, saved: Sequence[int], answers: list[int | None]) -> None:
     with contextlib.suppress(RuntimeError, ConfigError):  # what torch raises for a store that is gone, and `open_store`
         answers.append(StopBoard(open_store("stop"), world_size).report(rank, saved))
@@ -346,10 +347,6 @@ def _open_store(part: str, runtime: RuntimeConfig, *, own_connection: bool = Fal
     store = open_store(part, own_connection=own_connection)
     end_silent_connections(int(os.environ["MASTER_PORT"]), runtime.join_s)
     return store
-
-
-def _failure_path(place: RankPlace) -> Path:
-    return place.memory / "failure"
 
 
 def require_forkable() -> None:

@@ -36,7 +36,6 @@ from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.run_lock import release_lock, take_lock, used_by
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
-_FOLDER_TIMEOUT_S = 60.0
 _JOB = "job"  # what torchrun's store remembers over all lives of the job
 
 
@@ -51,14 +50,6 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def cache(self) -> Path:
-        return self.path / "cache"
 
     def events(self, global_rank: int) -> Path:
         return self.path / "events" / f"rank{global_rank:04d}.jsonl"
@@ -114,7 +105,7 @@ def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: 
     return read_run_folder(wait_for_run_folder(join_s))
 
 
-def wait_for_run_folder(timeout_s: float = _FOLDER_TIMEOUT_S) -> Path:
+def wait_for_run_folder(timeout_s: float) -> Path:
     """Return this job's run folder, once global rank 0 has made it. Raises ConfigError after `timeout_s`."""
     store = agent_store(_JOB)
     assert store is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -19,6 +19,7 @@ import yaml
 from moe_ckpt.cli import app_root
 from moe_ckpt.config import (
     CKPT_CONFIGS,
+    NO_CHECKS,
     CheckConfig,
     CkptConfig,
     RunFolderConfig,
@@ -100,8 +101,8 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
         runtime=section_of(RuntimeConfig, "runtime", runtime),
         ranks_per_node=changes["parallel"].get("ranks_per_node", "auto"),
         folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
-        checks=CheckConfig(
-            **{key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run}
+        checks=replace(
+            NO_CHECKS, **{key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run}
         ),
         losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
         is_plain=parsed.plain or policy == "none",

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from moe_ckpt.elastic.job_store import STORE_FILE, connect, part_of
 from moe_ckpt.elastic.network import address_on, route_to
 from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerNumbers, ServerSettings
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, exit_status
 from moe_ckpt.exact_json import decode_exactly
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.daemon import open_mirror
@@ -36,23 +36,18 @@ from moe_ckpt.snapshot.arriving_update import no_capture
 
 NO_RANK = -1
 _LOOK_EVERY_S = 0.5
-_FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until the job ends; return the exit status."""
-    parser = argparse.ArgumentParser(prog="moe-ckpt server", description=__doc__, formatter_class=_Raw)
+    kind = argparse.RawDescriptionHelpFormatter  # keeps the lines of the module's text
+    parser = argparse.ArgumentParser(prog="moe-ckpt server", description=__doc__, formatter_class=kind)
     parser.add_argument("job", metavar="JOB", help="the job's run folder, or HOST:PORT of its store")
     parser.add_argument("--interface", help="the interface that gradients arrive on; by default the one to the store")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="the folder in memory for states")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the memory is removed
-    try:
-        serve(_find_store(options.job), options.interface, options.memory)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _FAILED
-    return 0
+    return exit_status(lambda: serve(_find_store(options.job), options.interface, options.memory))
 
 
 def serve(where: Address, interface: str | None, memory: Path) -> None:
@@ -118,10 +113,6 @@ def _find_store(job: str) -> Address:
     while not path.exists():
         time.sleep(_LOOK_EVERY_S)  # another machine writes it: no event reaches this one
     return parse_address(path.read_text().strip())
-
-
-class _Raw(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the module's text."""
 
 
 if __name__ == "__main__":

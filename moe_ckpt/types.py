@@ -226,7 +226,10 @@ class WindowChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChoice:
-    """The choice of the iterations between two whole snapshots: the chosen, the best, and the measurements."""
+    """The choice of the iterations between two whole snapshots: the chosen, the best, and the measurements.
+
+    `snapshot_cost_s`: what a snapshot adds to training, by stopping it and by slowing it down.
+    """
 
     every_iters: int
     best: int

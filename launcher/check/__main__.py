@@ -26,7 +26,7 @@ from launcher.output_folder import log_of, make_output_folder
 from launcher.proc import end_job
 from moe_ckpt.config import require
 from moe_ckpt.door import VARIABLE
-from moe_ckpt.errors import ConfigError, MoeCkptError
+from moe_ckpt.errors import ConfigError, MoeCkptError, exit_status
 from moe_ckpt.faults.schedule import Kill, StateLoss
 
 Execute = Callable[[Sequence[str], Path, Sequence[Kill]], None]
@@ -62,28 +62,28 @@ def main(arguments: Sequence[str]) -> int:
     """Check the command that follows the options; print a few lines and return the exit status."""
     options = _parser().parse_args(arguments)
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
-    try:
+
+    def check() -> int:
         command = parse_command(words, os.environ.get(VARIABLE, ""))
         folder = make_output_folder(options.output, "check")
         require(not any(folder.iterdir()), "-o", str(folder), "an empty folder")
         return Check(command, folder, functools.partial(run_job, limit_s=options.limit_s)).run()
-    except MoeCkptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NOT_CHECKED
+
+    return exit_status(check, failed=NOT_CHECKED)
 
 
+@dataclass(frozen=True)
 class Check:
     """The runs of one command, each in a folder of its own below `folder`; `execute` runs one to its end."""
 
-    def __init__(self, command: CheckedCommand, folder: Path, execute: Execute) -> None:
-        self._command = command
-        self._folder = folder
-        self._execute = execute
+    command: CheckedCommand
+    folder: Path
+    execute: Execute
 
     def run(self) -> int:
         """Run and compare; print a line for each run and one for the outcome. Raises MoeCkptError."""
         plain = self._digests("plain", Faults(), is_plain=True)
-        faults = plan_faults(plain, loses_state=self._command.loses_state)
+        faults = plan_faults(plain, loses_state=self.command.loses_state)
         different = first_difference(plain, self._digests("faults", faults))
         if different:
             return self._tell_difference(plain, different)
@@ -102,15 +102,15 @@ class Check:
         if own:
             print(f"the command is not deterministic: two plain runs differ {own}")
             return NOT_CHECKED
-        print(f"two plain runs are equal, so the recovery is not exact; logs and events: {self._folder}")
+        print(f"two plain runs are equal, so the recovery is not exact; logs and events: {self.folder}")
         return DIFFERENT
 
     def _digests(self, name: str, faults: Faults, **options: bool | str) -> Digests:
         """Run the command once, print a line, and return its digests. Raises RunFailedError."""
-        variation = Variation(run=self._folder / name, losses=faults.losses, **options)  # type: ignore[arg-type]
+        variation = Variation(run=self.folder / name, losses=faults.losses, **options)  # type: ignore[arg-type]
         print(f"{name}: {faults}" if str(faults) else f"{name}:", end=" ", flush=True)
         started_s = time.monotonic()
-        self._execute(self._command.varied(variation), variation.run, faults.kills)
+        self.execute(self.command.varied(variation), variation.run, faults.kills)
         try:
             digests = read_digests(variation.run)
         except FileNotFoundError as error:

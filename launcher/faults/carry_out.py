@@ -50,11 +50,11 @@ def carry_out(
         for task in pending:
             with contextlib.suppress(FileNotFoundError):  # a memory that goes as the job ends
                 task.advance()
-        pending = [task for task in pending if not task.is_over]
+        pending = [task for task in pending if task.outcome is None]
         time.sleep(min((task.look_again_s() for task in pending), default=0))
     for task in pending:
         say(f"the run ended before: {task}")
-    return all(task.was_done for task in tasks)
+    return all(task.outcome for task in tasks)
 
 
 def _tasks(kills: Sequence[Kill], job: TargetJob, ranks_per_node: int) -> list[Task]:

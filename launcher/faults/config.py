@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from moe_ckpt.config import require, require_at_least
+from moe_ckpt.config import require, require_all_at_least, require_at_least
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import Kill, StateLoss, check_signal, choose_ranks, poisson_kills, trace_kills
 
@@ -78,8 +78,7 @@ class PoissonConfig(FaultConfig):
 
     def __post_init__(self) -> None:
         require(0 < self.mtbf_s < math.inf, "fault.mtbf_s", self.mtbf_s, "a number above 0")
-        require_at_least("fault.count", self.count, 0)
-        require_at_least("fault.seed", self.seed, 0)
+        require_all_at_least("fault.", self, count=0, seed=0)
         check_signal("fault.", self.signal, self.scope)
 
     def kills(self, world_size: int) -> tuple[Kill, ...]:

@@ -40,7 +40,12 @@ class TargetJob:
         """See who lives, unless that was done just now; return whether the run goes on, or may yet begin."""
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = time.monotonic()
-            self._see(read_written(self.run))
+            written = read_written(self.run)
+            self.workers = {worker.global_rank: worker for worker in written}
+            if is_running(written):
+                self._seen_s = self._clock()
+                self._begin_s = self._begin_s if self.has_begun else self._seen_s
+                self.has_begun = True
         has_ended_well = self.has_begun and not self.workers
         return not has_ended_well and self._clock() - self._seen_s <= self.patience_s
 
@@ -73,10 +78,3 @@ class TargetJob:
 
     def mark_struck(self, workers: Sequence[LiveWorker]) -> None:
         self._struck.update(workers)
-
-    def _see(self, written: Sequence[LiveWorker]) -> None:
-        self.workers = {worker.global_rank: worker for worker in written}
-        if is_running(written):
-            self._seen_s = self._clock()
-            if not self.has_begun:
-                self.has_begun, self._begin_s = True, self._seen_s

@@ -35,8 +35,10 @@ def strike_from_outside(
 
     Each rank is a node of its own. Times count by `clock` from when the first worker is seen; `goes_on` says how long.
     """
-    pending = [_at_point(kill, world_size) for kill in kills if kill.after_s is None]
-    pending += [_Due(strike=strike, after_iteration=None) for strike in plan_strikes(kills, world_size, 1)]
+    pending = [_Due(strike=strike, after_iteration=None) for strike in plan_strikes(kills, world_size, 1)]
+    for kill in (kill for kill in kills if kill.after_s is None):
+        strike = Strike(after_s=0.0, ranks=victims(kill, world_size, 1), signal=kill.signal, scope=kill.scope)
+        pending.append(_Due(strike=strike, after_iteration=max((kill.iteration or 1) - 1, 1)))
     ranks = [_Rank(path=run / "events" / f"rank{rank:04d}.jsonl") for rank in range(world_size)]
     begun_s: float | None = None
     while goes_on() and pending:
@@ -63,11 +65,6 @@ class _Due:
         return ranks[self.strike.ranks[0]].iteration >= self.after_iteration
 
 
-def _at_point(kill: Kill, world_size: int) -> _Due:
-    strike = Strike(after_s=0.0, ranks=victims(kill, world_size, 1), signal=kill.signal, scope=kill.scope)
-    return _Due(strike=strike, after_iteration=max((kill.iteration or 1) - 1, 1))
-
-
 @dataclass(kw_only=True)
 class _Rank:
     """The newest worker of a rank, and the iteration that it has committed last; `struck`: the pids that are done."""
@@ -86,41 +83,37 @@ class _Rank:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                self._note(line)
+                if b'"TrainerStarted"' in line:
+                    self.pid, self.iteration = json.loads(line)["pid"], 0
+                elif b'"IterationCommitted"' in line:
+                    self.iteration = json.loads(line)["iteration"]
 
-    def _note(self, line: bytes) -> None:
-        if b'"TrainerStarted"' in line:
-            self.pid, self.iteration = json.loads(line)["pid"], 0
-        elif b'"IterationCommitted"' in line:
-            self.iteration = json.loads(line)["iteration"]
+    def can_be_struck(self, parent_pid: int) -> bool:
+        return self.pid not in {0, *self.struck} and is_alive(self.pid) and parent_of(self.pid) == parent_pid
 
 
 def _strike_if_due(due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int, elapsed_s: float) -> bool:
     """Send the signals if they are due and all victims live; return whether that was done."""
     hit = [(number, ranks[number]) for number in due.strike.ranks]
-    if not due.has_come(ranks, elapsed_s) or not all(_can_be_struck(rank, parent_pid) for _, rank in hit):
+    if not due.has_come(ranks, elapsed_s) or not all(rank.can_be_struck(parent_pid) for _, rank in hit):
         return False
-    append_faults(run, [_fault(number, rank, due.strike) for number, rank in hit])
+    faults = [
+        InjectedFault(
+            unix_s=time.time(),
+            rank=number,
+            pid=rank.pid,
+            signal=due.strike.signal,
+            scope=due.strike.scope,
+            generation=0,
+            iteration=rank.iteration + 1,
+            phase="unknown",
+            ordered=False,
+        )
+        for number, rank in hit
+    ]
+    append_faults(run, faults)
     for _, rank in hit:
         rank.struck.add(rank.pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.pid, signal_number(due.strike.signal))
     return True
-
-
-def _can_be_struck(rank: _Rank, parent_pid: int) -> bool:
-    return rank.pid not in {0, *rank.struck} and is_alive(rank.pid) and parent_of(rank.pid) == parent_pid
-
-
-def _fault(number: int, rank: _Rank, strike: Strike) -> InjectedFault:
-    return InjectedFault(
-        unix_s=time.time(),
-        rank=number,
-        pid=rank.pid,
-        signal=strike.signal,
-        scope=strike.scope,
-        generation=0,
-        iteration=rank.iteration + 1,
-        phase="unknown",
-        ordered=False,
-    )

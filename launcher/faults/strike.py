@@ -21,7 +21,7 @@ from pathlib import Path
 from launcher.faults.log import InjectedFault, append_faults
 from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
-from moe_ckpt.elastic.status_page import RAISE_NUMBER
+from moe_ckpt.elastic.status_page import RAISE_NUMBER, StatusPage
 from moe_ckpt.faults.schedule import RAISE
 
 _HOST_MEMORY = ("own", "held")
@@ -72,14 +72,14 @@ def strike_processes(
 ) -> list[InjectedFault]:
     """Send a signal to each of these workers; return what was written about it."""
     now_s = time.time()
-    faults = [_fault(worker, name, scope, now_s) for worker in workers]
+    faults = [fault_of(worker, worker.open_page(), name, scope, now_s) for worker in workers]
     append_faults(run, faults)
     _signal_all([worker.pid for worker in workers], signal_number(name))
     return faults
 
 
-def _fault(worker: LiveWorker, name: str, scope: str, unix_s: float) -> InjectedFault:
-    page = worker.open_page()
+def fault_of(worker: LiveWorker, page: StatusPage, name: str, scope: str, unix_s: float) -> InjectedFault:
+    """Return the fault that a signal of this name, sent at a time, is to a worker, with what its page shows."""
     return InjectedFault(
         unix_s=unix_s,
         rank=worker.global_rank,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.faults.job import LOOK_EVERY_S, TargetJob
-from launcher.faults.log import InjectedFault, append_faults
-from launcher.faults.strike import signal_number
+from launcher.faults.log import append_faults
+from launcher.faults.strike import fault_of, signal_number
 from moe_ckpt.elastic.live_workers import LiveWorker
 from moe_ckpt.elastic.status_page import ANY_ITERATION, Phase, StatusPage
 from moe_ckpt.faults.schedule import Kill, Strike, has_come
@@ -20,12 +20,11 @@ _SLEEP_AT_MOST_S = 0.2
 
 
 class Task(ABC):
-    """One part. Once it `is_over`, `was_done` says whether all of it was carried out."""
+    """One part. `outcome` says whether all of it was carried out; None while it goes on."""
 
     def __init__(self, job: TargetJob) -> None:
         self.job = job
-        self.is_over = False
-        self.was_done = False
+        self.outcome: bool | None = None
 
     @abstractmethod
     def advance(self) -> None:
@@ -37,9 +36,6 @@ class Task(ABC):
 
     @abstractmethod
     def __str__(self) -> str: ...
-
-    def end(self, *, done: bool) -> None:
-        self.is_over, self.was_done = True, done
 
 
 class StrikeAtTime(Task):
@@ -64,7 +60,7 @@ class StrikeAtTime(Task):
             self.job.say(f"rank {rank}: no new life within {self.job.patience_s:g} s, left alone")
         if workers:
             self.job.strike(workers, self._strike)
-        self.end(done=len(workers) == len(ranks))
+        self.outcome = len(workers) == len(ranks)
 
     def look_again_s(self) -> float:
         return min(max(LOOK_EVERY_S, self._strike.after_s - self.job.elapsed_s), _SLEEP_AT_MOST_S)
@@ -89,10 +85,10 @@ class NodeAtPoint(Task):
         elsewhere = self.job.elsewhere([self._rank])
         if elsewhere:
             self.job.leave(elsewhere)
-            self.end(done=False)
+            self.outcome = False
         elif self._has_come() and self.job.strikable([self._rank]):
             self.job.strike(self.job.strikable(self._strike.ranks), self._strike)
-            self.end(done=True)
+            self.outcome = True
 
     def look_again_s(self) -> float:
         return _WATCH_EVERY_S
@@ -139,7 +135,7 @@ class Orders(Task):
         elsewhere = self.job.elsewhere([self._rank])
         if elsewhere:
             self.job.leave(elsewhere)
-            self.end(done=False)
+            self.outcome = False
         for worker in workers:
             page = worker.open_page()
             if not page.has_order:
@@ -152,7 +148,7 @@ class Orders(Task):
         self.job.mark_struck([order.worker])
         self._order = None
         if not self._kills:
-            self.end(done=True)
+            self.outcome = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,17 +164,7 @@ class _Order:
 
 
 def _give_order(run: Path, kill: Kill, order: _Order) -> None:
-    fault = InjectedFault(
-        unix_s=time.time(),
-        rank=order.worker.global_rank,
-        pid=order.worker.pid,
-        signal=kill.signal,
-        scope=kill.scope,
-        generation=order.page.generation,
-        iteration=kill.iteration,
-        phase=kill.point_phase,
-        ordered=True,
-    )
-    append_faults(run, [fault])
+    now = fault_of(order.worker, order.page, kill.signal, kill.scope, time.time())
+    append_faults(run, [replace(now, iteration=kill.iteration, phase=kill.point_phase, ordered=True)])
     iteration = ANY_ITERATION if kill.iteration is None else kill.iteration
     order.page.order(signal_number(kill.signal), Phase[kill.point_phase.upper()], iteration=iteration)

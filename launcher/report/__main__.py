@@ -14,9 +14,8 @@ from launcher.report.page import to_html
 from launcher.report.read import read_runs
 from launcher.report.timeline import to_trace
 from moe_ckpt.elastic.live_workers import LATEST
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, exit_status
 
-_FAILED = 1
 _FORMATS: Mapping[str, Callable[[Sequence[Facts]], str]] = {
     "html": to_html,
     "md": to_markdown,
@@ -35,13 +34,12 @@ def main(arguments: Sequence[str]) -> int:
     """Write a report as the arguments say; return the exit status."""
     options = _parser().parse_args(arguments)
     chosen = options.format or _format_of(options.output)
-    try:
-        report = _FORMATS[chosen]([gather(run) for run in read_runs(options.run)])
-        _write(report, _place(options.output, chosen, options.run[0]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _FAILED
-    return 0
+
+    def report() -> None:
+        text = _FORMATS[chosen]([gather(run) for run in read_runs(options.run)])
+        _write(text, _place(options.output, chosen, options.run[0]))
+
+    return exit_status(report)
 
 
 def _format_of(output: Path | None) -> str:

@@ -105,7 +105,7 @@ def _given_up(iterations: NDArray[np.int64], marks: Mapping[int, Sequence[Noted]
     goes_on_with = np.append(iterations, np.iinfo(np.int64).max)
     for gap, found in marks.items():
         back = [noted.event.iteration for noted in found if isinstance(noted.event, Rejoined | StateResumed)]
-        goes_on_with[gap] = min([int(goes_on_with[gap]), *(round(iteration) + 1 for iteration in back)])
+        goes_on_with[gap] = min([int(goes_on_with[gap]), *(iteration + 1 for iteration in back)])
     later = np.minimum.accumulate(goes_on_with[::-1])[::-1]
     return later[1:] <= iterations
 

@@ -28,7 +28,8 @@ class Columns:
 
     def us(self, name: str) -> Microseconds:
         """Return a column of seconds in whole microseconds; 0 where it is lacking."""
-        return to_us(self[name])
+        seconds = np.nan_to_num(self[name], nan=0.0, posinf=0.0, neginf=0.0)
+        return np.rint(seconds * _US_PER_S).astype(np.int64)
 
     @property
     def at_us(self) -> Microseconds:
@@ -44,7 +45,3 @@ class Columns:
 def join(names: tuple[str, ...], parts: Iterable[NDArray[np.float64]]) -> Columns:
     """Return the parts one below the other; none lacks any of `KEYS`."""
     return Columns(names=names, rows=np.concatenate([np.empty((0, len(names))), *parts]))
-
-
-def to_us(seconds: NDArray[np.float64]) -> Microseconds:
-    return np.rint(np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0) * _US_PER_S).astype(np.int64)

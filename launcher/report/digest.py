@@ -70,23 +70,26 @@ def digest_file(rank: int, path: Path) -> RankDigest:
     """Return what reports need of one rank's events."""
     log = read_rank(rank, path)
     tiling = account(log, log.end_us)
-    peaks = log.memory["allocated_bytes"][np.isfinite(log.memory["allocated_bytes"])]
+    of_faults = np.isin(tiling.parts, OF_FAULTS)
+    columns = (tiling.starts_us, tiling.ends_us, tiling.parts, tiling.iterations, np.full(len(of_faults), rank))
+    snapshots, replicated, memory = (
+        log.tables[kind] for kind in ("SnapshotTaken", "WindowReplicated", "HostMemoryUsed")
+    )
+    peaks = memory["allocated_bytes"][np.isfinite(memory["allocated_bytes"])]
     return RankDigest(
         rank=log.rank,
         num_events=log.num_events,
         has_finished=log.has_finished,
         end_us=log.end_us,
         totals_us=tiling.totals_us(),
-        stretches=_of_faults(tiling, log.rank),
+        stretches=np.stack([column[of_faults] for column in columns], axis=1),
         gained=_gained(tiling),
         iterations=_last_times(log.commits),
         committed=_way(log.commits),
         num_commits=len(log.commits),
-        snapshots=_by_iteration(log.snapshots.iteration, log.snapshots["size_bytes"]),
-        replicated=_by_iteration(
-            log.replicated["window_start"], log.replicated["size_bytes"] * log.replicated["num_peers"]
-        ),
-        memory=Columns(names=log.memory.names, rows=log.memory.rows[evenly(len(log.memory), MOST_POINTS)]),
+        snapshots=_by_iteration(snapshots.iteration, snapshots["size_bytes"]),
+        replicated=_by_iteration(replicated["window_start"], replicated["size_bytes"] * replicated["num_peers"]),
+        memory=Columns(names=memory.names, rows=memory.rows[evenly(len(memory), MOST_POINTS)]),
         peak_bytes=float(peaks.max()) if len(peaks) else None,
         window_iters=_last(log.tables["WindowChosen"], "num_slots"),
         interval_iters=_last(log.tables["IntervalChosen"], "every_iters"),
@@ -104,12 +107,6 @@ def _without_most_records(events: Sequence[Noted]) -> tuple[Noted, ...]:
         iterations, places = np.array([event.iteration for event in found.values()], np.int64), list(found)
         left_out |= set(places) - {places[number] for number in in_steps(iterations, _MOST_RECORDS)}
     return tuple(noted for place, noted in enumerate(events) if place not in left_out)
-
-
-def _of_faults(tiling: Tiling, rank: int) -> Stretches:
-    keep = np.isin(tiling.parts, OF_FAULTS)
-    columns = (tiling.starts_us, tiling.ends_us, tiling.parts, tiling.iterations)
-    return np.stack([*(column[keep] for column in columns), np.full(keep.sum(), rank)], axis=1)
 
 
 def _gained(tiling: Tiling) -> Numbers:

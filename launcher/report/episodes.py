@@ -129,8 +129,8 @@ def _episode(number: int, run: RunLog, rows: Stretches, lost: Stretches, noted: 
         iteration=_goes_on_after(noted),
         causes=_causes(run, noted, start_us, end_us),
         mean_us=mean_us,
-        fetched_bytes=max((round(event.fetched_bytes) for event in rejoined), default=0),
-        replayed_iters=round(max([0, *(e.replayed_iters for e in recovered), *(e.executed_iters for e in rejoined)])),
+        fetched_bytes=max((event.fetched_bytes for event in rejoined), default=0),
+        replayed_iters=max([0, *(e.replayed_iters for e in recovered), *(e.executed_iters for e in rejoined)]),
         replaying_ranks=tuple(replaying),
         stretches=tuple(_rank_stretch(row, replays) for row in rows.tolist()),
     )
@@ -149,7 +149,7 @@ def _rank_stretch(row: Sequence[int], replays: Mapping[tuple[int, int], StageRec
 
 
 def _iterations_of(recovered: StageRecovered) -> str:
-    last, count = round(recovered.iteration), round(recovered.replayed_iters)
+    last, count = recovered.iteration, recovered.replayed_iters
     if count == 0:
         return f"the snapshots at {last}, no iteration"
     return f"iteration {last}" if count == 1 else f"iterations {last - count + 1} to {last}"
@@ -161,11 +161,11 @@ def _causes(run: RunLog, noted: Sequence[tuple[int, Noted]], start_us: int, end_
     deaths = [death for _, event in events if isinstance(event, Rejoined) for death in event.deaths]
     ends = [event.reason for _, event in events if isinstance(event, GenerationEnded)]
     states = [
-        f"rank {rank} lost its state in {e.phase} of iteration {e.iteration:.0f}"
+        f"rank {rank} lost its state in {e.phase} of iteration {e.iteration}"
         for rank, e in events
         if isinstance(e, StateLost)
     ]
-    losses = [f"the loss of iteration {e.iteration:.0f} is {e.loss}" for _, e in events if isinstance(e, LossNotFinite)]
+    losses = [f"the loss of iteration {e.iteration} is {e.loss}" for _, e in events if isinstance(e, LossNotFinite)]
     # an order names the time at which it was given, not that of the death
     inflicted = [
         f"rank {fault.rank} was sent SIG{fault.signal}"

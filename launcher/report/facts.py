@@ -104,7 +104,10 @@ def gather(run: RunLog) -> Facts:
         series=_series(run.ranks),
         over_time=_over_time(run.ranks, end_us),
         evaluated=_once(run, Evaluated),
-        popularity=_popularity(run),
+        popularity=tuple(
+            ExpertPopularity(iteration=iteration, layers=list(of), tokens=list(of.values()))
+            for iteration, of in _by_iteration(run, ExpertPopularity, lambda event: event.tokens)
+        ),
         orders=_orders(run),
         lost=_lost(run),
         deficits=_deficits(run),
@@ -214,16 +217,8 @@ def _deficits(run: RunLog) -> dict[str, list[tuple[int, int]]]:
     return {layer: [(iteration, of[layer]) for iteration, of in by_iteration if layer in of] for layer in layers}
 
 
-def _popularity(run: RunLog) -> tuple[ExpertPopularity, ...]:
-    """Return the records by iteration, each with the layers of all stages; of an iteration that came again the last."""
-    return tuple(
-        ExpertPopularity(iteration=iteration, layers=list(of), tokens=list(of.values()))
-        for iteration, of in _by_iteration(run, ExpertPopularity, lambda event: event.tokens)
-    )
-
-
 def _orders(run: RunLog) -> tuple[ExpertsOrdered, ...]:
-    """Return the orders by iteration, as `_popularity` does."""
+    """Return the orders by iteration, each with the layers of all stages; of an iteration that came again the last."""
     slots = {event.iteration: event.num_slots for event in _events(run, ExpertsOrdered)}
     return tuple(
         ExpertsOrdered(iteration=iteration, num_slots=slots[iteration], layers=list(of), slots=list(of.values()))
@@ -232,7 +227,7 @@ def _orders(run: RunLog) -> tuple[ExpertsOrdered, ...]:
 
 
 def _by_iteration(run: RunLog, kind: type[E], values: Callable[[E], list[V]]) -> list[tuple[int, dict[str, V]]]:
-    """Return what stages tell of their layers, by iteration and layer, both in order."""
+    """Return what stages tell of their layers, by iteration and layer, both in order, the last that was told."""
     found: dict[int, dict[str, V]] = {}
     for event in _events(run, kind):
         found.setdefault(event.iteration, {}).update(zip(event.layers, values(event), strict=False))

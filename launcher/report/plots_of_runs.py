@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -9,10 +11,10 @@ import numpy as np
 
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
-from launcher.report.figure import Plot, Trace, figure, numbers, only, part_bars, points, rows, run_color
+from launcher.report.figure import Plot, Trace, figure, left_out, numbers, only, part_bars, points, rows, run_color
 from launcher.report.parts import EXPLAINED, PagePart
 from launcher.report.summary import MIB, duration
-from launcher.report.thin import MOST_POINTS, said, thin
+from launcher.report.thin import MOST_POINTS, thin
 
 _MOST_LINES = 60  # a dotted line for each fault: more of them are a grey area
 _NO_COMMIT = "no iteration was committed"
@@ -81,7 +83,8 @@ def _line(facts: Facts, number: int, values: Values, hover: str, *, name: str, *
         "line": {"color": run_color(number), "width": 1.8, **style},
     }
     trace = points(label, "lines" if len(keep) > 1 else "markers", hover, extra=label, **line)
-    return trace, said(len(keep), int(np.isfinite(values).sum()), "iterations")
+    shown = "iterations are shown, with the least and the most of each stretch"
+    return trace, left_out(len(keep), int(np.isfinite(values).sum()), shown)
 
 
 def _evaluations(facts: Facts, number: int) -> list[Trace]:
@@ -114,19 +117,11 @@ def _fault_marks(facts: Facts, number: int) -> list[Trace]:
 
 
 def _fault_text(episode: Episode) -> str:
-    causes = "<br>".join(_wrapped(cause) for cause in episode.causes[:4])
+    escaped = (cause.replace("<", "&lt;") for cause in episode.causes[:4])
+    lines = (textwrap.wrap(cause, 60, break_long_words=False, break_on_hyphens=False) for cause in escaped)
+    causes = "<br>".join(itertools.chain.from_iterable(lines))
     took = duration((episode.end_us - episode.start_us) / 1e6)
     return f"{causes}<br>recovered in {took}, cost {duration(episode.cost_us / 1e6)} a rank"
-
-
-def _wrapped(text: str, width: int = 60) -> str:
-    lines, line = [], ""
-    for word in text.replace("<", "&lt;").split():
-        if line and len(line) + len(word) >= width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return "<br>".join([*lines, line])
 
 
 def progress(runs: Sequence[Facts]) -> Plot:
@@ -134,9 +129,8 @@ def progress(runs: Sequence[Facts]) -> Plot:
     traces, notes = [], set()
     for number, facts in enumerate(runs):
         time, name = facts.over_time, facts.run.name
-        shown, there = len(time.iteration), time.num_commits
-        note = f"{shown:,} of {there:,} commits are shown, with all that ranks went back from"
-        notes.add(note if shown < there else "")
+        shown = "commits are shown, with all that ranks went back from"
+        notes.add(left_out(len(time.iteration), time.num_commits, shown))
         line = {"color": run_color(number), "width": 1.8, "shape": "hv"}
         at = {"x": numbers(time.committed_s), "y": time.iteration.tolist()}
         traces.append(points(name, "lines", "iteration %{y} at %{x:.2f} s", extra=name, **at, line=line))

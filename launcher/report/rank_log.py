@@ -8,15 +8,17 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 from numpy.typing import NDArray
@@ -33,7 +35,6 @@ _TABLES = {
     "WindowReplicated": ("t_s", *(field.name for field in fields(WindowReplicated))),
     "IntervalChosen": ("t_s", "iteration", "every_iters"),
 }
-_MEMBERS: Mapping[str, set[type]] = {"list[str]": {str}, "list[int]": {int}, "list[float]": {int, float}}
 _KIND_OF = itemgetter("event")
 _BLOCK_BYTES = 128 << 10  # what it is taken apart into stays in caches
 Record = dict[str, Any]
@@ -61,18 +62,6 @@ class RankLog:
     @property
     def commits(self) -> Columns:
         return self.tables["IterationCommitted"]
-
-    @property
-    def snapshots(self) -> Columns:
-        return self.tables["SnapshotTaken"]
-
-    @property
-    def memory(self) -> Columns:
-        return self.tables["HostMemoryUsed"]
-
-    @property
-    def replicated(self) -> Columns:
-        return self.tables["WindowReplicated"]
 
     @property
     def num_events(self) -> int:
@@ -177,21 +166,16 @@ class _Reader:
         if name not in KINDS:
             self._unknown[f"event {name}"] += 1
             return
-        kind = KINDS[name]
-        known = {field.name: field for field in fields(kind)}
-        given = record.keys() - {"t_s", "global_rank", "event"}
-        self._unknown.update(f"{name} with {field}" for field in given - known.keys())
-        lacking = [
-            field.name
-            for field in known.values()
-            if field.name not in given and field.default is field.default_factory is MISSING
-        ]
-        odd = [field for field in given & known.keys() if not _fits(record[field], str(known[field].type))]
-        self._unknown.update(f"{name} without {field}" for field in lacking)
-        self._unknown.update(f"{name} with another kind of {field}" for field in odd)
-        if not lacking and not odd:
-            event = kind(**{field: record[field] for field in given & known.keys()})
-            self._events.append(Noted(at_us=round(record["t_s"] * 1e6), after_commits=after_commits, event=event))
+        known = {"t_s", "global_rank", "event", *(field.name for field in fields(KINDS[name]))}
+        self._unknown.update(f"{name} with {field}" for field in record.keys() - known)
+        try:
+            event = msgspec.convert(record, KINDS[name])
+        except msgspec.ValidationError as error:
+            # it tells of the first field only: "missing required field `X`", or "got `str` - at `$.X[0]`"
+            [(lacks, field)] = re.findall(r"(field `|\$\.)(\w+)", str(error))
+            self._unknown[f"{name} {'without' if lacks == 'field `' else 'with another kind of'} {field}"] += 1
+            return
+        self._events.append(Noted(at_us=round(record["t_s"] * 1e6), after_commits=after_commits, event=event))
 
     def _checked(self, record: Any) -> Record | None:
         """Return the entries that are records with a time and a kind."""
@@ -233,15 +217,3 @@ def _numbers(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else float("nan")
-
-
-def _fits(value: object, annotation: str) -> bool:
-    """Return whether a value is of the annotated type, as far as readers rely on it."""
-    if annotation in ("int", "float"):
-        return isinstance(value, int | float)
-    if annotation.startswith("list[list["):
-        inner = annotation.removeprefix("list[").removesuffix("]")
-        return isinstance(value, list) and all(_fits(each, inner) for each in value)
-    if annotation.startswith("list["):
-        return isinstance(value, list) and {*map(type, value)} <= _MEMBERS[annotation]
-    return annotation != "str" or isinstance(value, str)

@@ -22,13 +22,6 @@ def thin(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int
     return np.unique([known[0], known[-1], *extremes])
 
 
-def said(shown: int, there: int, of: str) -> str:
-    """Return what a page says of a thinned plot; nothing where all is shown."""
-    return (
-        "" if shown >= there else f"{shown:,} of {there:,} {of} are shown, with the least and the most of each stretch"
-    )
-
-
 def evenly(count: int, most: int) -> NDArray[np.int64]:
     """Return which of `count` to keep, first and last among them, at equal distances."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)) if count else np.empty(0, np.int64)

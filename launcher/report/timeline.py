@@ -106,8 +106,8 @@ def _slices(log: RankLog, place: _Place) -> Iterator[Slice]:
     tiling = account(log, place.end_us)
     yield from _compute(tiling, place.most // 2)
     yield from _recoveries(tiling)
-    yield from _copies(log.snapshots, place.most // 4)
-    yield from _sent(log.replicated, place.most // 8)
+    yield from _copies(log.tables["SnapshotTaken"], place.most // 4)
+    yield from _sent(log.tables["WindowReplicated"], place.most // 8)
     yield from _logs(log.commits, place.most // 16)
     for noted in log.events:
         at_us, event = noted.at_us, noted.event

@@ -23,7 +23,7 @@ from launcher.config import (
 )
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from launcher.parameters import operator_parameters, padded_vocab_size
-from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_at_least, require_choice
+from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_all_at_least, require_choice
 from moe_ckpt.faults.schedule import SCOPES, Kill, poisson_kills
 from moe_ckpt.sim.costs import GRADIENT_BYTES, TimingConfig, estimate
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, ClusterConfig
@@ -66,8 +66,7 @@ class GeneralConfig:
         mtbf_s = self.mtbf_s
         require(mtbf_s is None or 0 < mtbf_s < np.inf, "mtbf_s", mtbf_s, "more than 0 seconds, or null")
         require_choice("scope", self.scope, SCOPES)
-        require_at_least("seed", self.seed, 0)
-        require_at_least("runs", self.runs, 1)
+        require_all_at_least("", self, seed=0, runs=1)
         require(0 <= self.popularity_skew < 1, "popularity_skew", self.popularity_skew, "at least 0 and less than 1")
 
 

@@ -26,6 +26,7 @@ CLUSTERS = ("a100_azure", "h100_ib", "h200", "local")
 NEAR = 0.02
 EXACT = "table7_exact"
 """The experiment that takes Table 7's formats with the bytes that bit-exact snapshots need."""
+_WITH_EXACT = ("Table 7", "MoEvement", "ettr")
 
 OWN_RUNS = ("<!-- own runs: written by benchmarks/predicted.py -->", "<!-- end of own runs -->")
 _STREAMS_OF_A_SERVER, _SERVER_USD_AN_HOUR, _NODE_USD_AN_HOUR = 2, 1.37, 30.0
@@ -97,7 +98,7 @@ def write_page(
         "summary": _summary(compared),
         "servers": server_lines(arguments, server_cases),
         "tables": _tables(compared),
-        "exact": _exact([one for one in compared if _has_exact(one.cell)], arguments),
+        "exact": _exact(compared, arguments),
         "constants": _constants(),
     }
     page = Template(
@@ -125,18 +126,15 @@ def _predicted(cell: Cell, results: Mapping[tuple[str, str, str], Result]) -> fl
 def _summary(compared: Sequence[Compared]) -> list[str]:
     """Return a table of how near the ETTR cells are, by policy."""
     rows = []
+    found = [one for one in compared if (one.cell.metric, one.cell.trust) == ("ettr", "include")]
+    counted = [one for one in found if one.cell.source in ("Table 3", "Table 7")]
     for policy in ("MoEvement", "Gemini", "CheckFreq", "MoC"):
-        deviations = [one.deviation for one in compared if _counts(one.cell, policy)]
+        deviations = [one.deviation for one in counted if one.cell.policy == policy]
         if deviations:
             near = sum(abs(deviation) <= NEAR for deviation in deviations)
             ends = (f"{statistics.fmean(deviations):+.3f}", f"{max(deviations, key=abs):+.3f}")
             rows.append([policy, str(len(deviations)), str(near), *ends])
     return table_lines(["policy", "cells", f"within {NEAR}", "mean deviation", "largest"], rows)
-
-
-def _counts(cell: Cell, policy: str) -> bool:
-    is_table = cell.source in ("Table 3", "Table 7")
-    return is_table and cell.metric == "ettr" and cell.policy == policy and cell.trust == "include"
 
 
 def _tables(compared: Sequence[Compared]) -> Iterator[str]:
@@ -155,17 +153,14 @@ def _row(one: Compared) -> list[str]:
     return [cell.case, cell.policy, cell.variant, cell.metric, *numbers, notes]
 
 
-def _has_exact(cell: Cell) -> bool:
-    return (cell.source, cell.policy, cell.metric) == ("Table 7", "MoEvement", "ettr")
-
-
 def _exact(compared: Sequence[Compared], arguments: Sequence[str]) -> list[str]:
     """Return a table of MoEvement's ETTR in Table 7, with both counts of bytes."""
-    cases = {one.cell.case for one in compared}
+    both = [one for one in compared if (one.cell.source, one.cell.policy, one.cell.metric) == _WITH_EXACT]
+    cases = {one.cell.case for one in both}
     results = run_experiment([f"experiment={EXACT}", *arguments], cases=cases) if cases else ()
     exact = {(row.case, row.variant): row.result.prediction.ettr for row in results}
     rows = []
-    for one in compared:
+    for one in both:
         cell, predicted = one.cell, exact[one.cell.case, one.cell.variant]
         rows.append([cell.case, cell.variant, f"{cell.value:g}", f"{one.predicted:.4f}", f"{predicted:.4f}"])
     return table_lines(["formats", "MTBF", "published", "the paper's bytes", "exact bytes"], rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,6 @@ from launcher.simulator.config import shape_of
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import (
-    Event,
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
@@ -146,13 +145,12 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
     first = ranks[0]
     commits = [(logged.t_s, logged.event) for logged in first if isinstance(logged.event, IterationCommitted)]
     require(bool(commits), "real", "no iteration", "the folder of a run that trained")
-    events = [[logged.event for logged in rank] for rank in ranks]
     iterations = max(event.iteration for _, event in commits)
     # without the first iteration, which is slow by itself
     iteration_s = statistics.fmean(event.seconds - event.stall_s for _, event in commits[1:] or commits)
     commits_s = first_commits(ranks)
     recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]
-    snapshots = [event for event in _all(events, SnapshotTaken) if event.iteration > 0]
+    snapshots = [event for event in events_of(ranks, SnapshotTaken) if event.iteration > 0]
     return RunFacts(
         iterations=iterations,
         iteration_s=iteration_s,
@@ -161,14 +159,15 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
         num_recoveries=len(recoveries),
         recovery_s=statistics.fmean(recoveries) if recoveries else 0.0,
         trained_again=len(commits) - iterations,
-        interval=_interval(events[0]),
+        interval=_interval(ranks[:1]),
         snapshot_bytes=max((event.size_bytes for event in snapshots), default=0),
-        host_bytes=max((event.allocated_bytes for event in _all(events, HostMemoryUsed)), default=0),
+        host_bytes=max((event.allocated_bytes for event in events_of(ranks, HostMemoryUsed)), default=0),
     )
 
 
-def _all(ranks: Sequence[Sequence[Event]], kind: type[T]) -> list[T]:
-    return [event for rank in ranks for event in rank if isinstance(event, kind)]
+def events_of(ranks: Iterable[Sequence[LoggedEvent]], kind: type[T]) -> list[T]:
+    """Return the events of a kind, rank by rank."""
+    return [logged.event for rank in ranks for logged in rank if isinstance(logged.event, kind)]
 
 
 def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) -> list[MeasuredRecovery]:
@@ -213,8 +212,8 @@ def first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
     return {iteration: t_s for t_s, iteration in sorted(commits, reverse=True)}
 
 
-def _interval(events: Sequence[Event]) -> float:
+def _interval(ranks: Sequence[Sequence[LoggedEvent]]) -> float:
     """Return the iterations between windows or snapshots, the median where that changed; 0 where none was chosen."""
-    windows = [event.num_slots + event.pause_iters for event in events if isinstance(event, WindowChosen)]
-    intervals = [event.every_iters for event in events if isinstance(event, IntervalChosen)]
+    windows = [event.num_slots + event.pause_iters for event in events_of(ranks, WindowChosen)]
+    intervals = [event.every_iters for event in events_of(ranks, IntervalChosen)]
     return statistics.median(windows or intervals or [0])

@@ -230,7 +230,7 @@ class InMemoryAssembly:
             limit_bytes += forecast.snapshots_bytes - forecast.total_bytes
         log_buffers = HostBuffers(private)
         snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=limit_bytes)
-        keeps_log = self._config.logs_boundaries and self._place.num_stages > 1
+        keeps_log = self._config.boundary_log and self._place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
         bubbles = PipelineBubbles() if self._config.copies_in_bubbles else None
         self._attached.communicator.log, self._attached.communicator.bubbles = boundary, bubbles
@@ -282,7 +282,7 @@ class InMemoryAssembly:
         attached = self._attached
         mine = StageProfile(
             table=attached.operators.table,
-            boundary_log_bytes=attached.boundary_log_bytes if self._config.logs_boundaries else 0,
+            boundary_log_bytes=attached.boundary_log_bytes if self._config.boundary_log else 0,
             step_log_bytes=attached.step_log_bytes,
         )
         return share_profiles(self._place, mine)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moe_ckpt.config import require, require_at_least, require_choice
+from moe_ckpt.config import require, require_all_at_least, require_choice
 from moe_ckpt.faults.traces import read_removals
 
 PHASES = ("forward", "backward", "step", "between")
@@ -33,11 +33,8 @@ class StateLoss:
     dp_rank: int | None = None
 
     def __post_init__(self) -> None:
-        require_at_least("fault.at: iteration", self.iteration, 1)
-        require_at_least("fault.at: stage", self.stage, 0)
+        require_all_at_least("fault.at: ", self, iteration=1, stage=0, dp_rank=0)
         require_choice("fault.at: phase", self.phase, PHASES)
-        if self.dp_rank is not None:
-            require_at_least("fault.at: dp_rank", self.dp_rank, 0)
 
 
 class FaultSchedule:
@@ -82,11 +79,8 @@ class Kill:
     after_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rank is not None:
-            require_at_least("fault.at: rank", self.rank, 0)
+        require_all_at_least("fault.at: ", self, rank=0, iteration=1)
         check_signal("fault.at: ", self.signal, self.scope)
-        if self.iteration is not None:
-            require_at_least("fault.at: iteration", self.iteration, 1)
         if self.phase is not None:
             require_choice("fault.at: phase", self.phase, KILL_PHASES)
         if self.after_s is None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_ckpt.errors import NothingLeftError
-from moe_ckpt.faults.schedule import Kill
+from moe_ckpt.faults.schedule import Kill, Strike
 from moe_ckpt.recovery.inventory import ReplayedState
-from moe_ckpt.sim.faults import Fault, FaultQueue, time_in_iteration
+from moe_ckpt.sim.faults import FaultQueue, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
 from moe_ckpt.sim.recovering import Estimate, Losses, Way, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
@@ -40,8 +40,7 @@ class _Attempt:
     since_s: float
     reached: int
     kept: tuple[Kept, ...]
-    on_disk: Kept | None
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[Strike] = field(default_factory=list)
     losses: Losses = Losses(dead=_NO_RANKS, bare=_NO_RANKS, unreplicated=_NO_RANKS, rolling={})  # noqa: RUF009
     detect_s: float = 0.0
     rebuild_s: float = 0.0
@@ -105,28 +104,21 @@ class _Run:
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
         # only the first generation starts before anything is measured
         rhythm = self._saving.later if since_s else self._saving.at_start
-        return Generation(
-            self._setup.costs,
-            self._saving,
-            self._line.rhythm if self._line else rhythm,
-            start=start,
-            since_s=since_s,
-            carried=carried,
-            line=self._line,
-        )
+        rhythm = self._line.rhythm if self._line else rhythm
+        return Generation(self._setup.costs, self._saving, rhythm, start, since_s, carried, self._line)
 
-    def _next_fault(self, generation: Generation, until_s: float) -> Fault | None:
+    def _next_fault(self, generation: Generation, until_s: float) -> Strike | None:
         """Return the next fault if it comes before a time; it is then removed from the queue."""
-        timed = self._faults.next_timed()
+        timed = next(reversed(self._faults.timed), None)
         reached = [
-            (self._time_of(kill, generation), kill) for kill in self._faults.points() if kill.phase != "recovery"
+            (self._time_of(kill, generation), kill) for kill in self._faults.at_points if kill.phase != "recovery"
         ]
         at_s, kill = min(reached, key=lambda pair: pair[0], default=(float("inf"), None))
-        if timed is not None and timed.at_s <= at_s:
-            if timed.at_s >= until_s:
+        if timed is not None and timed.after_s <= at_s:
+            if timed.after_s >= until_s:
                 return None
-            self._faults.drop_timed()
-            return replace(timed, at_s=max(timed.at_s, generation.since_s))
+            self._faults.timed.pop()
+            return replace(timed, after_s=max(timed.after_s, generation.since_s))
         return None if kill is None or at_s >= until_s else self._faults.meet(kill, at_s)
 
     def _time_of(self, kill: Kill, generation: Generation) -> float:
@@ -139,31 +131,31 @@ class _Run:
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
         self._ledger.again_s += moment.into_s
         if moment.iterations or moment.into_s:
-            self._timeline.append(Trained(generation=generation, iterations=moment.iterations, partial_s=moment.into_s))
+            self._timeline.append(Trained(generation=generation, iterations=moment.iterations))
 
-    def _live_through(self, generation: Generation, fault: Fault) -> Generation:
+    def _live_through(self, generation: Generation, fault: Strike) -> Generation:
         """Recover, including faults during the recovery; return the next generation."""
-        moment = generation.moment(fault.at_s)
+        moment = generation.moment(fault.after_s)
         reached = generation.start + moment.iterations
         if generation.has_kept_any(moment):
             self._unreplicated = _NO_RANKS
         if moment.ready and self._saving.recovery is Recovery.LOCAL:  # all ranks are prepared: live ranks take the step
             rest_s = generation.iteration_s(moment.iterations + 1) - moment.into_s
             moment = Moment(iterations=moment.iterations + 1, into_s=0.0, ready=False)
-            fault, reached = replace(fault, at_s=fault.at_s + rest_s), reached + 1
+            fault, reached = replace(fault, after_s=fault.after_s + rest_s), reached + 1
         self._account(generation, moment)
         self._on_disk = generation.on_disk(moment) or self._on_disk
-        attempt = _Attempt(since_s=fault.at_s, reached=reached, kept=generation.kept(moment), on_disk=self._on_disk)
+        attempt = _Attempt(since_s=fault.after_s, reached=reached, kept=generation.kept(moment))
         recovered, carried = self._recover(attempt, fault)
         self._timeline.append(recovered)
         self._ledger.recovery_s += recovered.seconds
         self._ledger.again_s += recovered.lost_iters * self._setup.costs.iteration_s
         return self._train_from(recovered.iteration, attempt.now_s, carried)
 
-    def _recover(self, attempt: _Attempt, fault: Fault) -> tuple[Recovered, tuple[Kept, ...]]:
+    def _recover(self, attempt: _Attempt, fault: Strike) -> tuple[Recovered, tuple[Kept, ...]]:
         """Try until no further fault interrupts; return the cost, and the remaining windows."""
         way: Way | None = None
-        pending: Fault | None = fault
+        pending: Strike | None = fault
         while pending is not None:
             self._join(attempt, pending)
             way, pending = self._try(attempt)
@@ -181,18 +173,17 @@ class _Run:
             rebuild_s=attempt.rebuild_s,
             fetch_s=attempt.fetch_s,
             replay_s=attempt.replay_s,
-            replayed_iters=way.estimate.replayed_iters if way.estimate else 0,
             lost=way.lost,
         )
         is_kept = way.source == HOST_MEMORY
         return recovered, tuple(kept for kept in attempt.kept if is_kept and kept.end <= way.iteration)
 
-    def _join(self, attempt: _Attempt, fault: Fault) -> None:
+    def _join(self, attempt: _Attempt, fault: Strike) -> None:
         """Detect the losses, replace them, and let all ranks meet again."""
         cluster, losses = self._setup.cluster, attempt.losses
         self._num_faults += 1
         attempt.faults.append(fault)
-        bare = frozenset(fault.ranks) if fault.lost_memory else _NO_RANKS
+        bare = frozenset(fault.ranks) if fault.scope == "node" else _NO_RANKS
         hit = {self._setup.job.stage_of_rank(rank) for rank in fault.ranks}
         self._unreplicated |= bare
         attempt.losses = replace(
@@ -202,13 +193,13 @@ class _Run:
             unreplicated=self._unreplicated,
             rolling={stage: None if stage in hit else replayed for stage, replayed in losses.rolling.items()},
         )
-        detect_s = cluster.hang_s if fault.hangs else cluster.detect_s
+        detect_s = cluster.hang_s if fault.signal == "STOP" else cluster.detect_s
         restarts = self._saving.recovery is Recovery.RESTART
         meets_s = cluster.restart_s if restarts else cluster.rebuild_s + cluster.join_s
-        num_nodes = len({rank // cluster.gpus_per_node for rank in fault.ranks}) if fault.lost_memory else 0
-        meets_s += self._replace(num_nodes, fault.at_s + detect_s)
+        num_nodes = len({rank // cluster.gpus_per_node for rank in fault.ranks}) if fault.scope == "node" else 0
+        meets_s += self._replace(num_nodes, fault.after_s + detect_s)
         # a fault within a recovery costs only what goes beyond the time that the recovery has taken already
-        longer_s = max(0.0, fault.at_s + detect_s + meets_s - attempt.now_s)
+        longer_s = max(0.0, fault.after_s + detect_s + meets_s - attempt.now_s)
         attempt.detect_s += min(detect_s, longer_s)
         attempt.rebuild_s += longer_s - min(detect_s, longer_s)
 
@@ -221,7 +212,7 @@ class _Run:
         taken, self._spares = free[:num_nodes], free[num_nodes:]
         return max(0.0, taken[-1] - now_s) + cluster.spare_s
 
-    def _try(self, attempt: _Attempt) -> tuple[Way | None, Fault | None]:
+    def _try(self, attempt: _Attempt) -> tuple[Way | None, Strike | None]:
         """Return the way back, or the fault that interrupted it."""
         begun_s = attempt.now_s
         interrupting = self._due(begun_s)
@@ -229,35 +220,35 @@ class _Run:
             return None, interrupting
         way = self._choose(attempt)
         interrupting = self._due(begun_s + way.fetch_s + way.replay_s, in_recovery=True)
-        spent_s = way.fetch_s + way.replay_s if interrupting is None else max(0.0, interrupting.at_s - begun_s)
+        spent_s = way.fetch_s + way.replay_s if interrupting is None else max(0.0, interrupting.after_s - begun_s)
         attempt.fetch_s += min(spent_s, way.fetch_s)
         attempt.replay_s += max(0.0, spent_s - way.fetch_s)
         if interrupting is not None and way.estimate is not None:
             attempt.losses = self._after(attempt.losses, way.estimate, spent_s)
         return way, interrupting
 
-    def _due(self, until_s: float, *, in_recovery: bool = False) -> Fault | None:
+    def _due(self, until_s: float, *, in_recovery: bool = False) -> Strike | None:
         """Return a fault that comes before a recovery has ended."""
-        timed = self._faults.next_timed()
-        if timed is not None and timed.at_s < until_s:
-            self._faults.drop_timed()
+        timed = next(reversed(self._faults.timed), None)
+        if timed is not None and timed.after_s < until_s:
+            self._faults.timed.pop()
             return timed
-        for kill in self._faults.points():
+        for kill in self._faults.at_points:
             if in_recovery and kill.phase == "recovery":
                 return self._faults.meet(kill, until_s)
         return None
 
     def _choose(self, attempt: _Attempt) -> Way:
         if self._saving.recovery is Recovery.RESTART:
-            return self._from_disk(attempt.on_disk)
+            return self._from_disk(self._on_disk)
         if self._saving.partial:
-            written = attempt.on_disk
+            written = self._on_disk
             found = go_back(self._setup, self._saving, attempt.kept, written, attempt.losses)
             return found or self._from_disk(written if written and written.is_whole else None)
         try:
             plan = plan_after(self._setup, self._saving, attempt.kept, attempt.losses, attempt.reached)
         except NothingLeftError:
-            return self._from_disk(attempt.on_disk)
+            return self._from_disk(self._on_disk)
         found = estimate(self._setup, self._saving, plan)
         return Way(
             iteration=plan.target_iteration,

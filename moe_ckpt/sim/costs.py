@@ -99,9 +99,10 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
 
 def step_s(job: Job, cluster: ClusterConfig) -> tuple[float, float]:
     """Return the seconds of an iteration's end: collectives that no computation hides, and the optimizer's update."""
-    stages = range(job.layout.pp)
-    sync_s = max(_sync_s(job, cluster, stage) for stage in stages)
-    return (1 - cluster.sync_overlap) * sync_s, max(_update_s(job, cluster, stage) for stage in stages)
+    sync_s = max(_sync_s(job, cluster, stage) for stage in range(job.layout.pp))
+    # an update reads and writes a rank's whole state once
+    state_bytes = max(float(profile.table.full_bytes.sum(axis=1).max()) for profile in job.profiles)
+    return (1 - cluster.sync_overlap) * sync_s, 2 * state_bytes / cluster.gpu_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,9 +178,3 @@ def _sync_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
     return cluster.collective_s(shared, layout.dp, within_node=in_node) + cluster.collective_s(
         experts, layout.dp // layout.ep, within_node=in_node
     )
-
-
-def _update_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
-    """Read and write a rank's whole state once."""
-    full = job.profiles[stage].table.full_bytes
-    return 2 * float(full.sum(axis=1).max()) / cluster.gpu_bytes_per_s

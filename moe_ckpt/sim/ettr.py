@@ -61,16 +61,12 @@ def closed_form(setup: Setup, saving: Saving) -> float | None:
     1 / (1 + overhead) / (1 + E[R] / MTBF), with E[R] half an interval, or one and a half windows (section 3.6).
     """
     iteration_s = setup.costs.iteration_s
-    redone = expected_iters(saving)
+    if saving.recovery is Recovery.LOCAL:
+        redone = 1.5 * saving.later.repeat[0].num_slots
+    elif saving.recovery is Recovery.ROLLBACK:
+        redone = saving.later.interval_iters / 2
+    else:
+        redone = saving.durable.every_iters / 2 if saving.durable else None
     if redone is None or setup.mtbf_s is None:
         return None
     return 1 / (1 + saving.overhead_s / iteration_s) / (1 + redone * iteration_s / setup.mtbf_s)
-
-
-def expected_iters(saving: Saving) -> float | None:
-    """Return the mean number of iterations that a fault repeats, by the formula; None without checkpoints."""
-    if saving.recovery is Recovery.LOCAL:
-        return 1.5 * saving.later.repeat[0].num_slots
-    if saving.recovery is Recovery.ROLLBACK:
-        return saving.later.interval_iters / 2
-    return saving.durable.every_iters / 2 if saving.durable else None

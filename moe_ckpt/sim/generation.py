@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -35,22 +36,17 @@ class Kept:
         return self.end - self.start + 1
 
 
+@dataclass(frozen=True, eq=False)
 class Generation:
     """Training from the state after `start` on, since a time. `carried`: windows from before, oldest first."""
 
-    def __init__(
-        self,
-        costs: Costs,
-        saving: Saving,
-        rhythm: Rhythm,
-        *,
-        start: int,
-        since_s: float,
-        carried: tuple[Kept, ...],
-        line: Line | None = None,
-    ) -> None:
-        self.costs, self.saving, self.rhythm, self.line = costs, saving, rhythm, line
-        self.start, self.since_s, self.carried = start, since_s, carried
+    costs: Costs
+    saving: Saving
+    rhythm: Rhythm
+    start: int
+    since_s: float
+    carried: tuple[Kept, ...]
+    line: Line | None = None
 
     def stalls_s(self, iterations: int) -> float:
         """Return the seconds that saving has added to this many iterations."""
@@ -66,16 +62,11 @@ class Generation:
 
     def first_commit_after(self, at_s: float) -> int:
         """Return the fewest iterations, at least one, that end at or after a time."""
-        low, high = 1, 1
-        while self.since_s + self.elapsed_s(high) < at_s:
-            low, high = high + 1, 2 * high
-        while low < high:
-            middle = (low + high) // 2
-            if self.since_s + self.elapsed_s(middle) < at_s:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        end_s = lambda iterations: self.since_s + self.elapsed_s(iterations)  # noqa: E731
+        enough = 1
+        while end_s(enough) < at_s:
+            enough *= 2
+        return 1 + bisect.bisect_left(range(1, enough), at_s, key=end_s)
 
     def moment(self, at_s: float) -> Moment:
         """Return the progress of training at a time of this generation."""
@@ -103,13 +94,13 @@ class Generation:
         """Return the newest state of this generation on disk: a whole checkpoint, or a window."""
         candidates = [self._durable(moment)]
         if self.rhythm.reaches_disk:
-            now_s, on_disk = self._now_s(moment), (span for span in self._complete(moment) if span.to_disk)
-            written = (span for span in on_disk if self.elapsed_s(span.last) + self.saving.disk_s <= now_s)
+            now_s, on_disk = self._now_s(moment), (span for span in self._complete(moment) if span.first.to_disk)
+            written = (span for span in on_disk if self.elapsed_s(span.last.offset) + self.saving.disk_s <= now_s)
             candidates.append(next(map(self._at, written), None))
         return max((kept for kept in candidates if kept), key=lambda kept: kept.end, default=None)
 
     def _at(self, span: Span) -> Kept:
-        first, last = self.start + span.first, self.start + span.last
+        first, last = self.start + span.first.offset, self.start + span.last.offset
         return Kept(start=first, end=last, is_whole=self.line is None, line=self.line)
 
     def _now_s(self, moment: Moment) -> float:
@@ -138,10 +129,11 @@ class Generation:
         agreed = moment.iterations if moment.ready else moment.iterations - 1
         now_s = self._now_s(moment)
         for span in self.rhythm.spans_back(moment.iterations):
+            last = span.last
             # nothing could be recovered without the base: training begins once it is kept
-            is_first = span.last == 0 and not self.carried
-            is_agreed = agrees and not span.pause_iters and span.last <= agreed
-            copied_s = span.size_bytes / self.saving.kept_bytes_per_s
-            kept_s = self.elapsed_s(span.last) + copied_s + self.saving.served_s
+            is_first = last.offset == 0 and not self.carried
+            is_agreed = agrees and not last.pause_iters and last.offset <= agreed
+            copied_s = last.size_bytes / self.saving.kept_bytes_per_s
+            kept_s = self.elapsed_s(last.offset) + copied_s + self.saving.served_s
             if is_first or is_agreed or kept_s <= now_s:
                 yield span

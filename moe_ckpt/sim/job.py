@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.config import require, require_at_least
+from moe_ckpt.config import require, require_all_at_least
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ParallelLayout
 
@@ -52,8 +52,7 @@ class BatchConfig:
     sequence_length: int
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "global_batch_size", "sequence_length"):
-            require_at_least(f"batch.{name}", getattr(self, name), 1)
+        require_all_at_least("batch.", self, micro_batch_size=1, global_batch_size=1, sequence_length=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +99,13 @@ class Job:
     def micro_batch_tokens(self) -> int:
         return self.batch.micro_batch_size * self.batch.sequence_length
 
-    @property
-    def ranks_per_stage(self) -> int:
-        return self.layout.ranks_per_stage
-
     def stage_of_rank(self, global_rank: int) -> int:
         """Megatron's order: the pipeline is the slowest axis."""
-        return global_rank // self.ranks_per_stage
+        return global_rank // self.layout.ranks_per_stage
 
     def ep_rank_of(self, global_rank: int) -> int:
         """Return which of the `ep` kinds of ranks of its stage a rank is."""
-        return global_rank % self.ranks_per_stage // self.layout.tp % self.layout.ep
+        return global_rank % self.layout.ranks_per_stage // self.layout.tp % self.layout.ep
 
     @cached_property
     def is_expert(self) -> npt.NDArray[np.bool_]:
@@ -177,7 +172,7 @@ class Job:
 
     def whole_profile(self) -> StageProfile:
         """Return the whole job as one rank that copies everything: one link for all of it."""
-        ranks, stages = self.ranks_per_stage, range(self.layout.pp)
+        ranks, stages = self.layout.ranks_per_stage, range(self.layout.pp)
         return StageProfile(
             table=self._table(self.shape.operators, self.shape.parameters[np.newaxis].astype(np.float64)),
             boundary_log_bytes=ranks * sum(map(self.boundary_log_bytes, stages)),

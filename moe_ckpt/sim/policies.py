@@ -343,7 +343,7 @@ class _PartialCosts:
         self.link = _Link(setup, rates.host(cluster.whole_copy_bytes_per_s))
         self.stages = _kinds_of_stages(self.link.profiles)
         table = self.stages[0].table
-        self._own = MoeStage(table, config.partial_state)
+        self._own = MoeStage(table, config.partial)
         self._peer_bytes_per_s = rates.to_peers(self.replicas)
         self._disk_bytes_per_s = rates.disk() * int(table.full_bytes.sum()) / setup.total_full_bytes
 

@@ -40,11 +40,6 @@ class Estimate:
     fetch_s: float
     replay_s: tuple[float, ...]
 
-    @property
-    def replayed_iters(self) -> int:
-        target = self.plan.target_iteration
-        return max((target - rollback.starts_from for rollback in self.plan.rollbacks), default=0)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
@@ -127,8 +122,7 @@ def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -
 
 def _window_bytes(setup: Setup, saving: Saving) -> float:
     """Return the bytes of a window on a rank."""
-    takes = saving.later.repeat
-    in_window = saving.window_bytes
+    takes, in_window = saving.later.repeat, saving.window_bytes
     if in_window is None:
         in_window = sum(take.size_bytes for take in takes[: takes[0].num_slots])
     return in_window / setup.job.layout.world_size if setup.cluster.copies_share == JOB else in_window
@@ -142,31 +136,31 @@ def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:
     return standings + [
         Standing(stage=stage, reached=reached, prepared=False, whole=True)
         for stage in survived
-        if num_dead[stage] < setup.job.ranks_per_stage
+        if num_dead[stage] < setup.job.layout.ranks_per_stage
     ]
 
 
 def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> list[Inventory]:
     """Return the inventories of dead ranks, of holders of their copies, and of one other rank of each stage."""
-    windows = {}
-    for (
-        window
-    ) in kept:  # with step logs a window leads to the iteration of the other ranks, else no further than itself
-        steps_to = max(window.end, reached) if saving.recovery is Recovery.LOCAL else window.end
-        ref = WindowRef(start=window.start, num_slots=window.num_slots, steps_to=steps_to, cut="")
-        windows[window.start] = ref
+    # with step logs a window leads to the iteration of the other ranks, else no further than itself
+    least = reached if saving.recovery is Recovery.LOCAL else 0
+    refs = {
+        each.start: WindowRef(start=each.start, num_slots=each.num_slots, steps_to=max(each.end, least), cut="")
+        for each in kept
+    }
+    windows = tuple(refs.values())
     logged_from = min((window.start + 1 for window in kept), default=1)
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in sorted(losses.bare):
         for holder in setup.holders(owner, saving.replicas):
             if holder not in losses.unreplicated:
-                held.setdefault(holder, {})[owner] = tuple(windows.values())
+                held.setdefault(holder, {})[owner] = windows
     told = losses.dead | held.keys() | _witnesses(setup, losses)
     return [
         Inventory(
             global_rank=rank,
             stage=setup.job.stage_of_rank(rank),
-            windows=() if rank in losses.bare else tuple(windows.values()),
+            windows=() if rank in losses.bare else windows,
             held=held.get(rank, {}),
             logged_from=logged_from,
             logged_to=logged_from - 1 if rank in losses.dead else reached,
@@ -178,7 +172,7 @@ def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Los
 
 def _witnesses(setup: Setup, losses: Losses) -> set[int]:
     """Return a rank of each stage that stands for all that have lost nothing, if there is one."""
-    per_stage = setup.job.ranks_per_stage
+    per_stage = setup.job.layout.ranks_per_stage
     ranks = (
         next((rank for rank in range(stage * per_stage, (stage + 1) * per_stage) if rank not in losses.dead), None)
         for stage in range(setup.job.layout.pp)

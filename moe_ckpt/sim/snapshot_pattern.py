@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,15 +56,11 @@ class Take:
     pause_iters: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """A window by the offsets of its first and last snapshot; the last one has `size_bytes`."""
+class Span(NamedTuple):
+    """A window by its first and its last snapshot; the first one tells whether it goes to disk."""
 
-    first: int
-    last: int
-    size_bytes: int
-    to_disk: bool
-    pause_iters: int = 0
+    first: Take
+    last: Take
 
 
 class Rhythm:
@@ -103,10 +100,10 @@ class Rhythm:
             shift = max(0, (last - self.repeat[0].offset) // self.period) * self.period
             while shift >= 0:
                 for span in reversed(self._spans[1]):
-                    if span.last + shift <= last:
-                        yield replace(span, first=span.first + shift, last=span.last + shift)
+                    if span.last.offset + shift <= last:
+                        yield Span(*(replace(take, offset=take.offset + shift) for take in span))
                 shift -= self.period
-        yield from (span for span in reversed(self._spans[0]) if span.last <= last)
+        yield from (span for span in reversed(self._spans[0]) if span.last.offset <= last)
 
     @property
     def interval_iters(self) -> float:
@@ -164,17 +161,7 @@ def listen(
 def _spans(takes: tuple[Take, ...]) -> list[Span]:
     at = {take.offset: take for take in takes}
     pairs = [(take, at.get(take.offset + take.num_slots - 1)) for take in takes if take.slot == 0]
-    return [
-        Span(
-            first=first.offset,
-            last=last.offset,
-            size_bytes=last.size_bytes,
-            to_disk=first.to_disk,
-            pause_iters=last.pause_iters,
-        )
-        for first, last in pairs
-        if last
-    ]
+    return [Span(first, last) for first, last in pairs if last]
 
 
 NOTHING = Rhythm((), (), 0)

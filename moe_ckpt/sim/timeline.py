@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moe_ckpt.faults.schedule import Strike
 from moe_ckpt.recovery.plan import RecoveryPlan
-from moe_ckpt.sim.faults import Fault
 from moe_ckpt.sim.generation import Generation
 from moe_ckpt.sim.partial import Lost
 
@@ -14,11 +14,10 @@ HOST_MEMORY = "host memory"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trained:
-    """A generation trained: `iterations` after its start, then `partial_s` in vain."""
+    """A generation trained: `iterations` after its start, then perhaps a part of one in vain."""
 
     generation: Generation
     iterations: int
-    partial_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,7 +29,7 @@ class Recovered:
     """
 
     since_s: float
-    faults: tuple[Fault, ...]
+    faults: tuple[Strike, ...]
     iteration: int
     lost_iters: int
     source: str
@@ -39,7 +38,6 @@ class Recovered:
     rebuild_s: float
     fetch_s: float
     replay_s: float
-    replayed_iters: int
     lost: Lost | None = None
 
     @property

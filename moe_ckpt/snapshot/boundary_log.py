@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class BoundaryLog:
         self._buffers = buffers
         self._iterations: dict[int, _Iteration] = {}
         self._current: _Iteration | None = None
+        self.spent_s = 0.0
 
     @property
     def size_bytes(self) -> int:
@@ -76,6 +78,7 @@ class BoundaryLog:
         """Log a tensor that is being sent: the next micro-batch in this direction."""
         if self._current is None:
             return
+        started_s = time.monotonic()
         source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron replaces the storage of sent tensors
         try:
             buffer = self._buffers.acquire(source.numel())
@@ -90,6 +93,7 @@ class BoundaryLog:
         hashed = self._copier.then(lambda: checksum(buffer, size_bytes))
         entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied, checksum=hashed)
         self._current[direction].append(entry)
+        self.spent_s += time.monotonic() - started_s
 
     def sent(self, iteration: int, direction: Direction) -> list[torch.Tensor]:
         """Return the bytes of each micro-batch's tensor, in the order of sending.

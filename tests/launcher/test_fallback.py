@@ -32,15 +32,16 @@ GOES_ON = "training goes on as it is: nothing else leads elsewhere"
 
 def spoil(windows: Collection[int], *, by_bit: bool = False) -> None:
     """Let rank 3's snapshots of these iterations be NaN, or wrong in one bit, before they are checksummed."""
-    finish = SnapshotEngine._finish
+    take_all = SnapshotEngine._take_all
 
-    def finish_spoiled(self: SnapshotEngine, unsealed: Any) -> Any:
-        header, payload = unsealed.snapshot.header, unsealed.snapshot.payload
-        if header.window_start in windows and header.shard.global_rank == 3:
-            payload[0].bitwise_xor_(1) if by_bit else payload.fill_(0xFF)
-        return finish(self, unsealed)
+    def take_all_and_spoil(self: SnapshotEngine, wanted: Any, bubble_bytes: float) -> Any:
+        taken, copied = take_all(self, wanted, bubble_bytes)
+        for snapshot, _ in taken:
+            if snapshot.header.window_start in windows and snapshot.header.shard.global_rank == 3:
+                snapshot.payload[0].bitwise_xor_(1) if by_bit else snapshot.payload.fill_(0xFF)
+        return taken, copied
 
-    SnapshotEngine._finish = finish_spoiled
+    SnapshotEngine._take_all = take_all_and_spoil
 
 
 def diverge(iterations: Collection[int]) -> None:

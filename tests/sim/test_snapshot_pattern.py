@@ -119,7 +119,7 @@ def test_stalls_are_summed_and_takes_found_however_far(rhythm: Rhythm, iteration
 def test_windows_are_told_from_the_newest_to_the_first(rhythm: Rhythm, last: int) -> None:
     begins = [take for take in rhythm.takes(0, 60) if take.slot == 0]
     expected = [(take.offset, take.offset + take.num_slots - 1) for take in begins]
-    spans = [(span.first, span.last) for span in rhythm.spans_back(last)]
+    spans = [(span.first.offset, span.last.offset) for span in rhythm.spans_back(last)]
     assert spans == [span for span in reversed(expected) if span[1] <= last]
 
 

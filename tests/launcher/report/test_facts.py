@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from launcher.report.facts import Facts, gather
+from launcher.report.figure import left_out
 from launcher.report.parts import PagePart
 from launcher.report.read import read_run
 from launcher.report.summary import QUANTITIES, duration, headline, shown
-from launcher.report.thin import evenly, in_steps, said, thin
+from launcher.report.thin import evenly, in_steps, thin
 from moe_ckpt.events import ExpertPopularity, StateResumed, TrainerStarted
 from tests.report_runs import DEATH, FIRST_S, Story, committed, rejoined, write_events, write_run
 
@@ -212,8 +213,8 @@ def test_thinning_keeps_the_extremes_and_says_so() -> None:
     assert 3 not in keep
     assert len(keep) <= 100
     assert thin(values[:50], 100).tolist() == [0, 1, 2, *range(4, 50)]
-    assert said(len(keep), 9_999, "points").startswith(f"{len(keep)} of 9,999 points")
-    assert said(5, 5, "points") == ""
+    assert left_out(len(keep), 9_999, "points").startswith(f"{len(keep)} of 9,999 points")
+    assert left_out(5, 5, "points") == ""
     assert evenly(5, 3).tolist() == [0, 2, 4]
     assert evenly(0, 3).tolist() == []
 

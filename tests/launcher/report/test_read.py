@@ -188,5 +188,5 @@ def test_snapshots_are_columns_too(tmp_path: Path) -> None:
         iteration=3, window_start=3, slot=0, num_slots=1, size_bytes=1 << 40, dense_bytes=1 << 41, copy_s=0.25
     )
     log = log_of(tmp_path, [(1.0, taken)])
-    assert log.snapshots["size_bytes"].tolist() == [float(1 << 40)]
-    assert log.snapshots.us("copy_s").tolist() == [250_000]
+    assert log.tables["SnapshotTaken"]["size_bytes"].tolist() == [float(1 << 40)]
+    assert log.tables["SnapshotTaken"].us("copy_s").tolist() == [250_000]
