@@ -15,7 +15,7 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
-.PHONY: demo test test-all mutants check chaos endurance bench partial profile venv dev clean
+.PHONY: demo test test-all mutants check types imports house chaos endurance bench partial profile venv dev clean
 
 demo: venv
 	@.venv/bin/python -m launcher.demo
@@ -40,10 +40,10 @@ profile: venv
 	@.venv/bin/python -m launcher.cluster_profile outputs/profile --write conf/cluster/measured.yaml
 
 test: check
-	@.venv/bin/pytest -n 2
+	@.venv/bin/pytest -n 2 --dist worksteal
 
 test-all: check
-	@.venv/bin/pytest -n 2 --full
+	@.venv/bin/pytest -n 2 --dist worksteal --full
 
 mutants: dev
 	@.venv/bin/python scripts/mutants.py --write docs/mutants.md
@@ -57,8 +57,15 @@ endurance: dev
 check: dev
 	@.venv/bin/ruff check -q .
 	@.venv/bin/ruff format -q --check .
+	@$(MAKE) -s -j 2 types imports house
+
+types:
 	@.venv/bin/pyright --warnings > .venv/pyright.log || { cat .venv/pyright.log; exit 1; }
+
+imports:
 	@.venv/bin/lint-imports > .venv/imports.log || { cat .venv/imports.log; exit 1; }
+
+house:
 	@.venv/bin/python scripts/house.py --check
 
 venv: .venv/installed

@@ -24,7 +24,7 @@ Pair = frozenset[tuple[str, str]]
 Loss = tuple[int, int, str] | tuple[int, int, str, int]
 """Iteration, stage, phase and, where one rank of the stage loses its state, its data-parallel rank."""
 
-ITERATIONS_AFTER_THE_LAST_LOSS = 3
+ITERATIONS_AFTER_THE_LAST_LOSS = 2
 _SEQUENCES_OF_A_MICRO_BATCH = 2
 _NUM_EXPERTS = 4
 _SEED = 25

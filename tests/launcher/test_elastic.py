@@ -15,7 +15,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGSTOP, SIGTERM
 from typing import Any
 
 import pytest
@@ -23,10 +23,21 @@ import pytest
 from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.events import SnapshotTaken, StageRecovered, WindowReplicated
 from moe_ckpt.types import Phase
-from tests.campaign import Fault, Moment, Point, copies_fail, kill_a_daemon, lose_nodes, stretches_of, survive
+from tests.campaign import (
+    HANGS_END_SOON,
+    Fault,
+    Moment,
+    Point,
+    copies_fail,
+    kill_a_daemon,
+    lose_nodes,
+    stretches_of,
+    survive,
+)
 from tests.elastic_job import ElasticJob
+from tests.engine.damage import flip_a_bit
 from tests.replication.certificates import Authority
-from tests.scenarios import BIAS, PP4
+from tests.scenarios import BIAS_EVALUATED_OFTEN, PP4, THIRTY_SIX
 from tests.training import events_of
 
 pytestmark = pytest.mark.timeout(330)
@@ -34,7 +45,6 @@ pytestmark = pytest.mark.timeout(330)
 BUILD, JOIN, RECOVERY, DONE = Phase.BUILD, Phase.JOIN, Phase.RECOVERY, Phase.DONE
 FORWARD, BACKWARD, REDUCE, STEP = Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP
 SNAPSHOT, BETWEEN = Phase.SNAPSHOT, Phase.BETWEEN
-FORTY = ("train.iterations=40",)
 
 
 def fault(
@@ -62,18 +72,18 @@ def test_a_rank_dies_in_each_phase(tmp_path: Path) -> None:
         fault("in forward", Point(3, FORWARD, 9, skip=2), back_to=8, executed=2),
         fault("in backward, an ECC error", Point(2, BACKWARD, 12, number=RAISE_NUMBER), back_to=11, executed=2),
         fault("again before the next window", Point(2, BACKWARD, 12), back_to=11, executed=None),
-        fault("as gradients are reduced", Point(1, REDUCE, 15), back_to=14, executed=2),
-        fault("after the vote", Point(0, STEP, 17), back_to=17, executed=2),
+        fault("as gradients are reduced, too", Point(1, REDUCE, 15, number=RAISE_NUMBER), back_to=14, executed=2),
+        fault("after the vote, too", Point(0, STEP, 17, number=RAISE_NUMBER), back_to=17, executed=2),
         fault("between update and gather", Point(3, STEP, 20, skip=1), back_to=20, executed=2),
         fault("before a snapshot", Point(2, SNAPSHOT, 23), back_to=23, executed=2),
         fault("between iterations", Point(1, BETWEEN, 26), back_to=26, executed=2),
         fault("while others wait for a vote", Point(1, Moment.VOTE, 30), executed=None, **voting),
         fault("every rank", Point(3, REDUCE, 33), kills=(0, 1, 2, 3), back_to=(31, 32), executed=1),
-        fault("in the last iteration", Point(2, BACKWARD, 40), back_to=39, executed=None),
-        fault("in the last evaluation", Point(3, FORWARD, 40, skip=3), back_to=40, executed=1),
-        fault("as digests are exchanged", Point(1, DONE), back_to=40, executed=1),
+        fault("in the last iteration", Point(2, BACKWARD, 36), back_to=35, executed=None),
+        fault("in the last evaluation", Point(3, FORWARD, 36, skip=3), back_to=36, executed=1),
+        fault("as digests are exchanged", Point(1, DONE), back_to=36, executed=1),
     ]
-    survive(tmp_path, faults, *FORTY, settings=["ckpt.window=2"])
+    survive(tmp_path, faults, *THIRTY_SIX, settings=["ckpt.window=2"])
 
 
 @pytest.mark.full
@@ -109,21 +119,21 @@ def _kill_once_others_wait(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 
 def test_a_rank_dies_while_a_recovery_goes_on(tmp_path: Path) -> None:
-    """With W = 3, router biases that have no gradients, and evaluations between iterations."""
+    """With W = 3, router biases that have no gradients, and evaluations between iterations. Three ranks hang."""
     replayed = functools.partial(Point, phase=RECOVERY, skip=2)
+    hangs = functools.partial(Point, 2, number=SIGSTOP)
     five_times = [Point(2, RECOVERY, skip=number % 4) for number in range(5)]
     faults = [
-        fault("the bias of routers", Point(0, REDUCE, 5), back_to=4, executed=3),
-        fault("again while it is replayed", Point(2, BACKWARD, 9), replayed(2), back_to=8, executed=3),
+        fault("the bias of routers", Point(0, REDUCE, 5, number=SIGSTOP), back_to=4, executed=3),
+        fault("again while it is replayed", hangs(BACKWARD, 9), replayed(2), back_to=8, executed=3),
         fault("another rank of the stage", Point(2, BACKWARD, 13), replayed(3), back_to=12, executed=3),
-        fault("a neighbour as it sends logs", Point(2, STEP, 16), replayed(2), kills=[0], back_to=16, executed=3),
+        fault("a neighbour as it sends logs", hangs(STEP, 16), replayed(2), kills=[0], back_to=16, executed=3),
         fault("as it builds and joins", Point(1, REDUCE, 21), Point(1, BUILD), Point(1, JOIN), back_to=20, executed=3),
         fault("five times in a row", Point(2, BACKWARD, 25), *five_times, back_to=24, executed=3),
         fault("both ranks of a stage", Point(3, REDUCE, 29), kills=[2, 3], back_to=28, executed=3),
         fault("after the last iteration", Point(0, BETWEEN, 30), back_to=30, executed=2),
     ]
-    training = ("train.iterations=30", *BIAS, "train.eval_every_iters=2")
-    survive(tmp_path, faults, *training, settings=["ckpt.window=3"])
+    survive(tmp_path, faults, *BIAS_EVALUATED_OFTEN, settings=["ckpt.window=3", HANGS_END_SOON])
 
 
 def test_stages_are_lost_alone_together_and_with_their_nodes(tmp_path: Path) -> None:
@@ -178,7 +188,7 @@ def test_host_memory_is_lost_or_damaged(tmp_path: Path) -> None:
         fault("a node after the vote", Point(3, STEP, 32), kills=[3], back_to=32, executed=3, **lost),
     ]
     setup = functools.partial(copies_fail, "snapshot-21-", "snapshot-22-")
-    job = survive(tmp_path, faults, *FORTY, settings=["ckpt.window=2"], setup=setup)
+    job = survive(tmp_path, faults, *THIRTY_SIX, settings=["ckpt.window=2"], setup=setup)
     said = job.said()
     assert "checksum" in said
     assert "done without: fetching record-" in said
@@ -187,8 +197,7 @@ def test_host_memory_is_lost_or_damaged(tmp_path: Path) -> None:
 
 
 def _damage_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
-    for buffer in (Path(job.worker(2).memory) / "own" / "buffers").iterdir():
-        _flip_a_bit(buffer)
+    flip_a_bit(Path(job.worker(2).memory) / "own")
     job.kill(*ranks)
 
 
@@ -199,13 +208,7 @@ def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
     job.lose_nodes(*ranks)
 
 
-def _flip_a_bit(path: Path) -> None:
-    with path.open("r+b") as file:
-        byte = file.read(1)
-        file.seek(0)
-        file.write(bytes([byte[0] ^ 1]))
-
-
+@pytest.mark.full
 def test_a_job_of_which_nothing_is_left_fails_once(tmp_path: Path) -> None:
     with ElasticJob(4, tmp_path, "train.iterations=200", "ckpt.window=2", "ckpt.replicas=1") as job:
         job.wait_until(2, 4, FORWARD)

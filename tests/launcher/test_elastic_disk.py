@@ -15,22 +15,24 @@ from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.training import events_of
 
+TRAINING = (*PP2, "train.iterations=24")
+
 
 def _written(run: Path, rank: int) -> list[WindowPersisted] | None:
     return [event for event in events_of(run, WindowPersisted, rank) if event.window_start >= 3] or None
 
 
 def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
-    run, training, settings = tmp_path / "run", ("train.iterations=24",), ("ckpt.every_iters=3",)
+    run = tmp_path / "run"
 
     def start(number: int, *more: str) -> ElasticJob:
-        overrides = (*training, *settings, f"run.dir={run}", *more)
-        job = ElasticJob(4, tmp_path / f"start{number}", *overrides, ckpt="checkfreq", timeout_s=150.0)
+        overrides = (*TRAINING, "ckpt.every_iters=3", f"run.dir={run}", *more)
+        job = ElasticJob(2, tmp_path / f"start{number}", *overrides, ckpt="checkfreq", timeout_s=150.0)
         job.run = run
         return job
 
     with start(1) as job:
-        for rank in range(4):
+        for rank in range(2):
             job.wait_until(rank, 3)
             job.wait_for(functools.partial(_written, run, rank), f"a snapshot of rank {rank} on its disk")
         os.kill(job.agent_pid, SIGKILL)
@@ -40,18 +42,18 @@ def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
     assert said.count("error: train.resume: got 'never', wanted auto, or a new run.dir: there are snapshots") == 1
     with start(3) as job:
         result = job.wait()
-    resumed = [event for rank in range(4) for event in events_of(run, StateResumed, rank)]
-    assert [event.source for event in resumed] == ["local disk"] * 4
+    resumed = [event for rank in range(2) for event in events_of(run, StateResumed, rank)]
+    assert [event.source for event in resumed] == ["local disk"] * 2
     assert resumed[0].iteration >= 3
-    assert outcome_of(run, result) == uninterrupted(4, *training)
+    assert outcome_of(run, result) == uninterrupted(2, *TRAINING)
 
 
 def test_a_job_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: Path) -> None:
     """One worker stands still: supervisors bring its window to disk without it."""
-    run, training = tmp_path / "run", (*PP2, "train.iterations=24")
+    run = tmp_path / "run"
 
     def start(number: int) -> ElasticJob:
-        job = ElasticJob(2, tmp_path / f"start{number}", *training, "ckpt.window=2", f"run.dir={run}")
+        job = ElasticJob(2, tmp_path / f"start{number}", *TRAINING, "ckpt.window=2", f"run.dir={run}")
         job.run = run
         return job
 
@@ -66,4 +68,4 @@ def test_a_job_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: P
         result = job.wait()
     resumed = [event for rank in range(2) for event in events_of(run, StateResumed, rank)]
     assert [(event.source, event.iteration) for event in resumed] == [("local disk", int(safe))] * 2
-    assert outcome_of(run, result) == uninterrupted(2, *training)
+    assert outcome_of(run, result) == uninterrupted(2, *TRAINING)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import cycle
 from pathlib import Path
+from signal import SIGSTOP
 
 import pytest
 
+from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.events import GradientsLost, SnapshotTaken
 from moe_ckpt.types import Phase
-from tests.campaign import Point, all_go_back, kill_a_daemon, lose_nodes, stretches_of, survive
+from tests.campaign import HANGS_END_SOON, Point, all_go_back, kill_a_daemon, lose_nodes, stretches_of, survive
 from tests.exact_rows import LAYOUTS, Row, job_of, name_of, rows
 from tests.scenarios import BIAS, FP16_SKIPPING_AT_FIRST, TIED
 
@@ -23,16 +25,19 @@ def newest(iteration: int, lag_iters: int = 2) -> range:
 
 
 def test_flowcheck_goes_back_to_its_servers(tmp_path: Path) -> None:
+    again = (Point(1, Phase.JOIN, number=RAISE_NUMBER), Point(3, Phase.RECOVERY))
     faults = [
-        all_go_back("in the first iteration", 0, Point(2, Phase.BACKWARD, 1), replaying=()),
+        all_go_back("in the first iteration", 0, Point(2, Phase.FORWARD, 1), replaying=()),
         all_go_back("between update and gather", newest(4, 1), Point(0, Phase.STEP, 4, skip=1)),
         all_go_back("a node", newest(6, 1), Point(0, Phase.REDUCE, 6), kills=[2], then=lose_nodes, fetched=True),
         all_go_back("with a server", range(10), Point(1, Phase.BACKWARD, 9), kills=[1], then=kill_a_daemon),
+        all_go_back("a rank hangs", range(8, 12), Point(2, Phase.BETWEEN, 11, number=SIGSTOP), *again),
+        all_go_back("before a snapshot", range(8, 14), Point(0, Phase.SNAPSHOT, 13)),
     ]
-    training = ("train.iterations=11", *FP16_SKIPPING_AT_FIRST, *TIED, *BIAS, "train.clip_grad=0.1")
-    job = survive(tmp_path, faults, *training, ckpt="flowcheck", settings=(WAITING,))
+    training = ("train.iterations=15", *FP16_SKIPPING_AT_FIRST, *TIED, *BIAS, "train.clip_grad=0.1")
+    job = survive(tmp_path, faults, *training, ckpt="flowcheck", settings=(WAITING, HANGS_END_SOON))
     for rank in range(4):
-        events = [event for stretch in stretches_of(job.run, rank)[:-1] for event in stretch.events]
+        events = [event for stretch in stretches_of(job.run, rank)[:4] for event in stretch.events]
         assert not any(isinstance(event, GradientsLost) for event in events)
         taken = [event.iteration for event in events if isinstance(event, SnapshotTaken)]
         assert set(taken) == {0}, "then only gradients"
@@ -74,6 +79,6 @@ def test_a_killed_rank_goes_back_exactly_in_every_kind_of_training(row: Row, pha
     last = job.world_size - 1
     faults = [
         all_go_back("first", newest(4), _POINTS[phase](last, 4), world_size=job.world_size),
-        all_go_back("second", newest(7), _POINTS[phase](0, 7), world_size=job.world_size),
+        all_go_back("second", newest(6), _POINTS[phase](0, 6), world_size=job.world_size),
     ]
     survive(tmp_path, faults, *job.training, world_size=job.world_size, ckpt="flowcheck")

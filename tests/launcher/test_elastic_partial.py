@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from signal import SIGSTOP
 
+from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.events import CapacityBoosted, ExpertsChosen, SnapshotTaken, TokensLost
 from moe_ckpt.types import Phase
-from tests.campaign import Point, Stretch, all_go_back, lose_nodes, stretches_of, survive
+from tests.campaign import (
+    HANGS_END_SOON,
+    Point,
+    Stretch,
+    all_go_back,
+    kill_a_daemon,
+    lose_nodes,
+    stretches_of,
+    survive,
+)
+from tests.scenarios import THIRTY_SIX
 from tests.training import events_of
 
 RANKS = range(4)
@@ -21,15 +33,17 @@ LIMITED = ("model.moe_capacity_factor=1.0", "train.sequence_length=64")
 
 def test_moetion_with_all_experts_loses_nothing(tmp_path: Path) -> None:
     """Peers make the snapshots of experts from gradients: a node's state comes from these."""
+    again = (Point(2, Phase.RECOVERY), Point(1, Phase.JOIN))
     faults = [
-        all_go_back("in the first iteration", 0, Point(1, Phase.BACKWARD, 1), replaying=()),
-        all_go_back("in backward", range(1, 5), Point(2, Phase.BACKWARD, 5)),
+        all_go_back("an ECC error at once", 0, Point(1, Phase.FORWARD, 1, number=RAISE_NUMBER), replaying=()),
+        all_go_back("a rank hangs", range(1, 6), Point(2, Phase.SNAPSHOT, 5, number=SIGSTOP)),
         all_go_back("between update and gather", range(4, 8), Point(0, Phase.STEP, 8, skip=1)),
-        all_go_back("again while all go back", range(8, 12), Point(2, Phase.BACKWARD, 12), Point(2, Phase.RECOVERY)),
+        all_go_back("again while all go back", range(8, 12), Point(2, Phase.BACKWARD, 12), *again),
         all_go_back("a node", range(11, 16), Point(0, Phase.REDUCE, 16), kills=[3], then=lose_nodes, fetched=True),
+        all_go_back("a daemon", range(11, 20), Point(0, Phase.BETWEEN, 19), kills=[], then=kill_a_daemon),
         all_go_back("two of a stage", range(15, 22), Point(2, Phase.REDUCE, 22), kills=[2, 3]),
     ]
-    settings = ("ckpt.experts=4", "ckpt.remote_experts=4", "ckpt.bubble_copies=false")
+    settings = ("ckpt.experts=4", "ckpt.remote_experts=4", "ckpt.bubble_copies=false", HANGS_END_SOON)
     training = ("train.iterations=24", "precision=fp32")
     job = survive(tmp_path, faults, *training, ckpt="moetion", settings=settings)
     assert all(event.plt == 0.0 for rank in RANKS for event in events_of(job.run, TokensLost, rank))
@@ -37,6 +51,19 @@ def test_moetion_with_all_experts_loses_nothing(tmp_path: Path) -> None:
     chosen = events_of(job.run, ExpertsChosen, 2)
     assert any(event.by_gradient == [[0, 1, 2, 3]] for event in chosen)
     assert not any(event.bubble_bytes for rank in RANKS for event in events_of(job.run, SnapshotTaken, rank))
+
+
+def test_moc_with_all_experts_loses_nothing(tmp_path: Path) -> None:
+    again = (Point(3, Phase.RECOVERY, number=RAISE_NUMBER), Point(1, Phase.JOIN))
+    faults = [
+        all_go_back("a rank hangs", range(5), Point(2, Phase.FORWARD, 5, number=SIGSTOP), *again),
+        all_go_back("a daemon", range(11), Point(0, Phase.STEP, 10), kills=[], then=kill_a_daemon),
+        all_go_back("a node", range(16), Point(0, Phase.SNAPSHOT, 15), kills=[2], then=lose_nodes),
+        all_go_back("a node between iterations", range(21), Point(0, Phase.BETWEEN, 20), kills=[2], then=lose_nodes),
+    ]
+    often = ("ckpt.every_iters=2", "ckpt.disk_every_iters=2")
+    settings = ("ckpt.k_snapshot=4", "ckpt.k_persist=4", *often, HANGS_END_SOON)
+    survive(tmp_path, faults, *THIRTY_SIX, ckpt="moc", settings=settings)
 
 
 def _chosen(stretch: Stretch) -> list[ExpertsChosen]:

@@ -24,7 +24,7 @@ from moe_ckpt.types import Phase
 from tests.campaign import Point, all_go_back, call_is_a_point, lose_nodes, survive
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.references import uninterrupted
-from tests.scenarios import BIAS
+from tests.scenarios import BIAS, THIRTY_SIX
 from tests.training import Kill, KillingHooks, events_of, fast
 
 GOES_ON = "training goes on as it is: nothing else leads elsewhere"
@@ -88,7 +88,7 @@ def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
     ]
     settings = ("ckpt.every_iters=5", "ckpt.disk_every_iters=5", "ckpt.durable_every_iters=4", "ckpt.keep=9")
     settings += ("ckpt.async_save=false", "runtime.suspect_iters=5")
-    job = survive(tmp_path, faults, "train.iterations=34", ckpt="gemini", settings=settings, setup=corrupt_and_diverge)
+    job = survive(tmp_path, faults, *THIRTY_SIX, ckpt="gemini", settings=settings, setup=corrupt_and_diverge)
     for rank in (0, 1):
         told = events_of(job.run, LossNotFinite, rank)
         assert [event.loss for event in told] == ["nan"] * len(told)

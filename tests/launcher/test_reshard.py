@@ -390,11 +390,11 @@ def _losses_since_resharding(folder: Path) -> dict[int, float]:
 def test_with_dropout_the_other_layout_is_exact_again_in_itself(tmp_path: Path) -> None:
     settings = (*RUN, "model.hidden_dropout=0.1", "model.attention_dropout=0.1")
     train(4, tmp_path / "saved", *settings, *AT_PP2_EP2, "train.iterations=2", "train.lr_decay_iters=5")
-    resume = (*settings, *OTHERS["PP=1 EP=4"], f"train.resume={tmp_path / 'saved'}")
+    resume = (*settings, *PP2, "parallel.ep=1", f"train.resume={tmp_path / 'saved'}")
 
-    once = train(4, tmp_path / "once", *resume)
+    once = train(2, tmp_path / "once", *resume)
     shutil.rmtree(tmp_path / "once/checkpoints/iter_0000005")
-    resumed = train(4, tmp_path / "once", *resume)
+    resumed = train(2, tmp_path / "once", *resume)
 
     assert resumed["digest_per_rank"] == once["digest_per_rank"]
     assert [event.iteration for event in events_of(tmp_path / "once", StateResumed)] == [2, 4]
@@ -411,8 +411,6 @@ def test_sparse_snapshots_begin_where_a_checkpoint_of_another_layout_ends(finish
 @pytest.mark.parametrize(
     ("world_size", "overrides", "message"),
     [
-        (3, ("parallel.pp=3",), r"parallel\.pp: got 3, wanted a divisor of 4 layers"),
-        (3, ("parallel.pp=1", "parallel.ep=3"), r"parallel\.ep: got 3, wanted a divisor of model.num_experts=4"),
         (2, ("parallel.tp=2",), r"parallel\.tp: got 2, wanted 1 for a MoE model"),
         (2, ("parallel.pp=1", "model.hidden_size=64"), r"iter_0000002: saved by model \w+, wanted model"),
         (2, ("parallel.pp=1", "train.lr=0.123"), r"0\.123"),

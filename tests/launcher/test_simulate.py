@@ -158,7 +158,7 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
         ("1 GB/s", "servers, mirror"),
         ("25 GB/s a GPU", "sparse windows"),
         ("1 GB/s, EP = DP", "sparse windows"),
-        ("1 GB/s, a quarter of the processors", "sparse windows"),
+        pytest.param("1 GB/s, a quarter of the processors", "sparse windows", marks=pytest.mark.full),
     ],
 )
 def test_servers_beat_windows_in_the_regime_that_the_page_names(case: str, best: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.snapshot import arriving_update
 from moe_ckpt.snapshot.adam_update import AdamStep, Update, update_to_bytes
 from moe_ckpt.snapshot.arriving_update import ArrivingUpdate
 from moe_ckpt.snapshot.blobs import BlobFolder
@@ -20,7 +21,6 @@ from moe_ckpt.snapshot.codec import MASTER, MOMENTS, PartKey, checksum, header_t
 from tests.replication.blobs import buffers_of, content_of
 from tests.snapshot.samples import HEADER
 from tests.snapshot.updates import apply_update
-from tests.waits import WAIT_S
 
 SIZES = {"first": 3000, "second": 70_000}
 FIRST_BYTES, ALL_BYTES = 4 * SIZES["first"], 4 * sum(SIZES.values())
@@ -75,24 +75,30 @@ def arriving(tmp_path: Path) -> Arriving:
 def test_a_step_is_taken_while_later_gradients_arrive(
     arriving: Arriving, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, step = threading.Semaphore(0), torch.optim.AdamW.step
+    """Whenever the updater waits for bytes, the next gradient arrives: each is waited for after the step before it."""
+    taken: list[torch.optim.AdamW] = []
+    step = torch.optim.AdamW.step
+    taken_at_waits: list[int] = []
+
+    class NextGradient(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            start, end = ((0, FIRST_BYTES), (FIRST_BYTES, ALL_BYTES))[len(taken_at_waits)]
+            taken_at_waits.append(len(taken))
+            arriving.fill(payload, start, end)
+            update.arrived(end)
+            return True
 
     def counted(self: torch.optim.AdamW, *arguments: Any) -> Any:
-        result = step(self, *arguments)
-        taken.release()
-        return result
+        taken.append(self)
+        return step(self, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    monkeypatch.setattr(arriving_update, "Condition", NextGradient)
     payload = arriving.payload()
     update = ArrivingUpdate(arriving.folder, "update", arriving.head, payload, ALL_BYTES)
     update.start(executor)
-    arriving.fill(payload, 0, FIRST_BYTES)
-    update.arrived(FIRST_BYTES)
-    assert taken.acquire(timeout=WAIT_S), "the first gradient is here"
-    assert not taken.acquire(blocking=False), "the second is not"
-    arriving.fill(payload, FIRST_BYTES, ALL_BYTES)
-    update.arrived(ALL_BYTES)
     update.keep()
+    assert taken_at_waits == [0, 1]
     made = content_of(arriving.folder, "next")
     arriving.folder.discard("next")
     at_once = arriving.payload()

@@ -118,6 +118,7 @@ def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 
+@pytest.mark.full
 def test_perfetto_shows_all_that_a_trace_tells(perfetto: Callable[[str], Page], tmp_path: Path) -> None:
     runs = [run for write in (real, simulated, two_stories, overlapping) for run in write(tmp_path / write.__name__)]
     text = to_trace([gather(run) for run in read_runs(runs)])
