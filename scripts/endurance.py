@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.runs import current_commit, hardware
 from launcher.fault_classes import EXPLAINED, count_faults_in
 from tests.chaos import ENDURING, MIB, Chaos, Sample, take_sample
 from tests.elastic_job import ElasticJob
@@ -139,7 +140,7 @@ def summary(options: argparse.Namespace, endured: Endured, broken: Sequence[str]
             f"# {endured.faults} faults on {options.ranks} ranks",
             "",
             f"`{command}`: {endured.seconds:.0f} s, {endured.seconds / max(endured.faults, 1):.2f} s a fault, "
-            f"{options.iterations} iterations.",
+            f"{options.iterations} iterations. {hardware()}; commit {current_commit()}.",
             "",
             verdict,
             "",
