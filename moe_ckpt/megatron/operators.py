@@ -42,6 +42,8 @@ from moe_ckpt.snapshot.codec import MASTER, MOMENTS, PartKey, scaled_role
 from moe_ckpt.snapshot.device_hash import hashes_of
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ReadyGradients
 
+_WIDENED = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16})
+
 
 class RankOperators:
     """All operators of this rank's model chunks, and the table of its stage group. The constructor is collective."""
@@ -142,7 +144,7 @@ class RankOperators:
         for buffer in self.buffers:
             if str(buffer.operator) in {*full, *compute}:
                 key, tensor, _ = buffer.piece()
-                _widen(parts, key, tensor)
+                _give_type_of_saved(parts, key, tensor)
                 copy_part(parts, key, tensor)
         _cast_masters(each for each in loaded if str(each.operator) in full and each.derives_compute)
         _make_whole(loaded, full)
@@ -266,11 +268,15 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
     return OperatorTable(operators=tuple(names), full_bytes=full, compute_bytes=compute, moment_bytes=moments)
 
 
-def _widen(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
-    """Make a buffer float32 if the saved one was: Megatron widens the buffers of a new model in its first pass."""
+def _give_type_of_saved(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
+    """Give a buffer the type of the saved one, where Megatron itself changes it.
+
+    The first pass of a new model widens 16-bit buffers to float32. So a new model may load a later state, and ranks
+    that have trained go back to the state before their first pass.
+    """
     part = parts.get(key)
-    if part is not None and part.dtype == torch.float32 and buffer.dtype in (torch.bfloat16, torch.float16):
-        buffer.data = buffer.data.float()
+    if part is not None and {part.dtype, buffer.dtype} in _WIDENED:
+        buffer.data = buffer.data.to(part.dtype)
 
 
 def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None:

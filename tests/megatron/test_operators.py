@@ -303,6 +303,24 @@ def test_only_the_named_operators_are_loaded() -> None:
     assert masters == {f"master of model0.{name} (layer 0 expert 1)" for name in loaded}
 
 
+def _types_of_biases_before_and_after_going_back() -> list[torch.dtype]:
+    """Return the type of a gate's bias before the first pass, after it, and after going back to the first state."""
+    state, worker = build_stage("model.num_layers=1", "precision=fp16", *BIAS)
+    operators = RankOperators(state)
+    first, adam_steps = full_parts(operators), operators.adam_steps()
+    (bias,) = (each for each in operators.buffers if each.name.endswith("expert_bias"))
+    types = [bias.buffer.dtype]
+    worker.run_iteration(1)
+    types.append(bias.buffer.dtype)
+    operators.load(first, names_of(operators), (), adam_steps)
+    return [*types, bias.buffer.dtype]
+
+
+def test_a_trained_rank_goes_back_to_the_state_before_its_first_pass() -> None:
+    """Megatron makes float32 of a gate's 16-bit bias then."""
+    assert run_ranks(1, _types_of_biases_before_and_after_going_back) == [[torch.float16, torch.float32, torch.float16]]
+
+
 def _refusals() -> None:
     """Damage the first part of each role, in every way."""
     state, _ = build_stage(*BIAS)
