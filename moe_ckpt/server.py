@@ -27,7 +27,7 @@ from moe_ckpt.elastic.job_store import STORE_FILE, connect, part_of
 from moe_ckpt.elastic.network import address_on, route_to
 from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerNumbers, ServerSettings
 from moe_ckpt.errors import ConfigError, exit_status
-from moe_ckpt.exact_json import decode_exactly
+from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.daemon import open_mirror
 from moe_ckpt.replication.messages import Address, Ticket, parse_address
@@ -61,7 +61,7 @@ def serve(where: Address, interface: str | None, memory: Path) -> None:
 
 def _serve(store: dist.Store, where: Address, interface: str | None, memory: Path) -> None:
     of_servers = part_of(store, PART)
-    settings = decode_exactly(of_servers.get(SETTINGS), ServerSettings)
+    settings = ExactDecoder(ServerSettings).decode(of_servers.get(SETTINGS))
     token = part_of(store, "generations").get("token").decode()
     host = address_on(interface, "--interface") if interface else route_to(where.host, where.port)
     tls = open_tls(settings.tls)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.exact_json import decode_exactly
+from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
@@ -41,6 +41,9 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+
+_MANIFESTS = ExactDecoder(Manifest)
 
 
 class CheckpointFolder:
@@ -132,7 +135,7 @@ def read_manifest(directory: Path) -> Manifest:
     Raises CheckpointLoadError if there is no marker or it cannot be parsed.
     """
     try:
-        return decode_exactly((directory / MARKER).read_bytes(), Manifest)
+        return _MANIFESTS.decode((directory / MARKER).read_bytes())
     except OSError as error:
         raise CheckpointLoadError(f"{directory}: no readable {MARKER} ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

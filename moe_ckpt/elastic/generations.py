@@ -41,6 +41,7 @@ SUPERVISOR = "supervisor"
 """The first word of the reason if a supervisor ends a generation in which no worker has died."""
 
 DAEMON_DIED, STARTED_AGAIN = "its daemon died", "was started again"
+_DEATHS = msgspec.json.Decoder(Death)
 """The last words of such a reason."""
 
 STORE_LOST, FENCED = 75, 76
@@ -79,7 +80,7 @@ class Generations:
     def deaths(self, generation: int) -> list[Death]:
         """Return the deaths in a generation."""
         numbers = range(1, 1 + self._store.add(f"{generation}/deaths", 0))
-        return [msgspec.json.decode(self._store.get(f"{generation}/death/{number}"), type=Death) for number in numbers]
+        return [_DEATHS.decode(self._store.get(f"{generation}/death/{number}")) for number in numbers]
 
     def has_ended(self, generation: int) -> bool:
         """Return whether any process has ended the generation."""

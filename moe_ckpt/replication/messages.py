@@ -188,7 +188,9 @@ class UsePeers(Message, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
 
 
+_NAMED = msgspec.json.Decoder(dict[str, Raw])
 _KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
+_DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()}
 
 
 def message_to_json(message: Message) -> bytes:
@@ -199,7 +201,7 @@ def message_to_json(message: Message) -> bytes:
 def message_from_json(data: bytes) -> Message:
     """Return the message that `message_to_json` wrote. Raises ValueError if the bytes are anything else."""
     try:
-        ((name, content),) = msgspec.json.decode(data, type=dict[str, Raw]).items()
-        return msgspec.json.decode(content, type=_KINDS[name])
+        ((name, content),) = _NAMED.decode(data).items()
+        return _DECODERS[name].decode(content)
     except (ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"not a message: {error!r}: {reprlib.repr(data)}") from error

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.exact_json import decode_exactly
+from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.types import RunIdentity, Version
 
 FORMAT_VERSION = 1
@@ -264,8 +264,8 @@ def header_from_json(data: bytes) -> SnapshotHeader:
     """
     try:
         head, _, body = data.partition(b"\n")
-        _check_head(msgspec.json.decode(head, type=_Head), zlib.crc32(body))
-        header = decode_exactly(body, SnapshotHeader, _dtype_from, _DTYPE_NAMES.__getitem__)
+        _check_head(_HEADS.decode(head), zlib.crc32(body))
+        header = _HEADERS.decode(body)
         _check_window(header)
         _check_parts(header)
     except (ValueError, RecursionError) as error:
@@ -320,3 +320,7 @@ def _dtype_from(_: type, name: object) -> torch.dtype:
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"got {reprlib.repr(name)}, wanted one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+_HEADS = msgspec.json.Decoder(_Head)
+_HEADERS = ExactDecoder(SnapshotHeader, _dtype_from, _DTYPE_NAMES.__getitem__)

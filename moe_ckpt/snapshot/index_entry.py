@@ -30,6 +30,16 @@ class IndexEntry:
     header: bytes
 
 
+class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    key: str
+    buffer: str | None
+    payload_bytes: int
+    serial: str
+
+
+_FIELDS = msgspec.json.Decoder(_Fields)
+
+
 def entry_to_bytes(entry: IndexEntry) -> bytes:
     """Return an entry's bytes, with their checksum."""
     fields = {"buffer": entry.buffer, "payload_bytes": entry.payload_bytes, "serial": entry.serial}
@@ -48,8 +58,8 @@ def entry_from_bytes(key: str, data: bytes) -> IndexEntry:
         if found != wanted:
             raise ValueError(f"got XXH3 {found.hex()}, wanted {wanted.hex()}")
         line, _, header = content.partition(b"\n")
-        fields = msgspec.json.decode(line, type=dict[str, str | int | None])
-        entry = msgspec.convert({**fields, "header": header}, IndexEntry)
+        fields = _FIELDS.decode(line)
+        entry = IndexEntry(**msgspec.structs.asdict(fields), header=header)
         if entry.key != key:
             raise ValueError(f"got the entry of {entry.key!r}")
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ from moe_ckpt import server
 from moe_ckpt.config import NO_TLS
 from moe_ckpt.elastic.job_store import STORE_FILE
 from moe_ckpt.elastic.server_hosts import ServerNumbers, ServerSettings
-from moe_ckpt.exact_json import decode_exactly
+from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.replication.daemon import MirrorSettings
 from moe_ckpt.replication.messages import Address
 
@@ -37,7 +37,7 @@ def test_settings_reach_servers_as_they_are(mirror: MirrorSettings | None) -> No
     settings = ServerSettings(
         num_servers=2, run_id="run", timeout_s=60.0, most_bytes_per_owner=None, mirror=mirror, tls=NO_TLS
     )
-    assert decode_exactly(msgspec.json.encode(settings), ServerSettings) == settings
+    assert ExactDecoder(ServerSettings).decode(msgspec.json.encode(settings)) == settings
 
 
 def test_a_job_is_found_by_its_store_or_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
