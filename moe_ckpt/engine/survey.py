@@ -29,7 +29,7 @@ Without class names, which would be most of the bytes of a small report.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class JobProgress:
     """The progress of all ranks as a generation starts. `target` is None if no rank has state.
 
     `has_left_start`: the memory or the state of a rank has left the start of the run. `gradients`: the facts that all
@@ -53,7 +53,7 @@ class CopySurvey:
         self.on_hosts: Mapping[int, frozenset[str]] = {}
         """The keys of this rank's blobs on servers of other hosts, by the server's number among holders."""
 
-    def stop_copying(self, state: StepState) -> Progress:
+    def stop_copying(self, state: StepState) -> JobProgress:
         """Stop changes of copies in all ranks' memory, note which of this rank exist, and return the progress of all.
 
         Collective.
@@ -70,7 +70,7 @@ class CopySurvey:
             Standing(stage=stage, reached=reached, prepared=prepared, whole=whole)
             for (stage, reached, prepared, whole), *_ in found
         ]
-        return Progress(
+        return JobProgress(
             target=plan_target(standings),
             has_left_start=any(has_progress for _, has_progress, _, _ in found),
             gradients={iteration: facts for *_, gradients in found for iteration, facts in gradients.items()},
