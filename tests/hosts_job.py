@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.events import IterationCommitted, read_events
 from scripts import hosts
+from tests.made_once import FOLDER
 from tests.scenarios import ROOT
 from tests.training import fast
 
@@ -34,17 +36,23 @@ _IMPATIENT = (
 _LOOK_EVERY_S = 0.1
 
 
+def hosts_of_one_test() -> FileLock:
+    """Return the lock that a test has while there are hosts: their names are fixed, and tests of other workers wait."""
+    return FileLock(Path(os.environ[FOLDER]) / "hosts.lock")
+
+
 @contextlib.contextmanager
 def network_of(num_hosts: int) -> Iterator[None]:
     """Make hosts for a test. Skips it where that is impossible."""
-    reason = hosts.why_impossible() or ("there are hosts already" if hosts.is_up() else None)
-    if reason:
-        pytest.skip(reason)
-    hosts.up(num_hosts)
-    try:
-        yield
-    finally:
-        hosts.down()
+    with hosts_of_one_test():
+        reason = hosts.why_impossible() or ("there are hosts already" if hosts.is_up() else None)
+        if reason:
+            pytest.skip(reason)
+        hosts.up(num_hosts)
+        try:
+            yield
+        finally:
+            hosts.down()
 
 
 class HostsJob:

@@ -5,6 +5,7 @@ Three agents of a real torchrun: two nodes train, and one waits.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -27,25 +28,35 @@ AT = 20
 
 
 def start_on_etcd(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
-    """Start the job; torchrun's rendezvous and the job's store are on an etcd that no node hosts."""
+    """Start the job's first agent; torchrun's rendezvous and the job's store are on an etcd that no node hosts."""
     etcd = EtcdServer(stack, folder, "--enable-v2")
     if importlib.util.find_spec("etcd") is None:
         pytest.skip("python-etcd: got none, wanted it for torchrun's etcd-v2 (pip install 'moe-ckpt[etcd]')")
     rendezvous = ("--rdzv-backend=etcd-v2", f"--rdzv-endpoint={etcd.endpoint}")
-    return AgentsJob(stack, folder, 2, rendezvous, f"runtime.etcd={etcd.endpoint}", *overrides)
+    job = AgentsJob(stack, folder, 2, rendezvous, f"runtime.etcd={etcd.endpoint}", *overrides)
+    job.start_agent()
+    return job
 
 
 def start_on_c10d(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
-    """Start the job; the first agent hosts torchrun's rendezvous, and its supervisor the job's store."""
+    """Start the job's first agent, which hosts torchrun's rendezvous, as its supervisor hosts the job's store."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
-    return AgentsJob(stack, folder, 2, rendezvous, *overrides)
+    job = AgentsJob(stack, folder, 2, rendezvous, *overrides)
+    job.start_agent()
+    job.wait_for(lambda: _listens(port), "the rendezvous of the first agent")  # any agent would host it
+    return job
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def start_training(job: AgentsJob) -> None:
-    """Start the agents; return once two of them train and the third waits."""
-    job.start_agent()
+    """Start two more agents; return once two train and the third waits."""
     job.start_agent()
     job.wait_for_iteration(1)
     job.start_agent()

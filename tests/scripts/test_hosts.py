@@ -12,6 +12,7 @@ import pytest
 
 from moe_ckpt.mirror.frames import segment_of
 from scripts import hosts, run_on_hosts
+from tests.hosts_job import hosts_of_one_test
 
 _LISTEN = "import socket, sys; s = socket.create_server(('', 5000)); print('ready', flush=True); s.accept()[0].recv(99)"
 _CALL = f"import socket; socket.create_connection(('{hosts.address_of(0)}', 5000)).sendall(b'across the bridge')"
@@ -99,13 +100,14 @@ def test_a_job_without_enough_hosts_is_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.fixture
 def two_hosts() -> Iterator[None]:
-    reason = hosts.why_impossible() or ("there are hosts already" if hosts.is_up() else None)
-    if reason:
-        pytest.skip(reason)
-    assert hosts.main(["up", "2", "--rate", "1gbit"]) == 0
-    yield
-    assert hosts.main(["down"]) == 0
-    assert not hosts.is_up()
+    with hosts_of_one_test():
+        reason = hosts.why_impossible() or ("there are hosts already" if hosts.is_up() else None)
+        if reason:
+            pytest.skip(reason)
+        assert hosts.main(["up", "2", "--rate", "1gbit"]) == 0
+        yield
+        assert hosts.main(["down"]) == 0
+        assert not hosts.is_up()
 
 
 def _inside(namespace: str, program: str) -> subprocess.Popen[str]:
