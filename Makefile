@@ -1,5 +1,5 @@
 # make demo   train on 4 local ranks, kill two of them, show that nothing was lost           (under 5 minutes)
-# make test   ruff, pyright, import-linter, pytest: what CI runs                             (about 12 minutes)
+# make test   ruff, pyright, import-linter, pytest: what CI runs                             (about 11 minutes)
 # make test-all  the same with all variants and all examples of properties
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
 # make endurance  a thousand random faults of all classes in one job on four ranks; writes benchmarks/endurance_4.md
