@@ -41,8 +41,9 @@ SUPERVISOR = "supervisor"
 """The first word of the reason if a supervisor ends a generation in which no worker has died."""
 
 DAEMON_DIED, STARTED_AGAIN = "its daemon died", "was started again"
-_DEATHS = msgspec.json.Decoder(Death)
 """The last words of such a reason."""
+
+_DEATHS = msgspec.json.Decoder(Death)
 
 STORE_LOST, FENCED = 75, 76
 """Exit statuses of a worker that cannot continue: the store is gone, or another incarnation has replaced it."""
