@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A rank or another number from 0, or a size: no memory has more bytes."""
 
 
 class ExactDecoder(Generic[T]):

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw, Struct
 
+from moe_ckpt.exact_json import Count
 from moe_ckpt.replication.tls import TlsEnds
-
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""A rank or another number from 0, or a size: no memory has more bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,14 +14,13 @@ import reprlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
 import torch
 import xxhash
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.exact_json import ExactDecoder
+from moe_ckpt.exact_json import Count, ExactDecoder
 from moe_ckpt.types import RunIdentity, Version
 
 FORMAT_VERSION = 1
@@ -47,9 +46,6 @@ DTYPES: dict[str, torch.dtype] = {
 """Tensors are stored in the dtype of training. The scale of a tensor is a part of its own."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A number from 0 to the limit of a tensor's size."""
 
 
 def scale_of(role: str) -> str:
