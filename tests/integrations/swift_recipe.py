@@ -165,7 +165,7 @@ def train(num_iters, eval_interval):
     megatron_lm_utils.set_random_seed = seed_everything  # mcore-bridge's
     base.get_mcore_model = model  # made by mcore-bridge of Transformer Engine's layers
     base.save_mcore_checkpoint = lambda *_, **__: None
-    folder = Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd()))  # which the test removes, also after a kill
     (folder / "args.json").write_text("{}")
     args = arguments(folder, num_iters, eval_interval)
     initialize_megatron(args)
