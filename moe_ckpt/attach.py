@@ -3,7 +3,8 @@
 loop = TrainingLoop(communicator=StageCommunicator(...), forward_backward=..., ...)
 session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...), loop=loop, events=..., ...)
 first = session.resume(None) + 1
-... per iteration: session.iteration_started, session.gradients_ready, session.step_committed
+... per iteration: session.iteration_started, loss_known, gradients_ready, update_applied, step_committed
+                   (when each is due: `moe_ckpt.ports.TrainingHooks`)
 session.finish()
 """
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.collectives import TorchRanks
-from moe_ckpt.config import DIVERGENCES, CkptConfig, InMemoryConfig, require
+from moe_ckpt.config import CKPT_CONFIGS, DIVERGENCES, CkptConfig, InMemoryConfig, require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
@@ -87,7 +88,8 @@ def attach(
     cpu_backend = CPU_BACKEND if elastic else "gloo"
     durable_state = MegatronDurableState(state, asynchronous=ckpt.async_save, cpu_backend=cpu_backend)
     durable = DurableTier(durable_state, CheckpointFolder(folder), identity, ranks, events, keep=ckpt.keep)
-    wanted = "none: only ckpt=moevement recovers what is lost in a living process"
+    local = ", ".join(name for name, kind in CKPT_CONFIGS.items() if kind.recovers_locally)
+    wanted = f"none: only ckpt={local} recovers state that a living process lost"
     require(ckpt.recovers_locally or not losses, "fault.at", [str(loss) for loss in losses], wanted)
     if in_memory := ckpt.in_memory:
         if len(state.model) > 1 and in_memory.boundary_log:

@@ -72,7 +72,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         # for configurations that programs build: the launcher and `moe_ckpt.run` choose the class by the policy
-        require_choice("ckpt.policy", self.policy, [type(self).__name__.removesuffix("Config").lower()])
+        require_choice("ckpt.policy", self.policy, [name for name, kind in CKPT_CONFIGS.items() if kind is type(self)])
 
     @property
     def in_memory(self) -> InMemoryConfig | None:

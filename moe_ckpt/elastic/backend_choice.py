@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from moe_ckpt.config import require, require_choice
+from moe_ckpt.config import BACKENDS, require, require_choice
 from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend
 from moe_ckpt.elastic.staged import staged_backend
 
-AUTO, NCCL, GLOO, STAGED = "auto", "nccl", "gloo", "staged"
+AUTO, NCCL, GLOO, STAGED = BACKENDS
 
 
 def backend_kind(wanted: str, *, on_gpu: bool) -> str:
@@ -39,11 +39,13 @@ def use_gpu(local_rank: int, wanted: str) -> None:
 
 def open_backend(*, on_gpu: bool, kind: str = AUTO) -> Backend:
     """Return the backend that moves bytes between ranks; call once the device is chosen. Raises ConfigError."""
-    require_choice("runtime.backend", kind, [AUTO, NCCL, GLOO, STAGED])
+    require_choice("runtime.backend", kind, BACKENDS)
     match backend_kind(kind, on_gpu=on_gpu):
         case "nccl":
             return NcclBackend()
         case "staged":
             return staged_backend(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-        case _:
+        case "gloo":
             return GlooBackend()
+        case unknown:
+            raise AssertionError(f"{unknown} is in BACKENDS, and no backend here serves it")

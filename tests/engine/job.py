@@ -408,8 +408,7 @@ class ThreadJob:
         self.upsets: dict[tuple[int, int], Callable[[Model], object]] = {}  # once, by rank and iteration
         self.observers: list[Observer] = []
         self.sent_between_hosts: dict[int, list[torch.Tensor]] = {rank: [] for rank in self.ranks}
-        is_partial = config is not None and config.policy in ("moc", "moetion")
-        self._lossless = not is_partial if lossless is None else lossless
+        self._lossless = (config is None or not config.loses_tokens) if lossless is None else lossless
         self.checks_digests = config is not None and self._lossless
         self.on_divergence = "window"
         self._settles = settles
@@ -538,7 +537,7 @@ class ThreadJob:
 
     @property
     def _has_servers(self) -> bool:
-        return self.config is not None and self.config.policy == "flowcheck"
+        return self.config is not None and self.config.served is not None
 
     @property
     def _mirrors(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from moe_ckpt.config import CKPT_CONFIGS, InMemoryConfig
 from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, kill_a_daemon, lose_nodes
@@ -23,7 +24,7 @@ SIGNAL, HANG, EXCEPTION, NODE, DAEMON = CLASSES = ("signal", "hang", "exception"
 """`node`: a host is lost with its memory. Classes that a job meets by its network are those of test_partitions.py."""
 REPAIR = (Phase.JOIN, Phase.RECOVERY)
 PHASES = (*REPAIR, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)
-POLICIES = ("moevement", "gemini", "checkfreq", "moc", "moetion", "flowcheck")
+POLICIES = tuple(name for name, kind in CKPT_CONFIGS.items() if issubclass(kind, InMemoryConfig))
 CAMPAIGNS = ("test_elastic", "test_elastic_whole", "test_elastic_partial", "test_elastic_flowcheck")
 
 Row = tuple[str, Phase, str]
