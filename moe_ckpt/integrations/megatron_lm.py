@@ -145,6 +145,7 @@ class AttachedLoop:
             self._training.get_moe_metrics_tracker().clear()
         reset_loop(self._training.get_timers(), state)
         args.consumed_train_samples = consumed.after(done)
+        args.consumed_valid_samples = self._batches.num_validated(done)
         consumed.set_batch_size(done + 1)
         operations = self._training.num_floating_point_operations
         sizes = (consumed.after(iteration) - consumed.after(iteration - 1) for iteration in range(1, done + 1))

@@ -86,12 +86,7 @@ class IterationBatches:
 
     def validation_after(self, done: int) -> Any:
         """Return an iterator that starts with the first sample of the next evaluation after iteration `done`."""
-        args = self._training.get_args()
-        every = args.eval_interval
-        skipped = (args.start_eval_at_iter or 0) // every if every else 0
-        num_evaluations = max(0, done // every - skipped) if every else 0
-        batch_size = getattr(args, "eval_global_batch_size", args.global_batch_size)
-        num_consumed = num_evaluations * args.eval_iters * batch_size
+        args, num_consumed = self._training.get_args(), self.num_validated(done)
         if not self._is_external:
             return self._as_taken([self._iterator(dataset, num_consumed) for dataset in self._valid])
         size = getattr(args, "eval_micro_batch_size", args.micro_batch_size) * args.data_parallel_size
@@ -99,6 +94,13 @@ class IterationBatches:
             if kept is not None:
                 kept.go_to(num_consumed // size)
         return self._as_taken([kept and RerunDataIterator(kept) for kept in self._valid])
+
+    def num_validated(self, done: int) -> int:
+        """Return the samples that evaluations have read during the first `done` iterations."""
+        args = self._training.get_args()
+        every, first = args.eval_interval, args.start_eval_at_iter or 1
+        num_evaluations = max(0, done // every - (first - 1) // every) if every else 0
+        return num_evaluations * args.eval_iters * getattr(args, "eval_global_batch_size", args.global_batch_size)
 
     @property
     def _is_external(self) -> bool:

@@ -1,10 +1,10 @@
-"""Samples and generators of attachments to Megatron-Bridge and ms-swift are a plain run's, from any iteration on."""
+"""Samples and generators of attached loops are a plain run's, from any iteration on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from moe_ckpt.integrations.consumed_samples import ReplayedSamples
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
+from moe_ckpt.integrations.megatron_lm_data import IterationBatches
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
 
 NUM_ITERS = 9
@@ -104,10 +105,32 @@ class Swift:
         return SwiftBatches(self.create, self.settings, *self.loaders())
 
 
+class MegatronLM(Bridge):
+    """Megatron-LM's loop, which evaluates when Bridge's does, and draws its iterators' seeds before training."""
+
+    @property
+    def settings(self) -> Any:
+        fine = {"dataloader_type": "single", "virtual_pipeline_model_parallel_size": None, "global_batch_size": 4}
+        return SimpleNamespace(**fine | vars(super().settings))
+
+    def readers(self) -> Readers:
+        return iter(self.build(DATASET, 0, "single")), iter(self.build(DATASET, 0, "single"))
+
+    def batches(self) -> IterationBatches:  # type: ignore[override]
+        training: Any = ModuleType("training")
+        training.get_args = lambda: self.settings
+        training.build_train_valid_test_datasets = lambda: (DATASET, DATASET, None)
+        training.build_pretraining_data_loader = lambda dataset, consumed: self.build(dataset, consumed, "single")
+        batches = IterationBatches(training, keep_bytes=0)
+        batches.build_datasets()
+        return batches
+
+
 Loop = Bridge | Swift
 STARTS = ({}, {"start_eval_at_iter": 4}, {"start_eval_at_iter": 6})
 LOOPS = [
     *map(Bridge, (*STARTS, {"eval_iters": 0}, {"eval_interval": None})),
+    *map(MegatronLM, (*STARTS, {"eval_iters": 0}, {"eval_interval": None})),
     *map(Swift, ({}, {"eval_iters": 3}, {"eval_iters": 0}, {"eval_steps": None}, {"eval_steps": 1})),
 ]
 Iteration = tuple[list[int], list[int], torch.Tensor, torch.Tensor]

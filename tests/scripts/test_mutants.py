@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import keyword
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,6 +13,9 @@ import pytest
 from scripts.mutants import CAUGHT, ROOT, SURVIVED, Mutant, read_mutants, try_mutants
 
 LEAST, LEAST_IN_ENGINE = 64, 28
+NAMES = re.compile(r"(?<!\w)[^\W\d]\w*")
+KNOWN = {*dir(builtins), *keyword.kwlist, "abandon", "amax", "CERT_NONE", "endswith", "keys", "PERSIST", "setdefault"}
+"""Names that mutants may use beside those of the file that they change."""
 
 
 def test_the_list_covers_all_packages() -> None:
@@ -19,6 +25,14 @@ def test_the_list_covers_all_packages() -> None:
     assert len(in_engine) >= LEAST_IN_ENGINE
     folders = {path.parent for package in ("moe_ckpt", "launcher") for path in (ROOT / package).rglob("*.py")}
     assert {(ROOT / mutant.file).parent for mutant in mutants} == folders
+
+
+def test_no_mutant_is_caught_for_a_name_that_does_not_exist() -> None:
+    unknown = {}
+    for mutant in read_mutants():
+        used = set(NAMES.findall(re.sub(r'"[^"]*"', "", mutant.new)))
+        unknown[mutant.name] = used - KNOWN - set(NAMES.findall((ROOT / mutant.file).read_text()))
+    assert not {name: names for name, names in unknown.items() if names}
 
 
 @pytest.mark.parametrize("mutant", read_mutants(), ids=lambda mutant: mutant.name)
