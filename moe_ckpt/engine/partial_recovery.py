@@ -98,7 +98,7 @@ class PartialRecovery:
         if begins_anew:
             self._begin_anew(state)
             return RecoveredState(iteration=None)
-        state.lose()
+        state.lose()  # all ranks go back: a fault during the load must find no rank's state live
         started_s = time.monotonic()
         stocks = self._take_stock(_MEMORY)  # where all ranks live, no disk is flushed and no copy hashed
         if plan_units(_with_held(stocks)) is None:
@@ -119,8 +119,9 @@ class PartialRecovery:
         )
 
     def _begin_anew(self, state: StepState) -> None:
-        """Undo the first iteration if it was begun: a surviving rank has drawn random numbers in it."""
+        """Undo the first iteration if it was begun, and forget all tokens."""
         steps = self._stores.steps
+        # a surviving rank has drawn random numbers in it, and a replacement has not
         if state.reached == 0 and steps.has_start(1):
             self._stage.restore_start(steps.start(1), undo=1)
             state.withdraw()
@@ -239,6 +240,7 @@ class PartialRecovery:
             address, timeout_s = self._elastic.address_of(holder), self._elastic.copy_s
             try:
                 fetch_blobs(address, self._elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+                # here, where another plan is still possible: `_load` overwrites the state
                 for unit in read_units(folder).values():
                     verify(unit, identity=self._place.identity, shard=self._place.shard)
             except CheckpointLoadError as error:
@@ -263,6 +265,7 @@ class PartialRecovery:
         core = units[CORE].header
         self._operators.load(parts, names, set(), core.adam_steps)
         self._stage.restore_start(_facts(parts, START))
+        # a rank loads the experts of which it has a piece, and the account is of all experts of the stage
         mine = {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
         told = gather_results(self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError)
         of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
@@ -331,7 +334,8 @@ def _needed(units: Iterable[Snapshot]) -> dict[Version, frozenset[str]]:
 
 
 def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of one kind in a core: copies, aligned as generator states must be."""
+    """Return the tensors of one kind in a core."""
+    # copies: the state of a generator must be aligned, and a payload aligns a part of bytes to single bytes only
     return {key.tensor: tensor.clone() for key, tensor in parts.items() if key.operator == kind}
 
 
