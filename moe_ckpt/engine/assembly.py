@@ -146,8 +146,8 @@ class InMemoryAssembly:
             hosts = self._elastic.hosts
             if hosts and hosts.agree(self._place.ranks):
                 self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
-            self._elastic.use_peers()
-        self._stores = self._stores or self._open_stores()
+            self._elastic.use_peers()  # a daemon that was replaced since has another address
+        self._stores = self._stores or self._open_stores()  # after the policy: its forecast divides the budget
         if partial:
             self._account = self._account or TokenAccount(self._attached.operators.table)
         if self._config.asks_popularity:
@@ -255,7 +255,7 @@ class InMemoryAssembly:
         publisher = Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
         rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
         disk = LocalDisk(self._disk_folder, rank, elastic.daemon, limit_bytes)
-        if not self._config.loses_tokens:
+        if not self._config.loses_tokens:  # the last save knows windows only: units go on from what is on disk
             target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
             write_save_target(elastic.memory, target)
         return publisher, disk

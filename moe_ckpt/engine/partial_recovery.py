@@ -162,6 +162,7 @@ class PartialRecovery:
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
         mine = self._place.shard.global_rank
+        # a death while a snapshot was published leaves some of its units: its core says how many there have to be
         whole = {place: without_torn(self._found_in(place), _LEVELS[place]) for place in places}
         found = {place: list(self._intact(units, mine)) for place, units in whole.items()}
         held = {owner: dict(self._held_for(owner)) for owner in owners}
@@ -181,7 +182,7 @@ class PartialRecovery:
         disk = self._stores.disk
         if disk is None:
             return []
-        disk.flush(self._elastic.copy_s)
+        disk.flush(self._elastic.copy_s)  # a write that is under way adds units, and drops others
         return list(read_units(BlobFolder(disk.path)).values())
 
     def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
@@ -271,7 +272,7 @@ class PartialRecovery:
         of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
         seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
-        self._meter.forget_counts()
+        self._meter.forget_counts()  # of iterations that happen again
         if self._boost:
             self._boost.recover(self._account.deficit)
         lost = gather_results(self._place.ranks, lambda: (self._place.stage, self._account.lost), CheckpointLoadError)

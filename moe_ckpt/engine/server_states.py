@@ -71,7 +71,7 @@ class ServerStates:
             smallest={"completed": progress.completed},
         )
         completed, is_cut = int(agreed["completed"]), bool(agreed["lost"])
-        self.goes_on = not is_cut
+        self.goes_on = not is_cut  # on all ranks alike: a recovery needs all servers' states of one iteration
         if is_cut:
             reason = progress.lost or "the servers of another rank lack some"
             self._events.append(GradientsLost(iteration=iteration, reason=reason))
@@ -166,6 +166,7 @@ class ServerStates:
         self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
         self._publisher.stop_copying()
         self._elastic.use_peers()
+        # as if no server had anything: a successor begins with an empty memory
         self._publisher.begin_copying([frozenset[str]() for _ in self._elastic.holders], forget=False)
 
     def _mark(self) -> None:

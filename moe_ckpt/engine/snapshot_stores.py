@@ -106,10 +106,11 @@ class SnapshotStore:
             checksum=0,
             unit=self._tag(plan, unit, seen_tokens) if self._account else None,
         )
-        changing = self._operators.buffer_pieces((*unit.full, *unit.compute))
+        changing = self._operators.buffer_pieces((*unit.full, *unit.compute))  # the next forward pass changes them
         if self._account and unit.name == CORE:
             changing = [*changing, *self._facts(plan, self._account)]
         gradients = self._operators.gradients(unit.full, plan.iteration) if unit.by_gradient else None
+        # called on the copier's thread: training would stand still while hundreds of pieces are laid out
         return SnapshotRequest(header, lambda: self._pieces(unit), changing, gradients)
 
     def _tag(self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int) -> UnitTag:

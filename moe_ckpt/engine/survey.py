@@ -59,7 +59,7 @@ class CopySurvey:
         Collective.
         """
         if self._stores.publisher:
-            self._stores.publisher.stop_copying()
+            self._stores.publisher.stop_copying()  # first: a copy that a new blob would replace may be the last source
         self._flush()
         self.on_hosts = self._list_hosts()
         found = gather_results(self._place.ranks, lambda: self._find(state), CheckpointLoadError)
@@ -137,6 +137,7 @@ class CopySurvey:
         paths = held_paths(self._elastic.memory)
         held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in paths.items()}
         windows, gradients = self._stores.memory.windows(), dict(self._stores.steps.gradients)
+        # a snapshot of iteration 0 is no progress: it is the base that each run takes before it trains
         has_progress = (
             state.torn
             or bool(gradients)

@@ -104,7 +104,7 @@ class ElasticJob:
         rejoined = self._session.rejoin()
         done = start() if rejoined.iteration is None else rejoined.iteration
         self._session.begin_at(done)
-        deaths = self._rendezvous.deaths()
+        deaths = self._rendezvous.deaths()  # before `entered`, from which on they count as reported
         self._rendezvous.entered()
         if generation == 1:
             return done, self._session.notes
