@@ -252,7 +252,7 @@ class Membership:
         self._generations.done(self.generation, self.member.world_size)
         if not self._generations.finishes(self.generation):
             raise PeersLostError("other ranks were lost before all had finished")
-        self._left.set()
+        self._left.set()  # the store may end before this process: the watching thread takes that for no loss
 
     def _require_progress(self) -> None:
         """Raise PeersLostError if several generations in a row end without a death or a new iteration."""
@@ -269,7 +269,7 @@ class Membership:
         self._ended = threading.Event()
         arguments = (generation, self._left, self._ended)
         self._watcher = threading.Thread(target=self._watch, args=arguments, name="generation-watch", daemon=True)
-        self._watcher.start()
+        self._watcher.start()  # before the groups: a loss while they are formed must cut them, too
         self.page.wait(True)
         try:
             self._groups.form(self._store, generation)
@@ -312,4 +312,4 @@ def fault_of_end(reason: str) -> FaultClass:
 
 def _exit(status: int, reason: str) -> NoReturn:
     _log.error("worker ends: %s", reason)
-    os._exit(status)
+    os._exit(status)  # `sys.exit` would end the watching thread alone

@@ -178,7 +178,7 @@ class StatusPage:
         return self._words[_Word.ORDERS_OBEYED]
 
     def _wait(self, waiting: _Waiting) -> None:
-        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()  # first: at the end of a long wait the old time is a hang
         self._words[_Word.WAITING] = waiting
 
     def _obey(self) -> None:

@@ -136,7 +136,7 @@ class InMemoryAssembly:
 
     def build_parts(self) -> Parts:
         """Return the parts of a new generation. The contents of host memory stay. Collective over all ranks."""
-        self._attached.operators.meet()
+        self._attached.operators.meet()  # first: a replacement was alone as it built its model
         num_copies = self._elastic.replicas if self._elastic else 0
         stages = self._gather_profiles()
         self._require_time_for_copies(stages, num_copies)
@@ -147,7 +147,8 @@ class InMemoryAssembly:
             if hosts and hosts.agree(self._place.ranks):
                 self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
             self._elastic.use_peers()  # a daemon that was replaced since has another address
-        self._stores = self._stores or self._open_stores()  # after the policy: its forecast divides the budget
+        # after the policy: its forecast divides the memory budget between logs and snapshots
+        self._stores = self._stores or self._open_stores()
         if partial:
             self._account = self._account or TokenAccount(self._attached.operators.table)
         if self._config.asks_popularity:
@@ -228,7 +229,7 @@ class InMemoryAssembly:
         if limit_bytes is not None:
             forecast = self._policy.own_forecast()
             limit_bytes += forecast.snapshots_bytes - forecast.total_bytes
-        log_buffers = HostBuffers(private)
+        log_buffers = HostBuffers(private)  # ends with the process: its stage replays, and logs again what it sends
         snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=limit_bytes)
         keeps_log = self._config.boundary_log and self._place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None

@@ -160,7 +160,8 @@ class Fallback:
         if source.place != LOCAL_DISK:
             self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
             if rejoin is not None:
-                rejoin.forget()  # only then: while the checkpoint is read, memory stays a source for the next recovery
+                # only then: while the checkpoint is read, memory stays a source for the next recovery
+                rejoin.forget()
             return
         assert rejoin is not None
         iteration = rejoin.load_from_disk()

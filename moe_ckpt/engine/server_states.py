@@ -71,7 +71,8 @@ class ServerStates:
             smallest={"completed": progress.completed},
         )
         completed, is_cut = int(agreed["completed"]), bool(agreed["lost"])
-        self.goes_on = not is_cut  # on all ranks alike: a recovery needs all servers' states of one iteration
+        # on all ranks alike: a recovery needs all servers' states of one iteration
+        self.goes_on = not is_cut
         if is_cut:
             reason = progress.lost or "the servers of another rank lack some"
             self._events.append(GradientsLost(iteration=iteration, reason=reason))
@@ -103,7 +104,7 @@ class ServerStates:
         """
         iteration = wanted.header.iteration
         if not self._stream.has_begun:
-            if base is None or base.header.iteration != iteration - 1:
+            if base is None or base.header.iteration != iteration - 1:  # gradients lead on from that state only
                 self._stream.cut(f"iteration {iteration}: there is no whole snapshot of the one before")
                 return
             self._stream.begin(base)

@@ -106,7 +106,8 @@ class SnapshotStore:
             checksum=0,
             unit=self._tag(plan, unit, seen_tokens) if self._account else None,
         )
-        changing = self._operators.buffer_pieces((*unit.full, *unit.compute))  # the next forward pass changes them
+        # also of operators with compute weights only: a replay's forward pass reads and changes their buffers
+        changing = self._operators.buffer_pieces((*unit.full, *unit.compute))
         if self._account and unit.name == CORE:
             changing = [*changing, *self._facts(plan, self._account)]
         gradients = self._operators.gradients(unit.full, plan.iteration) if unit.by_gradient else None

@@ -179,7 +179,7 @@ class WindowAgreement:
         if self.disk.is_writing and next_waits and not wait:
             return _Found.NOT_YET
         if next_waits or not self.disk.is_writing:
-            self.finish_persisting()
+            self.finish_persisting()  # one write at a time: `_keep` is about to start the next
         window = memory.in_flight()
         if window is None or self.has_failed:
             return _Found.NOTHING
