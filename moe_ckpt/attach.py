@@ -84,7 +84,7 @@ def attach(
     allocate_optimizer_state(state)  # Megatron neither saves nor loads an Adam of torch that has taken no step
     allocate_scaling(state.model)  # else the first forward pass makes scales, after the first snapshot was taken
     ranks = TorchRanks()
-    cpu_backend = CPU_BACKEND if elastic else "gloo"
+    cpu_backend = CPU_BACKEND if elastic else "gloo"  # groups of the first are formed anew after a fault
     durable_state = MegatronDurableState(state, asynchronous=ckpt.async_save, cpu_backend=cpu_backend)
     durable = DurableTier(durable_state, CheckpointFolder(folder), identity, ranks, events, keep=ckpt.keep)
     wanted = "none: only ckpt=moevement recovers what is lost in a living process"

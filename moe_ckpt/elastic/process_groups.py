@@ -179,7 +179,7 @@ class ElasticGroups:
         for handle in self._handles:
             if handle.members in made:
                 handle.inside, handle.transfers = made[handle.members], counts[handle.members]
-        # once more: a cut that came while groups were formed did not know those that handles have only now
+        # once more: a cut that came while groups were formed did not know those that handles have from here on
         if over.is_set():
             self.cut()
             raise PeersLostError("forming process groups: other ranks were lost")

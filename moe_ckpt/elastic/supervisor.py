@@ -233,7 +233,7 @@ class Supervisor:
         if not self._daemon_pid or os.waitpid(self._daemon_pid, os.WNOHANG) == (0, 0):
             return
         assert self._hooks.start_daemon is not None
-        self._daemon_pid = 0  # first: `_exit` kills what has this number
+        self._daemon_pid = 0  # first: `_exit` kills the process with this number
         if not self._daemon_deaths.allows_another(self._page.iteration):
             _complain(f"error: the daemon of rank {self._global_rank} died {self._daemon_deaths}, giving up")
             self._exit(_FAILED)

@@ -256,7 +256,7 @@ class InMemoryAssembly:
         publisher = Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
         rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
         disk = LocalDisk(self._disk_folder, rank, elastic.daemon, limit_bytes)
-        if not self._config.loses_tokens:  # the last save knows windows only: units go on from what is on disk
+        if not self._config.loses_tokens:  # the last save knows windows only: units go on from those on disk
             target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
             write_save_target(elastic.memory, target)
         return publisher, disk

@@ -102,7 +102,7 @@ class Fallback:
 
         Without `rejoin` there are no local disks.
         """
-        # a replacement does not know what the other ranks have put into quarantine before
+        # a replacement does not know the sources that other ranks distrust already
         distrusted = gather_results(self._ranks, lambda: self._distrusted, CheckpointLoadError)
         self._distrusted = frozenset().union(*distrusted)
         sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
