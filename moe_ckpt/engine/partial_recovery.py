@@ -194,6 +194,7 @@ class PartialRecovery:
     def _intact(self, units: Iterable[Snapshot], owner: int) -> Iterator[Snapshot]:
         for unit in units:
             try:
+                # of another rank its number is known here, no more: that rank compares the shard once it has the unit
                 shard = self._place.shard if owner == self._place.shard.global_rank else unit.header.shard
                 if shard.global_rank == owner:
                     verify(unit, identity=self._place.identity, shard=shard)
@@ -221,6 +222,7 @@ class PartialRecovery:
                 if not any(found):
                     yield plan, self._get(plan, folder)
                     return
+                # a place that failed one rank may still serve the others
                 inventories = [
                     replace(each, places={place: units for place, units in each.places.items() if place not in gone})
                     for each, gone in zip(inventories, found, strict=True)

@@ -77,7 +77,7 @@ class CopySurvey:
         )
 
     def resume_copying(self) -> None:
-        """Send this rank's blobs to peers again. Peers keep blobs that the rank has lost, for later requests.
+        """Send this rank's blobs to peers again.
 
         After `drop_all`, servers drop their states: a survey would take abandoned states for the newest.
         """
@@ -85,6 +85,7 @@ class CopySurvey:
         self._dropped_of_servers = False
         self._clear_other_hosts()
         if publisher:
+            # a rank without windows lets peers keep its blobs: they may be the last source
             publisher.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
 
     def drop_all(self) -> None:

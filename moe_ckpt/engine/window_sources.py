@@ -82,6 +82,7 @@ class WindowSources:
         if not self._logs_tied:
             steps.fill(self._stores.steps.gradients)
         found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)
+        # one for each start, as an inventory wants: a folder may hold two, of before and after a rollback
         by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
         return tuple(by_start.values())
 
