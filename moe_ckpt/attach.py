@@ -82,10 +82,10 @@ def attach(
     the session outlives the loss of ranks; a rank may then attach by itself, and the caller enters the session once all
     ranks are together. Raises ConfigError for settings that cannot work.
     """
-    allocate_optimizer_state(state)
-    allocate_scaling(state.model)
+    allocate_optimizer_state(state)  # Megatron neither saves nor loads an Adam of torch that has taken no step
+    allocate_scaling(state.model)  # else the first forward pass makes scales, after the first snapshot was taken
     ranks = TorchRanks()
-    cpu_backend = CPU_BACKEND if elastic else "gloo"
+    cpu_backend = CPU_BACKEND if elastic else "gloo"  # groups of the first are formed anew after a fault
     durable_state = MegatronDurableState(state, asynchronous=ckpt.async_save, cpu_backend=cpu_backend)
     durable = DurableTier(durable_state, CheckpointFolder(folder), identity, ranks, events, keep=ckpt.keep)
     local = ", ".join(name for name, kind in CKPT_CONFIGS.items() if kind.recovers_locally)
@@ -156,6 +156,7 @@ def _place(identity: RunIdentity, communicator: StageCommunicator, cpu_backend: 
         shard=shard,
         ranks=TorchRanks(),
         stage_ranks=TorchRanks(stage_group()),
+        # a group of its own: logs neither cross a device nor take turns with the job's other operations
         host_ranks=TorchRanks(cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))),
         previous_rank=communicator.prev_rank if shard.pp_rank > 0 else None,
         next_rank=communicator.next_rank if shard.pp_rank < layout.pp - 1 else None,

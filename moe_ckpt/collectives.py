@@ -128,6 +128,7 @@ def reduce_extremes(
     ranks: Ranks, device: torch.device, *, largest: Mapping[str, float], smallest: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the largest and the smallest values of all ranks, by name, on all ranks. Collective: one reduction."""
+    # float64: starts of windows and counts are among the values, and come back exactly
     worst = torch.tensor(
         [*largest.values(), *(-value for value in smallest.values())], dtype=torch.float64, device=device
     )

@@ -114,6 +114,7 @@ class OwnLoop:
         self.config, self.state = config, state
         self._forward_step, self._batches, self._after_iteration = forward_step, batches, after_iteration
         model_config: Any = state.model[0].config
+        # Megatron's schedules scale losses and reduce gradients through these, if they are set
         model_config.grad_scale_func = model_config.grad_scale_func or state.optimizer.scale_loss
         model_config.finalize_model_grads_func = model_config.finalize_model_grads_func or finalize_model_grads
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -161,7 +162,7 @@ class OwnLoop:
             seq_length=self.config.sequence_length,
             micro_batch_size=self.config.micro_batch_size,
             forward_only=False,
-            p2p_communicator=self.communicator,
+            p2p_communicator=self.communicator,  # logs the transfers between stages, and stands in for them in a replay
             pg_collection=self._groups,
         )
 

@@ -141,7 +141,7 @@ class Worker:
         self._membership = Membership(
             Member(global_rank=launch.global_rank, world_size=launch.world_size, life=self.life),
             _open_store("generations", runtime),
-            _open_store("generations", runtime, own_connection=True),
+            _open_store("generations", runtime, own_connection=True),  # the watching thread always waits in it
             groups,
             self.page,
             join_s=runtime.join_s,
@@ -435,7 +435,7 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
             most_bytes_per_owner=config.ckpt.memory_budget_bytes,
         ),
         supervisor_pid=supervisor_pid,
-        may_send=lambda: not page.communicates,
+        may_send=lambda: not page.communicates,  # the traffic of training goes first
         announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
     )
 

@@ -124,6 +124,7 @@ class GlooBackend:
 
     def is_quiet(self) -> bool:
         own = self._own or frozenset()
+        # gloo's thread goes on reading, into tensors, the bytes that came before the socket was shut down
         return not any(inode in own and _unread_bytes(fd) for inode, fd in _open_sockets().items())
 
 
@@ -131,9 +132,6 @@ class NcclBackend:
     """NCCL.
 
     Kernels of aborted communicators finish, with garbage: after a synchronization the caller checks the outcome.
-
-    All communicators are aborted at the same time: one after another they can wait for each other. Calls that may block
-    run in threads, and an unusable device ends the process as a death would: a new process gets it back.
     """
 
     def __init__(self) -> None:
@@ -189,6 +187,7 @@ class NcclBackend:
             self._is_cut = True
             all_made = (*insides, *self._forming.values())
             new = {id(inside): inside for inside in all_made if id(inside) not in self._aborts}
+            # all at the same time: one after another, aborts of communicators can wait for each other
             for key, inside in new.items():
                 self._aborts[key] = threading.Thread(target=inside.abort, name="abort", daemon=True)
                 self._aborts[key].start()
@@ -199,6 +198,7 @@ class NcclBackend:
                 return False
             self._forming.clear()
         if self._draining is None:
+            # in a thread, as each abort: the thread that leaves must see runtime.abort_s pass while a call hangs
             self._draining = threading.Thread(target=_drain, args=(self.device,), name="drain", daemon=True)
             self._draining.start()
         return not self._draining.is_alive()
@@ -231,7 +231,7 @@ def _drain(device: torch.device) -> None:
     """Wait for all streams of a device: after an abort, only that proves that no kernel writes any more."""
     try:
         torch.cuda.synchronize(device)
-    except RuntimeError as error:  # it stays: every call from now on fails
+    except RuntimeError as error:  # it stays: every call from now on fails, and only a new process gets the device back
         die(f"{device} cannot be used any more: {error}")
 
 

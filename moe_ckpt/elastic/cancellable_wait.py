@@ -27,7 +27,7 @@ class WaitResult:
     def set(self, error: BaseException | None) -> None:
         """Record that the operation ended by itself."""
         if self._claim.acquire(blocking=False):
-            self._error = error
+            self._error = error  # before the release: the waiting thread reads it at once
             self._done.release()
 
     def abandon(self) -> None:
@@ -41,7 +41,7 @@ class WaitResult:
         """Return whether it ended in time; raises the error that ended it."""
         if not self._done.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return False
-        self._done.release()
+        self._done.release()  # a second wait finds the result as well
         if self._error is not None:
             raise self._error
         return True
@@ -52,6 +52,7 @@ class Helper:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], object], WaitResult] | None] = SimpleQueue()
+        # daemon: a call that gloo never completes does not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="comm-helper", daemon=True)
         self._thread.start()
 

@@ -40,7 +40,7 @@ class DeviceWaits:
         with self._lock:
             self._drop_reached()  # also here: an unsupervised job would keep all points between two looks
             self._marks.append((time.monotonic(), mark))
-            if self._thread is None:
+            if self._thread is None:  # at the first point: gloo has none, and needs no thread
                 self._thread = threading.Thread(target=self._look, name="device-waits", daemon=True)
                 self._thread.start()
 

@@ -100,6 +100,7 @@ class EtcdClient:
 
     def watch(self, key: str, revision: int, timeout_s: float) -> None:
         """Block until a key is written or deleted at a revision or a later one; or not so long: `timeout_s` at most."""
+        # a connection of its own: other threads ask while this one blocks
         connection = http.client.HTTPConnection(*self._members[0], timeout=timeout_s)
         request = {"create_request": {"key": _text(key), "start_revision": str(revision)}}
         try:

@@ -44,7 +44,7 @@ class EtcdStore(dist.Store):
         """
         number, done = self._prefix + key, f"{self._prefix}{key}/{uuid.uuid4().hex}"
         before = self._read([key])[0][0] if value == 0 else None
-        while value:
+        while value:  # the first attempt takes the number for missing; if it fails, its answer has the number
             total = str(_number(before) + value).encode()
             writes = [self._client.put(number, total), self._client.put(done, total)]
             conditions = [is_at(number, before.revision if before else 0), is_missing(done)]
@@ -88,6 +88,7 @@ class EtcdStore(dist.Store):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise dist.DistStoreError(f"wait: got no {missing[0]!r} in {timeout.total_seconds():g} seconds")
+            # from the revision that was read: a key that is written before the watch begins ends it at once
             self._client.watch(self._prefix + missing[0], revision + 1, min(left_s, _LOOK_AGAIN_S))
 
     def _read(self, keys: Sequence[str]) -> tuple[list[Entry | None], int]:

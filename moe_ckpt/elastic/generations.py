@@ -61,10 +61,12 @@ class Generations:
 
     def end(self, generation: int, reason: str) -> bool:
         """End a generation unless it has ended; return False if it has finished. Any process may call it."""
+        # the same swap as in `done`: a job either finishes or goes on, decided once for all ranks
         if self._store.compare_set(f"{generation}/outcome", "", _ENDED) == _FINISHED.encode():
             return False
-        self._store.compare_set("generation", str(generation), str(generation + 1))  # first: who leaves joins that one
-        self._store.compare_set(f"{generation}/decision", "", _STOP)
+        # the counter before the news of the end: a rank that leaves at once would join the ended generation again
+        self._store.compare_set("generation", str(generation), str(generation + 1))
+        self._store.compare_set(f"{generation}/decision", "", _STOP)  # frees ranks that still wait for others to arrive
         self._store.compare_set(f"{generation}/end", "", reason)
         return True
 
@@ -192,6 +194,7 @@ class Membership:
         """
         while True:
             generation = self._generations.current()
+            # after that: a new life is announced first, and then its supervisor ends the generation read above
             if self._generations.life(self.member.global_rank) != self.member.life:
                 _exit(FENCED, "another process has taken this rank's place")
             self.generation = generation
@@ -235,9 +238,9 @@ class Membership:
 
     def leave(self) -> str:
         """Leave a generation that has ended; return the reason for its end."""
-        self._ended.wait(_END_SEEN_S)
+        self._ended.wait(_END_SEEN_S)  # the watching thread reads the reason
         self._groups.leave()
-        self._left.set()
+        self._left.set()  # after that: until then the watching thread cuts connections that are opened late
         self._watcher.join()
         return self._reason
 
@@ -249,7 +252,7 @@ class Membership:
         self._generations.done(self.generation, self.member.world_size)
         if not self._generations.finishes(self.generation):
             raise PeersLostError("other ranks were lost before all had finished")
-        self._left.set()
+        self._left.set()  # the store may end before this process: the watching thread takes that for no loss
 
     def _require_progress(self) -> None:
         """Raise PeersLostError if several generations in a row end without a death or a new iteration."""
@@ -266,7 +269,7 @@ class Membership:
         self._ended = threading.Event()
         arguments = (generation, self._left, self._ended)
         self._watcher = threading.Thread(target=self._watch, args=arguments, name="generation-watch", daemon=True)
-        self._watcher.start()
+        self._watcher.start()  # before the groups: a loss while they are formed must cut them, too
         self.page.wait(True)
         try:
             self._groups.form(self._store, generation)
@@ -291,7 +294,7 @@ class Membership:
             action()
         abandon_s = time.monotonic() + self._grace_s
         while not left.is_set():
-            self._groups.cut()
+            self._groups.cut()  # again and again: groups that are being formed open connections after the first cut
             if time.monotonic() >= abandon_s:
                 self._groups.abandon()
             left.wait(0.02)
@@ -309,4 +312,4 @@ def fault_of_end(reason: str) -> FaultClass:
 
 def _exit(status: int, reason: str) -> NoReturn:
     _log.error("worker ends: %s", reason)
-    os._exit(status)
+    os._exit(status)  # `sys.exit` would end the watching thread alone

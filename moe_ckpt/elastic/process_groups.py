@@ -171,6 +171,7 @@ class ElasticGroups:
         over = self._over = threading.Event()
         self._training_thread = threading.get_ident()
         made: dict[str, Any] = {}
+        # keys with the generation: a rank that is late must not meet the others through addresses of the last one
         store = PollingStore(client, self._store_lock, f"{generation}/groups/", over.is_set, self._timeouts.form_s)
         for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
             self._form_all(transport, store, over, made)
@@ -178,6 +179,7 @@ class ElasticGroups:
         for handle in self._handles:
             if handle.members in made:
                 handle.inside, handle.transfers = made[handle.members], counts[handle.members]
+        # once more: a cut that came while groups were formed did not know those that handles have from here on
         if over.is_set():
             self.cut()
             raise PeersLostError("forming process groups: other ranks were lost")
@@ -215,13 +217,13 @@ class ElasticGroups:
         unfinished, self._unfinished = list(self._unfinished.values()), {}
         insides = self.insides
         for handle in self._handles:
-            if handle.size() > 1:
+            if handle.size() > 1:  # a group of one needs no other rank, and is never formed anew
                 handle.inside = None
         threading.Thread(target=_bury, args=(unfinished, insides), daemon=True).start()
-        del unfinished, insides
+        del unfinished, insides  # this frame is not to keep groups that the other thread has given up
         for transport in self._distinct:
             self._wait_for_quiet(transport, begun_s)
-        gc.collect()
+        gc.collect()  # groups in cycles keep their sockets open, and with them peers waiting
         with contextlib.suppress(OSError, AttributeError):  # another C library than glibc, which keeps freed blocks
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -282,6 +284,7 @@ class ElasticGroups:
                 raise PeersLostError(f"{name}: other ranks were lost")
             self._device_waits.add(handle.transport.mark())
             return FinishedWork()
+        # with its tensors: after a cut the operation may write to their memory, which must not be another tensor's
         self._unfinished[id(work)] = (_host_part(work), work, arguments)
         return _Operation(work, self, over, handle.transport)
 
@@ -297,7 +300,7 @@ class ElasticGroups:
         if over.is_set():
             raise PeersLostError("other ranks were lost")
         if isinstance(work, StagedWork):
-            work.copy_back()
+            work.copy_back()  # last: an operation that was cut off leaves its tensors as they are
 
     @property
     def _distinct(self) -> tuple[Backend, ...]:
@@ -315,11 +318,11 @@ class ElasticGroups:
             on_wait(False)
 
     def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
-        """Wait until no further byte can arrive: the kernel does not report when gloo has read its last."""
+        """Wait until no further byte can arrive."""
         limit_s = self._timeouts.abort_s if transport.closing_s is None else transport.closing_s
-        while not transport.is_quiet():
+        while not transport.is_quiet():  # by looking: the kernel does not report when gloo has read its last byte
             if time.monotonic() - begun_s > limit_s:
-                if transport.closing_s is None:
+                if transport.closing_s is None:  # only another process gets the device back
                     die(f"{transport.device} is not done runtime.abort_s={limit_s:g} seconds after an abort")
                 return
             time.sleep(0.001)
@@ -331,7 +334,7 @@ class ElasticGroups:
             self._await(outcome, None)
         finally:
             if outcome.abandoned:
-                self._helpers.own = None
+                self._helpers.own = None  # it is still inside the call, until runtime.operation_s ends that
                 self._unfinished[id(work)] = (helper, *self._unfinished.get(id(work), ()))
                 helper.close()
 
@@ -351,14 +354,13 @@ class ElasticGroups:
                 self._awaited.discard(outcome)
 
     def _form_all(self, transport: Backend, store: dist.Store, over: threading.Event, made: dict[str, Any]) -> None:
-        """Form the inner groups of one transport's handles, one for all of the same members. Raises PeersLostError.
-
-        Each costs connections, threads and, with NCCL, seconds and device memory: Megatron's groups of 4 ranks have 3
-        memberships and not 12. All ranks begin the operations of such handles in the same order, as one thread
-        begins them in the order of the schedule or of the graph.
-        """
+        """Form the inner groups of one transport's handles, one for all of the same members. Raises PeersLostError."""
         handles = (handle for handle in self._handles if handle.size() > 1 and handle.transport is transport)
+        # each group costs connections, threads and, with NCCL, seconds and device memory: Megatron's 12 groups in a job
+        # of 4 ranks have 3 memberships. All ranks begin the operations of handles that share one in the same order, as
+        # one thread begins them in the order of the schedule or of the graph
         shared = list({handle.members: handle for handle in handles}.values())
+        # a part keeps the order in which all ranks have created the groups: no two groups wait for each other
         parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
         transport.begin()
         outcomes: list[WaitResult] = []
@@ -370,7 +372,7 @@ class ElasticGroups:
             for outcome in outcomes:
                 self._await(outcome, 2 * self._timeouts.form_s)
         except RuntimeError as error:
-            over.set()
+            over.set()  # ends the other threads at their next request to the store
             raise PeersLostError(f"forming process groups: {error}") from error
         finally:
             transport.formed()
@@ -426,7 +428,8 @@ def _host_part(work: Any) -> Any:
 
 
 def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
-    """Keep the objects of an unfinished operation until it has ended: a group's destructor would wait for it."""
+    """Keep the objects of unfinished operations until these have ended."""
+    # in this thread: the destructor of a group waits for its operations, and would stop training
     for first, *_ in unfinished:
         if isinstance(first, Helper):
             first.join()

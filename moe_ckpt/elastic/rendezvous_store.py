@@ -40,7 +40,7 @@ class PollingStore(dist.Store):
         self._ask(lambda: self._client.set(self._prefix + key, value))
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
+        self.wait([key])  # torch's `get` would wait for the key inside the client, under the lock
         return self._ask(lambda: self._client.get(self._prefix + key))
 
     def add(self, key: str, value: int) -> int:

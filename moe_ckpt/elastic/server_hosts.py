@@ -154,7 +154,7 @@ class ServerHosts:
 
     def _look(self) -> tuple[str, ...]:
         """Return the addresses of all servers that this rank reaches, by number; empty for others."""
-        if not self._store.check([_BEGUN]):
+        if not self._store.check([_BEGUN]):  # later a missing server is replaced, or left
             until_s = time.monotonic() + self._rules.join_s
             come = [self._numbers.wait(each, until_s - time.monotonic()) for each in range(self._rules.num_servers)]
             if not all(come):
@@ -177,6 +177,7 @@ class ServerHosts:
         if self._store.check([_GONE]):
             return ()
         self._store.set(_BEGUN, "1")
+        # a server that one rank cannot reach is lost for all: each may have to hold the state of any rank
         common = [of_all[0] if len(set(of_all)) == 1 else "" for of_all in zip(*reached, strict=True)]
         until_s = time.monotonic() + self._rules.wait_s
         for number, address in enumerate(common):
@@ -194,7 +195,7 @@ class ServerHosts:
     def _replace(self, number: int, until_s: float) -> str:
         """Leave a server for good, and return the address of its successor; empty if none comes in time."""
         if lost := self._numbers.address(number):
-            self._numbers.lose(number)
+            self._numbers.lose(number)  # also if it comes back: its states may be those that ranks have left since
             _log.warning("checkpoint server %d at %s is lost", number, lost)
         successor = self._numbers.wait(number, until_s - time.monotonic())
         if successor:

@@ -59,7 +59,7 @@ def check_health(rules: SickPlaceRules) -> str | None:
         rules.health,
         shell=True,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        start_new_session=True,  # the processes that the shell starts end with it at the limit
         preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent=parent),
     )
     try:

@@ -112,7 +112,7 @@ class StatusPage:
         for word in _Word:
             if word is not _Word.ORDERS_OBEYED:
                 self._words[word] = 0
-        self.beat()
+        self.beat()  # a time of 0 is a silence since the machine was started: the supervisor would kill at once
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
 
     def beat(self) -> None:
@@ -178,7 +178,7 @@ class StatusPage:
         return self._words[_Word.ORDERS_OBEYED]
 
     def _wait(self, waiting: _Waiting) -> None:
-        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()  # first: at the end of a long wait the old time is a hang
         self._words[_Word.WAITING] = waiting
 
     def _obey(self) -> None:

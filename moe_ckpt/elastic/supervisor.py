@@ -147,6 +147,7 @@ class Supervisor:
                 return os.WEXITSTATUS(status)
             name = signal.Signals(os.WTERMSIG(status)).name if failure is None else ""
             why = hung or (f"died of {name}" if failure is None else f"failed by {failure.error}")
+            # another worker would wait for ranks that have ended
             if self._generations.has_finished(self._page.generation):
                 return self._status_after_training(why, is_killed=failure is None)
             if failure and self._is_repeated(failure):
@@ -200,7 +201,7 @@ class Supervisor:
     def _spawn(self) -> None:
         self._generations.set_life(self._global_rank, self._life)
         self._page.reset()
-        sys.stdout.flush()
+        sys.stdout.flush()  # the child has a copy of the buffer, and would write the text once more
         sys.stderr.flush()
         supervisor_pid = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a handler must find the pid of the new worker
@@ -218,6 +219,7 @@ class Supervisor:
         with watching([self._pid]) as ended:
             while not ended(_WATCH_EVERY_S):
                 self._replace_dead_daemon()
+                # a number that is free again may become that of a process that a worker leaves, which is to be ended
                 self._beside -= reap_ended({self._pid, self._daemon_pid})
                 self._heed_notice()
                 hung = self._hang()
@@ -231,7 +233,7 @@ class Supervisor:
         if not self._daemon_pid or os.waitpid(self._daemon_pid, os.WNOHANG) == (0, 0):
             return
         assert self._hooks.start_daemon is not None
-        self._daemon_pid = 0
+        self._daemon_pid = 0  # first: `_exit` kills the process with this number
         if not self._daemon_deaths.allows_another(self._page.iteration):
             _complain(f"error: the daemon of rank {self._global_rank} died {self._daemon_deaths}, giving up")
             self._exit(_FAILED)
@@ -250,6 +252,7 @@ class Supervisor:
     def _end_generation(self, death: Death) -> bool:
         """End the generation of a dead worker; return False if all ranks have finished meanwhile."""
         generation = self._page.generation
+        # first: ranks that join the next generation read the deaths of this one
         self._generations.record_death(generation or self._generations.current(), death)
         if generation:
             return self._generations.end(generation, str(death))
@@ -312,6 +315,7 @@ class Supervisor:
         """End worker and daemon, and bring their windows to disk, for `stop_save_s` seconds at most."""
         for each in _STOPPING:
             signal.signal(each, signal.SIG_IGN)  # two saves would write the same files
+        # before the save: two processes must not write one folder
         self._pid = _end(self._pid)
         end_orphans(self._own)
         self._daemon_pid = _end(self._daemon_pid)

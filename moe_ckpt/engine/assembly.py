@@ -136,7 +136,7 @@ class InMemoryAssembly:
 
     def build_parts(self) -> Parts:
         """Return the parts of a new generation. The contents of host memory stay. Collective over all ranks."""
-        self._attached.operators.meet()
+        self._attached.operators.meet()  # first: a replacement was alone as it built its model
         num_copies = self._elastic.replicas if self._elastic else 0
         stages = self._gather_profiles()
         self._require_time_for_copies(stages, num_copies)
@@ -146,7 +146,8 @@ class InMemoryAssembly:
             hosts = self._elastic.hosts
             if hosts and hosts.agree(self._place.ranks):
                 self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
-            self._elastic.use_peers()
+            self._elastic.use_peers()  # a daemon that was replaced since has another address
+        # after the policy: its forecast divides the memory budget between logs and snapshots
         self._stores = self._stores or self._open_stores()
         if partial:
             self._account = self._account or TokenAccount(self._attached.operators.table)
@@ -228,7 +229,7 @@ class InMemoryAssembly:
         if limit_bytes is not None:
             forecast = self._policy.own_forecast()
             limit_bytes += forecast.snapshots_bytes - forecast.total_bytes
-        log_buffers = HostBuffers(private)
+        log_buffers = HostBuffers(private)  # ends with the process: its stage replays, and logs again what it sends
         snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=limit_bytes)
         keeps_log = self._config.boundary_log and self._place.num_stages > 1
         boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
@@ -255,7 +256,7 @@ class InMemoryAssembly:
         publisher = Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
         rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
         disk = LocalDisk(self._disk_folder, rank, elastic.daemon, limit_bytes)
-        if not self._config.loses_tokens:
+        if not self._config.loses_tokens:  # the last save knows windows only: units go on from those on disk
             target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
             write_save_target(elastic.memory, target)
         return publisher, disk

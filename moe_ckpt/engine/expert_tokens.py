@@ -74,6 +74,7 @@ class ExpertTokens:
 
     def of_stage(self) -> np.ndarray:
         """Return the popularity over all ranks of the stage, float64 [experts]."""
+        # a copy: the reduction would write the stage's sum into this rank's own counts
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
         if self._counts:
             self._place.stage_ranks.reduce(popularity, "sum")

@@ -102,6 +102,7 @@ class Fallback:
 
         Without `rejoin` there are no local disks.
         """
+        # a replacement does not know the sources that other ranks distrust already
         distrusted = gather_results(self._ranks, lambda: self._distrusted, CheckpointLoadError)
         self._distrusted = frozenset().union(*distrusted)
         sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
@@ -110,8 +111,10 @@ class Fallback:
             disks = rejoin.look_at_disks()
             if disks.newest:
                 sources.append(Source(place=LOCAL_DISK, iteration=disks.newest))
+            # snapshots that the ranks together cannot use are an error, and not a silent new start
             elif any(disks.of_each) and not disks.new_ranks:
                 passed_over.append(_nothing_common(disks))
+            # unless a disk has the mark that it never held a state: then no state was ever on all disks
             elif any(disks.of_each) and self._ranks.rank == 0:
                 ranks = ", ".join(map(str, disks.new_ranks))
                 _log.warning("%s; no state was ever on all disks: rank %s never saved", _nothing_common(disks), ranks)
@@ -146,7 +149,7 @@ class Fallback:
             if reasons and self._ranks.rank == 0:
                 _log.warning("all ranks go on from %s; passed over: %s", source, "; ".join(reasons))
             return source
-        if len(reasons) > len(passed_over):
+        if len(reasons) > len(passed_over):  # else there was no source at all
             tried = "\n  ".join(reasons)
             raise CheckpointLoadError(
                 f"no usable checkpoint or snapshot on disk (for a new start take another run.dir), tried:\n  {tried}"
@@ -157,6 +160,7 @@ class Fallback:
         if source.place != LOCAL_DISK:
             self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
             if rejoin is not None:
+                # only then: while the checkpoint is read, memory stays a source for the next recovery
                 rejoin.forget()
             return
         assert rejoin is not None

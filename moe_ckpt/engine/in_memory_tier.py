@@ -75,7 +75,7 @@ class InMemoryTier:
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are complete, and no parameter has changed yet."""
-        self._meter.gradients_complete()
+        self._meter.gradients_complete()  # first: the rest of this hook is not the iteration's own work
         self.stop_observing()
         if self._stores.bubbles:
             self._meter.bubbles_s.append(self._stores.bubbles.take_seconds())
@@ -85,20 +85,20 @@ class InMemoryTier:
             self.logs.add(iteration, gradients)
         try:
             with self._meter.waiting():
-                self._stores.engine.release()
+                self._stores.engine.release()  # the copier reads parameters in place, and the step changes them
         except CheckpointSaveError as error:
             self._report(error)
         # where the next window follows at once, this one has to reach peers now; whole snapshots and pauses leave time
         waits = self.recovers_locally and not self._pauses
         self._collect(wait=self._agreement.awaits and waits)
-        self._experts.count()
+        self._experts.count()  # before the agreement, which sums the popularity over the stage
         if self._agreement.awaits:
             self._confirm(wait=waits)
         if self._servers:
             with self._meter.stalling():
                 self._servers.ready(iteration, gradients)
         if not self._agreement.disk.is_writing:
-            self.finish_persisting()
+            self.finish_persisting()  # does not wait; a write that is not registered keeps iterations from being quiet
         self._meter.resumed()
 
     def committed(self, iteration: int) -> None:
@@ -117,7 +117,7 @@ class InMemoryTier:
             self._servers.reset()
         if self._agreement.awaits:
             self._confirm(wait=True)  # else the window in flight, which is about to be dropped, was taken for nothing
-        self._collect(wait=True)
+        self._collect(wait=True)  # the engine has room for one capture
         self._experts.events.took(plan)
         if plan.slot == 0:
             self._meter.snapshot_began()
@@ -143,6 +143,7 @@ class InMemoryTier:
         if oldest is not None:  # windows of the last generation were this long: theirs may be the only one for a while
             self.logs.window_takes(plan.window_start - oldest)
         self.take(plan, to_disk=to_disk)
+        # the rank with the fewest decides for all: the confirmation is collective
         num_kept = {"kept": len(self._stores.memory.windows())}
         if not reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=num_kept)["kept"]:
             self._confirm(wait=True)
@@ -182,10 +183,11 @@ class InMemoryTier:
         self.stop_observing()
         self._meter.forget_snapshot()
         self._stage.abandon_pass()
-        self._operators.freeze(())
+        self._operators.freeze(())  # a replay that was cut off leaves operators frozen
         if self._servers:
             self._servers.clear()
         self.settle()
+        # after that: the last snapshot may complete a window that other ranks have confirmed before the fault
         self._stores.memory.keep_complete()
 
     def settle(self) -> None:
@@ -205,6 +207,7 @@ class InMemoryTier:
         plan, window = self._newest, self._stores.memory.in_flight()
         if plan is None or window is None or plan.iteration != iteration:
             return
+        # a copy that had ended before the loss is whole, and has the same bits as the state that was rebuilt
         if all(snapshot.header.slot != plan.slot for snapshot in window.snapshots):
             self._capture(plan)
 

@@ -56,6 +56,7 @@ class IterationLogs:
         """A snapshot of the plan begins: its window needs logs from here on."""
         self.window_takes(plan.period_iters)
         following = plan.iteration + 1
+        # a core has this start itself; that of iteration 1 also serves a run that begins anew, without any core
         if self._noted != following and (not plan.has_start or following == 1):
             self.note_start(following)
 

@@ -145,6 +145,7 @@ class Measurements:
 
     def snapshot_cost_s(self) -> float | None:
         """Return the mean seconds that a snapshot adds to training; None before enough have been measured."""
+        # a mean of differences: where snapshots cost little, the noise of iterations makes it negative
         return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= _ENOUGH_SNAPSHOTS else None
 
     def replayed_iteration_s(self) -> float | None:

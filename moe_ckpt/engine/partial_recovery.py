@@ -98,7 +98,7 @@ class PartialRecovery:
         if begins_anew:
             self._begin_anew(state)
             return RecoveredState(iteration=None)
-        state.lose()
+        state.lose()  # all ranks go back: a fault during the load must find no rank's state live
         started_s = time.monotonic()
         stocks = self._take_stock(_MEMORY)  # where all ranks live, no disk is flushed and no copy hashed
         if plan_units(_with_held(stocks)) is None:
@@ -119,8 +119,9 @@ class PartialRecovery:
         )
 
     def _begin_anew(self, state: StepState) -> None:
-        """Undo the first iteration if it was begun: a surviving rank has drawn random numbers in it."""
+        """Undo the first iteration if it was begun, and forget all tokens."""
         steps = self._stores.steps
+        # a surviving rank has drawn random numbers in it, and a replacement has not
         if state.reached == 0 and steps.has_start(1):
             self._stage.restore_start(steps.start(1), undo=1)
             state.withdraw()
@@ -161,6 +162,7 @@ class PartialRecovery:
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
         mine = self._place.shard.global_rank
+        # a death while a snapshot was published leaves some of its units: its core says how many there have to be
         whole = {place: without_torn(self._found_in(place), _LEVELS[place]) for place in places}
         found = {place: list(self._intact(units, mine)) for place, units in whole.items()}
         held = {owner: dict(self._held_for(owner)) for owner in owners}
@@ -180,7 +182,7 @@ class PartialRecovery:
         disk = self._stores.disk
         if disk is None:
             return []
-        disk.flush(self._elastic.copy_s)
+        disk.flush(self._elastic.copy_s)  # a write that is under way adds units, and drops others
         return list(read_units(BlobFolder(disk.path)).values())
 
     def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
@@ -192,6 +194,7 @@ class PartialRecovery:
     def _intact(self, units: Iterable[Snapshot], owner: int) -> Iterator[Snapshot]:
         for unit in units:
             try:
+                # of another rank its number is known here, no more: that rank compares the shard once it has the unit
                 shard = self._place.shard if owner == self._place.shard.global_rank else unit.header.shard
                 if shard.global_rank == owner:
                     verify(unit, identity=self._place.identity, shard=shard)
@@ -219,6 +222,7 @@ class PartialRecovery:
                 if not any(found):
                     yield plan, self._get(plan, folder)
                     return
+                # a place that failed one rank may still serve the others
                 inventories = [
                     replace(each, places={place: units for place, units in each.places.items() if place not in gone})
                     for each, gone in zip(inventories, found, strict=True)
@@ -239,6 +243,7 @@ class PartialRecovery:
             address, timeout_s = self._elastic.address_of(holder), self._elastic.copy_s
             try:
                 fetch_blobs(address, self._elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+                # here, where another plan is still possible: `_load` overwrites the state
                 for unit in read_units(folder).values():
                     verify(unit, identity=self._place.identity, shard=self._place.shard)
             except CheckpointLoadError as error:
@@ -263,12 +268,13 @@ class PartialRecovery:
         core = units[CORE].header
         self._operators.load(parts, names, set(), core.adam_steps)
         self._stage.restore_start(_facts(parts, START))
+        # a rank loads the experts of which it has a piece, and the account is of all experts of the stage
         mine = {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
         told = gather_results(self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError)
         of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
         seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
-        self._meter.forget_counts()
+        self._meter.forget_counts()  # of iterations that happen again
         if self._boost:
             self._boost.recover(self._account.deficit)
         lost = gather_results(self._place.ranks, lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
@@ -331,7 +337,8 @@ def _needed(units: Iterable[Snapshot]) -> dict[Version, frozenset[str]]:
 
 
 def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of one kind in a core: copies, aligned as generator states must be."""
+    """Return the tensors of one kind in a core."""
+    # copies: the state of a generator must be aligned, and a payload aligns a part of bytes to single bytes only
     return {key.tensor: tensor.clone() for key, tensor in parts.items() if key.operator == kind}
 
 

@@ -71,6 +71,7 @@ class ServerStates:
             smallest={"completed": progress.completed},
         )
         completed, is_cut = int(agreed["completed"]), bool(agreed["lost"])
+        # on all ranks alike: a recovery needs all servers' states of one iteration
         self.goes_on = not is_cut
         if is_cut:
             reason = progress.lost or "the servers of another rank lack some"
@@ -103,7 +104,7 @@ class ServerStates:
         """
         iteration = wanted.header.iteration
         if not self._stream.has_begun:
-            if base is None or base.header.iteration != iteration - 1:
+            if base is None or base.header.iteration != iteration - 1:  # gradients lead on from that state only
                 self._stream.cut(f"iteration {iteration}: there is no whole snapshot of the one before")
                 return
             self._stream.begin(base)
@@ -166,6 +167,7 @@ class ServerStates:
         self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
         self._publisher.stop_copying()
         self._elastic.use_peers()
+        # as if no server had anything: a successor begins with an empty memory
         self._publisher.begin_copying([frozenset[str]() for _ in self._elastic.holders], forget=False)
 
     def _mark(self) -> None:

@@ -54,9 +54,10 @@ class InMemoryParts:
             return False
         if undo:
             self.tier.stop_observing()
-        self.tier.settle()
+        self.tier.settle()  # the copier reads the tensors that the recovery is about to overwrite
         assert self.recovery is not None, lost
         self.recovery.recover(lost, target_iteration, undo=undo)
+        # the loss tears the snapshot in flight: without its slot the window is complete on no rank
         self.tier.retake(target_iteration)
         return True
 
@@ -122,6 +123,7 @@ class Session:
         if self.sparse:
             self.sparse.tier.abort()
             self._durable.abandon()
+        # new on all ranks: a replacement's policy has no history, and plans have to be the same everywhere
         self._parts = self._make_parts()
         self._has_base = False
 
@@ -139,7 +141,7 @@ class Session:
         except NothingLeftError as error:
             rejoined = RecoveredState(iteration=self._go_back_to_disk(error))
         else:
-            if rejoined.went_back and rejoined.iteration is not None:
+            if rejoined.went_back and rejoined.iteration is not None:  # else the state that was live goes on
                 self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
         if rejoined.iteration is None:
             self._suspects.clear()
@@ -165,6 +167,7 @@ class Session:
             return iteration
         loaded = self._load_best(self._fallback.look(self._rejoin))
         if loaded is None and self._rejoin:
+            # marks each disk until its first save: snapshots on other disks are no error of a later start then
             self._rejoin.begin_on_disks()
         if self._rejoin:
             self._rejoin.copies.resume_copying()
@@ -189,6 +192,7 @@ class Session:
         if bad is None:
             return
         reason = f"loss {loss} in iteration {iteration}"
+        # states of these iterations descend from the bad one; states of later ones are older than the load, and good
         since = range(bad.iteration + 1, iteration)
         better = self._step_down(bad, since, reason) if self._suspects.is_first_at(iteration, bad) else None
         action = "training goes on as it is: nothing else leads elsewhere" if better is None else f"back to {better}"
@@ -202,9 +206,11 @@ class Session:
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         if self.sparse is None:
             return True
+        # the last moment to back out: no rank has changed a parameter yet
         if self.sparse.recover(iteration - 1, undo=True):
             return False
         self.sparse.tier.ready(iteration, gradients)
+        # ranks that all go back after a fault need no vote: no live state counts then
         if self._elastic and self.sparse.tier.recovers_locally:
             self._vote(self.sparse, iteration, gradients)
         self._enter_phase(Phase.STEP)
@@ -216,7 +222,7 @@ class Session:
 
     def step_committed(self, iteration: int) -> None:
         if self._elastic:
-            self._elastic.settle()
+            self._elastic.settle()  # NCCL has only queued the gather of weights: it may still fail
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
         if self.sparse:
@@ -225,7 +231,7 @@ class Session:
             self.sparse.recover(iteration, undo=False)
         assert self._parts is not None
         plan = self._parts.policy.plan(iteration, self._measure)
-        self._attempt(lambda: self._durable.poll(wait=plan.durable))
+        self._attempt(lambda: self._durable.poll(wait=plan.durable))  # one save at a time is in flight
         if plan.durable:
             self._attempt(lambda: self._durable.save(iteration))
         if self.sparse:
@@ -249,23 +255,20 @@ class Session:
     def _go_back_to_disk(self, error: NothingLeftError) -> int:
         """Load the newest state on disk; return its iteration. Raises `error` on all ranks if there is none."""
         found = self._fallback.look(self._rejoin)
-        self._state.lose()
+        self._state.lose()  # first: a fault during the load must not find a state that is loaded in part live
         loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
         if loaded is None:
             raise error
         return loaded.iteration
 
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
-        """Load the next best state, and never `bad` again; return it, or None if there is no other.
-
-        States of the iterations `since` it was loaded are no better: they descend from it.
-        """
+        """Load the next best state, not of the iterations `since` and never `bad` again; None if there is no other."""
         self._attempt(lambda: self._durable.poll(wait=True))
         self._fallback.distrust(bad)
         found = self._fallback.look(self._rejoin, tainted=since)
         if not found.sources:
             return None
-        self.enter()
+        self.enter()  # only here: without another source training goes on with its state, parts and memory
         if self._rejoin:
             self._rejoin.copies.stop_copying(self._state)
         elif self.sparse:
@@ -287,13 +290,11 @@ class Session:
         return loaded
 
     def _vote(self, sparse: InMemoryParts, iteration: int, gradients: ReadyGradients) -> None:
-        """Return once every rank has complete gradients: then all surviving ranks can take the step.
-
-        By then peers have the start of the iteration from each rank; else a rank that loses its memory could not
-        replay.
-        """
+        """Return once every rank has complete gradients: then all surviving ranks can take the step."""
+        # peers hold this rank's start of the iteration before any rank steps: without it a lost memory cannot replay
         if sparse.stores.publisher:
             sparse.stores.publisher.has_copies_of_step(iteration)
+        # before the barrier: other ranks may leave it and step while a death cuts this rank off inside it
         self._state.prepare(gradients)
         self._ranks.barrier()
 

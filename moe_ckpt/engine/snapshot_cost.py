@@ -48,7 +48,7 @@ class SnapshotCost:
         """Close the block if quiet iterations followed its last snapshot; else it continues."""
         if self._quiet_after:
             self._blocks.extend(self._open_block())
-            self._begin(self._quiet_after)
+            self._begin(self._quiet_after)  # which are those before the next block, too
 
     def forget(self) -> None:
         """Drop the block: it contains a fault, or a first snapshot for which training waits."""
@@ -74,6 +74,7 @@ class SnapshotCost:
     def _open_block(self) -> list[BlockCost]:
         if not (self._num_snapshots and self._quiet_before and self._quiet_after):
             return []
+        # of both sides: a machine that gets faster meanwhile would make snapshots look free, a slower one dear
         quiet_s = (statistics.fmean(self._quiet_before) + statistics.fmean(self._quiet_after)) / 2
         added_s = self._stall_s + sum(seconds - quiet_s for seconds in self._busy)
         return [BlockCost(num_snapshots=self._num_snapshots, size_bytes=self._size_bytes, seconds=added_s)]

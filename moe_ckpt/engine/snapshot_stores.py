@@ -106,10 +106,12 @@ class SnapshotStore:
             checksum=0,
             unit=self._tag(plan, unit, seen_tokens) if self._account else None,
         )
+        # also of operators with compute weights only: a replay's forward pass reads and changes their buffers
         changing = self._operators.buffer_pieces((*unit.full, *unit.compute))
         if self._account and unit.name == CORE:
             changing = [*changing, *self._facts(plan, self._account)]
         gradients = self._operators.gradients(unit.full, plan.iteration) if unit.by_gradient else None
+        # called on the copier's thread: training would stand still while hundreds of pieces are laid out
         return SnapshotRequest(header, lambda: self._pieces(unit), changing, gradients)
 
     def _tag(self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int) -> UnitTag:

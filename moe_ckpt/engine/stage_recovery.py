@@ -60,6 +60,7 @@ class StageRecovery:
         Raises CheckpointLoadError on all ranks if the remaining sources do not lead there, or, with
         `on_divergence=end`, if a replay shows that a healthy rank's state differs from the result of its own steps.
         """
+        # before `carry_out` takes digests of healthy ranks: they are those of the target, which a replay must reach
         if undo and not lost.mine:
             self._stage.restore_start(self._stores.steps.start(target + 1), undo=target + 1)
         inventories = gather_results(self._place.ranks, lambda: self.inventory(target), CheckpointLoadError)
@@ -110,7 +111,7 @@ class StageRecovery:
         before = self._operators.digests() if mine is not None and live else None
         self._execute(plan, mine, progress)
         differing = gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
-        if any(differing):
+        if any(differing):  # on any rank: neighbours have to send their logs again
             self._replay_again(plan, mine, differing, progress)
         return 0 if mine is None else target - mine.starts_from
 
@@ -138,18 +139,15 @@ class StageRecovery:
     def _replay_again(
         self, plan: RecoveryPlan, mine: Rollback | None, differing: Sequence[list[str]], progress: Progress
     ) -> None:
-        """Find out by a second replay which of two states is the odd one; all ranks go on from the last replay.
-
-        Two replays that agree: the live memory was corrupt. Two that differ: a kernel is not deterministic, so that no
-        state is wrong, and all are a valid result of training. A replay that went on from an earlier one cannot be
-        repeated: its first iterations' logs may be gone.
-        """
+        """Find out by a second replay which of two states is the odd one; all ranks go on from the last replay."""
         verdict = f"{CORRUPT}, or {NOT_DETERMINISTIC}"
+        # a replay that went on from an earlier one cannot be repeated: its first iterations' logs may be gone
         if all(rollback.resumed_at is None for rollback in plan.rollbacks):
             first = self._operators.digests() if mine is not None else {}
             self._execute(plan, mine, progress)
             agrees = mine is None or self._operators.digests() == first
             all_agree = all(gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError))
+            # a kernel that is not deterministic makes no state wrong: each is a valid result of training
             verdict = CORRUPT if all_agree else NOT_DETERMINISTIC
         own = differing[self._place.shard.global_rank]
         if own:
@@ -192,7 +190,7 @@ class StageRecovery:
         fetched_bytes = 0
         for step in plan_conversion(contents, target):
             if step.run_iteration is not None and step.run_iteration <= rollback.starts_from:
-                continue
+                continue  # the state that an earlier replay has left is past that
             if step.load_iteration is not None:
                 self._load(window.snapshots[step.load_iteration - window.start])
             if step.run_iteration is not None:
@@ -229,12 +227,9 @@ class StageRecovery:
         return sum(tensor.nbytes for end in (ends.from_previous, ends.from_next) for tensor in end or ())
 
     def _serve(self, rollbacks: Sequence[Rollback], target: int) -> None:
-        """Send neighbours what this stage sent them in the iterations that they replay, a micro-batch at a time.
-
-        Both ends of a log are host memory: on the devices all micro-batches of an iteration would need room at once,
-        beside a whole training, and the transfer would take turns with all others of the job's communicator.
-        """
+        """Send neighbours what this stage sent them in the iterations that they replay, a micro-batch at a time."""
         first = 1 + min((rollback.starts_from for rollback in rollbacks), default=target)
+        # iterations outside, segments inside: a second segment does not wait until the first has replayed everything
         for iteration in range(first, target + 1):
             for rollback in rollbacks:
                 if iteration <= rollback.starts_from:
@@ -247,6 +242,8 @@ class StageRecovery:
     def _send(self, rank: int | None, iteration: int, direction: Direction) -> None:
         assert rank is not None, iteration
         assert self._stores.boundary is not None
+        # from host to host: on a device all micro-batches would need room at once, beside a whole training, and the
+        # transfer would take turns with all others of the job's communicator
         send_buffers(self._place.host_ranks, self._stores.boundary.sent(iteration, direction), rank)
 
     def _receive(self, rank: int | None) -> tuple[torch.Tensor, ...] | None:
@@ -287,7 +284,7 @@ def verified_window(
         verify(snapshot, identity=identity, shard=shard)
     contents = [_contents(snapshot) for snapshot in snapshots]
     last = contents[-1].iteration
-    plan_conversion(contents, last)
+    plan_conversion(contents, last)  # raises for slots that make no whole window
     if steps_to is None or steps_to < last:
         return None
     start = contents[0].window_start

@@ -59,7 +59,7 @@ class CopySurvey:
         Collective.
         """
         if self._stores.publisher:
-            self._stores.publisher.stop_copying()
+            self._stores.publisher.stop_copying()  # first: a copy that a new blob would replace may be the last source
         self._flush()
         self.on_hosts = self._list_hosts()
         found = gather_results(self._place.ranks, lambda: self._find(state), CheckpointLoadError)
@@ -77,7 +77,7 @@ class CopySurvey:
         )
 
     def resume_copying(self) -> None:
-        """Send this rank's blobs to peers again. Peers keep blobs that the rank has lost, for later requests.
+        """Send this rank's blobs to peers again.
 
         After `drop_all`, servers drop their states: a survey would take abandoned states for the newest.
         """
@@ -85,6 +85,7 @@ class CopySurvey:
         self._dropped_of_servers = False
         self._clear_other_hosts()
         if publisher:
+            # a rank without windows lets peers keep its blobs: they may be the last source
             publisher.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
 
     def drop_all(self) -> None:
@@ -137,6 +138,7 @@ class CopySurvey:
         paths = held_paths(self._elastic.memory)
         held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in paths.items()}
         windows, gradients = self._stores.memory.windows(), dict(self._stores.steps.gradients)
+        # a snapshot of iteration 0 is no progress: it is the base that each run takes before it trains
         has_progress = (
             state.torn
             or bool(gradients)

@@ -60,7 +60,7 @@ class TokenAccount:
 
     def count(self, tokens: npt.NDArray[np.float64]) -> None:
         """Add the tokens of one iteration, over all ranks of the stage, in the order of the table's experts."""
-        whole = tokens.astype(np.int64)
+        whole = tokens.astype(np.int64)  # exact: float64 holds whole numbers up to 2 ** 53
         assert np.array_equal(whole, tokens), tokens
         self.ledger = self.ledger.after(whole.reshape(self._shape))
 

@@ -73,6 +73,7 @@ class WindowAgreement:
         self.awaits = False
         if found is _Found.ALL:
             self._keep()
+            # in this order: until all ranks keep the new window, a recovery needs the older one and its logs
             self._logs.drop_old()
             self._events.append(
                 HostMemoryUsed(
@@ -106,10 +107,7 @@ class WindowAgreement:
             self.disk.finish()
 
     def _keep(self) -> None:
-        """Keep the window in flight, and start its write to disk if it is selected; the write before it has ended then.
-
-        On disk a window stays until all ranks have a newer one there: they need the same.
-        """
+        """Keep the window in flight, and start its write to disk if it is selected; the last write has ended then."""
         window = self._stores.memory.in_flight()
         publisher = self._stores.publisher
         sent = publisher.sent(window.snapshots) if publisher and window else None
@@ -119,6 +117,7 @@ class WindowAgreement:
             )
         self._store.confirm(self._on_all_disks)
         if window and window.start == self.disk.start_of(Role.SNAPSHOT):
+            # the window that all disks have stays on each until all have a newer one: ranks go back to the same
             done = self._store.persist(window, self._on_all_disks)
             if done:
                 self.disk.set_out(done)
@@ -180,7 +179,7 @@ class WindowAgreement:
         if self.disk.is_writing and next_waits and not wait:
             return _Found.NOT_YET
         if next_waits or not self.disk.is_writing:
-            self.finish_persisting()
+            self.finish_persisting()  # one write at a time: `_keep` is about to start the next
         window = memory.in_flight()
         if window is None or self.has_failed:
             return _Found.NOTHING
@@ -194,10 +193,11 @@ class WindowAgreement:
             return _Found.ALL if publisher.has_copies(window.snapshots) else _Found.NOTHING
 
     def _peer_bytes_per_s(self) -> float:
-        """Return the rate to each peer. The cap is for all peers together."""
+        """Return the rate to each peer."""
         publisher = self._stores.publisher
         if publisher is None or not publisher.num_peers:
             return math.inf
+        # the cap is for all peers together
         return min(publisher.copy_bytes_per_s(), (self._config.max_bytes_per_s.peers or math.inf) / publisher.num_peers)
 
 

@@ -65,7 +65,7 @@ class WindowRecovery:
         self._sources.fill_records(progress.gradients)
         live = self._settle(state, target) if target else False
         if begins_anew or not (all_go_back or progress.has_left_start):
-            if self._sources.servers_lead:
+            if self._sources.servers_lead:  # servers too: the next survey would take their states for the newest
                 self.copies.drop_all()
             else:
                 self._stores.clear()
@@ -136,14 +136,16 @@ class WindowRecovery:
             if state.gradients is not None and state.reached == target.iteration - 1:
                 self._stage.update(state.gradients)
                 state.apply(target.iteration)
+            # on all ranks of the stage, also those that had gathered: the gather is collective, and may be repeated
             self._stage.gather()
-            self._elastic.settle()
+            self._elastic.settle()  # before the state counts as whole: NCCL has only queued the gather
             state.be_at(target.iteration)
         if state.reached != target.iteration or not state.whole:
             return False
+        # the iteration after the target may have drawn random numbers and changed buffers before it was cut off
         if steps.has_start(target.iteration + 1):
             self._stage.restore_start(steps.start(target.iteration + 1), undo=target.iteration + 1)
-        state.withdraw()
+        state.withdraw()  # gradients of an iteration that is trained again
         return True
 
     def _take_stock(self, target: Target | None, replayed: ReplayedState | None) -> list[Inventory]:
@@ -152,6 +154,7 @@ class WindowRecovery:
         own = gather_results(
             self._place.ranks, lambda: replace(self._sources.own(goal), replayed=replayed), CheckpointLoadError
         )
+        # copies of other ranks are left alone: each one that is listed is hashed as a whole
         poor = [each.global_rank for each in own if self._sources.servers_lead or not each.leads_to(goal)]
         held = gather_results(self._place.ranks, lambda: self._sources.held(poor, goal), CheckpointLoadError)
         return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]
@@ -159,12 +162,12 @@ class WindowRecovery:
     def _bring_from_hosts(self) -> int:
         """Copy this rank's part of the newest iteration that all ranks have, here or on servers of other hosts, here.
 
-        Returns its bytes. From then on it is as if this node had a server, with this one state. Of the states of other
-        iterations, which may be whole models, nothing crosses the network.
+        Returns its bytes. From then on it is as if this node had a server, with this one state.
         """
         if not self._elastic.uses_hosts:
             return 0
         ranks, on_hosts = self._place.ranks, self.copies.on_hosts
+        # keys first, and then one state: each state that crosses the network may be a whole model
         of_each = gather_results(ranks, lambda: self._sources.starts(on_hosts), CheckpointLoadError)
         for start in sorted(frozenset.intersection(*of_each), reverse=True):
             bring = functools.partial(self._sources.bring, start, on_hosts)
@@ -200,12 +203,10 @@ class WindowRecovery:
         return plan_recovery(lost, inventories, target_iteration=goal, boundary_log=has_log)
 
     def _keep_safest(self) -> None:
-        """Of the windows that all ranks have, keep those with the most copies, and the newer of two with equally many.
-
-        The newest window may be complete on every rank before it is copied: the loss of a node would destroy it.
-        """
+        """Of the windows that all ranks have, keep those with the most copies, and of equals the newer ones."""
         of_each = gather_results(self._place.ranks, self._copies_by_start, CheckpointLoadError)
         common = set(of_each[0]).intersection(*of_each)
+        # the newest may be complete on all ranks before it is copied: the next node that is lost would take it along
         safest = sorted(common, key=lambda start: (min(copies[start] for copies in of_each), start), reverse=True)
         if safest:
             self._stores.memory.keep_only(safest)

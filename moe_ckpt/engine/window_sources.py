@@ -82,6 +82,7 @@ class WindowSources:
         if not self._logs_tied:
             steps.fill(self._stores.steps.gradients)
         found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)
+        # one for each start, as an inventory wants: a folder may hold two, of before and after a rollback
         by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
         return tuple(by_start.values())
 
@@ -91,7 +92,7 @@ class WindowSources:
         disk, mine = self._stores.disk, self._place.shard.global_rank
         if disk is None:
             return None, frozenset(), False
-        disk.flush(self._elastic.copy_s)
+        disk.flush(self._elastic.copy_s)  # a write that is under way adds a window, and drops an older one
         refs = self._usable(BlobFolder(disk.path), mine, None)
         newest = newest_snapshot(BlobFolder(disk.path).keys())
         return newest, frozenset(ref.end for ref in refs), disk.never_held
@@ -113,7 +114,7 @@ class WindowSources:
         start = self._start_on_own_server(plan) if fetch is None else None
         if publisher is None or (fetch is None and start is None):
             return 0
-        facts = dict(self._stores.steps.gradients)
+        facts = dict(self._stores.steps.gradients)  # the fetched log may lack the last ones
         self._stores.memory.clear()
         self._stores.steps.clear()
         try:
@@ -124,7 +125,7 @@ class WindowSources:
                 size_bytes = 0  # nothing crosses the network
             self._stores.adopt_kept()
             self.fill_records(facts)
-            self._recovery.require(plan)
+            self._recovery.require(plan)  # a copy may be damaged on its way: here all ranks can still plan again
         except CheckpointLoadError as error:
             holder = mine if fetch is None else fetch.source_rank
             _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, holder, error)
@@ -156,7 +157,7 @@ class WindowSources:
         elastic, mine = self._elastic, self._place.shard.global_rank
         folder = BlobFolder(elastic.own_states)
         for holder, there in on_hosts.items():
-            folder.clear()
+            folder.clear()  # of a fetch that failed
             keys = sorted(key for key in there if belongs_to(key, start))
             try:
                 address, timeout_s = elastic.address(holder), elastic.copy_s

@@ -82,11 +82,12 @@ class ElasticJob:
             try:
                 done, notes = self._enter(generation, joined_unix_s, start)
                 self._training.run(done, notes)
+                # once all have finished, the supervisor takes the death of a worker in this phase for success
                 self._rendezvous.page.enter(Phase.DONE)
                 self._session.wait_for_saves()
                 result = finish(self._rendezvous.num_deaths())
                 self._rendezvous.finish()
-            except Exception as error:
+            except Exception as error:  # of any type: tensors of an operation that was cut off may hold anything
                 if not self._rendezvous.lost(error):
                     iteration = self._rendezvous.page.iteration
                     self._events.append(TrainingFailed(iteration=iteration, error=text_of(error)))
@@ -104,7 +105,7 @@ class ElasticJob:
         rejoined = self._session.rejoin()
         done = start() if rejoined.iteration is None else rejoined.iteration
         self._session.begin_at(done)
-        deaths = self._rendezvous.deaths()
+        deaths = self._rendezvous.deaths()  # before `entered`, from which on they count as reported
         self._rendezvous.entered()
         if generation == 1:
             return done, self._session.notes

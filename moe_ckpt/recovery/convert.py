@@ -67,7 +67,7 @@ def plan_conversion(snapshots: Sequence[SnapshotContents], target_iteration: int
         )
         for snapshot in window
     ]
-    beyond = range(last + 2, target_iteration + 1)
+    beyond = range(last + 2, target_iteration + 1)  # iteration last + 1 runs after the window's last snapshot
     return (*replay, *(ReplayStep(load_iteration=None, frozen=(), run_iteration=iteration) for iteration in beyond))
 
 

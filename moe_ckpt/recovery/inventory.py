@@ -130,6 +130,7 @@ def combine_stages(inventories: Sequence[Inventory], memories: Memories) -> tupl
 def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInventory:
     first, *others = [_longest(memories[inventory.global_rank]) for inventory in inventories]
     shared = set(first).intersection(*others)
+    # the ranks of a stage replay together: the one with the fewest steps ends it
     least = [replace(first[key], steps_to=min(windows[key].steps_to for windows in (first, *others))) for key in shared]
     return StageInventory(
         windows={window.states: window for window in sorted(least, key=lambda window: (window.steps_to, window.cut))},

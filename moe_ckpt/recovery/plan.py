@@ -136,7 +136,7 @@ def plan_recovery(
     lost = set(lost_stages)
     assert lost <= set(range(len(stages))), (sorted(lost), len(stages))
     target, rollbacks = target_iteration, None
-    if target is not None and (boundary_log or not lost):
+    if target is not None and (boundary_log or not lost):  # without logs, any loss takes all stages back
         rollbacks = _plan_local(lost, stages, target)
     if target is None or rollbacks is None:
         whole = _common_windows(stages)
@@ -151,12 +151,7 @@ def plan_recovery(
 
 
 def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -> tuple[Rollback, ...] | None:
-    """Return the rollbacks of the fewest stages that reach the target by logs, or None if logs do not suffice.
-
-    There is no choice to make: if a log does not cover the newest window of a segment, it does not cover older windows
-    either, nor those of larger segments, which have no newer window. So a neighbour whose log is too short must roll
-    back.
-    """
+    """Return the rollbacks of the fewest stages that reach the target by logs, or None if logs do not suffice."""
     rolling = set(lost)
     while True:
         rollbacks, missing = [], set()
@@ -168,6 +163,8 @@ def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -
             rollback = _resumed(Rollback(stages=segment, states=_newest(usable)), stages, target)
             rollbacks.append(rollback)
             neighbours, first = rollback.neighbours(len(stages)), rollback.starts_from + 1
+            # no choice to make: a log that does not cover the newest window of a segment covers no older one either,
+            # nor one of a larger segment, which has no newer window: so the neighbour has to roll back
             missing |= {stage for stage in neighbours if not stages[stage].has_logged(first, target)}
         if not missing:
             return tuple(rollbacks)
@@ -191,6 +188,7 @@ def _resumed(rollback: Rollback, stages: Sequence[StageInventory], target: int) 
     """
     reached = {stages[stage].has_replayed(rollback.states) for stage in rollback.stages}
     resumed_at = reached.pop() if len(reached) == 1 else None
+    # a state past the target cannot be taken back: the segment loads its window
     return rollback if resumed_at is None or resumed_at > target else replace(rollback, resumed_at=resumed_at)
 
 
