@@ -195,6 +195,7 @@ def route_groups() -> None:
         if group is None or group is dist.group.WORLD:  # torch cannot unregister the runtime's other groups
             destroy(group)
 
+    # both names: torch's own functions, those for subgroups among them, find the second
     dist.new_group = dist.distributed_c10d.new_group = new_group
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_world
 

@@ -45,7 +45,7 @@ def attach(training: Any, worker: Worker, settings: RunSettings, folder: RunFold
     route_groups()
     batches = IterationBatches(training, settings.keep_batches_bytes)
     attachment = Attachment(worker, settings, folder)
-    loop = AttachedLoop(training, attachment, batches)
+    loop = AttachedLoop(training, attachment, batches)  # keeps the functions that are replaced below
     training.initialize_megatron = _checked(training.initialize_megatron, training.get_args, settings)
     training.build_train_valid_test_datasets = batches.build_datasets
     build = training.build_train_valid_test_data_iterators
@@ -140,7 +140,7 @@ class AttachedLoop:
         """Reset Megatron-LM's globals to the values that `train` expects when it begins after iteration `done`."""
         args, consumed = self._training.get_args(), self._batches.consumed
         args.iteration = args.curr_iteration = done
-        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None  # `train` asserts it, and sets them
         if args.num_experts:
             self._training.get_moe_metrics_tracker().clear()
         reset_loop(self._training.get_timers(), state)

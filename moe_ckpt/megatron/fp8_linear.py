@@ -53,6 +53,7 @@ def to_fp8(
     """
     largest, values = torch.finfo(dtype).max, values.detach().float()
     absmax = values.abs().amax().reshape(1) if block is None else _largest_of_blocks(values, block)
+    # the least power of two with which the largest value fits: a mantissa of 0.5 is a power of two itself
     mantissa, exponent = torch.frexp(absmax / largest)
     scale = torch.exp2((exponent - (mantissa == 0.5).int()).float().clamp_(-126.0, 127.0))
     scale = torch.where(absmax > 0, scale, 1.0)
@@ -205,7 +206,7 @@ class DelayedScaling:
             return gradient
 
         def entered(_: Any, arguments: Any, options: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # an evaluation moves no scale, as in Transformer Engine
                 return None
             hidden, *rest = arguments or (options.pop("hidden_states"),)
             return (_Passed.apply(hidden, None, backward_ends), *rest), options

@@ -45,6 +45,7 @@ class GroupedLinear(torch.nn.Module):
         for index in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
             init_method(weight.data)
+            # Megatron's mark: false keeps the weight out of reductions over ranks that hold other experts
             weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
         self._multiply = fp8_linear.multiplying_fp8(F.linear)

@@ -44,7 +44,7 @@ def broadcast_parameters(chunk: torch.nn.Module) -> None:
         group = replicas_of(parameter)
         before = [tensor.clone() for tensor in weights_of(parameter)] if is_fp8_parameter(parameter) else []
         for tensor in weights_of(parameter):
-            received = tensor.contiguous()
+            received = tensor.contiguous()  # a view of some blocks' scales is not
             dist.broadcast(received, src=dist.get_global_rank(group, 0), group=group)
             tensor.copy_(received)
         same = all(map(torch.equal, before, weights_of(parameter)))

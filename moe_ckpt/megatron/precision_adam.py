@@ -141,7 +141,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over settings, and states as they are stored: torch's own would cast them to the parameters' type."""
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({**state_dict, "state": {}})  # groups only
         for index, param in enumerate(each for group in self.param_groups for each in group["params"]):
             for name, payload in state_dict["state"].get(index, {}).items():
                 if name not in self.state[param]:
