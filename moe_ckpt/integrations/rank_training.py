@@ -290,9 +290,10 @@ class Stepping:
 def reset_loop(timers: Any, state: TrainingState) -> None:
     """Reset Megatron's rerun machine, timers and hooks to their state at the beginning of a loop."""
     machine = get_rerun_state_machine()
+    # cut off in a pass, the machine would take its next call for the end of that pass, and run none
     machine.state, machine.data_iterator_checkpoints = RerunState.NOT_RUNNING_YET, None
     for timer in timers._timers.values():
-        if timer._started:
+        if timer._started:  # a timer that still runs fails at its next start
             timer.stop()
         timer.reset()
     for chunk in state.model:

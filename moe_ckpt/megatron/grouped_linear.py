@@ -69,6 +69,7 @@ class GroupedLinear(torch.nn.Module):
             offsets = (*sharded_offsets, (len(sharded_offsets), first + index, num_experts))
             sharded = make_sharded_tensors_for_checkpoint({f"{prefix}weight": weight}, "", {}, offsets)
             found[f"{prefix}weight{index}"] = entry = sharded[f"{prefix}weight"]
+            # with the data-parallel rank that Megatron puts in, only the first rank's experts would have a main copy
             entry.replica_id = (*entry.replica_id[:2], self._groups.expt_dp.rank())
         return found
 

@@ -51,7 +51,7 @@ class GradientMirror:
         _require_capturable(state)
         of_groups: dict[ElasticGroup, _Reduction] = {}
         for bucket, group in _buckets(state):
-            if group.size() > 1:
+            if group.size() > 1:  # else no gradient crosses the network
                 of_groups.setdefault(group, _Reduction(group=group)).buckets.append(bucket)
         self._reductions = list(of_groups.values())
         wanted = f"at least 2 {_WANTED}: no gradients cross the network"
@@ -71,7 +71,7 @@ class GradientMirror:
             each.name = name.numpy().tobytes().hex()
             mine = mark_of(bytes.fromhex(each.name), each.group.size(), each.group.rank())
             dist.all_reduce(torch.frombuffer(bytearray(mine), dtype=torch.uint8), dist.ReduceOp.MAX, group=each.group)
-            each.num_operations = each.group.num_operations
+            each.num_operations = each.group.num_operations  # after the mark's own, which belong to no iteration
 
     def sums(self) -> tuple[MirroredSums, ...]:
         return tuple(map(_sums_since, self._reductions))

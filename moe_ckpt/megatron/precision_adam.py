@@ -189,7 +189,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             return
         self.set_scaled_state(param, MASTER_PARAM, master)
         dtype = self.state[param][MASTER_PARAM].dtype
-        if dtype != torch.int16:
+        if dtype != torch.int16:  # a weight with a remainder has been stored together with it
             param.copy_(self.get_unscaled_state(param, MASTER_PARAM) if dtype == E4M3 else master)
 
     def _has_remainder(self, param: torch.Tensor) -> bool:
