@@ -123,7 +123,7 @@ class AttachedBridge:
         gather_in_forward = model_config.param_sync_func
 
         def enter(done: int) -> Any:
-            gather_late_parameters(state)
+            gather_late_parameters(state)  # the first iteration of `train` gathers nothing
             model_config.param_sync_func = gather_in_forward  # None where the loop was left in its first iteration
             model_config.timers = global_state.timers  # None where it was left in an evaluation
             reset_loop(global_state.timers, state)

@@ -112,7 +112,7 @@ class AttachedLoop:
         rank = self._attachment.begin(shape, state, forward_step, self._schedule_of(), self._batches)
 
         def enter(done: int) -> Any:
-            gather_late_parameters(state)
+            gather_late_parameters(state)  # the first iteration of `train` gathers nothing
             self._reset(config, state, done)
             self._training.finalize_model_grads = config.finalize_model_grads_func  # 0.18 sets its own in `train`
             iterators = self._batches.training_after(done), self._batches.validation_after(done)

@@ -151,6 +151,7 @@ class RankTraining:
         """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
 
         def run(**options: Any) -> Any:
+            # both: schedules refuse a communicator without groups
             options |= {"p2p_communicator": self.communicator, "pg_collection": self._groups}
             outputs = forward_backward(**options)
             if not options.get("forward_only"):

@@ -61,7 +61,7 @@ class PlannedWrite:
         writing = self._storage.write_data(self._planner.finish_plan(self._plan), self._planner)
         writing.wait()
         results = writing.value()
-        self._planner.require_wanted()  # a later save may use the directory again: no file of this one is sealed there
+        self._planner.require_wanted()  # no save begins until an abandoned one has ended: it reads nothing back
         names = {str(result.storage_data.relative_path) for result in results}
         return Written(results=results, files=seal_files(self._directory, names))
 

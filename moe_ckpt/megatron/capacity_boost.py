@@ -113,6 +113,7 @@ class BoostedRouter(TopKRouter):
         """Return the tokens that each expert keeps: those that Megatron would keep at that capacity."""
         num_tokens, num_experts = wanted.shape
         kept = torch.zeros_like(wanted)
+        # Megatron drops at one capacity for all experts: once at each, and each expert takes the result at its own
         for tokens in np.unique(capacity):
             at_equal_capacity = apply_router_token_dropping(
                 probabilities,

@@ -166,7 +166,7 @@ class KeptBatches:
 
     def _mark_here(self) -> _Mark:
         """Return a mark before the position."""
-        # not at it: opening a loader there may draw from generators, which are restored to their state at the position
+        # strictly before: opening a loader may draw from generators, and only reads up to the position put them back
         earlier = [mark for mark in self._marks if mark.position < self.position]
         if self._restored and self._restored[0] == self.position and self.position > self._head:
             return self._restored[2]  # nothing has been read since

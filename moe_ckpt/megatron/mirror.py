@@ -91,6 +91,7 @@ class GradientMirror:
         for number, reduction in enumerate(self._reductions):
             for index, bucket in enumerate(reduction.buckets):
                 if owned.parameter in bucket.params:
+                    # by address: Megatron's gradients are views of their bucket's memory
                     gradient = cast("Any", owned.parameter).main_grad
                     offset = gradient.data_ptr() - bucket.grad_data.data_ptr()
                     start, rest = divmod(offset, bucket.grad_data.element_size())

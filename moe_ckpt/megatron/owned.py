@@ -99,6 +99,7 @@ class OwnedParameter:
         if steps is None or not self.derives_compute:
             self._load_compute(parts)
         elif state and not is_fp8_parameter(self.parameter):
+            # rounded by `copy_`, as Megatron rounds its masters: the same bits
             self.weights()[self.start : self.end].copy_(master_values(state)[self._held()])
         if steps is not None and state:
             write_step_count(self.trained_by, self.parameter, steps)
