@@ -77,7 +77,7 @@ class Attachment:
         """
         _require_no_skips(state)
         for chunk in state.model:
-            chunk.train()
+            chunk.train()  # loops do so in `train`, and a recovery runs passes before a new process enters that
         self._rank = RankTraining(
             shape, state, forward_step, forward_backward, batches, self.worker, self._open_events()
         )
