@@ -202,6 +202,7 @@ def route_groups() -> None:
 
 def _hash_of(shaping: Mapping[str, object]) -> str:
     """Return a short hash of the settings that shape the saved state."""
+    # values as text: types of parameters are no JSON
     text = json.dumps({name: str(value) for name, value in shaping.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -140,7 +140,8 @@ class AttachedLoop:
         """Reset Megatron-LM's globals to the values that `train` expects when it begins after iteration `done`."""
         args, consumed = self._training.get_args(), self._batches.consumed
         args.iteration = args.curr_iteration = done
-        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None  # `train` asserts it, and sets them
+        # `train` sets them itself, and asserts that there is no `no_sync_func` before
+        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
         if args.num_experts:
             self._training.get_moe_metrics_tracker().clear()
         reset_loop(self._training.get_timers(), state)

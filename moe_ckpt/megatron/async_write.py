@@ -107,6 +107,7 @@ class _Planner(MCoreSavePlanner):
     """Megatron's planner, for a write that may be abandoned."""
 
     def __init__(self) -> None:
+        # as Megatron's planner asserts: of several copies of a tensor, one rank alone names it in its content
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._is_abandoned = threading.Event()
 

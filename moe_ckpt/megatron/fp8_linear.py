@@ -208,6 +208,7 @@ class DelayedScaling:
         def entered(_: Any, arguments: Any, options: Any) -> Any:
             if not torch.is_grad_enabled():  # an evaluation moves no scale, as in Transformer Engine
                 return None
+            # the gradient of the first layer's input is the last one of a backward pass
             hidden, *rest = arguments or (options.pop("hidden_states"),)
             return (_Passed.apply(hidden, None, backward_ends), *rest), options
 
@@ -294,7 +295,7 @@ def multiplying_fp8(function: Callable[..., torch.Tensor]) -> Callable[..., torc
 
     def multiply(input: torch.Tensor, weight: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         roundings = _roundings(weight)
-        if roundings is None or not input.numel():
+        if roundings is None or not input.numel():  # an expert without tokens has no largest value
             return function(input, weight, *arguments, **options)
         rounded = [_Passed.apply(input, roundings.input, None), _Passed.apply(weight, roundings.weight, None)]
 

@@ -153,7 +153,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         """Take one step with the gradients that are there."""
         loss = closure() if closure else None
         for group in self.param_groups:
-            if not group["params"]:
+            if not group["params"]:  # FusedAdam counts no steps of an empty group
                 continue
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:

@@ -177,7 +177,7 @@ class SparseWindows:
         share = min(_TRIAL_SHARE, self._config.overhead)
         best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
         longer = self._sizes.size(min(_TRIAL_FACTOR * best.num_slots, self.max_slots))
-        # where faults are frequent, replays of a long trial cost more than its measurement is worth
+        # faults may be so frequent that replays of a longer trial exceed the share
         is_longer = self._num_trials % 2 == 1 and window_terms(longer, job, 0).replay_share <= share
         self._num_slots = longer.num_slots if is_longer else best.num_slots
         pause_iters = _TRIAL_PAUSE_ITERS
