@@ -1,4 +1,4 @@
-"""Runs a training script of Megatron-LM or Megatron-Bridge, unchanged, with checkpoints in memory and replaced workers.
+"""Runs a script of Megatron-LM, Megatron-Bridge or ms-swift unchanged, with checkpoints in memory and replaced workers.
 
     torchrun --nproc-per-node=4 -m moe_ckpt.run [--ckpt moevement] [--set window=4] [--config F] -- pretrain_gpt.py ...
 

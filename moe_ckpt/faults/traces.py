@@ -84,6 +84,7 @@ def _parse_summary(at_s: str, event: str, count: str) -> _Line:
 
 
 def _parse_count(day: str, time: str, count: str) -> _Line:
+    # with a zone: else the seconds depend on the machine's own, and jump with its daylight saving
     moment = datetime.strptime(f"{day} {time} +0000", "%Y-%m-%d %H:%M:%S %z")
     return _Line(at_ms=1000 * int(moment.timestamp()), there=int(count))
 

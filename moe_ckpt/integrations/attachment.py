@@ -77,7 +77,7 @@ class Attachment:
         """
         _require_no_skips(state)
         for chunk in state.model:
-            chunk.train()
+            chunk.train()  # loops do so in `train`, and a recovery runs passes before a new process enters that
         self._rank = RankTraining(
             shape, state, forward_step, forward_backward, batches, self.worker, self._open_events()
         )
@@ -195,12 +195,14 @@ def route_groups() -> None:
         if group is None or group is dist.group.WORLD:  # torch cannot unregister the runtime's other groups
             destroy(group)
 
+    # both names: torch's own functions, those for subgroups among them, find the second
     dist.new_group = dist.distributed_c10d.new_group = new_group
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_world
 
 
 def _hash_of(shaping: Mapping[str, object]) -> str:
     """Return a short hash of the settings that shape the saved state."""
+    # values as text: types of parameters are no JSON
     text = json.dumps({name: str(value) for name, value in shaping.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

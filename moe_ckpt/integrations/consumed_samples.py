@@ -24,7 +24,9 @@ class ConsumedSamples:
 
     def after(self, done: int) -> int:
         """Return the samples of the first `done` iterations."""
-        if self._calculator is None:  # the loop makes it when it is initialized
+        # a copy, since the loop's own says how many micro-batches the running iteration has; it is there after the
+        # loop's initialization
+        if self._calculator is None:
             self._calculator = copy.copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
         while len(self._after) <= done:
             self._calculator.update(self._after[-1], consistency_check=False)

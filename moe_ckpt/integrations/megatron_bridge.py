@@ -41,12 +41,12 @@ def attach(bridge: Any, worker: Worker, settings: RunSettings, folder: RunFolder
     route_groups()
     attachment = Attachment(worker, settings, folder)
     batches = BridgeBatches(bridge.loaders.build_pretraining_data_loader)
-    loop = AttachedBridge(bridge, attachment, batches)
+    loop = AttachedBridge(bridge, attachment, batches)  # keeps the functions that are replaced below
     bridge.pretrain.runtime_config_update = _checked(bridge.pretrain.runtime_config_update, settings)
     bridge.setup.create_checkpoint_manager = loop.hold_load(bridge.setup.create_checkpoint_manager)
     bridge.setup.setup_data_iterators = build_in_turns(bridge.setup.setup_data_iterators, worker.turn)
     bridge.loaders.build_pretraining_data_loader = batches.build_loader
-    for module in (bridge.train, bridge.eval):
+    for module in (bridge.train, bridge.eval):  # each has imported the function under a name of its own
         module.get_forward_backward_func = attachment.observing(module.get_forward_backward_func)
     bridge.train.train_step = loop.train_step
     bridge.pretrain.train = loop.train
@@ -123,7 +123,7 @@ class AttachedBridge:
         gather_in_forward = model_config.param_sync_func
 
         def enter(done: int) -> Any:
-            gather_late_parameters(state)
+            gather_late_parameters(state)  # the first iteration of `train` gathers nothing
             model_config.param_sync_func = gather_in_forward  # None where the loop was left in its first iteration
             model_config.timers = global_state.timers  # None where it was left in an evaluation
             reset_loop(global_state.timers, state)
@@ -157,7 +157,7 @@ class AttachedBridge:
         consumed.set_batch_size(done + 1)
         flops: Any = importlib.import_module("megatron.bridge.training.utils.flop_utils")
         of_one = flops.num_floating_point_operations(global_state.cfg, batch_size=consumed.largest_batch)
-        train_state.floating_point_operations_so_far = done * of_one
+        train_state.floating_point_operations_so_far = done * of_one  # batches that grow are refused
         if global_state.cfg.model.num_moe_experts:
             logging: Any = importlib.import_module("megatron.core.transformer.moe.moe_logging")
             logging.get_moe_metrics_tracker().clear()

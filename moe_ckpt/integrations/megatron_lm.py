@@ -45,7 +45,7 @@ def attach(training: Any, worker: Worker, settings: RunSettings, folder: RunFold
     route_groups()
     batches = IterationBatches(training, settings.keep_batches_bytes)
     attachment = Attachment(worker, settings, folder)
-    loop = AttachedLoop(training, attachment, batches)
+    loop = AttachedLoop(training, attachment, batches)  # keeps the functions that are replaced below
     training.initialize_megatron = _checked(training.initialize_megatron, training.get_args, settings)
     training.build_train_valid_test_datasets = batches.build_datasets
     build = training.build_train_valid_test_data_iterators
@@ -112,7 +112,7 @@ class AttachedLoop:
         rank = self._attachment.begin(shape, state, forward_step, self._schedule_of(), self._batches)
 
         def enter(done: int) -> Any:
-            gather_late_parameters(state)
+            gather_late_parameters(state)  # the first iteration of `train` gathers nothing
             self._reset(config, state, done)
             self._training.finalize_model_grads = config.finalize_model_grads_func  # 0.18 sets its own in `train`
             iterators = self._batches.training_after(done), self._batches.validation_after(done)
@@ -140,6 +140,7 @@ class AttachedLoop:
         """Reset Megatron-LM's globals to the values that `train` expects when it begins after iteration `done`."""
         args, consumed = self._training.get_args(), self._batches.consumed
         args.iteration = args.curr_iteration = done
+        # `train` sets them itself, and asserts that there is no `no_sync_func` before
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
         if args.num_experts:
             self._training.get_moe_metrics_tracker().clear()

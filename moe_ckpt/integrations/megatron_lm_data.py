@@ -43,6 +43,7 @@ class IterationBatches:
         datasets = self._build_datasets(*arguments, **options)
         if self._is_external:
             train, valid, *rest = datasets
+            # evaluations come after the next iteration's start has been saved, with the generators as they are then
             datasets = (self._kept(train), self._kept(valid, moves_generators=False), *rest)
         self._train.append(datasets[0])
         self._valid.append(datasets[1])

@@ -39,7 +39,7 @@ def attach(base: Any, worker: Worker, settings: RunSettings, folder: RunFolder) 
     mark_attached(base)
     route_groups()
     attachment = Attachment(worker, settings, folder)
-    trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)
+    trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)  # keeps methods that are replaced below
     base.get_forward_backward_func = attachment.observing(base.get_forward_backward_func)
     trainer.__init__ = _checked(trainer.__init__, settings)
     trainer._prepare_data_iterator = _method(loop.data_iterators)

@@ -62,7 +62,7 @@ class SwiftBatches(RandomAccess):
 
     def _passes(self, loader: Any, position: int) -> Iterator[tuple[bool, Iterator[Any]]]:
         """Yield iterators over passes from a position on, each with whether it stands at the beginning of its pass."""
-        sampler = copy.copy(loader.batch_sampler)
+        sampler = copy.copy(loader.batch_sampler)  # samplers count the samples that they have given
         while True:
             indices = iter(sampler)
             skipped = 0

@@ -151,6 +151,7 @@ class RankTraining:
         """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
 
         def run(**options: Any) -> Any:
+            # both: schedules refuse a communicator without groups
             options |= {"p2p_communicator": self.communicator, "pg_collection": self._groups}
             outputs = forward_backward(**options)
             if not options.get("forward_only"):
@@ -166,9 +167,9 @@ class RankTraining:
         rollback.
         """
         started_s, before = time.monotonic(), self.communicator.observed
-        self._batches.iteration_started(number, self.session.oldest_start)
+        self._batches.iteration_started(number, self.session.oldest_start)  # first: the session saves the position
         self.session.iteration_started(number)
-        self._batches.draw_seeds(number)
+        self._batches.draw_seeds(number)  # after generators are saved: a replay restores them, and draws again
         machine = get_rerun_state_machine()
         run_again = machine.should_run_forward_backward
 
@@ -183,6 +184,7 @@ class RankTraining:
         def require_advanced(increment: int) -> None:  # the first half of the step has advanced the schedule already
             assert increment == moved_by, f"the schedule moved by {moved_by} samples, wanted {increment}"
 
+        # loops call it once gradients are reduced, and before the optimizer's step; the attribute hides the method
         machine.should_run_forward_backward = run_again_or_go_on
         try:
             split = Stepping(self.state.optimizer, lambda: self._step(number))
@@ -203,6 +205,7 @@ class RankTraining:
         loss = mean_over_job(self._losses)
         self._losses = ()
         self.session.loss_known(iteration, loss)
+        # before the vote: a rank that is cut off after it takes the step in the next generation, and logs it then
         self._prepared = describe_step(self.state, iteration, loss, gradients)
         if not self.session.gradients_ready(iteration, gradients):
             raise RolledBackError(iteration - 1)
@@ -215,7 +218,7 @@ class RankTraining:
         gradients, self._gradients = self._gradients, None
         apply_update(self.state, gradients)
         advance_schedule(self.state, gradients)
-        self.session.update_applied(iteration)
+        self.session.update_applied(iteration)  # before the gather: if that is cut off, only the gather is repeated
         gather_parameters(self.state)
         return not gradients.overflow, gradients.total_norm, None
 
@@ -288,9 +291,10 @@ class Stepping:
 def reset_loop(timers: Any, state: TrainingState) -> None:
     """Reset Megatron's rerun machine, timers and hooks to their state at the beginning of a loop."""
     machine = get_rerun_state_machine()
+    # cut off in a pass, the machine would take its next call for the end of that pass, and run none
     machine.state, machine.data_iterator_checkpoints = RerunState.NOT_RUNNING_YET, None
     for timer in timers._timers.values():
-        if timer._started:
+        if timer._started:  # a timer that still runs fails at its next start
             timer.stop()
         timer.reset()
     for chunk in state.model:

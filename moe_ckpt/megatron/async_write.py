@@ -61,7 +61,7 @@ class PlannedWrite:
         writing = self._storage.write_data(self._planner.finish_plan(self._plan), self._planner)
         writing.wait()
         results = writing.value()
-        self._planner.require_wanted()
+        self._planner.require_wanted()  # no save begins until an abandoned one has ended: it reads nothing back
         names = {str(result.storage_data.relative_path) for result in results}
         return Written(results=results, files=seal_files(self._directory, names))
 
@@ -77,6 +77,7 @@ class PlannedWrite:
         Returns this rank's files. Raises CheckpointSaveError on all ranks if a write failed on any.
         """
         with self._failing_as_save():
+            # `written` raises in here, where torch hands an error on to all ranks; outside the others would wait
             self._ranks.all_reduce("write", lambda: written().results, self._finish_of_all)
         return written().files
 
@@ -106,6 +107,7 @@ class _Planner(MCoreSavePlanner):
     """Megatron's planner, for a write that may be abandoned."""
 
     def __init__(self) -> None:
+        # as Megatron's planner asserts: of several copies of a tensor, one rank alone names it in its content
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._is_abandoned = threading.Event()
 

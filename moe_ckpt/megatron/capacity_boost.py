@@ -70,6 +70,7 @@ class BoostedRouter(TopKRouter):
         with self._without_capacity():
             probabilities, wanted = super().routing(logits, padding_mask=padding_mask)
         kept = self._keep(probabilities.detach(), wanted, self._capacity_for(wanted))
+        # with the tokens that are kept: Megatron's own call in `routing` would have counted those that are dropped
         self._apply_expert_bias(kept, padding_mask=padding_mask)
         return probabilities * kept, kept
 
@@ -77,7 +78,7 @@ class BoostedRouter(TopKRouter):
     def _without_capacity(self) -> Iterator[None]:
         """Keep Megatron from dropping tokens, and from counting tokens for the bias that will be dropped."""
         config, counts = self.config, self.enable_expert_bias
-        self.config = copy.copy(config)
+        self.config = copy.copy(config)  # all modules of the model share the other one
         self.config.moe_expert_capacity_factor = None
         self.enable_expert_bias = False
         try:
@@ -98,10 +99,8 @@ class BoostedRouter(TopKRouter):
         return capacity
 
     def _next_share(self) -> tuple[IntArray, bool]:
-        """Return the share for this micro-batch, and whether the router sees it for the second time.
-
-        Backward takes micro-batches in the order of forward, so recomputation meets them in that order, too.
-        """
+        """Return the share for this micro-batch, and whether the router sees it for the second time."""
+        # backward, which recomputes activations, takes micro-batches in the order of forward: a second count suffices
         is_recomputed = torch._C._current_graph_task_id() != -1
         micro_batch = self._num_recomputed if is_recomputed else self._num_forwards
         self._num_recomputed += is_recomputed
@@ -114,6 +113,7 @@ class BoostedRouter(TopKRouter):
         """Return the tokens that each expert keeps: those that Megatron would keep at that capacity."""
         num_tokens, num_experts = wanted.shape
         kept = torch.zeros_like(wanted)
+        # Megatron drops at one capacity for all experts: once at each, and each expert takes the result at its own
         for tokens in np.unique(capacity):
             at_equal_capacity = apply_router_token_dropping(
                 probabilities,

@@ -35,6 +35,7 @@ class _CudaNamesOnCpu(TorchFunctionMode):
         if func in _DEVICE_METHODS:  # called in few of the thousand calls of an iteration
             if func is torch.Tensor.cuda:
                 return args[0]
+            # Megatron asserts that gradients to be clipped are of type `torch.cuda.FloatTensor`
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
                 return func(*args).replace("torch.", "torch.cuda.", 1)
             if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

@@ -81,7 +81,7 @@ class MegatronDurableState:
 
     def start_save(self, directory: Path, iteration: int) -> None:
         assert not self.is_writing(), "one save at a time"
-        gather_late_parameters(self._state)
+        gather_late_parameters(self._state)  # else weights beyond this rank's shard are those of an earlier step
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
         sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
         self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))
@@ -100,7 +100,7 @@ class MegatronDurableState:
             if not wait:
                 return None
             futures.wait([writing], timeout=_LOOK_AGAIN_S)  # then meet the others, or learn that some are lost
-        self._save = None
+        self._save = None  # also where finish raises: a failed save is over
         return planned.finish(writing.result)
 
     def abandon_save(self) -> None:
@@ -116,7 +116,7 @@ class MegatronDurableState:
         num_ranks = resharded_from.world_size if resharded_from else None
         iterations = gather_results(TorchRanks(), lambda: self._load(directory, num_ranks), CheckpointLoadError)
         if any(is_fp8_parameter(parameter) for chunk in self._state.model for parameter in chunk.parameters()):
-            gather_parameters(self._state)
+            gather_parameters(self._state)  # a checkpoint has no payloads: they follow from masters, over all ranks
         if num_ranks is not None and any(map(is_rounded, self._state.inner_optimizers)) and dist.get_rank() == 0:
             _log.warning("%s: %s", directory, _OTHER_SCALES)
         return iterations[0]
@@ -177,10 +177,7 @@ def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
 
 
 def _begin(call: Callable[[], T], *, in_background: bool) -> Future[T]:
-    """Call now, or in a separate thread, for which neither another save nor the end of the process waits.
-
-    An error of the call is raised when the result is read.
-    """
+    """Call now, or in a separate thread. An error of the call is raised when the result is read."""
     outcome: Future[T] = Future()
     device = torch.cuda.current_device()
 
@@ -193,6 +190,7 @@ def _begin(call: Callable[[], T], *, in_background: bool) -> Future[T]:
             outcome.set_exception(error)
 
     if in_background:
+        # a daemon, and no pool: neither another save nor the end of the process waits for it
         threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
     else:
         run()

@@ -53,6 +53,7 @@ def to_fp8(
     """
     largest, values = torch.finfo(dtype).max, values.detach().float()
     absmax = values.abs().amax().reshape(1) if block is None else _largest_of_blocks(values, block)
+    # the least power of two with which the largest value fits: a mantissa of 0.5 is a power of two itself
     mantissa, exponent = torch.frexp(absmax / largest)
     scale = torch.exp2((exponent - (mantissa == 0.5).int()).float().clamp_(-126.0, 127.0))
     scale = torch.where(absmax > 0, scale, 1.0)
@@ -205,8 +206,9 @@ class DelayedScaling:
             return gradient
 
         def entered(_: Any, arguments: Any, options: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # an evaluation moves no scale, as in Transformer Engine
                 return None
+            # the gradient of the first layer's input is the last one of a backward pass
             hidden, *rest = arguments or (options.pop("hidden_states"),)
             return (_Passed.apply(hidden, None, backward_ends), *rest), options
 
@@ -293,7 +295,7 @@ def multiplying_fp8(function: Callable[..., torch.Tensor]) -> Callable[..., torc
 
     def multiply(input: torch.Tensor, weight: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         roundings = _roundings(weight)
-        if roundings is None or not input.numel():
+        if roundings is None or not input.numel():  # an expert without tokens has no largest value
             return function(input, weight, *arguments, **options)
         rounded = [_Passed.apply(input, roundings.input, None), _Passed.apply(weight, roundings.weight, None)]
 

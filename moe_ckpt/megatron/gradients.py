@@ -1,7 +1,7 @@
 """A step of torch's Adam as numbers with which another process can take the same step.
 
-Owns: the numbers of the coming step, and its gradients. Must not: take it. Megatron advances learning rate and weight
-decay right after a step; clipped gradients stay until the next iteration.
+Owns: the numbers of the coming step, and its gradients. Must not: take it. Clipped gradients stay until the next
+iteration.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ _CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "f
 
 
 def repeats_on_a_host(master: torch.Tensor) -> bool:
-    """Return whether a process without a GPU can take Adam's step of these master weights bit for bit.
-
-    On a GPU the kernels use fused multiply-adds: a peer's step would differ from the rank's own by the last bits, each
-    time after gradients had been sent for it.
-    """
+    """Return whether a process without a GPU can take Adam's step of these master weights bit for bit."""
+    # kernels of a GPU use fused multiply-adds: a peer's step differs in its last bits, after gradients were sent for it
     return master.device.type == "cpu"
 
 
@@ -42,6 +39,7 @@ class AdamSteps:
     def note(self, iteration: int, *, overflow: bool) -> None:
         """The step of `iteration` follows, or is skipped because of an `overflow`."""
         self._iteration, self._known = None if overflow else iteration, None
+        # copies of numbers: Megatron advances learning rate and weight decay right after the step
         self._groups = [
             (inner, group["params"], {name: value for name, value in group.items() if name != "params"})
             for inner in self._optimizers
@@ -84,5 +82,6 @@ def _step(inner: Any, master: torch.Tensor, numbers: Mapping[str, Any]) -> AdamS
         eps=float(numbers["eps"]),
         weight_decay=float(numbers["weight_decay"]),
         decoupled=isinstance(inner, torch.optim.AdamW) or bool(numbers.get("decoupled_weight_decay")),
+        # the step has been taken, and has counted itself
         steps=float(inner.state[master]["step"]) - 1,
     )

@@ -45,6 +45,7 @@ class GroupedLinear(torch.nn.Module):
         for index in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
             init_method(weight.data)
+            # Megatron's mark: false keeps the weight out of reductions over ranks that hold other experts
             weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
         self._multiply = fp8_linear.multiplying_fp8(F.linear)
@@ -68,6 +69,7 @@ class GroupedLinear(torch.nn.Module):
             offsets = (*sharded_offsets, (len(sharded_offsets), first + index, num_experts))
             sharded = make_sharded_tensors_for_checkpoint({f"{prefix}weight": weight}, "", {}, offsets)
             found[f"{prefix}weight{index}"] = entry = sharded[f"{prefix}weight"]
+            # with the data-parallel rank that Megatron puts in, only the first rank's experts would have a main copy
             entry.replica_id = (*entry.replica_id[:2], self._groups.expt_dp.rank())
         return found
 

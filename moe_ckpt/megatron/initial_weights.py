@@ -28,7 +28,7 @@ def synchronize_fresh(state: TrainingState) -> None:
     fp8 = [each for chunk in state.model for each in chunk.parameters() if is_fp8_parameter(each)]
     masters = [master for each in fp8 if (master := getattr(each, "main_param", None)) is not None]
     kept = [(master, master.clone()) for master in masters]
-    for optimizer in state.inner_optimizers:
+    for optimizer in state.inner_optimizers:  # their masters are of weights before the broadcast
         cast("Any", optimizer).reload_model_params()
     for master, values in kept:  # made of the values that parameters had before they were cast to FP8
         master.copy_(values)
@@ -44,7 +44,7 @@ def broadcast_parameters(chunk: torch.nn.Module) -> None:
         group = replicas_of(parameter)
         before = [tensor.clone() for tensor in weights_of(parameter)] if is_fp8_parameter(parameter) else []
         for tensor in weights_of(parameter):
-            received = tensor.contiguous()
+            received = tensor.contiguous()  # a view of some blocks' scales is not
             dist.broadcast(received, src=dist.get_global_rank(group, 0), group=group)
             tensor.copy_(received)
         same = all(map(torch.equal, before, weights_of(parameter)))

@@ -56,8 +56,7 @@ class KeptBatches:
     A loader that also has `state_dict` and `load_state_dict` goes on in a new process from its state. All others are
     read from their beginning there, and have to give the same micro-batches again. For one thread.
 
-    `moves_generators`: a read may move the process's generators; else they are afterwards as before. Evaluations need
-    that: they come after the start of the next iteration has been saved.
+    `moves_generators`: a read may move the process's generators; else they are afterwards as before.
     """
 
     def __init__(self, loader: Any, *, limit_bytes: int, moves_generators: bool = True) -> None:
@@ -85,6 +84,7 @@ class KeptBatches:
             self._catch_up()
         kept = self._kept.get(self.position)
         if kept is None:
+            # evaluations read after the next iteration's start has been saved: a recovery would not repeat their draws
             with contextlib.nullcontext() if self._moves_generators else _generators_kept():
                 batch = self._read()
             self._make_room()
@@ -147,9 +147,11 @@ class KeptBatches:
         self._began = {begun: position for begun, position in self._began.items() if begun >= known}
         self._drop_before(oldest)
         earlier = [mark for mark in self._marks if mark.position < oldest]
+        # and one more: a new process that goes on at the oldest start needs a mark before it
         self._marks = [*earlier[-1:], *(mark for mark in self._marks if mark.position >= oldest)]
 
     def _state(self) -> Any:
+        # a copy: `state_dict` may return objects that later reads change
         return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
 
     def _checksum_here(self) -> int:
@@ -163,7 +165,8 @@ class KeptBatches:
         return before.checksum
 
     def _mark_here(self) -> _Mark:
-        """Return a mark before the position: what opening a loader draws from generators falls before it, too."""
+        """Return a mark before the position."""
+        # strictly before: opening a loader may draw from generators, and only reads up to the position put them back
         earlier = [mark for mark in self._marks if mark.position < self.position]
         if self._restored and self._restored[0] == self.position and self.position > self._head:
             return self._restored[2]  # nothing has been read since
@@ -178,6 +181,7 @@ class KeptBatches:
             self._loader.load_state_dict(copy.deepcopy(mark.state))
             self._head, self._checksum, self._marks = mark.position, mark.checksum, [mark]
             self._drop_before(max(self._kept, default=0) + 1)
+        # the generators of this start have those draws behind them already
         with _generators_kept():
             while self._head < self.position:
                 self._read()
@@ -232,6 +236,7 @@ def _checked(batch: Any, checksum: int) -> tuple[int, int]:
     """Return the checksum that goes on with a batch, and the batch's bytes."""
     if isinstance(batch, torch.Tensor):
         content = batch.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        # type and shape, too: the same bytes may be other numbers
         named = zlib.crc32(f"{batch.dtype}{tuple(batch.shape)}".encode(), checksum)
         return zlib.crc32(memoryview(cast("Any", content)), named), batch.nbytes
     if not isinstance(batch, dict | list | tuple):
@@ -259,6 +264,7 @@ def _packed(state: Any) -> dict[str, torch.Tensor]:
         if isinstance(value, tuple):
             return {_TUPLE: [plain(each) for each in value]}
         wanted = "dictionaries with names for keys, lists, tuples, numbers, strings and tensors"
+        # exact types: NumPy's float64 is a float, and would come back as another one
         require(value is None or type(value) in (bool, int, float, str), "state_dict of the data loader", value, wanted)
         return value
 

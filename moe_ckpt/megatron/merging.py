@@ -22,6 +22,7 @@ def merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup,
     for tensor, start, end in pieces:
         tensor[:start].zero_()
         tensor[end:].zero_()
+    # bytes and no numbers: -0.0 + 0.0 is 0.0, and a NaN may come back with other bits
     for chunk in chunks_of([tensor.view(torch.uint8) for tensor, _, _ in pieces], limit_bytes):
         num_chunks += 1
         merged = torch.cat(chunk)

@@ -51,7 +51,7 @@ class GradientMirror:
         _require_capturable(state)
         of_groups: dict[ElasticGroup, _Reduction] = {}
         for bucket, group in _buckets(state):
-            if group.size() > 1:
+            if group.size() > 1:  # else no gradient crosses the network
                 of_groups.setdefault(group, _Reduction(group=group)).buckets.append(bucket)
         self._reductions = list(of_groups.values())
         wanted = f"at least 2 {_WANTED}: no gradients cross the network"
@@ -71,7 +71,7 @@ class GradientMirror:
             each.name = name.numpy().tobytes().hex()
             mine = mark_of(bytes.fromhex(each.name), each.group.size(), each.group.rank())
             dist.all_reduce(torch.frombuffer(bytearray(mine), dtype=torch.uint8), dist.ReduceOp.MAX, group=each.group)
-            each.num_operations = each.group.num_operations
+            each.num_operations = each.group.num_operations  # after the mark's own, which belong to no iteration
 
     def sums(self) -> tuple[MirroredSums, ...]:
         return tuple(map(_sums_since, self._reductions))
@@ -91,6 +91,7 @@ class GradientMirror:
         for number, reduction in enumerate(self._reductions):
             for index, bucket in enumerate(reduction.buckets):
                 if owned.parameter in bucket.params:
+                    # by address: Megatron's gradients are views of their bucket's memory
                     gradient = cast("Any", owned.parameter).main_grad
                     offset = gradient.data_ptr() - bucket.grad_data.data_ptr()
                     start, rest = divmod(offset, bucket.grad_data.element_size())

@@ -147,7 +147,8 @@ class RankOperators:
                 _give_type_of_saved(parts, key, tensor)
                 copy_part(parts, key, tensor)
         _cast_masters(each for each in loaded if str(each.operator) in full and each.derives_compute)
-        _make_whole(loaded, full)
+        _make_whole(loaded, full)  # after the casts, which write only the elements whose masters this rank has
+        # last: the copy that backward reads is made of the whole payload
         fp8_parameters.refresh(each.parameter for each in loaded)
 
     def digests(self) -> dict[str, str]:
@@ -162,18 +163,18 @@ class RankOperators:
     def freeze(self, frozen: Collection[str]) -> None:
         """Let the weights of these operators skip their gradients, and all others compute them.
 
-        The embedding always computes its own, so that every rank runs backward through all its layers: the exchanges of
-        tokens there are collective. Grouped experts skip theirs only all together. None is skipped if gradients are
-        reduced during backward, as Megatron waits for all of them, or if the script itself has frozen parameters: then
-        no embedding may be there to lead all ranks through backward. The optimizer skips all frozen operators in any
-        case: see `drop_frozen_gradients`.
+        The optimizer skips all frozen operators in any case: see `drop_frozen_gradients`.
         """
         self._frozen = frozenset(frozen)
         trained = [owned for owned in self.parameters if owned.is_trained]
         overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
+        # Megatron waits for all gradients that it reduces during backward. And where the script has frozen parameters,
+        # no embedding may be there to lead all ranks through backward
         all_compute = overlapped or len(trained) < len(self.parameters)
+        # a grouped layer asks its first weight alone whether gradients are computed: experts skip theirs all together
         needed = {grouped_name(owned.name) for owned in trained if str(owned.operator) not in frozen}
         for owned in trained:
+            # the embedding always: a rank without one skips backward, and its peers wait for it to exchange tokens
             computes = owned.operator.kind is OperatorKind.EMBEDDING or grouped_name(owned.name) in needed
             owned.parameter.requires_grad_(all_compute or computes)
 
@@ -182,7 +183,7 @@ class RankOperators:
         for owned in self.parameters:
             if owned.is_trained and str(owned.operator) in self._frozen and owned.start < owned.end:
                 updated = updated_tensor(owned.trained_by, owned.parameter)
-                updated.grad = None
+                updated.grad = None  # zeros would still decay moments and weights
                 if hasattr(updated, "decoupled_grad"):
                     cast("Any", updated).decoupled_grad = None
 
@@ -218,11 +219,11 @@ def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
 def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Parameter]:
     """Return the model's parameters that an inner optimizer updates, on any rank."""
     inner: Any = optimizer
-    if getattr(inner, "is_stub_optimizer", False):
+    if getattr(inner, "is_stub_optimizer", False):  # Megatron gives a stub no buffers
         return []
-    if isinstance(optimizer, DistributedOptimizer):
+    if isinstance(optimizer, DistributedOptimizer):  # groups have only parameters of which this rank has a shard
         return [parameter for buffer in inner.buffers for parameter in buffer.params]
-    if hasattr(inner, "float16_groups"):
+    if hasattr(inner, "float16_groups"):  # groups of the inner optimizer have the FP32 masters of these
         return [parameter for group in inner.float16_groups + inner.fp32_from_fp32_groups for parameter in group]
     return [parameter for group in inner.param_groups for parameter in group["params"]]
 
@@ -231,7 +232,7 @@ def _owned_range(
     parameter: torch.nn.Parameter, optimizer: MegatronOptimizer | None, replicas: dist.ProcessGroup
 ) -> tuple[int, int]:
     if isinstance(optimizer, DistributedOptimizer):
-        if parameter not in optimizer.model_param_group_index_map:
+        if parameter not in optimizer.model_param_group_index_map:  # all of its elements are in other ranks' shards
             return 0, 0
         owned = optimizer._get_model_param_range_map(parameter)["param"]
         return owned.start, owned.end
@@ -269,12 +270,10 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
 
 
 def _give_type_of_saved(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
-    """Give a buffer the type of the saved one, where Megatron itself changes it.
-
-    The first pass of a new model widens 16-bit buffers to float32. So a new model may load a later state, and ranks
-    that have trained go back to the state before their first pass.
-    """
+    """Give a buffer the type of the saved one, where Megatron itself changes it."""
     part = parts.get(key)
+    # a router's first pass widens its 16-bit biases to float32: a new model may load a later state, and ranks that have
+    # trained may go back to the state before that pass
     if part is not None and {part.dtype, buffer.dtype} in _WIDENED:
         buffer.data = buffer.data.to(part.dtype)
 
@@ -284,7 +283,7 @@ def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None
     tensors: dict[dist.ProcessGroup, list[tuple[torch.Tensor, int, int]]] = {}
     for owned in loaded:
         copies = [owned.weights()]
-        if str(owned.operator) in full and not owned.is_sharded:
+        if str(owned.operator) in full and not owned.is_sharded:  # of a shard no other rank has a copy
             copies = [*copies, *owned.optimizer_state().values()]
         tensors.setdefault(owned.replicas, []).extend((copy, owned.start, owned.end) for copy in copies)
     for group, pieces in tensors.items():

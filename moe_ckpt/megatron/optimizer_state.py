@@ -123,13 +123,11 @@ def step_count(optimizer: MegatronOptimizer) -> float:
 
 
 def write_step_count(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, steps: float) -> None:
-    """Set the number of updates of a parameter; fused Adams count for all of them together.
-
-    The count gets a tensor of its own: a load that was cut off may have given one tensor to all parameters.
-    """
+    """Set the number of updates of a parameter; fused Adams count for all of them together."""
     inner: Any = torch_optimizer(optimizer)
     if inner is not None and counts_steps_per_parameter(optimizer):
         slots = inner.state[updated_tensor(optimizer, parameter)]
+        # a new tensor: Megatron's load, if it was cut off, has given one tensor to all parameters
         slots["step"] = torch.full_like(slots["step"], steps)
         return
     for group in inner.param_groups if inner else []:

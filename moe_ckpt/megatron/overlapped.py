@@ -26,6 +26,7 @@ def shards(optimizers: Iterable[MegatronOptimizer]) -> dict[torch.nn.Parameter, 
     for optimizer in optimizers:
         inner: Any = optimizer
         if isinstance(optimizer, DistributedOptimizer) and not inner.is_stub_optimizer:
+            # also parameters without an element in this rank's shard: this rank gathers all of them in forward
             found |= {parameter: slice(0, 0) for buffer in inner.buffers for parameter in buffer.params}
             for parameter in inner.model_param_group_index_map:
                 held = inner._get_model_param_range_map(parameter)["param"]
@@ -34,16 +35,15 @@ def shards(optimizers: Iterable[MegatronOptimizer]) -> dict[torch.nn.Parameter, 
 
 
 def forget_communication(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let the wrapper begin as a new one does: no collective is under way, and the order of gradients is unknown.
-
-    A pass that was cut off leaves handles behind. And a replaced rank reduces its first gradients at the end of its
-    first pass, in another order of buckets than a rank that already overlaps: all ranks of a stage have to begin anew.
-    """
+    """Let the wrapper begin as a new one does: no collective is under way, and the order of gradients is unknown."""
     for group in bucket_groups(chunks):
+        # a pass that was cut off leaves handles behind, and the next one would wait for them
         group.grad_reduce_handle = group.param_gather_handle = None
         group.param_gather_dispatched = group.grad_reduce_finished = False
         group.golden_per_param_grad_ready_counts = {}
         group.per_param_grad_ready_counts = {}
+        # a replaced rank reduces its first gradients at the end of its first pass; a rank that overlaps already would
+        # reduce buckets in another order
         group.is_first_batch = group.is_last_microbatch = True
 
 

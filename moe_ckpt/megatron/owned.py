@@ -99,11 +99,13 @@ class OwnedParameter:
         if steps is None or not self.derives_compute:
             self._load_compute(parts)
         elif state and not is_fp8_parameter(self.parameter):
+            # rounded by `copy_`, as Megatron rounds its masters: the same bits
             self.weights()[self.start : self.end].copy_(master_values(state)[self._held()])
         if steps is not None and state:
             write_step_count(self.trained_by, self.parameter, steps)
 
     def _load_compute(self, parts: Mapping[PartKey, torch.Tensor]) -> None:
+        # into new memory: the pieces of a weight that forward passes round are no view of the parameter
         loaded = {key.role: torch.empty_like(tensor) for key, tensor, _ in self._compute_pieces()}
         for role, tensor in loaded.items():
             copy_part(parts, self.key(role), tensor)
@@ -145,6 +147,7 @@ class OwnedParameter:
     def clipped_by(self, total_norm: float | None) -> float:
         """Return the factor by which Megatron multiplies the gradient before the step, for a norm over all ranks."""
         most = self.trained_by.config.clip_grad
+        # Megatron's expression and constant: another order of operations has other last bits
         scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
         return scale if scale < 1.0 else 1.0
 
@@ -162,7 +165,7 @@ class OwnedParameter:
 
     def _state_pieces(self) -> Iterator[Piece]:
         for role, tensor in self.optimizer_state().items():
-            if role != scaled_role(role):
+            if role != scaled_role(role):  # a scale: each rank has its own, of its own part
                 yield self.key(role), tensor, (0, 1)
             else:
                 yield self.key(role), tensor[self._held()], (self.start, self.end)
@@ -199,6 +202,7 @@ class OwnedBuffer:
 def copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor) -> None:
     """Copy one part of a snapshot. Raises CheckpointLoadError if it is missing or differs in size or type."""
     part = parts.get(key)
+    # types, too: `copy_` converts without an error, and a state of another format would be rounded
     if part is None or part.numel() != target.numel() or part.dtype != target.dtype:
         got = "nothing" if part is None else f"{part.numel()} elements of {part.dtype}"
         raise CheckpointLoadError(f"{key}: got {got}, wanted {target.numel()} elements of {target.dtype}")

@@ -54,6 +54,7 @@ class StageCommunicator(P2PCommunicator):
     def tensor_bytes(self, num_tokens: int) -> int:
         """Return the bytes that cross a stage boundary for a micro-batch of this many tokens."""
         config: Any = self.config
+        # a sequence-parallel rank sends its own part of each sequence
         num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return num_tokens // num_shards * config.hidden_size * config.pipeline_dtype.itemsize
 
@@ -79,7 +80,7 @@ class StageCommunicator(P2PCommunicator):
         tensor_shape: Any,
         **options: Any,
     ) -> Any:
-        self._observe(tensor_send_next, tensor_send_prev)
+        self._observe(tensor_send_next, tensor_send_prev)  # logged in replays as well: a later fault needs it again
         before, after = self._from_previous, self._from_next
         live = {
             "tensor_send_next": tensor_send_next if after is None else None,
@@ -116,4 +117,4 @@ class StageCommunicator(P2PCommunicator):
             shape = (stored.numel() // (self.rows * row_bytes), self.rows, hidden_size)
         tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
         tensor.view(-1).view(torch.uint8).copy_(stored)
-        return tensor.requires_grad_()
+        return tensor.requires_grad_()  # as Megatron's receive buffers: the stage before gets the gradient

@@ -69,6 +69,7 @@ def front_to_back(operator: OperatorId) -> tuple[int, ...]:
     """Return a sort key: embedding, layers (block, gate, experts), final norm, MTP modules, output."""
     in_layer = operator.layer is not None
     section = OperatorKind.BLOCK if in_layer else operator.kind
+    # 5 for MTP modules: between the final norm, 4, and the output, 6
     after_decoder = 2 * _SECTIONS.index(section) + (3 if operator.mtp_depth is not None else 0)
     kind = list(OperatorKind).index(operator.kind)
     return (after_decoder, operator.mtp_depth or 0, operator.layer or 0, kind, operator.expert or 0)

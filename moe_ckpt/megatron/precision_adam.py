@@ -141,7 +141,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over settings, and states as they are stored: torch's own would cast them to the parameters' type."""
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({**state_dict, "state": {}})  # groups only
         for index, param in enumerate(each for group in self.param_groups for each in group["params"]):
             for name, payload in state_dict["state"].get(index, {}).items():
                 if name not in self.state[param]:
@@ -153,7 +153,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         """Take one step with the gradients that are there."""
         loss = closure() if closure else None
         for group in self.param_groups:
-            if not group["params"]:
+            if not group["params"]:  # FusedAdam counts no steps of an empty group
                 continue
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
@@ -189,7 +189,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             return
         self.set_scaled_state(param, MASTER_PARAM, master)
         dtype = self.state[param][MASTER_PARAM].dtype
-        if dtype != torch.int16:
+        if dtype != torch.int16:  # a weight with a remainder has been stored together with it
             param.copy_(self.get_unscaled_state(param, MASTER_PARAM) if dtype == E4M3 else master)
 
     def _has_remainder(self, param: torch.Tensor) -> bool:

@@ -122,13 +122,14 @@ class StageReplay:
             with self._communicator.replaying(ends), self._sums.replaying(None if whole_model else record):
                 self._forward_backward(record.iteration)
             unscale_gradients(self._state)
+            # after it: Megatron makes the optimizer's gradients of the model's there, also those of frozen operators
             self._operators.drop_frozen_gradients()
             before_update()
             self.update(record.gradients)
             self.gather()
         finally:
             config.timers, config.param_sync_func = timers, gather
-        advance_scalers(self._state, record.gradients)
+        advance_scalers(self._state, record.gradients)  # last: forward and unscaling use the scale before the step
 
     def abandon_pass(self) -> None:
         """Clean up after a pass that was cut off: Megatron's globals, and modules in evaluation mode."""
@@ -153,8 +154,7 @@ class _StageSums:
     """The sums over stages that finish an iteration's gradients.
 
     They are the gradient of a word embedding that first and last stage share, and the number of tokens by which a loss
-    per token divides all gradients. Megatron's schedules compute both in one function at the end of all micro-batches,
-    after each stage has reduced its own gradients: that function is wrapped here.
+    per token divides all gradients.
     """
 
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
@@ -165,9 +165,10 @@ class _StageSums:
         self._owned = next(tied, None)
         self._logged: StepRecord | None = None
         config = cast("Any", state.model[0]).config
-        if self._owned is not None:
+        if self._owned is not None:  # only on these stages: without local synchronization all ranks would have to call
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if self._owned is not None or config.calculate_per_token_loss:
+            # schedules call it once, after all micro-batches: it reduces a stage's own gradients, then sums over stages
             self._finalize = config.finalize_model_grads_func
             config.finalize_model_grads_func = self._finalize_observed
 
@@ -202,13 +203,15 @@ class _StageSums:
             self._finalize(model, num_tokens, pg_collection=groups, **options)
             self._tokens = num_tokens  # Megatron sums them in place
         else:
-            self._finalize_logged(model, self._logged, copy.copy(groups), **options)
+            self._finalize_logged(model, self._logged, copy.copy(groups), **options)  # the caller keeps its groups
         if self._owned is not None:
             self._copied = PendingCopy(self._gradient())  # hundreds of MB: the device is not there yet
 
     def _finalize_logged(self, model: Any, logged: StepRecord, groups: Any, **options: Any) -> None:
         if self._owned is not None:
+            # Megatron skips a group of one; with None it would take the job's
             groups.embd = cast("dist.ProcessGroup", self._alone)
+        # no tokens: Megatron would fetch them from the last stage, which may not take part
         self._finalize(model, None, pg_collection=groups, **options)
         num_tokens = logged.gradients.num_tokens
         if num_tokens is not None:  # in Megatron's types and order of operations, for the same bits
@@ -216,6 +219,7 @@ class _StageSums:
             for chunk in model:
                 chunk.scale_gradients(1.0 / torch.clamp(self._tokens, min=1))
         if self._owned is not None:
+            # after the division: the logged gradient is divided already
             assert logged.tied_gradient is not None, logged.iteration
             self._gradient().copy_(logged.tied_gradient)
 
@@ -287,12 +291,7 @@ def _require_known_parameters(state: TrainingState) -> None:
 
 
 def _require_cast_by_megatron(state: TrainingState, chunk: torch.nn.Module) -> None:
-    """Raise ConfigError unless Megatron holds the masters of FP8 parameters and casts them.
-
-    FusedAdam, where it holds them, sets the scale of a parameter on ranks only that keep a part of its master, and
-    takes 16-bit remainders for masters; with FP16 masters and a recipe other than delayed Megatron gives it no
-    parameters at all.
-    """
+    """Raise ConfigError unless Megatron holds the masters of FP8 parameters and casts them."""
     gather = cast("Any", chunk).ddp_config.fp8_param_gather
     require(gather, "snapshots in memory: ddp_config.fp8_param_gather", gather, "True where parameters are FP8")
     late = gathers_in_forward(chunk)
@@ -304,4 +303,6 @@ def _require_cast_by_megatron(state: TrainingState, chunk: torch.nn.Module) -> N
             "FP32 where parameters are FP8, and with use_precision_aware_optimizer fp8_recipe tensorwise or blockwise"
         )
         got = f"{optimizer.config.main_params_dtype} in FusedAdam"
+        # FusedAdam sets the scale of a parameter on ranks only that keep a part of its master, and takes 16-bit
+        # remainders for masters; with FP16 masters and a recipe other than delayed Megatron gives it no parameters
         require(not holds_masters(optimizer), "snapshots in memory: main_params_dtype", got, wanted)

@@ -66,6 +66,7 @@ class Reshard:
         """
         parts = loaded.pop(_SAVED_BUFFERS, {})
         buffers = broadcast_result(TorchRanks(), lambda: merge_buffers(parts.values()), CheckpointLoadError)
+        # the others are in the loaded part, and `merge` refuses a value that is there twice
         _, persistent = extract_nonpersistent(self._here["optimizer"])
         unsharded = extract_sharded_base(persistent)[1]  # what is beside tensors: groups, their settings, loss scalers
         optimizer = cast("dict[Any, Any]", merge(unsharded, loaded.pop(_OPTIMIZER)))

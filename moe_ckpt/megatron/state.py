@@ -32,7 +32,7 @@ from moe_ckpt.snapshot.host_transfers import TRANSFERS
 BUFFERS, RNG_STATE, STORED_STATES, DATA = "buffers", "rng_state", "stored_states", "data"  # per-rank parts
 _SHARDING_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
-    "chained_optim_avoid_prefix": True,
+    "chained_optim_avoid_prefix": True,  # names without an optimizer's number: layouts differ in how many there are
 }
 
 
@@ -83,7 +83,7 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"optimizer{index}.scaler.{key}", value
     yield "scheduler.num_steps", torch.tensor(state.scheduler.num_steps)
     yield "rng.cpu", torch.get_rng_state()
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # else the CPU stand-in's "CUDA" generator is the CPU's, which is there already
         yield "rng.cuda", torch.cuda.get_rng_state()
     for name, rng_state in sorted(_rng_tracker().get_states().items()):
         yield f"rng.{name}", rng_state
@@ -109,6 +109,7 @@ def tensor_digests(state: TrainingState) -> dict[str, str]:
 
 def _add_to(hashed: Any, name: str, tensor: torch.Tensor) -> None:
     hashed.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+    # bytes, as NumPy has no bfloat16 and no FP8; flat, as torch views no tensor without dimensions in another type
     hashed.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
@@ -128,7 +129,8 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
     exactness needs are in per-rank objects beside it.
     """
     model = {key: module.sharded_state_dict(metadata=_SHARDING_METADATA) for key, module in _keyed_modules(state)}
-    _count_steps_without_parameters(state)
+    _count_steps_without_parameters(state)  # before Megatron asserts that an optimizer has exactly one step count
+    # before FP8 weights are cast: Megatron finds an optimizer's parameters among the model's tensors by their identity
     optimizer = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING_METADATA)
     force_all_tensors_to_non_fp8(model)  # FP8 parameters are cast again from their masters: `gather_parameters`
     return {
@@ -143,10 +145,8 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _stored_states(state: TrainingState) -> dict[str, ShardedObject]:
-    """Return optimizer states in their stored form; Megatron saves the numbers that they represent.
-
-    Numbers that are stored again get another scale: only at the same layout, with these, does a state stay the same.
-    """
+    """Return optimizer states in their stored form, for a load at the same layout."""
+    # Megatron saves the numbers that they represent, and numbers that are stored again get another scale
     if not any(optimizer_state.is_rounded(optimizer) for optimizer in state.inner_optimizers):
         return {}
     return {STORED_STATES: _per_rank(STORED_STATES, _optimizer_tensors(state))}
@@ -161,10 +161,8 @@ def _optimizer_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def _count_steps_without_parameters(state: TrainingState) -> None:
-    """Set the step count of torch's Adam on a rank where it has no parameters: the experts' on a stage of dense layers.
-
-    Megatron reads the count off a parameter, and saves rank 0's for all ranks.
-    """
+    """Set the step count of torch's Adam on a rank where it has no parameters, as the experts' on a dense stage."""
+    # Megatron reads the count off a parameter, and saves rank 0's for all ranks
     num_steps = max(map(optimizer_state.step_count, state.inner_optimizers))
     for optimizer in state.inner_optimizers:
         inner = torch_optimizer(optimizer)
@@ -182,7 +180,7 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
     state.scheduler.num_steps = 0  # loading adds the saved steps to those taken
     state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     restore_buffers_by_name(state.model, loaded[BUFFERS])
-    if STORED_STATES in loaded:
+    if STORED_STATES in loaded:  # after Megatron's own load, which stores the same numbers with other scales
         for name, tensor in _optimizer_tensors(state).items():
             tensor.copy_(loaded[STORED_STATES][name])
     if state.data and DATA in loaded:
@@ -203,17 +201,15 @@ def _per_rank(name: str, value: Any) -> ShardedObject:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
-    """Load one inner optimizer around three faults of Megatron's with torch's Adam, whose step count is a tensor.
-
-    Megatron hands the same tensor to all parameters, which Adam would then count up once for each; it looks for step
-    counts among a sharded optimizer's tensors, where it did not save them; and it does not save an unsharded one's
-    count of 0.
-    """
+    """Load one inner optimizer around three faults of Megatron's with torch's Adam, whose step count is a tensor."""
     sharded, inner = part.pop("param_state", None), torch_optimizer(optimizer)
     if sharded is None and inner and counts_steps_per_parameter(optimizer):
+        # Megatron does not save a count of 0: that of a run whose steps all overflowed
         part.get("optimizer", part).setdefault("state", {}).setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(part)
     slots = list(cast("Any", inner).state.values()) if inner else []
+    # copies: Megatron hands one tensor to all parameters, and Adam would count it up once for each of them. Set aside:
+    # Megatron looks for step counts among a sharded optimizer's tensors, where it did not save them
     steps = [slot.pop("step").detach().clone() if torch.is_tensor(slot.get("step")) else None for slot in slots]
     if sharded is not None:
         cast("Any", optimizer).load_parameter_state_from_fully_reshardable(sharded)
@@ -242,7 +238,7 @@ def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor])
     """Restore the result of `small_state`; learning rates follow from the position in the schedule."""
     _restore_rng_tensors(under("rng.", saved))
     state.scheduler.num_steps = int(saved["scheduler.num_steps"])
-    state.scheduler.step(increment=0)
+    state.scheduler.step(increment=0)  # learning rates of the groups follow from the position
     _restore_scaler_state(state, saved)
     if state.data:
         state.data.restore(under(f"{DATA}.", saved))
@@ -258,6 +254,7 @@ def _restore_scaler_state(state: TrainingState, saved: Mapping[str, torch.Tensor
         values = under(f"scaler{index}.", saved)
         if values:
             scaler = cast("Any", optimizer).grad_scaler
+            # counters as plain numbers: as a tensor, Megatron's `+= 1` would change the saved one in place
             scaler.load_state_dict({key: value if value.ndim else value.item() for key, value in values.items()})
 
 

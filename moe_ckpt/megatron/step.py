@@ -34,7 +34,8 @@ def clear_gradients(state: TrainingState) -> None:
 
 def finish_gradients(state: TrainingState) -> ReadyGradients:
     """Finish the reduced gradients and measure them. Collective over all ranks."""
-    loss_scale = float(state.optimizer.get_loss_scale().item())
+    loss_scale = float(state.optimizer.get_loss_scale().item())  # before scalers adapt to this iteration
+    # each alone: a chain of optimizers returns one flag, and each scaler adapts to its own
     overflows = tuple(bool(cast("Any", optimizer).prepare_grads()) for optimizer in state.inner_optimizers)
     total_norm = None if any(overflows) else float(state.optimizer.get_grad_norm())
     return ReadyGradients(
@@ -133,7 +134,7 @@ def unscale_gradients(state: TrainingState) -> None:
         inner.prepare_grads()
         inner.grad_scaler = scaler
         if not inner.is_stub_optimizer:
-            ignored = torch.zeros_like(scaler.inv_scale)
+            ignored = torch.zeros_like(scaler.inv_scale)  # of this stage alone: overflow is in the step's facts
             gradients = inner._collect_main_grad_data_for_unscaling()
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, scaler.inv_scale)
 

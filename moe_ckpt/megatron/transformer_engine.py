@@ -64,14 +64,11 @@ def _num_products(module: torch.nn.Module) -> int:
 
 
 def forget_pass() -> None:
-    """Drop the scales that a pass, now cut off, had stored for activations that are computed again in backward.
-
-    The next pass would use them as its own.
-    """
+    """Drop the scales that a pass, now cut off, had stored for activations that are computed again in backward."""
     if importlib.util.find_spec("transformer_engine") is None:
         return
     pytorch: Any = importlib.import_module("transformer_engine.pytorch")
     module = "quantization" if importlib.util.find_spec(f"{pytorch.__name__}.quantization") else "fp8"
     manager: Any = importlib.import_module(f"{pytorch.__name__}.{module}").FP8GlobalStateManager
     for kept in getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer:
-        kept.clear()
+        kept.clear()  # the next pass would use them as its own

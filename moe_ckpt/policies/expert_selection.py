@@ -37,7 +37,7 @@ def most_popular(tokens: IntArray, num_taken: Sequence[int]) -> Selection:
     Of equals it takes the lowest: of 5, 9, 5 tokens, two are experts 0 and 1. MoEtion, Algorithm 1, lines 10-13. MoC,
     section 3.2: as many of each layer, with the most unsaved tokens.
     """
-    descending = np.argsort(-tokens, axis=1, kind="stable")
+    descending = np.argsort(-tokens, axis=1, kind="stable")  # else ranks may differ in which of equals they take
     return tuple(tuple(sorted(row[:num].tolist())) for row, num in zip(descending, num_taken, strict=True))
 
 

@@ -52,6 +52,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         snapshot comes an iteration later: the time of an iteration without copies may have changed.
         """
         every = self._config.durable_every_iters
+        # no whole checkpoint at the first snapshot, which also follows a load
         durable = self._next is not None and every > 0 and iteration % every == 0
         if self._next is not None and iteration < self._next:
             return SnapshotPlan(durable=durable)

@@ -32,10 +32,7 @@ _MOST_SHOWN = 16
 class PartialExperts(PartialSnapshots):
     """A checkpoint of everything at first, then partial ones.
 
-    Experts take turns, or those with the most unsaved tokens first.
-
-    Snapshots with storage and those without have separate turns: otherwise storage would never get some experts if it
-    takes as long as a multiple of snapshots. Raises ConfigError.
+    Experts take turns, or those with the most unsaved tokens first. Raises ConfigError.
     """
 
     def __init__(self, config: MocConfig, stages: Sequence[StageProfile], own_stage: int, ep: int) -> None:
@@ -113,6 +110,7 @@ class PartialExperts(PartialSnapshots):
     def _select(self, k: int, *, to_disk: bool) -> Selection:
         if not self._is_sequential:
             return most_popular(self._unsaved_in_memory, [k] * self._stage.num_layers)  # section 3.2
+        # turns apart: if each write takes as long as some snapshots, one count would keep the same experts from storage
         turn = self._turn_to_disk if to_disk else self._turn
         self._turn_to_disk, self._turn = self._turn_to_disk + to_disk, self._turn + (not to_disk)
         return self._in_turns(turn, k)

@@ -113,7 +113,7 @@ class PopularExperts(PartialSnapshots):
         except ConfigError:
             if place not in self._is_affordable:
                 raise
-            return 1
+            return 1  # a rate that falls later must not end a run that has begun
         self._is_affordable.add(place)
         return _affordable(self._stage, budget, setting) if self._stage.num_layers else max(affordable)
 

@@ -81,6 +81,7 @@ class SparseWindows:
             return SnapshotPlan(durable=durable)
         choice = None
         if self._window is None or iteration != self._next_iteration or iteration >= self._start + self._num_slots:
+            # those that the base asked for serve its first window, and no other
             measured, self._known = self._known or measure(), None
             choice = self._begin(iteration, measured)
         assert self._window is not None
@@ -157,7 +158,7 @@ class SparseWindows:
             self._try(job, is_first=measured.dense_snapshot_s is None)
             return None
         best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
-        if self._terms:
+        if self._terms:  # the window so far, at the price by these measurements and not by earlier ones
             current = window_terms(self._sizes.size(self._terms.num_slots), job, self._terms.pause_iters)
             is_allowed = current.snapshot_share <= max(self._config.overhead, best.snapshot_share)
             if is_allowed and (1 - self._config.window_drift) * current.lost_share <= best.lost_share:
@@ -171,16 +172,16 @@ class SparseWindows:
     def _try(self, job: JobCost, *, is_first: bool) -> None:
         """Set a window whose cost will be measured, and a pause that keeps trials within a share of the time.
 
-        Its slots are the best for the costs so far, or four times as many, if replays of that window stay within the
-        share. Pauses are no longer than the best for these costs; the first trial's price is unknown.
+        Its slots are the best for the costs so far, or four times as many in every other trial.
         """
         share = min(_TRIAL_SHARE, self._config.overhead)
         best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
         longer = self._sizes.size(min(_TRIAL_FACTOR * best.num_slots, self.max_slots))
+        # faults may be so frequent that replays of a longer trial exceed the share
         is_longer = self._num_trials % 2 == 1 and window_terms(longer, job, 0).replay_share <= share
         self._num_slots = longer.num_slots if is_longer else best.num_slots
         pause_iters = _TRIAL_PAUSE_ITERS
-        if not is_first:
+        if not is_first:  # else the price is unknown
             size = self._sizes.size(self._num_slots)
             best = cheapest_window([size], job, overhead=self._config.overhead)
             pause_iters = max(pause_iters, min(best.pause_iters, shortest_pause(size, job, overhead=share)))

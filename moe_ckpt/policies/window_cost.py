@@ -112,7 +112,7 @@ def _candidates(size: WindowSize, job: JobCost, overhead: float) -> list[WindowT
     snapshot_shares, replay_shares = _shares(size, job, pauses)
     lost = np.where(snapshot_shares <= overhead, snapshot_shares + replay_shares, np.inf)
     chosen = {int(pauses[np.argmin(lost)]), int(pauses[np.argmin(snapshot_shares)])}
-    return [window_terms(size, job, pause) for pause in sorted(chosen)]
+    return [window_terms(size, job, pause) for pause in sorted(chosen)]  # `min` takes the first of equals
 
 
 def _shares(size: WindowSize, job: JobCost, pauses: Array) -> tuple[Array, Array]:

@@ -85,6 +85,7 @@ def cut_slots(order: IntArray, table: OperatorTable, num_slots: int) -> WindowSc
     empty then. Raises ConfigError for fewer than 1.
     """
     require_at_least("ckpt.window", num_slots, 1)
+    # for each home by bytes: cut by count, as in Algorithm 1, some ranks have slots of twice the bytes of others
     middles, totals = _middles(order, table)
     return _cut(middles, totals, num_slots)
 

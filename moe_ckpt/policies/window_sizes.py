@@ -101,11 +101,7 @@ class WindowSizes:
         )
 
     def _pauses(self, num_slots: int) -> tuple[int, int]:
-        """Return the shortest and the longest pause: the configured one, or those that memory allows.
-
-        The budget sets the limit. Without one, logs may take as much as the whole state of the rank, so that a long
-        pause never needs more host memory than a second dense snapshot would.
-        """
+        """Return the shortest and the longest pause: the configured one, or those that memory allows."""
         if self._config.pause_iters != AUTO:
             return int(self._config.pause_iters), int(self._config.pause_iters)
         return 0, min(self._most_pause_of(stage, num_slots) for stage in range(len(self._stages)))
@@ -113,9 +109,9 @@ class WindowSizes:
     def _most_pause_of(self, stage: int, num_slots: int) -> int:
         profile, shortest = self._stages[stage], self.forecast_of(stage, num_slots)
         budget = self._config.memory_budget_bytes
-        num_windows = self._config.keep_windows + 1
+        num_windows = self._config.keep_windows + 1  # logs of the one in progress, too
         log_bytes = profile.boundary_log_bytes + profile.step_log_bytes
-        if budget is None:
+        if budget is None:  # logs up to the whole state: a pause needs no more memory than a second dense snapshot
             free_bytes = profile.dense_bytes - shortest.boundary_log_bytes - shortest.step_log_bytes
         else:
             free_bytes = budget - shortest.total_bytes

@@ -92,7 +92,8 @@ class ClusterConfig:
     def collective_s(self, num_bytes: float, group_size: int, *, within_node: bool) -> float:
         """Return the seconds in which `group_size` ranks exchange `num_bytes` each, all but their own part of it.
 
-        All-to-all, all-gather, reduce-scatter: alpha(p) + beta(p) m, with p - 1 steps and (p - 1) / p of the bytes.
+        All-to-all, all-gather, reduce-scatter: alpha(p) + beta(p) m, with ceil(log2 p) steps and (p - 1) / p of all
+        bytes.
         """
         if group_size <= 1:
             return 0.0

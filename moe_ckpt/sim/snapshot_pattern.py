@@ -75,6 +75,7 @@ class Rhythm:
 
     def stalls_s(self, iterations: int) -> float:
         """Return the seconds that snapshots add to the first iterations of the generation."""
+        # to the left: the snapshot at this offset is copied in the next iteration
         total_s = self._sums_s[0][bisect.bisect_left(self._offsets[0], iterations)]
         if not self.repeat or iterations <= self.repeat[0].offset:
             return total_s
