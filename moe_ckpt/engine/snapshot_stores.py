@@ -60,11 +60,16 @@ class SnapshotStore:
         seen = self._account.seen() if self._account else {}
         return [self._request(plan, unit, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
 
-    def confirm(self, on_all_disks: int | None) -> None:
-        """The window in flight is complete on all ranks. All disks have the window that starts at `on_all_disks`."""
+    def confirm(self, on_all_disks: int | None, being_written: int | None = None) -> None:
+        """The window in flight is complete on all ranks.
+
+        All disks have the window that starts at `on_all_disks`; the one at `being_written` is on its way to this disk.
+        """
         # a sparse window on disk is whole by itself, but a checkpoint there shares units with later ones
         on_disk = (on_all_disks, self._last_for_disk) if self._account else ()
-        iterations = [iteration for iteration in on_disk if iteration is not None]
+        # the daemon reads a window for the disk from this memory, for longer than later windows take on a slow disk
+        starts = {window.start for window in self._memory.windows()}
+        iterations = [iteration for iteration in (*on_disk, *starts & {being_written}) if iteration is not None]
         self._memory.confirm([self._version(iteration) for iteration in iterations])
 
     def persist(self, window: Window, on_all_disks: int | None) -> Future[None] | None:

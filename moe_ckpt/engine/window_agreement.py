@@ -115,7 +115,7 @@ class WindowAgreement:
             self._events.append(
                 WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
             )
-        self._store.confirm(self._on_all_disks)
+        self._store.confirm(self._on_all_disks, self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None)
         if window and window.start == self.disk.start_of(Role.SNAPSHOT):
             # the window that all disks have stays on each until all have a newer one: ranks go back to the same
             done = self._store.persist(window, self._on_all_disks)

@@ -102,7 +102,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         return forecast(
             window_bytes=stage.dense_bytes,
             period_iters=1,
-            keep_windows=1,
+            keep_windows=1 + (self._config.disk_every_iters > 1),  # and the one that is being written to the local disk
             log_bytes_per_iteration=0,
             dense_bytes=stage.dense_bytes,
             step_log_bytes_per_iteration=stage.step_log_bytes,

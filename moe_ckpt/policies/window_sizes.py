@@ -34,6 +34,8 @@ class WindowSizes:
         self._config = config
         self._stages = stages
         self._num_copies = num_copies
+        # a window that is being written to the local disk stays in memory beside those that are kept
+        self._keep_windows = config.keep_windows + (config.disk_every_iters > 0)
         fixed = [schedule.fixed_order(stage.table.operators) for stage in stages]
         # before any popularity is known, and to compare numbers of slots
         self.natural = [schedule.order_operators(each, np.zeros(len(each.experts))) for each in fixed]
@@ -78,7 +80,7 @@ class WindowSizes:
         return forecast(
             window_bytes=windows[stage],
             period_iters=num_slots + pause_iters,
-            keep_windows=self._config.keep_windows,
+            keep_windows=self._keep_windows,
             log_bytes_per_iteration=profile.boundary_log_bytes,
             dense_bytes=profile.dense_bytes,
             step_log_bytes_per_iteration=profile.step_log_bytes,
@@ -109,7 +111,7 @@ class WindowSizes:
     def _most_pause_of(self, stage: int, num_slots: int) -> int:
         profile, shortest = self._stages[stage], self.forecast_of(stage, num_slots)
         budget = self._config.memory_budget_bytes
-        num_windows = self._config.keep_windows + 1  # logs of the one in progress, too
+        num_windows = self._keep_windows + 1  # logs of the one in progress, too
         log_bytes = profile.boundary_log_bytes + profile.step_log_bytes
         if budget is None:  # logs up to the whole state: a pause needs no more memory than a second dense snapshot
             free_bytes = profile.dense_bytes - shortest.boundary_log_bytes - shortest.step_log_bytes

@@ -128,20 +128,41 @@ def test_disks_that_fail_in_turn_keep_a_state_that_both_have(tmp_path: Path) -> 
     assert 0 < iteration < BROKEN_AT
 
 
-def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
-    """It waits for the writer for `copy_s`, half a second here, before each window for the disk."""
-    job = ThreadJob(tmp_path, config("moevement", **SAVING["moevement"]), PAIR, iterations=ITERATIONS)
+def writer_that_stands_still(job: ThreadJob, *, since: int, until: int) -> None:
     goes_on, stands_still = threading.Event(), threading.Event()
 
     def stop_writer() -> None:
-        publisher = job.stores(1).publisher
-        assert publisher is not None
-        publisher._copy_s = 0.5
         job._daemons[1]._door._disk_thread.submit(lambda: (stands_still.set(), goes_on.wait(WAIT_S)))
         assert stands_still.wait(WAIT_S)
 
-    At(job, BROKEN_AT, stop_writer)
-    At(job, MENDED_AT, goes_on.set, settles=False)
+    At(job, since, stop_writer)
+    At(job, until, goes_on.set, settles=False)
+
+
+@pytest.mark.parametrize("policy", ["moevement", "gemini"])
+def test_a_slow_disk_gets_its_window_though_later_ones_stay_in_memory(policy: str, tmp_path: Path) -> None:
+    """The write of the window for the disk takes as long as two later windows, neither of which goes to disk."""
+    often: dict[str, Any] = {"moevement": {"window": 1, "pause_iters": 1}, "gemini": {"every_iters": 2}}[policy]
+    job = ThreadJob(tmp_path, config(policy, **often, disk_every_iters=8), PAIR, iterations=18)
+    writer_that_stands_still(job, since=7, until=13)
+    exact(job)
+    assert not job.events(CheckpointFailed, 1)
+    written = [[event.window_start for event in job.events(WindowPersisted, rank)] for rank in job.ranks]
+    assert written[0] == written[1]
+    assert sum(7 < start < 13 for start in written[1]) == 1
+
+
+def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
+    """It waits for the writer for `copy_s`, half a second here, before each window for the disk."""
+    job = ThreadJob(tmp_path, config("moevement", **SAVING["moevement"]), PAIR, iterations=ITERATIONS)
+
+    def wait_less() -> None:
+        publisher = job.stores(1).publisher
+        assert publisher is not None
+        publisher._copy_s = 0.5
+
+    At(job, BROKEN_AT - 1, wait_less)
+    writer_that_stands_still(job, since=BROKEN_AT, until=MENDED_AT)
     exact(job)
     reasons = {event.reason for event in job.events(CheckpointFailed, 1)}
     assert reasons == {"not on disk after 0.5 s"}
