@@ -126,6 +126,9 @@ class PartialRecovery:
             self._stage.restore_start(steps.start(1), undo=1)
             state.withdraw()
         self._stores.clear()
+        self._forget_tokens()
+
+    def _forget_tokens(self) -> None:
         self._account.begin()
         self._meter.forget_counts()
         if self._boost:
@@ -153,6 +156,7 @@ class PartialRecovery:
     def forget(self) -> None:
         stocks = self._take_stock(_MEMORY, _DISK, held=True)  # before they go: the next epoch's number is above theirs
         self.copies.drop_all()
+        self._forget_tokens()  # a checkpoint has no account, and a replacement's would differ from a surviving rank's
         self._begin_line(stocks)
 
     def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
@@ -224,15 +228,16 @@ class PartialRecovery:
                     return
                 # a place that failed one rank may still serve the others
                 inventories = [
-                    replace(each, places={place: units for place, units in each.places.items() if place not in gone})
-                    for each, gone in zip(inventories, found, strict=True)
+                    replace(each, places={place: units for place, units in each.places.items() if place != failed})
+                    for each, failed in zip(inventories, found, strict=True)
                 ]
         finally:
             folder.clear()
 
-    def _fetch(self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder) -> frozenset[str]:
-        """Copy this rank's units of the plan from peers into `folder`; return the places that failed."""
-        mine, failed = self._place.shard.global_rank, set[str]()
+    def _fetch(self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder) -> str | None:
+        """Copy this rank's units of the plan from peers into `folder`; return the first place that failed, or None."""
+        folder.clear()  # of a place that failed, and of a worker that died in its recovery: their units fail no other
+        mine = self._place.shard.global_rank
         sources = plan.sources[mine]
         for holder, stock in enumerate(stocks):
             place = _memory_of(holder)
@@ -248,8 +253,8 @@ class PartialRecovery:
                     verify(unit, identity=self._place.identity, shard=self._place.shard)
             except CheckpointLoadError as error:
                 _log.warning("rank %d cannot have its units in the %s: %s", mine, place, error)
-                failed.add(place)
-        return frozenset(failed)
+                return place
+        return None
 
     def _get(self, plan: UnitRecovery, folder: BlobFolder) -> dict[str, Snapshot]:
         """Return this rank's units of the plan, all of them local and verified."""

@@ -24,7 +24,7 @@ from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.window_sources import WindowSources
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState
-from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
+from moe_ckpt.recovery.plan import RecoveryPlan, after_fetches, plan_recovery
 from moe_ckpt.recovery.target import Target
 from moe_ckpt.replication.publisher import belongs_to
 
@@ -188,13 +188,7 @@ class WindowRecovery:
             failed = {rank for rank, size_bytes in enumerate(fetched) if size_bytes is None}
             if not failed:
                 return plan, sum(nbytes or 0 for nbytes in fetched)
-            for rank in failed:  # a fetch begins by clearing the memory that it fills
-                inventories[rank] = replace(inventories[rank], windows=())
-            for fetch in plan.fetches:
-                if fetch.global_rank in failed:
-                    source = inventories[fetch.source_rank]
-                    held = {owner: windows for owner, windows in source.held.items() if owner != fetch.global_rank}
-                    inventories[fetch.source_rank] = replace(source, held=held)
+            inventories = after_fetches(inventories, plan.fetches, failed)
 
     def _plan(self, target: Target | None, inventories: Sequence[Inventory]) -> RecoveryPlan:
         lost = target.lost_stages if target else frozenset(range(self._place.num_stages))

@@ -40,7 +40,7 @@ class WindowSources:
         elastic: ElasticContext,
         *,
         logs_tied: bool,
-        servers_lead: bool = False,
+        servers_lead: bool,
     ) -> None:
         self._place = parts.place
         self._stores = parts.stores
@@ -127,6 +127,7 @@ class WindowSources:
             self.fill_records(facts)
             self._recovery.require(plan)  # a copy may be damaged on its way: here all ranks can still plan again
         except CheckpointLoadError as error:
+            self.fill_records(facts)  # the next holder's copy may lack them too
             holder = mine if fetch is None else fetch.source_rank
             _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, holder, error)
             return None

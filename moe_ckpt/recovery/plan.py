@@ -220,6 +220,26 @@ def _plan_fetches(
     return tuple(fetches)
 
 
+def after_fetches(
+    inventories: Sequence[Inventory], fetches: Iterable[Fetch], failed: Collection[int]
+) -> list[Inventory]:
+    """Return the sources that are left when the fetches of the ranks in `failed` have failed. `inventories`: by rank.
+
+    A fetch clears the memory that it fills, so every rank that fetched has lost its own windows. Where it succeeded,
+    the copy is still on its holder, and the next plan may need another window of it.
+    """
+    fetching = {fetch.global_rank for fetch in fetches} | set(failed)
+    bad = {(fetch.source_rank, fetch.global_rank) for fetch in fetches if fetch.global_rank in failed}
+    return [
+        replace(
+            inventory,
+            windows=() if inventory.global_rank in fetching else inventory.windows,
+            held={owner: held for owner, held in inventory.held.items() if (inventory.global_rank, owner) not in bad},
+        )
+        for inventory in inventories
+    ]
+
+
 def _nothing_found(lost: Collection[int], target: int | None, ranks: Iterable[Inventory], memories: Memories) -> str:
     return (
         f"stages {sorted(lost)} cannot be rebuilt{'' if target is None else f' at iteration {target}'}: looked for a "

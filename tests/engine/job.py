@@ -100,7 +100,7 @@ class Result:
     losses: Mapping[int, float]
 
 
-class _Daemon:
+class Daemon:
     """The replica daemon of one rank: a server for its peers, senders to them, and a socket for its workers."""
 
     def __init__(
@@ -421,7 +421,7 @@ class ThreadJob:
         self._buried = 0
         self.digests: dict[int, dict[int, str]] = {}
         self._losses: dict[int, float] = {}
-        self._daemons: dict[int, _Daemon] = {}
+        self.daemons: dict[int, Daemon] = {}
         self._clients: dict[int, DaemonClient | None] = {}
         served = config.served if config else None
         self.hosts = _Hosts(folder, served, self._begin_capture) if served and served.on_hosts else None
@@ -458,7 +458,7 @@ class ThreadJob:
         """Run to the end. Raises the error of the first rank that failed."""
         try:
             for rank in self.ranks:
-                self._daemons[rank] = self._daemon(rank)
+                self.daemons[rank] = self._daemon(rank)
             for _ in range(self.hosts.numbers.num_servers if self.hosts else 0):
                 self.hosts.start()  # type: ignore[union-attr]
             self._arm_next()
@@ -466,7 +466,7 @@ class ThreadJob:
                 self._start(rank)
             self._join()
         finally:
-            for daemon in self._daemons.values():
+            for daemon in self.daemons.values():
                 daemon.close()
             if self.hosts:
                 self.hosts.close()
@@ -531,9 +531,9 @@ class ThreadJob:
 
     def lose_memory(self, rank: int) -> None:
         """Lose a node's memory, while its worker is dead: own blobs, and copies of others."""
-        self._daemons[rank].close()
+        self.daemons[rank].close()
         shutil.rmtree(self.memory(rank))
-        self._daemons[rank] = self._daemon(rank)
+        self.daemons[rank] = self._daemon(rank)
 
     @property
     def _has_servers(self) -> bool:
@@ -543,9 +543,9 @@ class ThreadJob:
     def _mirrors(self) -> bool:
         return isinstance(self.config, FlowcheckConfig) and self.config.mirrors
 
-    def _daemon(self, rank: int) -> _Daemon:
+    def _daemon(self, rank: int) -> Daemon:
         may_send = lambda: not self.sends_slowly  # noqa: E731
-        return _Daemon(
+        return Daemon(
             self.memory(rank), rank, may_send, serves_itself=self._has_servers, capture=self._begin_capture(rank)
         )
 
@@ -625,7 +625,7 @@ class ThreadJob:
     def _address_of(self, rank: int, peer: int) -> Address:
         if self.pages[rank].phase == Phase.RECOVERY:
             self.before_fetch(rank, peer)
-        return self._daemons[peer].server.address
+        return self.daemons[peer].server.address
 
     def _session(
         self, rank: int, model: Model, ranks: ThreadRanks, stage: ThreadRanks, elastic: ElasticContext, events: EventLog

@@ -338,6 +338,22 @@ def test_where_memory_is_no_use_all_go_to_disk(settings: dict[str, Any], source:
     assert all(event.passed_over[0].startswith("host memory: partial checkpoints: got") for event in resumed)
 
 
+def test_after_a_checkpoint_ranks_of_a_stage_account_alike(tmp_path: Path) -> None:
+    """The checkpoint has no account: the surviving rank begins a new one, as its replaced peer does."""
+    job = _partial(tmp_path, "moetion", TOGETHER, [NOTHING_LEFT], durable_every_iters=3)
+    job.run()
+    assert [event.iteration for event in job.events(StateResumed)] == [3]
+    seen = [_seen_tokens(job, rank) for rank in job.ranks]
+    assert seen[0] == seen[1]
+    assert any(seen[0].values())
+
+
+def _seen_tokens(job: ThreadJob, rank: int) -> dict[tuple[str, int], int]:
+    headers = snapshots_in(own_path(job.memory(rank))).values()
+    units = [(header.unit, header.iteration) for header in headers if header.unit and header.unit.name != CORE]
+    return {(unit.name, iteration): unit.seen_tokens for unit, iteration in units}
+
+
 def test_where_nothing_is_left_the_job_says_so(tmp_path: Path) -> None:
     job = _whole(tmp_path, "moetion", APART, [NOTHING_LEFT])
     with pytest.raises(NothingLeftError, match=r"got those of iterations \(rank 0: 3, 4; rank 1: none\), wanted one"):
@@ -359,6 +375,16 @@ def test_copies_that_a_peer_cannot_send_count_as_none(tmp_path: Path) -> None:
     assert asked == [(1, 0)]
     assert _back_to(job) == [3]
     history.check_recovery(place_of=_of_lost_rank("on_disk", APART))
+
+
+def test_units_that_a_dead_worker_left_fail_no_place(tmp_path: Path) -> None:
+    """A worker that dies in its recovery leaves fetched units: the next one does not take them for those of a peer."""
+
+    def leave_units(job: ThreadJob) -> None:
+        shutil.copytree(own_path(job.memory(0)), job.memory(1) / "fetched")
+
+    job = exact(_whole(tmp_path, "moetion", TOGETHER, [replace(NODE_LOST, before_restart=leave_units)]))
+    assert _back_to(job) == [4]
 
 
 @pytest.mark.parametrize(

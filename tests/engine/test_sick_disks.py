@@ -132,7 +132,7 @@ def writer_that_stands_still(job: ThreadJob, *, since: int, until: int) -> None:
     goes_on, stands_still = threading.Event(), threading.Event()
 
     def stop_writer() -> None:
-        job._daemons[1]._door._disk_thread.submit(lambda: (stands_still.set(), goes_on.wait(WAIT_S)))
+        job.daemons[1]._door._disk_thread.submit(lambda: (stands_still.set(), goes_on.wait(WAIT_S)))
         assert stands_still.wait(WAIT_S)
 
     At(job, since, stop_writer)

@@ -21,6 +21,7 @@ from moe_ckpt.errors import ConfigError, NothingLeftError, PeersLostError
 from moe_ckpt.events import CheckpointSkipped, Rejoined, ReplayDiffered, SnapshotTaken, StageRecovered, WindowChosen
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
+from moe_ckpt.snapshot.step_log import RECORD
 from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.copies import answer_copies
@@ -380,6 +381,28 @@ def test_a_copy_that_cannot_be_fetched_is_not_asked_for_again(tmp_path: Path) ->
     with pytest.raises(NothingLeftError):
         job.run()
     assert len(asked) == 1
+
+
+def test_the_next_holders_copy_may_lack_the_last_record(tmp_path: Path) -> None:
+    """Other ranks share that record with the rank whose memory is lost, also once a fetch has failed."""
+    target = AT_REDUCE.iteration - 1
+
+    def lose_record(job: ThreadJob) -> None:
+        copies, key = BlobFolder(held_path(job.memory(2), 1)), f"{RECORD}{target}"
+        assert key in copies.keys()  # noqa: SIM118 - not a mapping
+        copies.discard(key)
+
+    job = made(tmp_path, replace(AT_REDUCE, loses_memory=True, before_restart=lose_record), replicas=2)
+    asked: list[int] = []
+
+    def break_first(_: int, holder: int) -> None:
+        asked.append(holder)
+        if holder == 0:
+            job.daemons[holder].server.close()
+
+    job.before_fetch = break_first
+    exact(job)
+    assert asked == [0, 2]
 
 
 def _foreign(change: Callable[[SnapshotHeader], SnapshotHeader]) -> Callable[[Path], None]:

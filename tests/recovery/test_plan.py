@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
-from moe_ckpt.recovery.plan import Fetch, RecoveryPlan, Rollback, plan_recovery
+from moe_ckpt.recovery.plan import Fetch, RecoveryPlan, Rollback, after_fetches, plan_recovery
 
 TARGET = 14
 
@@ -139,3 +139,21 @@ def test_a_cut_off_replay_of_another_window_or_segment_starts_over() -> None:
         assert plan([0], [first, inventory(1, [NEW])]).rollbacks == (rollback(0, 0, 10),)
     joint = [cut_off(inventory(0, [NEW]), NEW, 12), inventory(1, [NEW]), inventory(2)]
     assert plan([0, 1], joint).rollbacks == (rollback(0, 1, 10),)
+
+
+def test_a_rank_that_fetched_has_no_window_of_its_own_any_more() -> None:
+    """Rank 1 got window 10 from rank 0 and rank 2 did not: both go back to 5, which rank 1's own memory had."""
+    old = window(5)
+    inventories = [
+        inventory(0, [NEW, old], {1: [NEW], 2: [NEW]}),
+        inventory(1, [old]),
+        inventory(2),
+        inventory(3, [NEW, old], {1: [old], 2: [old]}),
+    ]
+    first = plan_recovery([1, 2], inventories, target_iteration=TARGET, boundary_log=True)
+    assert [(fetch.global_rank, fetch.source_rank) for fetch in first.fetches] == [(1, 0), (2, 0)]
+    left = after_fetches(inventories, first.fetches, failed={2})
+    again = plan_recovery([1, 2], left, target_iteration=TARGET, boundary_log=True)
+    assert [rollback.window_start for rollback in again.rollbacks] == [5]
+    assert [(fetch.global_rank, fetch.source_rank) for fetch in again.fetches] == [(1, 3), (2, 3)]
+    assert left[0].held == {1: (NEW,)}  # the copy that rank 1 fetched is still there
