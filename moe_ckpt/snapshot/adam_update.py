@@ -130,7 +130,6 @@ def update_to_bytes(update: Update) -> bytes:
     head = {"base": update.base, "target": update.target, "steps": steps, "seals": update.seals}
     if update.mirrored:
         head["mirrored"] = mirrored_to_json(update.mirrored)
-    # json: after a norm that is infinite or NaN `scale` may be so too, and msgspec writes no such numbers
     return json.dumps(head, separators=(",", ":")).encode() + b"\n" + header_to_json(update.header)
 
 
