@@ -79,6 +79,7 @@ class PopularExperts(PartialSnapshots):
 
     @property
     def _sends_gradients(self) -> bool:
+        # a peer's step leads on from the state of the iteration before, and from no older one
         return self._config.send_gradients and self._config.every_iters == 1
 
     def _select(self, place: str, among: Selection, measured: Measured) -> Selection:
@@ -90,6 +91,7 @@ class PopularExperts(PartialSnapshots):
         at_risk = self._at_risk[place]
         is_candidate = marked(among, at_risk.shape)
         num_taken = np.minimum(allocate(np.where(is_candidate, at_risk, 0), num_total), is_candidate.sum(axis=1))
+        # -1: behind candidates that have no tokens at risk
         tokens = np.where(is_candidate, at_risk, -1)
         if asked != AUTO or _is_unknown(rate, measured):
             return most_popular(tokens, num_taken.tolist())

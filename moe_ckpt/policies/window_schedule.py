@@ -201,6 +201,7 @@ def _middles(order: IntArray, table: OperatorTable) -> tuple[Array, Array]:
 def _cut(middles: Array, totals: Array, num_slots: int) -> WindowSchedule:
     """Slot of each operator; a home without any bytes has all its operators in slot 0."""
     slot_of = (num_slots * middles / np.maximum(totals, 1.0)).astype(np.int64)
+    # an operator without bytes at the end of its home has its middle at the very end, beyond the last slot
     return WindowSchedule(num_slots=num_slots, slot_of=np.minimum(slot_of, num_slots - 1))
 
 
