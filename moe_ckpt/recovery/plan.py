@@ -130,6 +130,7 @@ def plan_recovery(
 
     Raises NothingLeftError, with a list of the sources, if no such window exists.
     """
+    # every rank plans for itself, and all have to come to the same plan, whatever the order of inventories
     ranks = sorted(inventories, key=lambda inventory: inventory.global_rank)
     memories = find_memories(ranks)
     stages = combine_stages(ranks, memories)
@@ -178,6 +179,7 @@ def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
 
 
 def _newest(windows: Iterable[range]) -> range:
+    # of one start the window with fewer slots: the replay begins at the same iteration and has fewer frozen ones
     return max(windows, key=lambda states: (states.start, -len(states)))
 
 
@@ -207,6 +209,7 @@ def _plan_fetches(
         if rank.stage not in states:
             continue
         wanted = stages[rank.stage].windows[states[rank.stage]]
+        # with all steps to the target: a window of an older copy would end the replay before it
         holders = [
             holder
             for holder, windows in memories[rank.global_rank].items()
