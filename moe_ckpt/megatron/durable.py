@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
+# short beside `runtime.progress_s`: a rank that waits for a slow disk must not count as hung
 _LOOK_AGAIN_S = 1.0
 _OTHER_SCALES = (
     "FP8 and FP16 states have a scale for each shard: at another layout they are stored again with other scales, and "

@@ -196,6 +196,7 @@ class KeptBatches:
         after = _generators()
         moved = self._moves_generators and not _are_equal(before, after)
         first = self._kept.get(self._head - 1)
+        # the first read may draw to shuffle; a second that draws as well shows draws at each
         at_each = moved and self._head == 1 and first is not None and first.generators is not None
         wanted = "a generator of its own: a new process cannot repeat draws from those of torch, NumPy and Python"
         require(not at_each, "data loader", "draws from the process's generators at each read", wanted)
