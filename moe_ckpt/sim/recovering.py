@@ -145,6 +145,7 @@ def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Los
     # with step logs a window leads to the iteration of the other ranks, else no further than itself
     least = reached if saving.recovery is Recovery.LOCAL else 0
     refs = {
+        # one cut for all: simulated ranks of a stage always have the same order of operators
         each.start: WindowRef(start=each.start, num_slots=each.num_slots, steps_to=max(each.end, least), cut="")
         for each in kept
     }
