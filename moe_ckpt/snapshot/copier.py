@@ -27,7 +27,7 @@ class HostCopier:
 
     def __init__(self, throttle: Throttle | None = None) -> None:
         self.throttle = throttle or Throttle()
-        # one thread: `then` relies on the order, and the next capture on an earlier one's end
+        # one thread: `then` relies on the order of the queue
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copier")
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._stream = None if self._device is None else torch.cuda.Stream()

@@ -15,7 +15,7 @@ import xxhash
 
 from moe_ckpt.snapshot.host_transfers import TRANSFERS, bytes_of
 
-# 2^64 by the golden ratio, and its double: neighbouring places get weights that share few bits
+# 2^64 divided by the golden ratio, and its double: neighbouring places get weights that share few bits
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82A)
 _CHUNK_WORDS = 1 << 22  # 32 MiB of 64-bit words at a time: a recovery finds the device's memory nearly full
 
