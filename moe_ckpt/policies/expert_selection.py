@@ -27,6 +27,7 @@ def sequential_experts(turn: int, *, num_layers: int, num_experts: int, ep: int,
     """
     assert 1 <= k <= num_experts, (k, num_experts)
     order = _interleaved(num_experts, ep)
+    # by layer, too: else a turn would take experts of the same EP rank in all layers
     starts = [(turn + layer) * k for layer in range(num_layers)]
     return tuple(tuple(sorted(order[(start + step) % num_experts] for step in range(k))) for start in starts)
 

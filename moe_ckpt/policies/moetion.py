@@ -64,6 +64,7 @@ class PopularExperts(PartialSnapshots):
             return ExpertChoice(memory=everything, on_peers=everything, on_disk=on_disk, by_gradient=stage.nothing)
         memory = self._select("memory", stage.everything, measured)
         on_peers = self._select("peers", memory, measured) if self._num_copies else stage.nothing
+        # apart: a newer copy in memory leaves the one on peers as old as it was
         for place, selection in (("memory", memory), ("peers", on_peers)):
             self._at_risk[place][marked(selection, self._at_risk[place].shape)] = 0
         before, self._on_peers = self._on_peers, on_peers

@@ -73,6 +73,7 @@ def order_operators(fixed: FixedOrder, popularity: Array) -> IntArray:
     1, 0 make 3, 2, 4, 1, 0. MoEvement, section 3.5: OrderOperators.
     """
     assert popularity.shape == fixed.experts.shape, (popularity.shape, fixed.experts.shape)
+    # stable: all ranks of a stage have to break ties alike, or they cut other slots
     return np.concatenate([fixed.experts[np.argsort(popularity, kind="stable")], fixed.others])
 
 
@@ -104,6 +105,7 @@ def slot_bytes(table: OperatorTable, schedule: WindowSchedule) -> IntArray:
 
     compute_bytes = by_slot(table.compute_bytes)
     still_to_come = compute_bytes.sum(axis=0) - np.cumsum(compute_bytes, axis=0)
+    # slot 0 has compute weights of nearly all operators: it is the largest, and decides whether a window fits
     return by_slot(table.full_bytes) + still_to_come
 
 
