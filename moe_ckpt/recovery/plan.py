@@ -47,6 +47,7 @@ class Rollback:
 
     def neighbours(self, num_stages: int) -> tuple[int, ...]:
         """Return the stages next to the segment in a pipeline of `num_stages`."""
+        # on both sides: the stage before sends activations, the one behind gradients
         return tuple(stage for stage in (self.stages.start - 1, self.stages.stop) if 0 <= stage < num_stages)
 
 
@@ -158,11 +159,13 @@ def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -
         rollbacks, missing = [], set()
         for segment in _segments(rolling):
             steps_to = _common_windows([stages[stage] for stage in segment])
+            # a window whose steps end before the target would leave its stages behind the others
             usable = [states for states in steps_to if states[-1] <= target <= steps_to[states]]
             if not usable:
                 return None
             rollback = _resumed(Rollback(stages=segment, states=_newest(usable)), stages, target)
             rollbacks.append(rollback)
+            # logs are needed from the first iteration that runs: the state before it is loaded
             neighbours, first = rollback.neighbours(len(stages)), rollback.starts_from + 1
             # no choice to make: a log that does not cover the newest window of a segment covers no older one either,
             # nor one of a larger segment, which has no newer window: so the neighbour has to roll back

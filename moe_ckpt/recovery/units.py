@@ -108,4 +108,5 @@ def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery 
 def _fits(name: str, unit: Version, core: Version) -> bool:
     if name == CORE:
         return unit == core
+    # after a return an iteration runs again from another state: its units fit no core of the epoch before
     return unit.lineage == core.lineage and unit.iteration <= core.iteration
