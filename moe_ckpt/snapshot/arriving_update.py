@@ -239,6 +239,7 @@ def _take_step(state: list[torch.Tensor], step: AdamStep, gradient: torch.Tensor
         eps=step.eps,
         weight_decay=step.weight_decay,
     )
+    # the count before this step, which Adam's bias corrections depend on
     optimizer.state[weights] = {"step": torch.tensor(step.steps), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     # a product with 1.0 has the same bits, and would cost a copy of the gradient
     weights.grad = gradient if step.scale == 1.0 else gradient * step.scale
