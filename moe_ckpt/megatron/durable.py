@@ -85,6 +85,7 @@ class MegatronDurableState:
         gather_late_parameters(self._state)  # else weights beyond this rank's shard are those of an earlier step
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
         sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
+        # before the first file: a disk that fills up in the middle of a save fails it after all of its cost
         self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))
         broadcast_result(TorchRanks(), lambda: _write_common(directory, common), CheckpointSaveError)
         if self._asynchronous:
