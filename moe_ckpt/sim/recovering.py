@@ -154,6 +154,7 @@ def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Los
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in sorted(losses.bare):
         for holder in setup.holders(owner, saving.replicas):
+            # a replaced node holds no copies before the next window has reached it
             if holder not in losses.unreplicated:
                 held.setdefault(holder, {})[owner] = windows
     told = losses.dead | held.keys() | _witnesses(setup, losses)
