@@ -60,6 +60,7 @@ class JobOutcome:
 
 def main(arguments: Sequence[str]) -> int:
     """Run, report, and return the exit status: that of the report; a run that fails is part of it."""
+    # policies, settings and options may come in any order, which `parse_args` refuses
     options = _parser().parse_intermixed_args(arguments)
     try:
         variants = plan_variants(options.what, options.ranks)

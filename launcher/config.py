@@ -384,6 +384,7 @@ def read_settings(path: Path) -> Settings:
 
 def to_settings(config: DictConfig) -> Settings:
     """Convert a composed configuration; raises ConfigError naming the first key that is wrong."""
+    # first: `require_complete` resolves interpolations in place, and the run folder gets what was composed
     composed_yaml = OmegaConf.to_yaml(config)
     require_complete(config, sorted(_KINDS))
     chosen = {

@@ -78,6 +78,7 @@ def _inject(options: argparse.Namespace, run: Path) -> int:
         return 0
     if options.mtbf is not None or options.trace is not None:
         _say(f"{len(kills)} faults, seed {options.seed}")
+    # the most of any node: on others some workers may be gone at the moment
     ranks_per_node = max(Counter(worker.node for worker in read_written(run)).values(), default=1)
     done = carry_out(kills, run, ranks_per_node=ranks_per_node, say=_say, patience_s=_PATIENCE_S)
     return 0 if done else _FAILED

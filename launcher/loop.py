@@ -131,6 +131,7 @@ class MegatronLoop:
         """Return the reduced gradients once all ranks have them; starts over when a state was rebuilt."""
         while True:
             self._timed(lambda: self._hooks.iteration_started(iteration))
+            # cleared in each attempt: gradients of one that a rebuilt state has undone would be added to
             clear_gradients(self.state)
             losses = self._runner.train_on(iteration)
             self._runner.on_phase(Phase.REDUCE)

@@ -41,6 +41,7 @@ class Bar:
 
     def __init__(self, total: int, done: int) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[facts]}"))
+        # standard output has the last line alone, for programs that read it
         self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task("", total=total, completed=done, facts="")
         self._progress.start()

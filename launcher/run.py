@@ -181,6 +181,7 @@ def _open_log(folder: RunFolder, launch: Launch) -> Log:
     path = folder.events(launch.global_rank)
     earlier = [logged.event for logged in read_events(path)] if path.exists() else []
     life = sum(isinstance(event, TrainerStarted) for event in earlier)
+    # a start after a finished run, with more iterations, has survived no fault
     faults = life - sum(isinstance(event, RunFinished) for event in earlier)
     evaluated = [event for event in earlier if isinstance(event, Evaluated)]
     opened: list[EventLog] = []  # all ranks raise if one cannot open its file, or the others would wait for it

@@ -131,6 +131,7 @@ class TrainingJob:
         """Evaluate what a fault, or an earlier life, has left unevaluated on any rank."""
         latest = self._evaluated.iteration if self._evaluated else _NEVER
         everywhere = torch.tensor([latest], device=torch.cuda.current_device())
+        # an evaluation is collective: ranks that have its result take part for one that died before it was logged
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         if self._is_due(done) and int(everywhere) < done:
             self._evaluate(done)

@@ -98,6 +98,7 @@ class Check:
     def _tell_difference(self, plain: Digests, different: Difference) -> int:
         """Run the plain command again: where that differs, too, faults are not the reason."""
         print(f"different: {different}")
+        # only now: a third full run is the price of a verdict that an exact recovery does not need
         own = first_difference(plain, self._digests("plain-again", Faults(), is_plain=True))
         if own:
             print(f"the command is not deterministic: two plain runs differ {own}")

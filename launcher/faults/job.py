@@ -52,6 +52,7 @@ class TargetJob:
     def strikable(self, ranks: Sequence[int]) -> list[LiveWorker]:
         """Return those of the ranks' workers that live and were not struck yet."""
         known = [self.workers[rank] for rank in ranks if rank in self.workers]
+        # a worker may outlive its signal for a moment, and the next kill is meant for its successor
         return [worker for worker in known if worker.is_alive and worker not in self._struck]
 
     def elsewhere(self, ranks: Sequence[int]) -> list[LiveWorker]:

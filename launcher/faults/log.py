@@ -35,6 +35,7 @@ def append_faults(run: Path, faults: Iterable[InjectedFault]) -> None:
     lines = "".join(json.dumps(asdict(fault)) + "\n" for fault in faults).encode()
     fd = open_private(run / "faults.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
+        # one write with O_APPEND: several processes add to the file
         os.write(fd, lines)
     finally:
         os.close(fd)

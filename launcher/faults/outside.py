@@ -38,6 +38,7 @@ def strike_from_outside(
     pending = [_Due(strike=strike, after_iteration=None) for strike in plan_strikes(kills, world_size, 1)]
     for kill in (kill for kill in kills if kill.after_s is None):
         strike = Strike(after_s=0.0, ranks=victims(kill, world_size, 1), signal=kill.signal, scope=kill.scope)
+        # at least 1: before its first commit no event shows that a rank trains
         pending.append(_Due(strike=strike, after_iteration=max((kill.iteration or 1) - 1, 1)))
     ranks = [_Rank(path=run / "events" / f"rank{rank:04d}.jsonl") for rank in range(world_size)]
     begun_s: float | None = None
@@ -80,6 +81,7 @@ class _Rank:
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
+                # half-written: the next look begins with this line
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)

@@ -95,6 +95,7 @@ def fault_of(worker: LiveWorker, page: StatusPage, name: str, scope: str, unix_s
 
 def _lose_memory(memory: Path) -> None:
     """Delete what is in a rank's memory; its daemon, which lives on, may be writing there."""
+    # renamed before it is deleted: `rmtree` would race with a daemon that creates files meanwhile
     lost = tempfile.mkdtemp(prefix="lost-", dir=memory)
     for part in _HOST_MEMORY:
         with contextlib.suppress(FileNotFoundError):

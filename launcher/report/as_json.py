@@ -18,6 +18,7 @@ _VERSION = 1
 
 def to_json(runs: Sequence[Facts]) -> str:
     """Return the whole report; numbers that are not known are null."""
+    # allow_nan: other programs' parsers refuse NaN
     return json.dumps({"version": _VERSION, "runs": [_run(facts) for facts in runs]}, indent=1, allow_nan=False) + "\n"
 
 

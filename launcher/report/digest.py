@@ -128,6 +128,7 @@ def _last_times(commits: Columns) -> PerIteration:
     return PerIteration(
         iteration=iteration[is_last],
         loss=commits["loss"][rows],
+        # half of the memory: plots show six digits, and a run has millions of iterations
         seconds=np.nan_to_num(commits["seconds"][rows]).astype(np.float32),
         stall_s=np.nan_to_num(commits["stall_s"][rows]).astype(np.float32),
         sent_bytes=sent.astype(np.float32),

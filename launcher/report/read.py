@@ -80,6 +80,7 @@ def map_ranks(path: Path, work: Callable[[int, Path], T]) -> list[T]:
     named = ((match, file) for file in (path / "events").glob("*") if (match := _RANK_FILE.fullmatch(file.name)))
     files = sorted((int(match[1]), file) for match, file in named)
     workers = min(len(files), os.cpu_count() or 1)
+    # spawned processes begin with their imports, and smaller logs are read before those are done
     if workers < 2 or sum(file.stat().st_size for _, file in files) < _PARALLEL_FROM_BYTES:
         return [work(rank, file) for rank, file in files]
     # spawned: a fork of a process with threads (of BLAS, of a caller) may inherit locks that nothing releases

@@ -207,6 +207,7 @@ def _smallest_fitting(
     wanted = f"at least {least:.3g}, or more of cluster.nodes={cluster.nodes}"
     require(bool(fitting), "cluster.gpu_memory_bytes", cluster.gpu_memory_bytes, wanted)
     divides = (layout for layout in fitting if batch.global_batch_size % (batch.micro_batch_size * layout.dp) == 0)
+    # if none divides the batch, `Job` raises the error that names the numbers
     return next(divides, fitting[0])
 
 

@@ -76,6 +76,7 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
 
 def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:
     groups = [re.split(r"[.=]", argument.lstrip("+"))[0] for argument in arguments]
+    # a candidate has all ckpt settings of its own: keys of the policy that was asked for may not exist in its section
     own = [argument for argument, group in zip(arguments, groups, strict=True) if group != "ckpt"]
     try:
         return Candidate(overrides=overrides, result=run_simulation(compose_simulation(latest([*own, *overrides]))))

@@ -67,6 +67,7 @@ def read_cells(path: Path = CELLS) -> list[Cell]:
 
 def compare_cells(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Compared]:
     """Return the cells of an experiment's rows with what is simulated of them."""
+    # reversed, so that `*` is the first variant
     results = {(row.case, row.policy, "*"): row.result for row in reversed(rows)}
     results |= {(row.case, row.policy, row.variant): row.result for row in rows}
     return [Compared(cell=cell, predicted=_predicted(cell, results)) for cell in cells]

@@ -198,6 +198,7 @@ def _recovered(
         before=before,
         until_s=until_s,
         cost_s=cost_s,
+        # that all ranks ran again: what a single stage replays is counted beside
         again=min(again[rank] for rank in range(num_ranks)),
         replayed=max((event.executed_iters for event, _ in rejoined), default=0),
         resumed_s=max((event.seconds for event in resumed), default=0.0),

@@ -78,6 +78,7 @@ class QuantizedTensor(torch.Tensor):
     _dequantized: torch.Tensor | None
     _stored_as: tuple[str, str]  # of payload and scales
     _views: tuple[Any, ...] = (_aten.detach.default,)
+    # the default would return results as this class again, without a payload
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -138,6 +139,7 @@ class QuantizedTensor(torch.Tensor):
             source = arguments[1].dequantize() if isinstance(arguments[1], QuantizedTensor) else arguments[1]
             cast_master_weights_to_fp8([first], [source.float().view(-1)], [0], None)
             return first
+        # a change would reach the dequantized copy, and be lost with it
         assert not function._schema.is_mutable, f"{function} of an FP8 parameter: got an update in place, wanted none"
         plain = tree_map(lambda each: each.dequantize() if isinstance(each, QuantizedTensor) else each, arguments)
         return function(*plain, **(options or {}))

@@ -31,10 +31,12 @@ def multiply_in_float32(formats: frozenset[torch.dtype]) -> None:
     global _library
     if not formats or _library is not None:
         return
+    # kept for as long as the process lives: torch takes the kernels out again with the object
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel")
         for name in ("mm", "bmm", "addmm", "baddbmm"):
+            # the `out` overloads keep PyTorch's own kernels; the replaced functions would call themselves without end
             _library.impl(name, _widened(getattr(_aten, name).out, formats), "CPU")
 
 

@@ -26,6 +26,7 @@ def _gradients_of(state: TrainingState, run_pass: Callable[[], object]) -> Mappi
     start, kept = small_state(state), buffers(state)
     clear_gradients(state)
     run_pass()
+    # hashes, no copies: a second set of gradients may not fit into the device's memory
     hashes = hashes_of(
         {
             f"{index}.{name}": [parameter.main_grad]  # type: ignore[attr-defined]

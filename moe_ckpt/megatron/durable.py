@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
+# short beside `runtime.progress_s`: a rank that waits for a slow disk must not count as hung
 _LOOK_AGAIN_S = 1.0
 _OTHER_SCALES = (
     "FP8 and FP16 states have a scale for each shard: at another layout they are stored again with other scales, and "
@@ -84,6 +85,7 @@ class MegatronDurableState:
         gather_late_parameters(self._state)  # else weights beyond this rank's shard are those of an earlier step
         content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
         sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
+        # before the first file: a disk that fills up in the middle of a save fails it after all of its cost
         self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))
         broadcast_result(TorchRanks(), lambda: _write_common(directory, common), CheckpointSaveError)
         if self._asynchronous:

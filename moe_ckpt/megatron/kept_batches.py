@@ -196,10 +196,12 @@ class KeptBatches:
         after = _generators()
         moved = self._moves_generators and not _are_equal(before, after)
         first = self._kept.get(self._head - 1)
+        # the first read may draw to shuffle; a second that draws as well shows draws at each
         at_each = moved and self._head == 1 and first is not None and first.generators is not None
         wanted = "a generator of its own: a new process cannot repeat draws from those of torch, NumPy and Python"
         require(not at_each, "data loader", "draws from the process's generators at each read", wanted)
         self._checksum, size_bytes = _checked(batch, self._checksum)
+        # a copy: the pass may change the batch, and a replay reads it again
         self._kept[self._head] = _Kept(
             batch=_copied(batch), checksum=self._checksum, generators=after if moved else None, size_bytes=size_bytes
         )

@@ -23,6 +23,7 @@ import torch
 E4M3 = torch.float8_e4m3fn
 MASTER_PARAM = "master_param"
 _STATES = (MASTER_PARAM, "exp_avg", "exp_avg_sq")
+# FusedAdam's `dtype_to_range_map`, half of FP16's range included
 _LARGEST = {E4M3: 448.0, torch.float16: torch.finfo(torch.float16).max / 2}
 """The largest element of a scaled tensor."""
 

@@ -91,6 +91,7 @@ class StageReplay:
         restore_small_state(self._state, start)
         if undo is not None:
             assert self._began == undo, f"asked for the buffers before iteration {undo}, got those of {self._began}"
+            # forward changes them (counts of tokens, FP8 histories), and the iteration will run again
             restore_buffers(self._state, self._buffers)
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:

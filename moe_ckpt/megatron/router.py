@@ -71,6 +71,7 @@ class RouterCounts:
     ) -> None:
         if not self._counting or torch._C._current_graph_task_id() != -1:  # in backward: activations are recomputed
             return
+        # float64 adds counts exactly: their sums over ranks are the same in any order
         total = values().sum(dim=0, dtype=torch.float64)
         counts[gate] = counts[gate] + total if gate in counts else total
 

@@ -43,6 +43,7 @@ class StateWiper:
                 group.update({"step": 0} if "step" in group else {})
         for tensor in tensors:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
+        # the copies that backward reads have to be lost as well
         refresh(parameters)
         for chunk in state.model:
             for _, buffer in named_buffers(chunk):

@@ -84,6 +84,7 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
         config, parameters = optimizer.config, cast("list[torch.Tensor]", optimizer.get_parameters())
         if parameters and config.clip_grad > 0.0:
             decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            # the norm of the whole job: by its own one each rank would scale its shard differently
             clip_grad_by_total_norm_fp32(parameters, config.clip_grad, gradients.total_norm, decoupled)
     for optimizer in state.inner_optimizers:
         if not isinstance(optimizer, DistributedOptimizer):
@@ -141,6 +142,7 @@ def unscale_gradients(state: TrainingState) -> None:
 
 def advance_scalers(state: TrainingState, gradients: ReadyGradients) -> None:
     """Adapt the loss scalers to a step as `finish_gradients` does, from the step's facts alone."""
+    # each by its own overflow: Megatron gives the optimizer of experts a scaler of its own
     for optimizer, overflow in zip(state.inner_optimizers, gradients.overflows, strict=True):
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None:

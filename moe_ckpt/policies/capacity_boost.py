@@ -24,6 +24,7 @@ def boosted_capacity(demand: IntArray, deficit: IntArray, *, capacity: int, fact
     """
     assert demand.shape == deficit.shape, (demand.shape, deficit.shape)
     most_extra = math.floor(Fraction(str(factor)) * capacity)  # 0.29 * 100 is 28.999... as a float
+    # never beyond the deficit: an expert would be trained with more tokens than without the fault
     wanted = np.minimum(np.clip(demand - capacity, 0, most_extra), deficit)
     unused = int(np.maximum(capacity - demand, 0).sum())
     order = np.argsort(-deficit, kind="stable")

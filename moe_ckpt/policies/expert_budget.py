@@ -49,6 +49,7 @@ def allocate(popularity: IntArray, num_total: int) -> IntArray:
     open_layers = np.arange(num_layers)
     while left:
         weights = risk[open_layers] if risk[open_layers].any() else np.ones_like(open_layers)
+        # products of integers: a layer that is due exactly all its experts has to count as full
         full = open_layers[left * weights >= num_experts * weights.sum()]
         if not full.size:
             share[open_layers] += _in_proportion(weights, left)

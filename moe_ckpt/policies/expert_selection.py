@@ -27,6 +27,7 @@ def sequential_experts(turn: int, *, num_layers: int, num_experts: int, ep: int,
     """
     assert 1 <= k <= num_experts, (k, num_experts)
     order = _interleaved(num_experts, ep)
+    # by layer, too: else a turn would take experts of the same EP rank in all layers
     starts = [(turn + layer) * k for layer in range(num_layers)]
     return tuple(tuple(sorted(order[(start + step) % num_experts] for step in range(k))) for start in starts)
 
@@ -54,9 +55,11 @@ def within_links(tokens: IntArray, num_taken: Sequence[int], expert_bytes: IntAr
     candidates = [(layer, expert) for layer, expert in candidates if tokens[layer, expert] >= 0 and num_taken[layer]]
     for layer, expert in candidates:
         needed = expert_bytes[:, layer, expert]
+        # a rank without a piece of the expert is no limit, also if its core alone exceeds its link
         if len(taken[layer]) < num_taken[layer] and np.all((needed <= left) | (needed == 0)):
             left -= needed
             taken[layer].add(expert)
+    # else all experts would grow older for as long as a link is slow
     if candidates and not any(taken):
         taken[candidates[0][0]].add(candidates[0][1])
     return tuple(tuple(sorted(experts)) for experts in taken)

@@ -35,6 +35,7 @@ class ServerSnapshots(StageForecasts[StageProfile]):
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - nothing varies
         """Return the plan for the state after `iteration` steps: servers get all of it."""
         every = self._config.durable_every_iters
+        # no whole checkpoint at the first snapshot, which also follows a load
         durable = self._has_begun and every > 0 and iteration % every == 0
         self._has_begun = True
         return SnapshotPlan(durable=durable, sparse=everything_at(iteration, self._stage.table))

@@ -68,6 +68,7 @@ class TokenLedger:
         what it lost before stays lost and is not counted again. Counts tell tokens apart only along one line: they are
         exact unless a snapshot is used that an earlier recovery has passed over for an older one.
         """
+        # of `seen`: a difference to `processed` would count the losses of earlier faults again
         missing = self.seen - seen_in_state
         loss = TokenLoss(lost=np.maximum(missing, 0), repeated=np.maximum(-missing, 0))
         return TokenLedger(processed=self.processed, seen=seen_in_state), loss

@@ -76,6 +76,7 @@ def forecast(
     (W - 1) bytes a parameter: W = 3 and one kept window make 28, where two dense checkpoints take 24 (MoEvement,
     section 3.2). A rank also keeps all that for `num_copies` others, whose windows take up to `largest_window_bytes`.
     """
+    # the next window is nearly complete before an older one is dropped
     num_windows = keep_windows + 1
     num_logged = num_windows * period_iters + 1
     snapshots_bytes = num_windows * window_bytes

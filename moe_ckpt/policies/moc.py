@@ -124,6 +124,7 @@ class PartialExperts(PartialSnapshots):
         if self._config.k_snapshot != AUTO or measured.iteration_s <= 0:
             return self._k
         rate, overlap_s = measured.copy_bytes_per_s, measured.iteration_s
+        # of the stage that copies most: all ranks wait for the slowest one
         fitting = min(fitting_k(each, copy_bytes_per_s=rate, overlap_s=overlap_s) for each in self._bottlenecks)
         return max(self._k, fitting)
 

@@ -64,6 +64,7 @@ class PopularExperts(PartialSnapshots):
             return ExpertChoice(memory=everything, on_peers=everything, on_disk=on_disk, by_gradient=stage.nothing)
         memory = self._select("memory", stage.everything, measured)
         on_peers = self._select("peers", memory, measured) if self._num_copies else stage.nothing
+        # apart: a newer copy in memory leaves the one on peers as old as it was
         for place, selection in (("memory", memory), ("peers", on_peers)):
             self._at_risk[place][marked(selection, self._at_risk[place].shape)] = 0
         before, self._on_peers = self._on_peers, on_peers
@@ -79,6 +80,7 @@ class PopularExperts(PartialSnapshots):
 
     @property
     def _sends_gradients(self) -> bool:
+        # a peer's step leads on from the state of the iteration before, and from no older one
         return self._config.send_gradients and self._config.every_iters == 1
 
     def _select(self, place: str, among: Selection, measured: Measured) -> Selection:
@@ -90,6 +92,7 @@ class PopularExperts(PartialSnapshots):
         at_risk = self._at_risk[place]
         is_candidate = marked(among, at_risk.shape)
         num_taken = np.minimum(allocate(np.where(is_candidate, at_risk, 0), num_total), is_candidate.sum(axis=1))
+        # -1: behind candidates that have no tokens at risk
         tokens = np.where(is_candidate, at_risk, -1)
         if asked != AUTO or _is_unknown(rate, measured):
             return most_popular(tokens, num_taken.tolist())

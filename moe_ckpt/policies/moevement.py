@@ -208,6 +208,7 @@ class SparseWindows:
         )
 
     def _reorder(self, popularity: npt.NDArray[np.float64]) -> bool:
+        # against the popularity of the last order: from window to window a slow drift would never exceed the limit
         change, share = self._config.reorder_change, self._config.reorder_share
         if self._reference is not None and not has_shifted(self._reference, popularity, change=change, share=share):
             return False

@@ -120,6 +120,7 @@ def _shares(size: WindowSize, job: JobCost, pauses: Array) -> tuple[Array, Array
     num_slots, period_s = size.num_slots, (size.num_slots + pauses) * job.iteration_s
     added_s = num_slots * job.per_snapshot_s + size.window_bytes * job.per_byte_s
     host_wait_s = sum(max(0.0, nbytes / job.host_bytes_per_s - job.overlap_s) for nbytes in size.slot_bytes)
+    # peers' copies go on while the update waits for those of the host
     peer_wait_s = np.maximum(0.0, size.window_bytes / job.peer_bytes_per_s - period_s - host_wait_s)
     replayed_iters = 1.5 * num_slots + pauses / 2
     replay_shares = replayed_iters * job.replay_share * job.iteration_s / job.mtbf_s

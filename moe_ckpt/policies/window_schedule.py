@@ -73,6 +73,7 @@ def order_operators(fixed: FixedOrder, popularity: Array) -> IntArray:
     1, 0 make 3, 2, 4, 1, 0. MoEvement, section 3.5: OrderOperators.
     """
     assert popularity.shape == fixed.experts.shape, (popularity.shape, fixed.experts.shape)
+    # stable: all ranks of a stage have to break ties alike, or they cut other slots
     return np.concatenate([fixed.experts[np.argsort(popularity, kind="stable")], fixed.others])
 
 
@@ -104,6 +105,7 @@ def slot_bytes(table: OperatorTable, schedule: WindowSchedule) -> IntArray:
 
     compute_bytes = by_slot(table.compute_bytes)
     still_to_come = compute_bytes.sum(axis=0) - np.cumsum(compute_bytes, axis=0)
+    # slot 0 has compute weights of nearly all operators: it is the largest, and decides whether a window fits
     return by_slot(table.full_bytes) + still_to_come
 
 
@@ -201,6 +203,7 @@ def _middles(order: IntArray, table: OperatorTable) -> tuple[Array, Array]:
 def _cut(middles: Array, totals: Array, num_slots: int) -> WindowSchedule:
     """Slot of each operator; a home without any bytes has all its operators in slot 0."""
     slot_of = (num_slots * middles / np.maximum(totals, 1.0)).astype(np.int64)
+    # an operator without bytes at the end of its home has its middle at the very end, beyond the last slot
     return WindowSchedule(num_slots=num_slots, slot_of=np.minimum(slot_of, num_slots - 1))
 
 

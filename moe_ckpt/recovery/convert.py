@@ -100,6 +100,7 @@ def _check_operators(window: Sequence[SnapshotContents]) -> None:
         still_to_come -= set(snapshot.full)
         if never := sorted(set(snapshot.compute) - set(times)):
             raise CheckpointLoadError(f"conversion: got operators {never} whole in no slot, wanted each whole in one")
+        # frozen operators take part in forward, and would do so with compute weights of another iteration
         if sorted(snapshot.compute) != sorted(still_to_come):
             raise CheckpointLoadError(
                 f"conversion: got compute weights of {sorted(snapshot.compute)} in the snapshot of iteration "

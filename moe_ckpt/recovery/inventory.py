@@ -133,6 +133,7 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
     # the ranks of a stage replay together: the one with the fewest steps ends it
     least = [replace(first[key], steps_to=min(windows[key].steps_to for windows in (first, *others))) for key in shared]
     return StageInventory(
+        # by cut, too: of two with as many steps all ranks have to take the same one
         windows={window.states: window for window in sorted(least, key=lambda window: (window.steps_to, window.cut))},
         logged_from=max(inventory.logged_from for inventory in inventories),
         logged_to=min(inventory.logged_to for inventory in inventories),

@@ -47,6 +47,7 @@ class Rollback:
 
     def neighbours(self, num_stages: int) -> tuple[int, ...]:
         """Return the stages next to the segment in a pipeline of `num_stages`."""
+        # on both sides: the stage before sends activations, the one behind gradients
         return tuple(stage for stage in (self.stages.start - 1, self.stages.stop) if 0 <= stage < num_stages)
 
 
@@ -130,6 +131,7 @@ def plan_recovery(
 
     Raises NothingLeftError, with a list of the sources, if no such window exists.
     """
+    # every rank plans for itself, and all have to come to the same plan, whatever the order of inventories
     ranks = sorted(inventories, key=lambda inventory: inventory.global_rank)
     memories = find_memories(ranks)
     stages = combine_stages(ranks, memories)
@@ -157,11 +159,13 @@ def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -
         rollbacks, missing = [], set()
         for segment in _segments(rolling):
             steps_to = _common_windows([stages[stage] for stage in segment])
+            # a window whose steps end before the target would leave its stages behind the others
             usable = [states for states in steps_to if states[-1] <= target <= steps_to[states]]
             if not usable:
                 return None
             rollback = _resumed(Rollback(stages=segment, states=_newest(usable)), stages, target)
             rollbacks.append(rollback)
+            # logs are needed from the first iteration that runs: the state before it is loaded
             neighbours, first = rollback.neighbours(len(stages)), rollback.starts_from + 1
             # no choice to make: a log that does not cover the newest window of a segment covers no older one either,
             # nor one of a larger segment, which has no newer window: so the neighbour has to roll back
@@ -178,6 +182,7 @@ def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
 
 
 def _newest(windows: Iterable[range]) -> range:
+    # of one start the window with fewer slots: the replay begins at the same iteration and has fewer frozen ones
     return max(windows, key=lambda states: (states.start, -len(states)))
 
 
@@ -207,6 +212,7 @@ def _plan_fetches(
         if rank.stage not in states:
             continue
         wanted = stages[rank.stage].windows[states[rank.stage]]
+        # with all steps to the target: a window of an older copy would end the replay before it
         holders = [
             holder
             for holder, windows in memories[rank.global_rank].items()

@@ -92,6 +92,7 @@ def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery 
         needing = [inventory for inventory in inventories if name in inventory.needed[version]]
         common = frozenset[Version].intersection(*(inventory.versions(name) for inventory in needing))
         fitting = [each for each in common if _fits(name, each, version)]
+        # an older core may still do: the units that it needs need not be those of this one
         if not fitting:
             return None
         units[name] = max(fitting)  # the newer an expert, the fewer of its tokens are lost
@@ -107,4 +108,5 @@ def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery 
 def _fits(name: str, unit: Version, core: Version) -> bool:
     if name == CORE:
         return unit == core
+    # after a return an iteration runs again from another state: its units fit no core of the epoch before
     return unit.lineage == core.lineage and unit.iteration <= core.iteration

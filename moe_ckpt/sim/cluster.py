@@ -129,6 +129,7 @@ class _Run:
 
     def _account(self, generation: Generation, moment: Moment) -> None:
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
+        # what a fault cuts off of an iteration has to be run again
         self._ledger.again_s += moment.into_s
         if moment.iterations or moment.into_s:
             self._timeline.append(Trained(generation=generation, iterations=moment.iterations))
@@ -175,6 +176,7 @@ class _Run:
             replay_s=attempt.replay_s,
             lost=way.lost,
         )
+        # windows that end later are of iterations that are trained again, and a load from disk drops all
         is_kept = way.source == HOST_MEMORY
         return recovered, tuple(kept for kept in attempt.kept if is_kept and kept.end <= way.iteration)
 
@@ -253,6 +255,7 @@ class _Run:
         return Way(
             iteration=plan.target_iteration,
             fetch_s=found.fetch_s,
+            # segments replay side by side, and all ranks wait for the longest
             replay_s=max(found.replay_s, default=0.0) + self._setup.cluster.resume_s,
             source=HOST_MEMORY,
             estimate=found,

@@ -156,14 +156,17 @@ def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
     num_moe_layers = sum(operator.kind is OperatorKind.GATE for operator in operators)
     num_layers = sum(operator.kind is OperatorKind.BLOCK for operator in operators)
     layout, tensor_bytes = job.layout, job.micro_batch_tokens * job.shape.hidden_size * job.formats.activation_bytes
+    # a multiplication and an addition; backward computes two gradients for each product of forward
     flops = 2 * 3 * float(job.work[where].sum()) * job.micro_batch_tokens / layout.tp
     compute_s = flops / (cluster.flops_per_s * cluster.efficiency)
     in_node = layout.ep * layout.tp <= cluster.gpus_per_node
     routed_s = cluster.collective_s(job.shape.topk * tensor_bytes / layout.tp, layout.ep, within_node=in_node)
+    # an all-reduce is a reduce-scatter and an all-gather
     reduced_s = 2 * cluster.collective_s(tensor_bytes, layout.tp, within_node=True)
     # activations one way and gradients the other: a stage in the middle has two neighbours
     sends = (stage > 0) + (stage < layout.pp - 1)
     sent_s = sends * (cluster.network_latency_s + tensor_bytes / layout.tp / cluster.peer_bytes_per_s)
+    # dispatch and combine, or the sums after attention and MLP: each in forward and in backward
     return compute_s + 4 * num_moe_layers * routed_s + 4 * num_layers * reduced_s + sent_s
 
 

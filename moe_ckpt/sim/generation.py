@@ -62,6 +62,7 @@ class Generation:
 
     def first_commit_after(self, at_s: float) -> int:
         """Return the fewest iterations, at least one, that end at or after a time."""
+        # a search and no division: stalls make iterations of different lengths
         end_s = lambda iterations: self.since_s + self.elapsed_s(iterations)  # noqa: E731
         enough = 1
         while end_s(enough) < at_s:

@@ -328,6 +328,7 @@ def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
         has_experts = any(operator.kind is OperatorKind.EXPERT for operator in profile.table.operators)
         return has_experts, profile.dense_bytes
 
+    # stages with the same bytes get the same answers
     kinds = {profile.table.full_bytes.tobytes(): profile for profile in profiles}
     return sorted(kinds.values(), key=rank, reverse=True)
 
@@ -345,6 +346,7 @@ class _PartialCosts:
         table = self.stages[0].table
         self._own = MoeStage(table, config.partial)
         self._peer_bytes_per_s = rates.to_peers(self.replicas)
+        # all stages write at the same time, each with its share of the job's rate
         self._disk_bytes_per_s = rates.disk() * int(table.full_bytes.sum()) / setup.total_full_bytes
 
     def measured(self, tokens: IntArray) -> Measured:

@@ -145,6 +145,7 @@ def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Los
     # with step logs a window leads to the iteration of the other ranks, else no further than itself
     least = reached if saving.recovery is Recovery.LOCAL else 0
     refs = {
+        # one cut for all: simulated ranks of a stage always have the same order of operators
         each.start: WindowRef(start=each.start, num_slots=each.num_slots, steps_to=max(each.end, least), cut="")
         for each in kept
     }
@@ -153,6 +154,7 @@ def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Los
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in sorted(losses.bare):
         for holder in setup.holders(owner, saving.replicas):
+            # a replaced node holds no copies before the next window has reached it
             if holder not in losses.unreplicated:
                 held.setdefault(holder, {})[owner] = windows
     told = losses.dead | held.keys() | _witnesses(setup, losses)

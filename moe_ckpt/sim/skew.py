@@ -17,6 +17,7 @@ def skewed_popularity(num_experts: int, skewness: float, *, seed: int) -> Array:
     if num_experts == 0 or skewness == 0:
         return np.full(num_experts, 1 / max(1, num_experts))
     alpha = (1 / skewness - 1) / num_experts
+    # gamma(a) is gamma(a + 1) u^(1 / a) in distribution
     logs = np.log(np.random.default_rng(seed).gamma(alpha + 1, size=num_experts))
     logs += np.log(np.random.default_rng(seed + 1).random(num_experts)) / alpha  # a gamma of a tiny alpha underflows
     shares = np.exp(logs - logs.max())

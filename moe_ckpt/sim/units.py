@@ -87,6 +87,7 @@ def _lost(setup: Setup, saving: Saving, found: Kept, line: Line, bare: Mapping[i
     of_stages = [whole[of_stage] for of_stage in rows]
     for rank, places in bare.items():
         ends = {where: [kept.end for kept in theirs if kept.line is line] for where, theirs in places.items()}
+        # copies may be newer than the core that all ranks go back to
         newest = [versions(min(max(each), found.end), where) for where, each in ends.items() if each]
         stage, own = job.stage_of_rank(rank), homes == job.ep_rank_of(rank)
         of_stages[stage][:, own] = np.minimum(of_stages[stage], np.maximum.reduce(newest)[rows[stage]])[:, own]

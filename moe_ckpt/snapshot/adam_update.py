@@ -115,6 +115,7 @@ def follows_from_gradients(header: SnapshotHeader) -> bool:
     parts = state_parts(header)
     tensors = {(part.key.operator, part.key.tensor) for part in parts}
     whole = {PartKey(operator=op, tensor=name, role=role) for op, name in tensors for role in (MASTER, *MOMENTS)}
+    # other formats are rounded in kernels of the owner's optimizer, for which torch has no twin
     return {part.key for part in parts} == whole and all(part.dtype == torch.float32 for part in parts)
 
 
@@ -146,6 +147,7 @@ def update_from_bytes(data: bytes) -> Update:
             seals=fields["seals"] is True,
             mirrored=mirrored_from_json(fields.get("mirrored")),
         )
+        # here, where the caller expects an error of the bytes: the strict `zip`s of these would raise ValueError later
         if len(update.places) != sum(step is not None for step in steps):
             raise ValueError(f"got {len(update.places)} places of gradients")
         return update
@@ -163,6 +165,7 @@ def pack_gradients(
     flat = [gradients[part.key][0].reshape(-1) for part in masters(header)]
     nbytes = 4 * sum(gradient.numel() for gradient in flat)
     packed = acquire(nbytes)
+    # straight into shared memory: the result of a `cat` without `out` would have to be copied there
     torch.cat(flat, out=packed[:nbytes].view(torch.float32))
     return packed, nbytes
 

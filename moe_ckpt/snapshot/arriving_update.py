@@ -113,6 +113,7 @@ class ArrivingUpdate:
         began_s = time.monotonic()
         update, made = self._made
         header = _sealed(made, is_new=update.seals)
+        # `_made` stays until this has succeeded: after a failure `abandon` has to free its memory
         self._folder.deposit(update.target, header_to_json(header), made.payload, made.header.payload_bytes)
         self._made = None
         assert self._payload is not None
@@ -135,6 +136,7 @@ class ArrivingUpdate:
         base, wanted = _base_of(update, self._folder), update.header
         if len(update.steps) != len(masters(wanted)):
             raise CheckpointLoadError(f"{self._key}: got {len(update.steps)} steps, wanted {len(masters(wanted))}")
+        # before the first step: `_await` would wait without end for bytes that no sender has
         if self._payload is None or self._payload_bytes != update.payload_bytes:
             got = f"got {self._payload_bytes} bytes of gradients"
             raise CheckpointLoadError(f"{self._key}: {got}, wanted {update.payload_bytes}")
@@ -142,6 +144,7 @@ class ArrivingUpdate:
         self._made = update, made
         before = {part.key: part for part in base.header.parts}
         for part in state_parts(wanted):
+            # a copy, and no step in place: if the arriving bytes are garbled, the base is still the newest good state
             made.part(part).copy_(base.part(before[part.key]))
         if update.seals:  # after the copy: this finds earlier damage, and later damage has no effect
             _sealed(base, is_new=False)
@@ -184,6 +187,7 @@ class _Sums:
         if place.group not in self._buckets:
             group = self._groups[place.group]
             dtype = getattr(torch, group.dtype)
+            # only now: captured frames may still arrive while tapped gradients are stepped
             self._buckets[place.group] = [torch.frombuffer(each, dtype=dtype) for each in self._captured(group)]
         bucket = self._buckets[place.group][place.bucket]
         if place.start + numel > bucket.numel():
@@ -226,6 +230,7 @@ def _base_of(update: Update, folder: BlobFolder) -> Snapshot:
 def _take_step(state: list[torch.Tensor], step: AdamStep, gradient: torch.Tensor) -> None:
     master, exp_avg, exp_avg_sq = state
     weights = torch.nn.Parameter(master)
+    # torch's own class, not a formula: the bits equal the owner's only if operations and their order do
     adam = torch.optim.AdamW if step.decoupled else torch.optim.Adam
     optimizer = adam(
         [weights],
@@ -234,6 +239,8 @@ def _take_step(state: list[torch.Tensor], step: AdamStep, gradient: torch.Tensor
         eps=step.eps,
         weight_decay=step.weight_decay,
     )
+    # the count before this step, which Adam's bias corrections depend on
     optimizer.state[weights] = {"step": torch.tensor(step.steps), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    # a product with 1.0 has the same bits, and would cost a copy of the gradient
     weights.grad = gradient if step.scale == 1.0 else gradient * step.scale
     optimizer.step()

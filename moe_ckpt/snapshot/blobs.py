@@ -103,8 +103,10 @@ class _Index:
             write_private(unfinished, entry_to_bytes(entry))
             if self._synced:
                 sync(*([buffer, buffer.parent] if buffer else ()), unfinished)
+            # the entry appears last: a death before leaves the old blob, and a power cut no entry without its bytes
             unfinished.replace(path)
             if self._synced:
+                # the new name is a change of the folder, which the sync of the file does not bring to the device
                 sync(path.parent)
         except OSError as error:
             where = self._path.parent
@@ -134,6 +136,7 @@ class BlobFolder:
         self._lock = RLock()
         self._mapped: dict[str, torch.Tensor] = {}  # by the buffer's name: memory that was allocated or adopted here
         self._names: dict[int, str] = {}  # by the tensor's id
+        # past the buffers of an earlier process: blobs that `adopt` takes over keep theirs
         self._numbers = count(1 + max((int(buffer.name) for buffer in self._buffers()), default=0))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -166,6 +169,7 @@ class BlobFolder:
         assert payload_bytes <= (0 if payload is None else payload.numel()), (key, payload_bytes)
         with self._lock:
             name = None if payload is None else self._names[id(payload)]
+            # random: a count would begin anew in a successor, and a reader could take its blob for the one before
             serial = secrets.token_hex(8)
             entry = IndexEntry(key=key, buffer=name, payload_bytes=payload_bytes, serial=serial, header=header)
             self._index.write(entry, None if name is None else self._buffer_path(name))
@@ -180,6 +184,7 @@ class BlobFolder:
             self.publish(key, header, payload, payload_bytes)
             if payload is not None:
                 self._let_go(payload)
+            # last: a death before leaves a buffer without an entry, which `sweep` removes, and never the reverse
             self._unlink_buffer(replaced)
 
     def withdraw(self, key: str) -> None:
@@ -234,6 +239,7 @@ class BlobFolder:
                 except CheckpointLoadError as error:
                     _log.warning("dropped what is damaged: %s", error)
                     self.withdraw(key)
+            # memory that is being filled has no entry yet
             used = {self._buffer_of(key) for key in self.keys()} | self._mapped.keys()
             unused = [path for path in self._buffers() if path.name not in used]
             for path in unused + self._index.unfinished():
@@ -248,6 +254,7 @@ class BlobFolder:
         name = self._names.pop(id(tensor))
         del self._mapped[name]
         if self._pinned:
+            # before the mapping ends: the driver must not keep pages that another mapping may get
             torch.cuda.check_error(int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())))
         return name
 
@@ -255,6 +262,7 @@ class BlobFolder:
         entry = self._index.read(key)
         payload = None if entry.buffer is None else self._payload(entry.buffer, hold=hold)
         num_mapped = 0 if payload is None else payload.numel()
+        # reads past the end of a file that was cut short would end this process by SIGBUS
         if num_mapped < entry.payload_bytes:
             reason = f"got {num_mapped} bytes of payload, wanted {entry.payload_bytes}"
             raise CheckpointLoadError(f"blob {key} in {self.path}: {reason}")
@@ -297,6 +305,7 @@ def _create(path: Path, nbytes: int, *, pinned: bool) -> torch.Tensor:
     with open(path, "xb+", buffering=0, opener=open_private) as file:
         os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
         tensor = _map(file.fileno(), pinned=pinned)
+    # an empty file cannot be mapped, so that of an empty payload has one byte
     return tensor if nbytes else tensor[:0]
 
 

@@ -90,6 +90,7 @@ class BoundaryLog:
             return
         size_bytes = source.numel()
         copied = self._copier.run(lambda: self._copier.copy_now([(buffer[:size_bytes], source)]))
+        # by the copier: training would stand still for the hash of every transfer
         hashed = self._copier.then(lambda: checksum(buffer, size_bytes))
         entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied, checksum=hashed)
         self._current[direction].append(entry)
@@ -106,6 +107,7 @@ class BoundaryLog:
             raise CheckpointLoadError(f"boundary log: no iteration {iteration}, got {got}")
         entries = self._iterations[iteration][direction]
         for entry in entries:
+            # a neighbour may be lost in the iteration whose last copy is still under way
             entry.copied.result()
         return [entry.buffer[: entry.size_bytes] for entry in entries]
 
@@ -132,6 +134,7 @@ class BoundaryLog:
     def _drop(self, iteration: int) -> None:
         log = self._iterations.pop(iteration, None)
         for entry in _entries(log) if log else ():
+            # a released buffer is filled anew: the copier must be done with it
             entry.checksum.result()
             self._buffers.release(entry.buffer)
 

@@ -70,6 +70,7 @@ class PipelineBubbles:
             yield
         finally:
             ended = _mark()
+            # without a notice: threads wait for bubbles that open, and a copy that has begun is finished
             self._ended = ended
             self._spans.append((began, ended))
 

@@ -25,6 +25,7 @@ from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader, checksum,
 from moe_ckpt.snapshot.copier import Copy, HostCopier
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 
+# torch reports exhausted host memory and errors of a device as RuntimeError
 _COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
 
 Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
@@ -98,6 +99,7 @@ class SnapshotEngine:
         if self._bubbles:
             self._bubbles.unhurry()
         ready = [each._replace(changing=_kept(each.changing), gradients=_copied(each.gradients)) for each in wanted]
+        # in two parts: `release` lets the update begin after the copy, and the hash runs beside it
         copied = self._copier.run(lambda: self._take_all(ready, bubble_bytes))
         self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish_all(*copied.result())))
 
@@ -156,6 +158,7 @@ class SnapshotEngine:
             self._bubbles.hurry()
 
     def _drop(self, finished: Sequence[Snapshot]) -> None:
+        # withdrawn before it is released: no peer may read a payload whose memory is filled anew
         for snapshot in finished:
             if self._daemon:
                 self._daemon.drop_snapshot(snapshot)
@@ -198,6 +201,7 @@ class SnapshotEngine:
         waiting, beside = deque(copies[:first_beside]), deque(copies[first_beside:])
         seconds, bubble_bytes_used = 0.0, 0
         while beside or (waiting and bubbles.wait()):
+            # computation hides the others at any time, a bubble that passes unused does not come again
             in_bubble = bool(waiting) and (not beside or bubbles.is_open)
             copy = (waiting if in_bubble else beside).popleft()
             seconds += self._copier.copy_now([copy])
@@ -211,6 +215,7 @@ class SnapshotEngine:
                 found = checksum(snapshot.payload, snapshot.header.payload_bytes)
                 sealed = replace(snapshot, header=replace(snapshot.header, checksum=found))
                 if self._daemon:
+                    # at once, from this thread: peers have until the end of the next iteration to receive it
                     self._daemon.add_snapshot(sealed, gradients)
                 finished.append(sealed)
         except CheckpointSaveError:
@@ -222,8 +227,10 @@ class SnapshotEngine:
 
 
 def _kept(pieces: Sequence[Piece]) -> list[Piece]:
+    # forward changes buffers, and it may begin before the copier has come to them
     return [(key, tensor.detach().clone(), whole) for key, tensor, whole in pieces]
 
 
 def _copied(gradients: Gradients | None) -> Gradients | None:
+    # the next iteration zeroes Megatron's gradient buffers while the copier may still read them
     return gradients and {key: (gradient.detach().clone(), step) for key, (gradient, step) in gradients.items()}

@@ -152,6 +152,7 @@ class SnapshotHeader:
     adam_steps: tuple[float, ...]
     parts: tuple[Part, ...]
     payload_bytes: Count
+    # no Count: a hash may use all 64 bits, a size may not
     checksum: int
     unit: UnitTag | None = None
 
@@ -233,6 +234,7 @@ def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -
     Raises CheckpointLoadError naming the snapshot and the difference: run, model, layout, shard, size or checksum.
     """
     header = snapshot.header
+    # names before the hash: it reads the whole payload, and that of a foreign snapshot may be intact
     _expect(header, "run id", header.identity.run_id, identity.run_id)
     _expect(header, "model fingerprint", header.identity.model, identity.model)
     _expect(header, "layout", header.identity.layout, identity.layout)
@@ -295,12 +297,14 @@ def _check_window(header: SnapshotHeader) -> None:
 
 def _check_parts(header: SnapshotHeader) -> None:
     end_bytes = 0
+    # by size, too: a part without elements lies at the offset of its successor
     for part in sorted(header.parts, key=lambda part: (part.offset_bytes, part.nbytes)):
         if part.key.role not in ROLES:
             raise ValueError(f"{part.key}: got role {part.key.role!r}, wanted one of {', '.join(ROLES)}")
         if math.prod(part.shape) != part.range_end - part.range_start:
             place = f"{part.range_start} to {part.range_end}"
             raise ValueError(f"{part.key}: got shape {part.shape}, wanted as many elements as the range {place}")
+        # torch refuses views that are not aligned, at a time when the load has begun
         if part.offset_bytes % part.dtype.itemsize:
             raise ValueError(f"{part.key}: got offset {part.offset_bytes}, wanted a multiple of its element size")
         if part.offset_bytes < end_bytes:
@@ -318,5 +322,6 @@ def _dtype_from(_: type, name: object) -> torch.dtype:
     return DTYPES[name]
 
 
+# made at import: two threads that decoded a type for the first time at once crashed a daemon inside msgspec 0.22
 _HEADS = msgspec.json.Decoder(_Head)
 _HEADERS = ExactDecoder(SnapshotHeader, _dtype_from, _DTYPE_NAMES.__getitem__)

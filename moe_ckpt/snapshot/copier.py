@@ -27,6 +27,7 @@ class HostCopier:
 
     def __init__(self, throttle: Throttle | None = None) -> None:
         self.throttle = throttle or Throttle()
+        # one thread: `then` relies on the order of the queue
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copier")
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._stream = None if self._device is None else torch.cuda.Stream()
@@ -35,6 +36,7 @@ class HostCopier:
         """Run `work`, which may call `copy_now`, in the thread, after the device work that the caller has queued."""
         if self._stream is None:
             return self._thread.submit(work)
+        # the side stream would otherwise read values that the training stream has yet to compute
         computed = torch.cuda.Event()
         computed.record()
         return self._thread.submit(self._run_on_stream, work, computed)
@@ -68,6 +70,7 @@ class HostCopier:
     def _copy(self, copies: Iterable[Copy]) -> None:
         """Copy as tokens admit it, in chunks if there is a cap."""
         for target, source in copies:
+            # asked for each tensor: a recovery lifts the cap in the middle of a snapshot
             if not self.throttle.has_cap:
                 target.copy_(source, non_blocking=True)
                 continue

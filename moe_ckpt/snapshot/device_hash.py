@@ -15,6 +15,7 @@ import xxhash
 
 from moe_ckpt.snapshot.host_transfers import TRANSFERS, bytes_of
 
+# 2^64 divided by the golden ratio, and its double: neighbouring places get weights that share few bits
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82A)
 _CHUNK_WORDS = 1 << 22  # 32 MiB of 64-bit words at a time: a recovery finds the device's memory nearly full
 
@@ -47,6 +48,7 @@ def _sums_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Ten
     total, position = torch.zeros(2, dtype=torch.int64, device=device), 1
     for tensor in tensors:
         flat = bytes_of(tensor)
+        # views as int32 need whole, aligned words; parameters of an odd number of bf16 values have none
         if flat.numel() % 4 or flat.storage_offset() % 4:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
         words = flat.view(torch.int32)

@@ -37,6 +37,7 @@ class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     serial: str
 
 
+# made at import: two threads that decoded a type for the first time at once crashed a daemon inside msgspec 0.22
 _FIELDS = msgspec.json.Decoder(_Fields)
 
 

@@ -82,6 +82,7 @@ class StepLog:
     def fill(self, facts: Mapping[int, ReadyGradients]) -> None:
         """Add the records of iterations that have none."""
         for iteration, gradients in facts.items():
+            # an own record has the tied gradient, which the facts of other ranks lack
             if iteration not in self._records:
                 self.add(StepRecord(iteration=iteration, gradients=gradients, tied_gradient=None))
 

@@ -64,6 +64,7 @@ class Throttle:
         """
         if self._bucket is None or self._lifted.is_set():
             return
+        # also where `sleep` raises: tokens of a copy that is given up must not delay the next one
         is_over = True
         try:
             is_over = (sleep or self._lifted.wait)(self._bucket.take(nbytes))

@@ -28,6 +28,7 @@ def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Sna
     A rank that dies while it publishes a snapshot leaves only some of its units: the others would be older than their
     core.
     """
+    # of a set: a unit that a folder holds twice must not stand in for one that is missing
     numbers = Counter(version for version, _ in {(each.header.version, each.header.name) for each in snapshots})
     return [
         each
@@ -40,6 +41,7 @@ def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Sna
 def compose(snapshots: Iterable[Snapshot], version: Version) -> tuple[Snapshot, ...]:
     """Return the snapshots that make a version, by slot or with the core first; an empty tuple if one is missing."""
     newest = _newest(snapshots, version)
+    # a core of this very version: shared parameters of two iterations do not fit each other
     headers = (each.header for each in newest.values() if each.header.version == version)
     names = next((header.complete_with for header in headers if header.complete_with), ())
     return tuple(newest[name] for name in names) if newest.keys() >= set(names) else ()

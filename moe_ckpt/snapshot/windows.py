@@ -123,6 +123,7 @@ class HostBuffers:
         most_bytes = 1.25 * nbytes + 4096 if self._limit_bytes is None else nbytes
         fitting = [buffer for buffer in self._free if nbytes <= buffer.numel() <= most_bytes]
         best = min(fitting, key=torch.Tensor.numel, default=None)
+        # by identity: `remove` would compare elements
         self._free = [buffer for buffer in self._free if buffer is not best]
         return best
 
@@ -313,6 +314,7 @@ class SnapshotMemory:
         for snapshot in before:
             if id(snapshot.payload) in stay:
                 continue
+            # first: no peer may read a payload whose memory is filled anew
             if self._daemon:
                 self._daemon.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
@@ -323,6 +325,7 @@ def group_windows(snapshots: Iterable[Snapshot]) -> list[Window]:
     groups: dict[tuple[Version, int, int], dict[int, Snapshot]] = {}
     for snapshot in snapshots:
         header, copy = snapshot.header, 0
+        # a folder may hold a slot twice, of before and after a rollback
         while header.slot in groups.setdefault((header.version, header.num_slots, copy), {}):
             copy += 1
         groups[header.version, header.num_slots, copy][header.slot] = snapshot
